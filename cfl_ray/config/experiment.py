@@ -29,7 +29,7 @@ from cfl_ray.config.paths import beside, from_record, moves_of, root_beside, to_
 from cfl_ray.config.privacy import PrivacyConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
-from cfl_ray.config.section import ConfigSection, as_yaml, unused_warnings
+from cfl_ray.config.section import ConfigSection, as_yaml, unused_keys, unused_warnings
 from cfl_ray.config.secure_aggregation import SecureAggregationConfig
 from cfl_ray.config.start import StartConfig
 from cfl_ray.config.tracking import TrackingConfig
@@ -108,10 +108,10 @@ class Experiment(ConfigSection):
             raise ConfigError(explain(error, type(self))) from None
         self._check_target()
         self._check_time()
-        if self.privacy is not None and self.secure_aggregation is not None:
+        if self.privacy is not None and self.privacy.clipping == "adaptive" and self.secure_aggregation is not None:
             raise ConfigError(
-                "privacy, and secure_aggregation: noise of privacy is drawn in floating point, and secure sums are "
-                "whole numbers, which need a discrete Gaussian; leave one of them out"
+                "privacy.clipping adaptive, and secure_aggregation: the server counts the uploads within the norm, and "
+                "secure sums hide which these are; set privacy.clipping to flat or per_layer"
             )
         if self.cohort.clients and self.data.partition.clients and self.data.federation is None:
             check_cohort(self.cohort.clients, self.data.partition.clients)
@@ -226,6 +226,10 @@ class Experiment(ConfigSection):
         past = {} if changes else {"evaluation.past": "the schedule changes no client's data"}
         of_data = self.data.unused if self.data.federation is None else {}
         of_privacy = self.privacy.unused if self.privacy else {}
+        if self.privacy and self.secure_aggregation:
+            of_privacy |= unused_keys(
+                self.secure_aggregation, "secure_aggregation", ["clip"], "privacy.clip bounds changes"
+            )
         of_rounds = self.cohort.unused | self.asynchronous.unused
         return of_data | self.local.unused | of_rounds | of_privacy | past
 

@@ -17,5 +17,9 @@ class SecureAggregationConfig(ConfigSection):
         8, ge=2, multiple_of=2, description="k, even: clients with which a client has masks; in a smaller cohort, all"
     )
     threshold: float = Field(
-        0.5, gt=0, le=1, description="share of a client's neighbours that has to report, so that the sum can be read"
+        0.5,
+        gt=0,
+        le=1,
+        description="share of the clients, and of the neighbours of each, that has to report, so that the sum can be "
+        "read; in private runs also the clients whose noise is enough",
     )

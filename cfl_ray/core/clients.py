@@ -17,7 +17,7 @@ from cfl_ray.core.contract import CheckedDescription
 from cfl_ray.core.events import births_and_deaths, cluster_event
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns, ParamSpec
-from cfl_ray.core.privacy import PrivacyError, PrivateRun
+from cfl_ray.core.privacy import PrivacyError, PrivateSums
 from cfl_ray.core.secure_aggregation import SecureAggregation, missing, traffic
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.serving import Serving
@@ -158,7 +158,7 @@ class Clients:
     aggregation: AggregationRule = Mean()  # used in every average
     server: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
     num_scores: int = 3  # of a test: the metrics of the task, then the loss
-    private: PrivateRun | None = field(repr=False, default=None)  # None: the server sees what it asks for
+    private: PrivateSums | None = field(repr=False, default=None)  # None: the server sees what it asks for
     secure: SecureAggregation | None = None  # None: sums are those of uploads that are not masked
     absent: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, np.int64))  # selected, do not report
     sampled: bool = True  # False: all clients that can be reached, not the cohort that was drawn
@@ -372,7 +372,7 @@ class Clients:
             self.reads("the updates")
         address = self._next_address()
         averaging, models = self._averaging(average, 1 if how.mixture is None else how.mixture.num_models)
-        averaging, secure = self._secured(averaging, address, private)
+        averaging, secure = self._secured(averaging, address, private, models)
         tables, steps_M = _Tables(), how.steps_M
         if steps_M is None:
             batches = how.local_step.batches_per_step if how.local_step else 1
@@ -432,13 +432,15 @@ class Clients:
         return averaging, models
 
     def _secured(
-        self, averaging: Averaging | None, address: Address, private: Columns | None
+        self, averaging: Averaging | None, address: Address, private: Columns | None, models: int
     ) -> tuple[Averaging | None, SecureSum | None]:
-        """The averages as secure sums, whose traffic is counted; None: they are not secure."""
+        """The averages as secure sums, whose traffic is counted; None: they are not secure. models: of each client."""
         if averaging is None or self.secure is None:
             return averaging, None
         averaging, secure = self.secure.of(averaging, address, self.ids_M, private, self.absent)
         columns, clients = self.spec.size - (private.count if private else 0), len(np.unique(self.ids_M))
+        if self.private is not None:
+            secure = self.private.in_ring(secure, models * columns)
         down, up = traffic(secure, averaging.num_rows, columns)
         self.stats.traffic.down_bits += down * clients
         self.stats.traffic.up_bits += up * clients
@@ -446,6 +448,9 @@ class Clients:
 
     def _with_noise(self, outcome: Outcome, averaging: Averaging, address: Address, models: int) -> Outcome:
         if self.private is None:
+            return outcome
+        if self.secure is not None:  # the clients added the noise
+            self.private.charge(self.sampled)
             return outcome
         return self.private.noised(outcome, averaging, address, self.spec.size, models, self.sampled)
 
@@ -521,7 +526,7 @@ class Clients:
         """
         (averaging, _), work = self._averaging(weight_RM), updates.training
         address = self._next_address()
-        averaging, secure = self._secured(averaging, address, updates.private)
+        averaging, secure = self._secured(averaging, address, updates.private, 1)
         assert averaging is not None
         if not isinstance(self.aggregation, Mean):
             outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, averaging)
@@ -680,11 +685,12 @@ class Clients:
 
     def _run(self, work: Work) -> Outcome:
         if not len(self) and self.private is not None:  # the sums have noise all the same
-            return Outcome(work.empty_result(0))
+            arrived_R = None if work.averaging is None else np.zeros(work.averaging.num_rows)
+            return Outcome(work.empty_result(0), arrived_R=arrived_R)
         outcome = self.backend.run(work if self.replay is None else replace(work, replay=self.replay))
         self.stats.excluded.update({int(work.ids_M[i]): exclusion for i, exclusion in outcome.excluded.items()})
         self.stats.fallbacks |= outcome.fallbacks
-        if work.secure is not None and (reason := missing(work.secure, self.ids_M, outcome.arrays["valid"])):
+        if work.secure is not None and (reason := missing(work.secure, self.ids_M, outcome.arrays["reported"])):
             self.stats.lost_sums.append(reason)
         return outcome
 

@@ -28,6 +28,13 @@ def stream(seed: int, round: int, exchange: int, client: int, purpose: str) -> n
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
 
 
+def secret_stream(secret: bytes, round: int, exchange: int, index: int, purpose: str) -> np.random.Generator:
+    """The same for a random key of a secret in place of a seed. index: an output row, or a client."""
+    parts = secret + struct.pack("<3q", round, exchange, index) + purpose.encode()
+    key = hashlib.blake2b(parts, digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+
+
 def uniforms(seed: int, round: int, exchange: int, clients: np.ndarray, purpose: str) -> np.ndarray:
     """The first number of `stream(...).random()` for each of these clients, float64, drawn together.
 

@@ -185,6 +185,15 @@ class Clip:
 
 
 @dataclass(frozen=True)
+class RingNoise:
+    """The noise that each client adds to every number of its upload in a secure sum."""
+
+    secret: bytes = field(repr=False)  # of the random key of its draws
+    scale: int  # sigma of the discrete Gaussian of one client; 0: no noise
+    norm: int  # bound of the Euclidean norm of a client's whole numbers
+
+
+@dataclass(frozen=True)
 class SecureSum:
     """Masked uploads: each of M clients uploads every output row in the ring (`core.secure_aggregation`)."""
 
@@ -192,8 +201,10 @@ class SecureSum:
     unit: int  # L, of a whole weight
     bits: int  # b
     needed: int  # neighbours that have to report, so that the masks of a client can be removed
+    least: int  # clients that have to report
     neighbour_MX: np.ndarray  # int64: the clients with which each client has a pair mask
     private: Columns | None = None  # columns that are not uploaded; they are zeros in the sums
+    noise: RingNoise | None = None  # of a private run
 
     def take(self, index_m: np.ndarray) -> Self:
         return replace(self, neighbour_MX=self.neighbour_MX[index_m])
@@ -392,6 +403,8 @@ class Train(Work):
             arrays["upload_distance"] = np.full(size, np.nan)
         if self.clip is not None:
             arrays["unclipped"] = np.zeros(size, bool)
+        if self.secure is not None:
+            arrays["reported"] = np.zeros(size, bool)
         return arrays if self.mixture is None else arrays | self.mixture.empty_result()
 
     def cost_M(self, num_samples_M: np.ndarray) -> np.ndarray:
@@ -428,8 +441,8 @@ class AverageDeferred(Work):
         return [self.start, *super().rows()]
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
-        arrays = {"valid": np.zeros(len(self.ids_M), bool)}
-        return arrays if self.clip is None else arrays | {"unclipped": np.zeros(len(self.ids_M), bool)}
+        given = {"valid": True, "unclipped": self.clip is not None, "reported": self.secure is not None}
+        return {name: np.zeros(len(self.ids_M), bool) for name, is_given in given.items() if is_given}
 
 
 @dataclass(frozen=True, kw_only=True)

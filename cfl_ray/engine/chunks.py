@@ -9,6 +9,7 @@ from torch import Tensor
 from cfl_ray.core.work import AverageDeferred, ChunkResult, CombineColumns, Exclusion, Outcome, Train, Work
 from cfl_ray.engine import exact
 from cfl_ray.engine.reduce import weighted_means
+from cfl_ray.engine.secure_sums import secure_means, unmasked
 
 
 @dataclass(frozen=True)
@@ -88,5 +89,9 @@ def outcome_of(work: Work, chunks: Sequence[ChunkResult], changes: Mapping[int, 
     excluded, fallbacks = exclusions_of(chunks), fallbacks_of(chunks)
     if not isinstance(work, Train | AverageDeferred) or work.averaging is None:
         return Outcome(arrays, excluded=excluded, fallbacks=fallbacks)
-    valid_M = arrays["valid"] if chunks else np.zeros(0, bool)
-    return Outcome(arrays, *weighted_means(work, changes, valid_M), excluded=excluded, fallbacks=fallbacks)
+    counted_M = arrays["valid" if work.secure is None else "reported"] if chunks else np.zeros(0, bool)
+    if work.secure is None:
+        means = weighted_means(work, changes, counted_M)
+    else:
+        means = secure_means(work, unmasked(work.secure, work.address, work.ids_M, counted_M, changes))
+    return Outcome(arrays, *means, excluded=excluded, fallbacks=fallbacks)

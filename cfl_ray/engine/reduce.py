@@ -7,9 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.rng import stream
-from cfl_ray.core.secure_aggregation import mask, quantised, unmasked
-from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, Clip, CombineColumns, SecureSum, Train
+from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, Clip, CombineColumns, Train
 from cfl_ray.engine import exact
 
 _BLOCK = 1 << 22  # values of deferred results that are stacked at a time
@@ -65,48 +63,6 @@ class ChunkSums:
     def add_change(self, out: int, change_P: Tensor) -> None:
         """Adds the weighted sum of the changes of several clients to an output row."""
         self.changes[out] = self.changes[out].add_(change_P) if out in self.changes else change_P
-
-
-class SecureChunkSums(ChunkSums):
-    """Sums of the masked uploads of one chunk, int64 (P + 1,) modulo 2^b: changes, then the weight, of every row."""
-
-    def __init__(self, work: Train | AverageDeferred):
-        assert work.averaging is not None and work.secure is not None
-        super().__init__(work.averaging, None, work.models_per_client)
-        self.secure, self.address, self.ids_M = work.secure, work.address, work.ids_M
-        self.num_rows = work.averaging.num_rows
-        self._first = -1  # the first entry of the client at work
-        self._upload_RF = torch.zeros(0)
-
-    def add(self, client: int, upload_P: Tensor, sent_P: Tensor) -> None:
-        if self._first != (first := client - client % self.models):
-            self.finish()
-            self._first = first
-            self._upload_RF = torch.zeros(self.num_rows, len(upload_P) + 1, dtype=torch.int64)
-        change_P = upload_P - sent_P.to(upload_P.device)
-        for out, weight in self.terms_of.get(client, ()):
-            key = self.address.seed, self.address.round, self.address.exchange, int(self.ids_M[client])
-            draw = stream(*key, f"secure/rounding/{out}")
-            self._upload_RF[out] += quantised(self.secure, change_P, weight, draw)
-
-    def finish(self) -> None:
-        """Masks and adds the upload of the client at work."""
-        if self._first < 0:
-            return
-        neighbour_X, client = self.secure.neighbour_MX[self._first], int(self.ids_M[self._first])
-        upload_RF = self._upload_RF
-        upload_RF += mask(self.secure, self.address, client, neighbour_X, (self.num_rows, upload_RF.shape[1]))
-        for out, upload_F in enumerate(upload_RF):
-            self.changes[out] = (self.changes.get(out, 0) + upload_F) & (2**self.secure.bits - 1)
-        self._first = -1
-
-
-def chunk_sums(work: Train | AverageDeferred) -> ChunkSums:
-    """The empty sums of a chunk of this work."""
-    if work.secure is not None:
-        return SecureChunkSums(work)
-    assert work.averaging is not None
-    return ChunkSums(work.averaging, work.clip, work.models_per_client)
 
 
 def clip_together(clip: Clip, changes: Sequence[Tensor]) -> bool:
@@ -167,13 +123,9 @@ def weighted_means(
     with w the first of the models w_i. `changes` are the last sums before the division, float32 (P,) by output row. The
     weights are added up here, in the order of the clients, and never rounded.
 
-    Of averages of changes, the last term alone; with fixed totals, which are the weights' scale, p = 1. Of secure sums,
-    p is part of the sum.
+    Of averages of changes, the last term alone; with fixed totals, which are the weights' scale, p = 1.
     """
     assert work.averaging is not None
-    if work.secure is not None:
-        sums = unmasked(work.secure, work.address, work.ids_M, valid_M, changes)
-        return _secure_means(work.secure, sums, work.averaging.num_rows)
     averaging = work.averaging.subset(valid_M[work.averaging.client_E])
     arrived_R = np.bincount(averaging.out_E, averaging.weight_E, averaging.num_rows)
     if averaging.of_changes:
@@ -196,16 +148,6 @@ def weighted_means(
         for row, share in others:
             mean_P.add_(table_KP[row] - first_P, alpha=share)
         means[out].copy_(mean_P.add_(changes[out], alpha=1 / arrived_R[out]))
-    return means, arrived_R
-
-
-def _secure_means(secure: SecureSum, sums: Mapping[int, Tensor], num_rows: int) -> tuple[dict[int, Tensor], np.ndarray]:
-    """The same, from sums (P + 1,) without masks: c sum_i q_i / sum_i u_i, and sum_i u_i / L."""
-    means, arrived_R = dict[int, Tensor](), np.zeros(num_rows)
-    for out, sum_F in sums.items():
-        if weight := int(sum_F[-1]):
-            means[out] = (sum_F[:-1].double() * (secure.clip / weight)).float()
-            arrived_R[out] = weight / secure.unit
     return means, arrived_R
 
 

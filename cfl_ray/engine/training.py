@@ -23,7 +23,8 @@ from cfl_ray.engine.engines import ENGINES, TrainedBatch
 from cfl_ray.engine.evaluating import client_scores
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
-from cfl_ray.engine.reduce import ChunkSums, HostSums, chunk_sums, upload_distance
+from cfl_ray.engine.reduce import ChunkSums, HostSums, upload_distance
+from cfl_ray.engine.secure_sums import SecureChunkSums, chunk_sums
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import invalid_largest_reason, invalid_update_reason
 from cfl_ray.nn.network import Network
@@ -61,7 +62,7 @@ class Ahead:
 def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Arrays:
     """Trains the clients of a chunk. ahead: of clients that are trained together with those of other chunks."""
     work, arrays = chunk.work, chunk.empty()
-    averages = None if work.averaging is None else chunk_sums(work)
+    averages = None if work.averaging is None else chunk_sums(work, chunk.network.spec.size)
     summed = set() if averages is None else _add_sums(chunk, averages, arrays, ahead)
     for result in _results(chunk, summed, ahead):
         index, row_P, upload_P = result.index, result.row_P, result.upload_P
@@ -99,6 +100,9 @@ def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Array
 
 def _close(averages: ChunkSums, arrays: Arrays) -> None:
     averages.finish()
+    if isinstance(averages, SecureChunkSums):
+        averages.finish_all()
+        arrays["reported"][:] = True
     for index, within in averages.unclipped.items():
         arrays["unclipped"][index] = within
 
@@ -106,7 +110,7 @@ def _close(averages: ChunkSums, arrays: Arrays) -> None:
 def average_deferred(chunk: OpenChunk[AverageDeferred], sums: HostSums) -> Arrays:
     """Adds up results that an earlier exchange left on the hosts."""
     assert isinstance(chunk.stored, Mapping)
-    averages, arrays = chunk_sums(chunk.work), chunk.empty()
+    averages, arrays = chunk_sums(chunk.work, chunk.network.spec.size), chunk.empty()
     for index in sorted(chunk.stored):
         averages.add(index, chunk.stored[index], chunk.model(chunk.work.start, index))
     _close(averages, arrays)

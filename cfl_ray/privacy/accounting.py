@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from cfl_ray.core.privacy import Releases
 from cfl_ray.errors import ConfigError
+from cfl_ray.privacy.noisy_sums import Releases
 
 Kind = Literal["poisson", "fixed", "all"]
 
@@ -32,6 +32,7 @@ class Sampling:
     population: int  # N
     cohort: float  # q N, expected clients of a round
     reason: str = ""
+    discrete: bool = False  # noise of whole numbers, which the clients add; of the kind "all"
 
     @property
     def rate(self) -> float:
@@ -73,7 +74,7 @@ def _epsilon(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, del
     epsilon = 0.0
     for interval in (_COARSE, _FINE):
         epsilon = _composed(parts, sampling, delta, interval)
-        if epsilon >= _EXACT_BELOW or sampling.kind == "fixed":
+        if epsilon >= _EXACT_BELOW or sampling.kind == "fixed" or sampling.discrete:
             break
     return epsilon
 
@@ -81,16 +82,19 @@ def _epsilon(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, del
 def _composed(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, delta: float, interval: float) -> float:
     dp = _dp()
     relation = dp.NeighboringRelation
-    if sampling.kind == "fixed":
+    if sampling.kind == "fixed" or sampling.discrete:
         from dp_accounting.rdp import RdpAccountant
 
-        accountant: Any = RdpAccountant(neighboring_relation=relation.REPLACE_ONE)
+        replaced = relation.REPLACE_ONE if sampling.kind == "fixed" else relation.ADD_OR_REMOVE_ONE
+        accountant: Any = RdpAccountant(neighboring_relation=replaced)
     else:
         from dp_accounting.pld import PLDAccountant
 
         accountant = PLDAccountant(relation.ADD_OR_REMOVE_ONE, value_discretization_interval=interval)
     for z, count, sampled in parts:
         event: Any = dp.GaussianDpEvent(z / 2 if sampling.kind == "fixed" else z)
+        if sampling.discrete:  # what it is bounded by: Theorem 14 of Canonne et al.
+            event = dp.ZCDpEvent(rho=1 / (2 * z**2), xi=0)
         if sampled and sampling.kind == "poisson" and sampling.rate < 1:
             event = dp.PoissonSampledDpEvent(sampling.rate, event)
         elif sampled and sampling.kind == "fixed" and sampling.rate < 1:

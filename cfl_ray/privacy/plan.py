@@ -9,9 +9,10 @@ import numpy as np
 from cfl_ray.config import Experiment
 from cfl_ray.config.privacy import PrivacyConfig
 from cfl_ray.core.population import count_of
-from cfl_ray.core.privacy import AdaptiveClip, Noise, Privacy, PrivacyError, PrivateRun, Releases, Signatures
+from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.errors import ConfigError
 from cfl_ray.privacy.accounting import Sampling, epsilon, last_round, solved_multiplier
+from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun, Releases, Signatures
 
 _ROUNDING = 1e-9  # of epsilon, relative
 
@@ -147,7 +148,9 @@ def _sampling(experiment: Experiment, config: PrivacyConfig, num_clients: int) -
                 f"privacy.extrapolate: cohort must be at most population, {config.extrapolate.population}, got "
                 f"{config.extrapolate.cohort}"
             )
-        return Sampling("poisson", config.extrapolate.population, config.extrapolate.cohort)
+        if experiment.secure_aggregation is None:
+            return Sampling("poisson", config.extrapolate.population, config.extrapolate.cohort)
+        num_clients, expected = config.extrapolate.population, config.extrapolate.cohort
     reasons = {
         "the availability of clients is not a draw with equal chances": cohort.availability.kind != "always",
         "clients drop out": cohort.dropout > 0,
@@ -156,9 +159,10 @@ def _sampling(experiment: Experiment, config: PrivacyConfig, num_clients: int) -
         "clock.deadline leaves out slow clients": getattr(experiment.clock, "deadline", None) is not None,
         "cohort.over_selection leaves out slow clients": cohort.over_selection > 1,
         "every client is in every round": expected >= num_clients,
+        "the server of secure sums knows the cohort": experiment.secure_aggregation is not None,
     }
     if reason := next((text for text, holds in reasons.items() if holds), ""):
-        return Sampling("all", num_clients, expected, reason)
+        return Sampling("all", num_clients, expected, reason, discrete=experiment.secure_aggregation is not None)
     return Sampling(cohort.sampling, num_clients, expected)
 
 
@@ -176,6 +180,8 @@ def describe(plan: PrivacyPlan, label: str, rounds: int) -> list[str]:
         f"no amplification by sampling: {sampling.reason}": sampling.kind == "all",
         "an extrapolation to a larger federation, no guarantee for these clients": plan.extrapolated,
         "noise is drawn from the seed: reproducible, not private": plan.reproducible,
+        "clients add the noise, in shares that are enough if secure_aggregation.threshold of them report: it holds "
+        "against the server, too": plan.sampling.discrete,
         "clip is that of round 1, and then follows a quantile of the norms": privacy.adaptive is not None,
         "vectors of single clients have noise of their own, and each is charged": privacy.signatures is not None,
         "all clients have equal weights": True,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.core.population import Population
-from cfl_ray.core.privacy import Noise, PrivateRun
 from cfl_ray.errors import RunError
+from cfl_ray.privacy.noisy_sums import Noise, PrivateRun
 from cfl_ray.privacy.plan import PrivacyPlan
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.requests import Requests

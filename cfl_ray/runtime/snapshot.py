@@ -12,10 +12,10 @@ from cfl_ray.checkpoint.store import Checkpoint
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.events import ClusterEvent
-from cfl_ray.core.privacy import PrivateRun
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.core.state import State
 from cfl_ray.errors import RunError
+from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.runtime.round_report import RoundReport
 
 _MOMENTS = "server.optimizer."  # first part of the names of the server optimiser's tensors

@@ -17,7 +17,6 @@ from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
-from cfl_ray.core.privacy import PrivateRun
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.state import State
@@ -25,6 +24,7 @@ from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.core.work import ClientStateKey, Describe, FitMixture, Losses, Outcome, SavedState, Train, Work
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.privacy.noisy_sums import PrivateRun
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import resolve_optimizer
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import Population, PopulationChange, count_of
-from cfl_ray.core.privacy import PrivacyError, PrivateRun
+from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.rng import stream
 from cfl_ray.core.schedules import resolve_schedule
 from cfl_ray.core.secure_aggregation import SecureAggregation
@@ -60,6 +60,7 @@ from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network, template_of
 from cfl_ray.nn.shared import digest_of
 from cfl_ray.plugins.calling import with_options
+from cfl_ray.privacy.noisy_sums import PrivateRun, rounded_norm
 from cfl_ray.privacy.plan import PrivacyPlan, plan_of
 from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds, traffic, why_synchronous
 from cfl_ray.setup.dry_run import (
@@ -213,11 +214,11 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         setup = replace(setup, frozen=frozen, template=template)
     _check_attack(setup.attack, federation.num_clients)
     _try_methods(setup)
-    if experiment.privacy is not None:
-        setup = replace(setup, privacy={label: _privacy_of(setup, label) for label in methods})
     if experiment.secure_aggregation is not None:
         setup = replace(setup, secure=SecureAggregation(**experiment.secure_aggregation.model_dump()))
         _check_secure(setup)
+    if experiment.privacy is not None:
+        setup = replace(setup, privacy={label: _privacy_of(setup, label) for label in methods})
     _check_asynchronous(setup)
     _check_batches(setup)
     _try_own_parts(setup)
@@ -373,7 +374,13 @@ def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
     """The privacy of a method, planned by rounds without training. Raises ConfigError if it cannot be private."""
     _check_mean(setup, label, "be private", "privacy.clip")
     count = setup.federation.num_clients
-    return plan_of(setup.experiment, count, label, lambda private: _tried(setup, label, private))
+    plan = plan_of(setup.experiment, count, label, lambda private: _tried(setup, label, private))
+    if setup.secure is not None:
+        norm = rounded_norm(setup.secure.levels // 2, setup.network().spec.size)
+        for clients in (1, _most_masked(setup)):
+            share = plan.privacy.share_of_noise(norm, setup.secure.least(clients))
+            setup.secure.check(clients, share)
+    return plan
 
 
 def _check_mean(setup: Setup, label: str, what: str, key: str) -> None:
@@ -403,12 +410,17 @@ def _tried(setup: Setup, label: str, private: PrivateRun | None = None) -> Itera
     )
 
 
+def _most_masked(setup: Setup) -> int:
+    """The most clients of a secure sum."""
+    poisson, cohort = setup.experiment.cohort.sampling == "poisson", setup.division.cohort
+    selected = math.ceil(cohort * setup.experiment.cohort.over_selection)
+    return setup.federation.num_clients if poisson else min(selected, setup.federation.num_clients)
+
+
 def _check_secure(setup: Setup) -> None:
     """Raises ConfigError for a method whose server reads more than sums, and for sums that can exceed the ring."""
     assert setup.secure is not None
-    poisson, cohort = setup.experiment.cohort.sampling == "poisson", setup.division.cohort
-    selected = math.ceil(cohort * setup.experiment.cohort.over_selection)
-    setup.secure.check(setup.federation.num_clients if poisson else min(selected, setup.federation.num_clients))
+    setup.secure.check(_most_masked(setup))
     for label in setup.methods:
         _check_mean(setup, label, "be aggregated securely", "secure_aggregation.clip")
         try:

@@ -16,10 +16,11 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.rng import Draws, stream
-from cfl_ray.core.secure_aggregation import SecureAggregation, mask, missing, traffic
+from cfl_ray.core.secure_aggregation import SecureAggregation, missing, traffic
 from cfl_ray.core.work import Address, Averaging, Train, UpdateFeatures
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine.reduce import HostSums
+from cfl_ray.engine.secure_sums import mask
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 
@@ -229,6 +230,14 @@ class TestDropout:
         assert not missing(secure, np.arange(5), np.array([False, True, True, True, True]))
         assert "its masks need 2" in missing(secure, np.arange(5), np.array([True, True, False, False, False]))
 
+    def test_a_share_of_all_clients_has_to_report(self):
+        """Client 0 and its two neighbours report: each has a neighbour that does, but 3 of 8 are less than half."""
+        _, secure = replace(SECURE, neighbours=2).of(Averaging.of(np.ones((1, 8)), 8), Address(0, 1, 1), np.arange(8))
+        reported = np.isin(np.arange(8), [0, *secure.neighbour_MX[0]])
+        assert secure.needed == 1
+        assert "3 clients report, the sum needs 4" in missing(secure, np.arange(8), reported)
+        assert not missing(replace(secure, least=3), np.arange(8), reported)
+
 
 class TestRing:
     def test_a_sum_beyond_the_ring_is_refused_with_both_numbers(self):
@@ -248,7 +257,7 @@ class TestRing:
 
     def test_rounding_is_unbiased(self):
         """Mean over rounds of a change of .3 steps; standard deviation sqrt(.21 / n)."""
-        from cfl_ray.core.secure_aggregation import quantised
+        from cfl_ray.engine.secure_sums import quantised
 
         _, secure = SECURE.of(Averaging.of(np.ones((1, 2)), 2), Address(0, 1, 1), np.arange(2))
         change_P = torch.full((20_000,), 0.3 * secure.clip / secure.unit)

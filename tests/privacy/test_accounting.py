@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from cfl_ray.core.privacy import Releases
 from cfl_ray.errors import ConfigError
 from cfl_ray.privacy.accounting import Sampling, epsilon, last_round, solved_multiplier
+from cfl_ray.privacy.noisy_sums import Releases
 
 pytest.importorskip("dp_accounting")
 
@@ -44,6 +44,15 @@ def test_of_all_clients():
     found, mu = epsilon(rounds(2.0, 200), Sampling("all", 1000, 100), 1e-4), 200**0.5 / 2.0
     delta = norm.cdf(mu / 2 - found / mu) - np.exp(found) * norm.cdf(-mu / 2 - found / mu)
     assert delta == pytest.approx(1e-4, rel=0.02) and delta <= 1e-4
+
+
+def test_of_discrete_noise():
+    """At least the value of the Gaussian, which it tends to; at most that of zCDP (Bun and Steinke 2016, 1.3)."""
+    sampling = Sampling("all", 1000, 100, discrete=True)
+    for z, count in ((1.0, 1), (2.0, 50), (20.0, 200)):
+        found, rho = epsilon(rounds(z, count), sampling, 1e-4), count / (2 * z**2)
+        assert epsilon(rounds(z, count), Sampling("all", 1000, 100), 1e-4) < found
+        assert found < rho + 2 * (rho * np.log(1e4)) ** 0.5
 
 
 def test_signatures_are_not_amplified_and_count_as_replaced():

@@ -1,9 +1,12 @@
 """Runs with secure aggregation as a whole: resumption, lost sums, refusals."""
 
+import math
+
 import pytest
 
 from cfl_ray import Experiment, resume, simulate
 from cfl_ray.errors import ConfigError, Interrupted
+from cfl_ray.privacy.plan import describe
 from cfl_ray.setup.prepare import prepare
 
 
@@ -25,7 +28,8 @@ def metrics(results, label="ifca"):
     return [{k: v for k, v in one.metrics.items() if k != "round_seconds"} for one in results[label].records]
 
 
-def test_a_resumed_run_has_the_same_bits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("privacy", [None, {"noise_multiplier": 1.0, "noise": "reproducible"}])
+def test_a_resumed_run_has_the_same_bits(privacy, tmp_path, monkeypatch):
     from cfl_ray.runtime.round_loop import RoundLoop
 
     real, seen = RoundLoop._save_and_close, []
@@ -37,13 +41,39 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
         real(self, draft)
 
-    whole = metrics(simulate(secure()))
+    whole = metrics(simulate(secure(privacy=privacy)))
     monkeypatch.setattr(RoundLoop, "_save_and_close", dying)
     with pytest.raises(Interrupted):
-        simulate(secure(), tmp_path / "run")
+        simulate(secure(privacy=privacy), tmp_path / "run")
     assert metrics(resume(tmp_path / "run", on_ray=False)) == whole
     assert seen[0].equal(seen[1])
     assert sum(one.get("clients_dropped", 0) for one in whole), "masks of clients that dropped out were removed"
+
+
+PRIVATE = {"target_epsilon": 20.0, "noise": "reproducible"}
+
+
+def test_a_private_run_has_noise_of_the_clients_and_an_account_without_amplification(tmp_path):
+    """Noise that lasts for the target by the moments of N(0, z^2), all of the rounds charged in full."""
+    pytest.importorskip("dp_accounting")
+    one = secure(privacy=PRIVATE)
+    plan, found = prepare(one).privacy["ifca"], metrics(simulate(one))
+    assert plan.sampling.kind == "all" and plan.sampling.discrete
+    assert found[-1]["epsilon"] == plan.epsilon(plan.after(3)) and 19.9 < found[-1]["epsilon"] <= 20
+    rho = 3 / (2 * plan.privacy.noise_multiplier**2)
+    assert found[-1]["epsilon"] < rho + 2 * (rho * math.log(1 / plan.delta)) ** 0.5, "the bound of Bun and Steinke"
+    lines = describe(plan, "ifca", 3)
+    assert any(line.endswith("it holds against the server, too") for line in lines)
+    assert "  no amplification by sampling: clients drop out" in lines
+    assert prepare(secure(privacy=PRIVATE, cohort={"fraction": 0.5})).privacy["ifca"].sampling.reason == (
+        "the server of secure sums knows the cohort"
+    )
+    more = secure(privacy=PRIVATE | {"extrapolate": {"cohort": 60, "population": 1000}})
+    extrapolated = prepare(more).privacy["ifca"]
+    assert extrapolated.sampling.population == 1000 and extrapolated.sampling.discrete
+    given = {"neighbours": 4, "clip": 2.0}
+    wanted = "secure_aggregation.clip (2.0) has no effect: privacy.clip bounds changes"
+    assert wanted in secure(privacy=PRIVATE, secure_aggregation=given).warnings
 
 
 def test_lost_sums_are_counted():
@@ -60,7 +90,18 @@ def test_lost_sums_are_counted():
         ),
         ({"methods": [{"fedavg": {"aggregation": "median"}}]}, "securely with aggregation median"),
         ({"secure_aggregation": {"bits": 22}}, "6 x levels / 2 = 12582912, a ring of 22 bits holds less than 2097152"),
-        ({"privacy": {"noise_multiplier": 1.0}}, "privacy, and secure_aggregation: .* need a discrete Gaussian"),
+        (
+            {"privacy": {"noise_multiplier": 1.0, "clipping": "adaptive"}},
+            "privacy.clipping adaptive, and secure_aggregation: the server counts the uploads within the norm",
+        ),
+        (
+            {"privacy": {"noise_multiplier": 1.0}, "secure_aggregation": {"levels": 2}},
+            "the noise of each of 3 clients has a standard deviation of 2 steps, it must be 3",
+        ),
+        (
+            {"privacy": {"noise_multiplier": 20.0}, "secure_aggregation": {"bits": 25}},
+            "6 x levels / 2 = 12582912, and its noise to 9 standard deviations, .* a ring of 25 bits holds less than",
+        ),
         (
             {"clock": {"kind": "constant"}, "asynchronous": {"buffer": 2}},
             "secure_aggregation, and asynchronous.buffer 2: masks cancel among clients of the same round",

@@ -9,24 +9,28 @@ import torch
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.privacy.noisy_sums import Noise, Privacy, PrivateRun
 from cfl_ray.runtime.on_ray import backend as on_ray
 from cfl_ray.runtime.on_ray import collect
 from cfl_ray.setup.prepare import prepare
 
 
-@pytest.mark.parametrize("way", ["calls", "server", "tree"])
+@pytest.mark.parametrize("way", ["calls", "server", "tree", "private"])
 def test_sums_do_not_depend_on_hosts(way, experiment, two_hosts, monkeypatch):
-    setup = prepare(experiment())
-    if way != "calls":
+    setup, weight_RM = prepare(experiment()), torch.tensor([[1.0, 0, 2, 0, 3, 0], [0, 1, 0, 0, 0, 1]])
+    private = None
+    if way == "private":  # the noise of the clients, too
+        private, weight_RM = PrivateRun(Privacy(1.0, 0.5, 6.0), Noise(b"key")), weight_RM > 0
+    if way not in ("calls", "private"):
         monkeypatch.setattr(on_ray, "_WITH_RESULT_BYTES", 0)
     if way == "tree":
         monkeypatch.setattr(collect.Collected, "use_tree", property(lambda self: True))
     network, ids = setup.network(), np.arange(6)
-    weight_RM = torch.tensor([[1.0, 0, 2, 0, 3, 0], [0, 1, 0, 0, 0, 1]])
     found = []
     for backend in (two_hosts(setup), InProcessBackend(setup.worker())):
         clients = Clients(ids, np.ones(6, np.int64), network.spec, setup.local, backend, seed=0, round=1)
-        clients = replace(clients, secure=SecureAggregation(neighbours=2), absent=np.array([7]))
+        secure = SecureAggregation(neighbours=2)
+        clients = replace(clients, secure=secure, absent=np.array([7]), private=private)
         start_KP = torch.stack([network.new_model(0, k) for k in range(2)])
         found.append(clients.train(clients.send(start_KP, ids % 2), average=weight_RM).averaged(start_KP))
         assert not clients.stats.lost_sums

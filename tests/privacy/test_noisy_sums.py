@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from federations import Stage
+from federations import Spoiled, Stage
 from torch import nn
 
 from cfl_ray.core.clients import ClientState, LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.privacy import AdaptiveClip, Noise, Privacy, PrivacyError, PrivateRun, Signatures
+from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.work import AverageDeferred, Train
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
+from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun, Signatures, rounded_norm
 
 NORM, COHORT = 0.05, 4.0
 SUMS_ONLY = "apfl ditto fedavg fedavg_plus fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg pfedme"
@@ -67,12 +69,12 @@ class Recording:
         return getattr(self.backend, name)
 
 
-def sums_of(name, ids, run, engine="sequential", first=1):
+def sums_of(name, ids, run, engine="sequential", first=1, secure=None):
     """The sums of every exchange of a method's round with these clients, and its state."""
     one = stage(engine)
     one.backend = Recording(one.backend, [])
     method = REGISTRY[name]()
-    clients = replace(one.clients(ids, first), private=run)
+    clients = replace(one.clients(ids, first), private=run, secure=secure)
     state = method.round(method.init(one.start()), clients, Draws(0, first))
     if name == "feddrift":
         method.round(method.drift(state, clients), clients, Draws(0, first + 1))
@@ -246,6 +248,100 @@ class TestSignatures:
     def test_an_evaluation_reads_what_it_wants(self):
         clients = replace(stage().clients([1, 5]), private=private(), evaluated=True)
         assert clients.losses(clients.known_models(torch.zeros(2, 53))).shape == (2, 2)
+
+
+class TestSecureSums:
+    """Discrete Gaussian noise of the clients; 16 steps in the norm, so that rounding counts."""
+
+    SECURE = SecureAggregation(levels=32, bits=24, neighbours=4, threshold=0.5)
+
+    def changes(self, name):
+        """What each of 5 clients changes in the sums, in units of the bound NORM D / L."""
+        run, ids = private(), range(5)
+        everyone, _ = sums_of(name, ids, run, secure=self.SECURE)
+        without = [sums_of(name, [i for i in ids if i != out], run, secure=self.SECURE)[0] for out in ids]
+        columns = 53 * (3 if name == "fedem" else 1)  # a client of FedEM uploads all its models
+        return [joint_change(everyone, sums) / NORM * 16 / rounded_norm(16, columns) for sums in without]
+
+    @pytest.mark.parametrize("name", SUMS_ONLY.split())
+    def test_one_client_changes_the_whole_numbers_by_at_most_their_norm(self, name):
+        changes = self.changes(name)
+        assert 0.5 < max(changes) <= 1 + 1e-5
+
+    def test_rounding_once_can_exceed_that_norm(self, monkeypatch):
+        monkeypatch.setattr("cfl_ray.privacy.noisy_sums.rounded_norm", lambda unit, columns: 10**6)
+        assert max(change for name in ("fedavg", "ifca", "fedem", "ditto") for change in self.changes(name)) > 1
+
+    def test_the_bound_of_the_norm(self):
+        """D of the docstring; for many levels, rounding costs next to nothing."""
+        assert rounded_norm(16, 53) == int((256 + 53 / 4 + 16 + 53**0.5 / 2) ** 0.5) + 1 == 17
+        assert rounded_norm(1, 4) == int((1 + 4 / 4 + 1 + 4**0.5 / 2) ** 0.5) + 1 == 3, "below 1 + sqrt(4)"
+        assert rounded_norm(2**21, 11_000_000) / 2**21 - 1 < 1e-6
+
+    def noise(self, ids, absent=(), **settings):
+        """Noise of the sum of clients that upload nearly nothing, in steps, over 100 rounds, and the last run."""
+        secure, rows = replace(self.SECURE, **settings), []
+        for round in range(1, 101):
+            run = private(2.0, b"key")
+            one = stage(lr=1e-30)
+            clients = replace(one.clients(ids, round), private=run, secure=secure, absent=np.array(absent, np.int64))
+            start_KP = torch.zeros(2, 53)
+            updates = clients.train(clients.send(start_KP), average=torch.ones(2, len(ids)) * torch.tensor([[1], [0]]))
+            rows.append(updates.averaged(start_KP) * (COHORT / 2) / NORM * 16)
+        return torch.stack(rows), one.stats, run
+
+    @pytest.mark.parametrize("ids, absent, agreed, threshold", [([0, 1, 2], [], 3, 1.0), ([0, 1, 2, 3], [4], 5, 0.6)])
+    def test_the_noise_is_that_of_the_clients_that_report(self, ids, absent, agreed, threshold):
+        """Each adds z D / sqrt(t), t = ceil(threshold n): at least z D in all, in rows with and without clients."""
+        noise, stats, _ = self.noise(ids, absent, threshold=threshold)
+        least = int(np.ceil(threshold * agreed))
+        expected = int(np.ceil(2.0 * 17 / least**0.5)) * len(ids) ** 0.5
+        assert not stats.lost_sums and expected >= 2.0 * 17
+        for row in range(2):
+            assert noise[:, row].std().item() == pytest.approx(expected, rel=0.05)
+        torch.testing.assert_close(noise, noise.round(), atol=1e-3, rtol=0)
+
+    def test_a_sum_with_too_little_noise_is_lost_and_charged(self):
+        noise, stats, run = self.noise([0, 1, 2], [4], threshold=0.8)
+        assert not noise.any() and "report, its masks need 3; the sum is lost" in stats.lost_sums[0]
+        run.end_round()
+        assert run.releases.sampled == Counter({2.0: 1})
+
+    def test_clients_without_a_valid_update_upload_zeros_and_noise(self):
+        one = stage()
+        one.federation = Spoiled([1], 4)
+        network = Stage(one.federation, lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
+        secure = replace(self.SECURE, threshold=1.0)
+        clients = replace(network.clients([0, 1, 2]), private=private(2.0, b"key"), secure=secure)
+        updates = clients.train(clients.send(torch.zeros(1, 68)), average=torch.ones(1, 3))
+        assert updates.valid_M.tolist() == [True, False, True] and not network.stats.lost_sums
+        assert updates.outcome.arrays["reported"].all() and updates.outcome.means[0].abs().min() >= 0
+
+    def test_depends_on_the_key_and_not_on_masks(self):
+        def models(key, **settings):
+            secure = replace(self.SECURE, **settings)
+            return sums_of("ifca", range(6), private(1.0, key), secure=secure)[1].models_KP
+
+        assert models(b"a").equal(models(b"a", neighbours=2)) and not models(b"a").equal(models(b"b"))
+
+    @pytest.mark.parametrize("name", SUMS_ONLY.split())
+    def test_an_empty_cohort_releases_nothing_and_is_charged(self, name):
+        run = private(1.0, b"key")
+        _, state = sums_of(name, [], run, secure=self.SECURE)
+        run.end_round()
+        assert sum(run.releases.sampled.values()) == 1 and torch.isfinite(state.models_KP).all()
+
+    def test_noise_that_cannot_be_accounted_for_is_refused(self):
+        with pytest.raises(ConfigError, match=r"of 100 clients .* of 1 steps, it must be 3 \.\. 67108864; set more"):
+            private(0.1).privacy.share_of_noise(rounded_norm(16, 53), 100)
+        with pytest.raises(ConfigError, match="set fewer levels"):
+            private(40.0).privacy.share_of_noise(2**21, 1)
+
+    def test_the_ring_holds_the_tails(self):
+        wanted = "9 standard deviations, 1132462080, a ring of 32 bits holds less than 2147483648; set more"
+        SecureAggregation().check(900, 10_000)
+        with pytest.raises(ConfigError, match=wanted):
+            SecureAggregation().check(900, 4_194_304)
 
 
 def test_rounds_with_several_sums_are_one_release_of_less_noise():
