@@ -377,7 +377,7 @@ def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
     plan = plan_of(setup.experiment, count, label, lambda private: _tried(setup, label, private))
     if setup.secure is not None:
         norm = rounded_norm(setup.secure.levels // 2, setup.network().spec.size)
-        for clients in (1, _most_masked(setup)):
+        for clients in (_most_masked(setup), 1):
             share = plan.privacy.share_of_noise(norm, setup.secure.least(clients))
             setup.secure.check(clients, share)
     return plan
