@@ -30,6 +30,7 @@ from cfl_ray.data.federation import Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError
 from cfl_ray.errors.redaction import redact
+from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.membership import drawn_cohort, wanted_clients
@@ -220,6 +221,10 @@ def show(estimate: Estimate, console: Console) -> None:
     print_table(_estimate_table(sizes, estimates, experiment.rounds), console)
     for label, plan in estimate.setup.privacy.items():
         for line in describe(plan, label, experiment.rounds):
+            _print(console, line)
+    for label, account in estimate.setup.examples.items():
+        assert experiment.privacy is not None and experiment.privacy.examples is not None
+        for line in describe_examples(experiment.privacy.examples, label, account, experiment.rounds):
             _print(console, line)
     hosts = experiment.runtime.hosts or usable_cpus()
     _print(

@@ -108,13 +108,22 @@ class Experiment(ConfigSection):
             raise ConfigError(explain(error, type(self))) from None
         self._check_target()
         self._check_time()
-        if self.privacy is not None and self.privacy.clipping == "adaptive" and self.secure_aggregation is not None:
+        if (
+            self.private_clients is not None
+            and self.private_clients.clipping == "adaptive"
+            and self.secure_aggregation is not None
+        ):
             raise ConfigError(
                 "privacy.clipping adaptive, and secure_aggregation: the server counts the uploads within the norm, and "
                 "secure sums hide which these are; set privacy.clipping to flat or per_layer"
             )
         if self.cohort.clients and self.data.partition.clients and self.data.federation is None:
             check_cohort(self.cohort.clients, self.data.partition.clients)
+
+    @property
+    def private_clients(self) -> PrivacyConfig | None:
+        """The privacy of clients; None: sums have no noise."""
+        return self.privacy if self.privacy is not None and self.privacy.of_clients else None
 
     @property
     def events(self) -> list[EventConfig]:
@@ -146,7 +155,7 @@ class Experiment(ConfigSection):
             raise ConfigError(f"{key} needs cohorts of a fixed size, got cohort.sampling {sampling}; set it to fixed")
         if settings.buffer is None:
             return
-        if self.privacy is not None:
+        if self.private_clients is not None:
             raise ConfigError(
                 f"privacy, and asynchronous.buffer {settings.buffer}: the accountant knows no asynchronous rounds, in "
                 "which fast clients take part more often; leave one of them out"
@@ -226,7 +235,7 @@ class Experiment(ConfigSection):
         past = {} if changes else {"evaluation.past": "the schedule changes no client's data"}
         of_data = self.data.unused if self.data.federation is None else {}
         of_privacy = self.privacy.unused if self.privacy else {}
-        if self.privacy and self.secure_aggregation:
+        if self.private_clients and self.secure_aggregation:
             of_privacy |= unused_keys(
                 self.secure_aggregation, "secure_aggregation", ["clip"], "privacy.clip bounds changes"
             )

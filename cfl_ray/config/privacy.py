@@ -23,8 +23,20 @@ class ExtrapolationConfig(ConfigSection):
     population: int = Field(ge=1, description="its clients")
 
 
+class ExamplesConfig(ConfigSection):
+    """DP-SGD in the local training: what a client uploads protects each of its samples, also against the server."""
+
+    noise_multiplier: float = Field(
+        gt=0, description="z, standard deviation of the noise on the sum of a batch's gradients, in units of `clip`"
+    )
+    clip: float = Field(1.0, gt=0, description="C, bound of the Euclidean norm of a sample's gradient")
+    delta: float | None = Field(
+        None, gt=0, lt=1, description="delta, below 1 / n of the largest client; null: n^-1.1 of the largest client"
+    )
+
+
 class PrivacyConfig(ConfigSection):
-    """Central differential privacy of clients: clipped uploads, noise on every sum, a budget (docs/privacy.md)."""
+    """Differential privacy: of clients, by noise on sums, or of single samples, by DP-SGD (docs/privacy.md)."""
 
     target_epsilon: float | None = Field(
         None,
@@ -55,6 +67,9 @@ class PrivacyConfig(ConfigSection):
     signatures: SignatureConfig | None = Field(
         None, description="noise on vectors of single clients; null: a method whose server reads them is refused"
     )
+    examples: ExamplesConfig | None = Field(
+        None, description="privacy of single samples; null: none. It needs no noise on sums, and can be given beside it"
+    )
     extrapolate: ExtrapolationConfig | None = Field(
         None,
         description="noise and epsilon of a larger federation, for the signal-to-noise ratio of its cohort "
@@ -63,13 +78,22 @@ class PrivacyConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _is_bounded(self) -> "PrivacyConfig":
-        if self.target_epsilon is None and self.noise_multiplier is None:
-            raise ValueError("give target_epsilon, noise_multiplier or both")
+        if not self.of_clients and self.examples is None:
+            raise ValueError("give target_epsilon, noise_multiplier or both, or examples")
         return self
+
+    @property
+    def of_clients(self) -> bool:
+        """Whether sums have noise, which protects whole clients."""
+        return self.target_epsilon is not None or self.noise_multiplier is not None
 
     @property
     def unused(self) -> dict[str, str]:
         """Keys that have no effect, and why."""
+        if not self.of_clients:
+            reason = "privacy has neither target_epsilon nor noise_multiplier"
+            names = ("delta", "clip", "clipping", "quantile", "clip_lr", "count_noise", "signatures", "extrapolate")
+            return {f"privacy.{name}": reason for name in names}
         if self.clipping == "adaptive":
             return {}
         reason = f"privacy.clipping is {self.clipping}"

@@ -325,8 +325,10 @@ class Clients:
     @property
     def _hidden(self) -> str:
         """Why the server must not read anything of single clients; empty: it may."""
-        if self.evaluated or (self.private is None and self.secure is None):
+        if self.evaluated:
             return ""
+        if self.private is None and self.secure is None:
+            return "privacy.examples does not protect" if self._protects_examples else ""
         return "secure aggregation hides" if self.private is None else "privacy does not protect"
 
     def count_download(self, floats: int) -> None:
@@ -365,6 +367,12 @@ class Clients:
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
         if how.trace:
             self.reads("the losses of local steps")
+        steps_M = how.steps_M
+        if steps_M is None:
+            batches = how.local_step.batches_per_step if how.local_step else 1
+            steps_M = local.steps_of(self.num_samples_M, batches_per_step=batches)
+        if self._protects_examples:
+            local = self._with_example_noise(local, how, np.asarray(steps_M, np.int64))
         private = client_state.columns if client_state and client_state.private else None
         if how.chained and self.received is not None:
             raise NotAsynchronous("its clients start from each other's results (chained)")
@@ -373,10 +381,7 @@ class Clients:
         address = self._next_address()
         averaging, models = self._averaging(average, 1 if how.mixture is None else how.mixture.num_models)
         averaging, secure = self._secured(averaging, address, private, models)
-        tables, steps_M = _Tables(), how.steps_M
-        if steps_M is None:
-            batches = how.local_step.batches_per_step if how.local_step else 1
-            steps_M = local.steps_of(self.num_samples_M, batches_per_step=batches)
+        tables = _Tables()
         robust = not isinstance(self.aggregation, Mean)  # needs the results themselves: they are not summed on hosts
         work = Train(
             address,
@@ -417,6 +422,24 @@ class Clients:
         if averaging is not None:
             outcome = self._with_noise(outcome, averaging, address, models)
         return self._updates(outcome, averaging, private, work, average_number)
+
+    @property
+    def _protects_examples(self) -> bool:
+        """Whether uploads must not tell about single samples beyond what the noise of local steps allows."""
+        return self.local.examples is not None and not self.evaluated
+
+    def _with_example_noise(self, local: LocalSGD, how: LocalTraining, steps_M: np.ndarray) -> LocalSGD:
+        """The local training with noise, whose steps are counted. Raises PrivacyError for steps that cannot have it."""
+        unlike = {
+            "results of steps of several gradients": how.local_step is not None,
+            "results of a loss on features": how.objective is not None,
+            "results of weighted samples": how.mixture is not None,
+            "results of clients one after another": how.chained,
+        }
+        for what in (what for what, holds in unlike.items() if holds):
+            self.reads(what)
+        self.stats.example_steps.append((self.ids_M, self.num_samples_M, steps_M))
+        return replace(local, examples=self.local.examples)
 
     def _averaging(self, average: Tensor | np.ndarray | None, models: int = 1) -> tuple[Averaging | None, int]:
         """The weights of averages, in a private run those of its sums, and the models that each client trains."""
@@ -578,6 +601,8 @@ class Clients:
         number. diagnostic: name under which the losses are reported; empty: they are not. The other arguments are those
         of `losses`.
         """
+        if self._protects_examples:
+            self.reads("the choice among models")
         loss_MK = self._losses(sent, max_samples, frozen_model)
         if diagnostic and not self.evaluated:
             self.record(diagnostic, np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
@@ -657,7 +682,7 @@ class Clients:
         local: local training that the function uses; None: the experiment's.
         client_state: columns that the client keeps, and that replace those of the anchor.
         """
-        if self.secure is not None:
+        if self.secure is not None or self._protects_examples:
             self.reads("descriptions")
         if not len(self):
             return torch.zeros(0, sketch or 0), np.zeros(0, bool)

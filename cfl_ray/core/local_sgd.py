@@ -1,7 +1,7 @@
 """Local training of one client by SGD or another optimiser: its steps, and the samples of each batch."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Protocol
 
@@ -32,6 +32,15 @@ class LocalStep(Protocol):
 
 
 @dataclass(frozen=True)
+class ExampleNoise:
+    """DP-SGD: gradients of single samples are clipped, and their sum has noise (`engine.example_gradients`)."""
+
+    noise_multiplier: float  # z
+    clip: float  # C, bound of the norm of a sample's gradient
+    secret: bytes = field(default=b"", repr=False)  # of the random key of noise and batches; empty: no noise
+
+
+@dataclass(frozen=True)
 class LocalSGD:
     """SGD, or another optimiser, of one client: the keys of the section `local`, ready for use."""
 
@@ -47,11 +56,12 @@ class LocalSGD:
     step_schedule: RateSchedule | None = None  # factor of lr in each local step; None: 1
     clip_norm: float | None = None  # largest norm of a step's gradient, proximal terms included; None: no limit
     drop_last: bool = False  # the samples of an epoch that fill no batch are left out
+    examples: ExampleNoise | None = None  # privacy of single samples; None: none
 
     @property
     def is_sgd(self) -> bool:
         """Whether steps are those of plain SGD: each the learning rate times the gradient, with momentum and decay."""
-        return self.optimizer is None and self.step_schedule is None and not self.clips
+        return self.optimizer is None and self.step_schedule is None and not self.clips and self.examples is None
 
     @property
     def clips(self) -> bool:
@@ -106,11 +116,15 @@ class LocalSGD:
         """Yields the sample indices of `count` batches; None stands for all samples.
 
         The samples are shuffled anew in every epoch, and the last batch of an epoch may be smaller, unless `drop_last`.
-        A batch of all samples needs no draw.
+        A batch of all samples needs no draw. With privacy of single samples, every sample is in a batch by itself with
+        the same chance, so that batches may be empty.
         """
         batch = int(self.batch_of(size, batches_per_step))
         if batch >= size and batches_per_step == 1:
             yield from (None for _ in range(count))
+            return
+        if self.examples is not None:
+            yield from (np.flatnonzero(draw.random(size) < batch / size) for _ in range(count))
             return
         per_epoch = int(self.batches_of(size, batches_per_step))
         for number in range(count):

@@ -70,6 +70,7 @@ def cache_key(network: Network, local: LocalSGD, division: Division, device: str
     if not local.is_sgd:
         factory = local.optimizer and local.optimizer.factory
         learning += [f"optimizer {getattr(factory, '__qualname__', 'sgd')}", f"clip {local.clip_norm}"]
+    learning += ["single samples"] * (local.examples is not None)
     engines = " ".join(f"{engine} {division.size(engine)}" for engine in ENGINES)
     return (
         f"{device}, torch {torch.__version__}, input {network.input_shape}, batch {local.batch_size}, "

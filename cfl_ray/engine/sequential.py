@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from cfl_ray.engine.example_gradients import ExampleGradient
 from cfl_ray.engine.local_steps import (
     LocalGradient,
     LocalUpdate,
@@ -33,7 +34,8 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
         frozen_BC = frozen_logits(network, task)
         network.load(task.start_P)
         network.module.train()
-        gradient, update = _Gradient(network, task, frozen_BC), _update(network, task)
+        kind = _Gradient if task.local.examples is None else ExampleGradient
+        gradient, update = kind(network, task, frozen_BC), _update(network, task)
         proximal = [ProximalGradient.of_tensors(network, term, network.params) for term in task.proximal]
         take_steps(task, gradient, update, network.params, proximal)
         loss = torch.stack(gradient.losses[-task.tail :]).mean().item()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
-from cfl_ray.core.rng import stream, torch_stream
+from cfl_ray.core.rng import secret_stream, stream, torch_stream
 from cfl_ray.core.work import Address, Proximal
 
 BatchIndex = np.ndarray | Tensor | None  # samples of a batch; None: all
@@ -48,7 +48,11 @@ class TrainingTask:
 
     def batches(self) -> Iterator[np.ndarray | None]:
         """Sample indices of the batches, `batches_per_step` of them per step; None stands for all samples."""
-        draw = stream(self.address.seed, self.address.round, self.address.exchange, self.client, "batches")
+        at, examples = self.address, self.local.examples
+        if examples is None or not examples.secret:
+            draw = stream(at.seed, at.round, at.exchange, self.client, "batches")
+        else:
+            draw = secret_stream(examples.secret, at.round, at.exchange, self.client, "batches")
         return self.local.batches(len(self.y), self.steps * self.batches_per_step, draw, self.batches_per_step)
 
     def batches_on(self, device: torch.device) -> Iterator[BatchIndex]:

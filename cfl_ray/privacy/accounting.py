@@ -53,6 +53,14 @@ def _dp() -> Any:
     return dp_accounting
 
 
+def accountant() -> tuple[Any, Any]:
+    """dp-accounting, and an accountant of Renyi moments of mechanisms on a data set with or without one record."""
+    dp = _dp()
+    from dp_accounting.rdp import RdpAccountant
+
+    return dp, RdpAccountant(neighboring_relation=dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
+
+
 def epsilon(releases: Releases, sampling: Sampling, delta: float, signature_multiplier: float | None = None) -> float:
     """The epsilon of everything that was released, at `delta`.
 

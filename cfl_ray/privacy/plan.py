@@ -64,7 +64,7 @@ def plan_of(experiment: Experiment, num_clients: int, label: str, dry_run: Any) 
     dry_run: makes rounds of the method with a `PrivateRun`, without training. Raises ConfigError for a method that
     cannot be private, and for a budget that is exceeded in round 1.
     """
-    config = experiment.privacy
+    config = experiment.private_clients
     assert config is not None
     sampling = _sampling(experiment, config, num_clients)
     delta = config.delta or sampling.population**-1.1

@@ -88,7 +88,7 @@ class Evaluator:
 
     def tuned_scores(self, serving: Serving, clients: Clients, local: LocalSGD) -> Scores:
         """P-tune(F): the same after F local epochs; of a mixture, only the model of `row_M` is tuned and tested."""
-        tune = replace(local, epochs=self.settings.tuned_epochs, steps=None)
+        tune = replace(local, epochs=self.settings.tuned_epochs, steps=None, examples=None)
         return self.scores(replace(serving, weight_MK=None, tune=tune), clients)
 
     def _personal(self, serving: Serving, clients: Clients) -> Scores:

@@ -43,7 +43,7 @@ def check_extension(earlier: Path, experiment: Experiment) -> None:
 
 def _check_schedules(earlier: Path, rounds: int, experiment: Experiment) -> None:
     """Raises ConfigError for a learning rate, or for noise, that depends on the number of all rounds."""
-    if experiment.privacy is not None and experiment.privacy.noise_multiplier is None:
+    if experiment.private_clients is not None and experiment.private_clients.noise_multiplier is None:
         raise ConfigError(
             "extend: privacy.target_epsilon alone makes the noise depend on the number of rounds; a run with "
             "privacy.noise_multiplier can be extended"

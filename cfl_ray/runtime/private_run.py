@@ -4,9 +4,14 @@ import os
 import secrets
 from pathlib import Path
 
+import numpy as np
+
 from cfl_ray.checkpoint.store import CheckpointStore
+from cfl_ray.config.privacy import PrivacyConfig
+from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.core.population import Population
 from cfl_ray.errors import RunError
+from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.noisy_sums import Noise, PrivateRun
 from cfl_ray.privacy.plan import PrivacyPlan
 from cfl_ray.run_directory import RunDirectory
@@ -18,6 +23,13 @@ from cfl_ray.system.files import open_private
 _BYTES = 32
 
 
+def key_of(noise: str, seed: int, store: CheckpointStore | None) -> bytes:
+    """The key of a run's noise. noise: as in the config."""
+    if noise == "reproducible":
+        return b"reproducible, not private" + seed.to_bytes(8, "little")
+    return secrets.token_bytes(_BYTES) if store is None else _key(RunDirectory(store.directory).privacy_key)
+
+
 class RunPrivacy:
     """The privacy of a method's run: its plan, and what it has released so far.
 
@@ -27,10 +39,7 @@ class RunPrivacy:
 
     def __init__(self, plan: PrivacyPlan, seed: int, store: CheckpointStore | None):
         self.plan = plan
-        if plan.reproducible:
-            key = b"reproducible, not private" + seed.to_bytes(8, "little")
-        else:
-            key = secrets.token_bytes(_BYTES) if store is None else _key(RunDirectory(store.directory).privacy_key)
+        key = key_of("reproducible" if plan.reproducible else "secret", seed, store)
         self.run = PrivateRun(plan.privacy, Noise(key))
 
     def draw_cohorts(self, population: Population, requests: Requests) -> None:
@@ -60,6 +69,26 @@ class RunPrivacy:
             )
         if draft.round == plan.rounds < rounds:
             draft.notes.append(f"ends after round {draft.round}: the next one would exceed epsilon {target:g}")
+
+
+class RunExamples:
+    """The privacy of clients' samples in a method's run: its noise, and the account of every client."""
+
+    def __init__(self, config: PrivacyConfig, plan: ExampleAccount, seed: int, store: CheckpointStore | None):
+        assert config.examples is not None
+        key = key_of(config.noise, seed, store)
+        self.noise = ExampleNoise(config.examples.noise_multiplier, config.examples.clip, key)
+        self.account = ExampleAccount(plan.noise_multiplier, plan.delta, len(plan.account_N2))
+
+    def end_round(self, draft: RoundDraft, local: LocalSGD, evaluated: bool) -> None:
+        """Enters the steps of the round into the account."""
+        for ids_M, num_samples_M, steps_M in draft.stats.example_steps:
+            self.account.charge(ids_M, local, num_samples_M, steps_M)
+        if evaluated:
+            epsilon_N = self.account.epsilon_N()
+            draft.metrics["example_epsilon"] = float(epsilon_N.max())
+            ids = np.arange(len(epsilon_N))
+            draft.stats.diagnostics.add("example_epsilon_of_clients", epsilon_N, ["clients"], ids, 0.0)
 
 
 def _key(file: Path) -> bytes:

@@ -19,6 +19,7 @@ from cfl_ray.checkpoint.store import Checkpoint, CheckpointStore
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
 from cfl_ray.core.events import births_and_deaths
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
@@ -34,7 +35,7 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal
 from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.participation import Participation
-from cfl_ray.runtime.private_run import RunPrivacy
+from cfl_ray.runtime.private_run import RunExamples, RunPrivacy
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_diagnostics import RoundDiagnostics
 from cfl_ray.runtime.round_evaluation import RoundEvaluation
@@ -72,6 +73,10 @@ class RoundLoop:
         self.backend = ReusingBackend(backend, setup.federation, attackers)
         plan = setup.privacy.get(label)
         self.privacy = None if plan is None else RunPrivacy(plan, experiment.seed, store)
+        examples, config = setup.examples.get(label), experiment.privacy
+        self.examples = (
+            None if examples is None or config is None else RunExamples(config, examples, experiment.seed, store)
+        )
         self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
         self.interval = CheckpointInterval() if store and experiment.runtime.checkpoint_every is None else None
         recorded = max((record.round for record in read_records(store.directory)), default=0) if store else 0
@@ -184,7 +189,8 @@ class RoundLoop:
 
     def _decoded(self, checkpoint: Checkpoint) -> Snapshot:
         private = None if self.privacy is None else self.privacy.run
-        snapshot = Snapshot.decoded(checkpoint, self.label, self.method.state_type, self.num_scores, private)
+        account = None if self.examples is None else self.examples.account
+        snapshot = Snapshot.decoded(checkpoint, self.label, self.method.state_type, self.num_scores, private, account)
         if snapshot.frozen != self.setup.frozen:
             raise RunError(
                 f"the model's frozen parameters (digest {self.setup.frozen or 'none'}) are not those of the run "
@@ -258,6 +264,8 @@ class RoundLoop:
             draft.notes.append(f"no client {late}: a round without training")
         if self.privacy is not None:
             self.privacy.end_round(draft, self.plan, self.experiment.rounds)
+        if self.examples is not None:
+            self.examples.end_round(draft, self._local(draft.round), self.plan.evaluates(draft.round))
         self.participation.end_round(cohort, before, self.state, draft)
         stats = draft.stats
         self._set_local_scores(list(stats.local_scores), list(stats.local_scores.values()))
@@ -294,6 +302,7 @@ class RoundLoop:
             self.setup.frozen,
             None if self.privacy is None else self.privacy.run,
             self.participation.to_tensors(),
+            None if self.examples is None else self.examples.account,
         )
         with nullcontext() if self.interval is None else self.interval.measured():
             RunDirectory(self.store.directory).sync_records()
@@ -315,7 +324,7 @@ class RoundLoop:
             np.asarray(ids, np.int64),
             present.num_samples_N[ids],
             self.network.spec,
-            self.setup.local_of(self.label).in_round(round, experiment.rounds),
+            self._local(round),
             self.backend,
             experiment.seed,
             round,
@@ -329,6 +338,11 @@ class RoundLoop:
             private=None if self.privacy is None else self.privacy.run,
             secure=self.setup.secure,
         )
+
+    def _local(self, round: int) -> LocalSGD:
+        """The method's local training in this round."""
+        local = self.setup.local_of(self.label).in_round(round, self.experiment.rounds)
+        return local if self.examples is None else replace(local, examples=self.examples.noise)
 
     def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
         """Makes a new array if any score changes: a checkpoint compares with the array saved last."""

@@ -15,11 +15,13 @@ from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.core.state import State
 from cfl_ray.errors import RunError
+from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.runtime.round_report import RoundReport
 
 _MOMENTS = "server.optimizer."  # first part of the names of the server optimiser's tensors
 _SIGNATURES = "server.privacy.signatures_N"
+_EXAMPLES = "server.privacy.examples_N2"
 _REASSIGNED = ("server.reassigned.client_R", "server.reassigned.cluster_R")
 _TIME = "server.time."  # the same, of the virtual time and of clients in flight
 _DIAGNOSTICS = "server.diagnostics."  # the same, of the arrays that the method reported
@@ -74,6 +76,7 @@ class Snapshot:
     frozen: str = ""  # digest of the network's frozen parameters; empty if there are none
     private: PrivateRun | None = None  # a method without privacy has none
     time: dict[str, Tensor] = field(default_factory=dict)  # virtual time, and clients in flight
+    examples: ExampleAccount | None = None  # a method without privacy of samples has none
 
     def encoded(self, num_scores: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON values), as `CheckpointStore.save` takes them. num_scores: of one client in the report."""
@@ -84,6 +87,8 @@ class Snapshot:
         tensors["server.local_scores_N2"] = torch.from_numpy(self.local_scores_N2)
         if self.private is not None:
             tensors[_SIGNATURES] = torch.from_numpy(self.private.releases.signatures_N)
+        if self.examples is not None:
+            tensors[_EXAMPLES] = torch.from_numpy(self.examples.account_N2.copy())
         scores_MV = np.zeros((0, 1 + num_scores)) if report.scores_MV is None else report.scores_MV
         tensors["server.scores_M4"] = torch.from_numpy(scores_MV)
         changed = report.reassigned
@@ -115,8 +120,9 @@ class Snapshot:
         state_type: type[State],
         num_scores: int,
         private: PrivateRun | None = None,
+        examples: ExampleAccount | None = None,
     ) -> "Snapshot":
-        """The inverse; `private` is restored. Raises RunError for a checkpoint of another method."""
+        """The inverse; `private` and `examples` are restored. Raises RunError for a checkpoint of another method."""
         tensors = dict(checkpoint.tensors)
         try:
             values = _Values.model_validate(checkpoint.values)
@@ -125,6 +131,8 @@ class Snapshot:
             reassigned = _read_reassigned(tensors, values.report)
             if private is not None:
                 private.restore(values.privacy, tensors.pop(_SIGNATURES).numpy())
+            if examples is not None:
+                examples.account_N2 = tensors.pop(_EXAMPLES).numpy().reshape(-1, 2).copy()
             moments, time = _taken(tensors, _MOMENTS), _taken(tensors, _TIME)
             diagnostics = tuple(_read_diagnostic(header, tensors) for header in values.report.diagnostics)
             events = tuple(map(ClusterEvent.from_fields, values.report.events))

@@ -111,7 +111,7 @@ def dry_rounds(
         )
         state = steps.round(state, clients, Draws(0, round))
         yield state, stats
-    if private is not None or secure is not None:
+    if private is not None or secure is not None or local.examples is not None:
         # a round after a change of data may read other uploads
         steps.round(steps.drift(state, clients), clients, Draws(0, rounds))
     steps.serve(state, replace(clients, evaluated=True, stats=RoundStats()))

@@ -36,7 +36,7 @@ from cfl_ray.core.availability import (
     Trace,
 )
 from cfl_ray.core.checked_method import CheckedMethod
-from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import resolve_optimizer
 from cfl_ray.core.params import ParamSpec
@@ -60,6 +60,7 @@ from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network, template_of
 from cfl_ray.nn.shared import digest_of
 from cfl_ray.plugins.calling import with_options
+from cfl_ray.privacy.examples import ExampleAccount, delta_of
 from cfl_ray.privacy.noisy_sums import PrivateRun, rounded_norm
 from cfl_ray.privacy.plan import PrivacyPlan, plan_of
 from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds, traffic, why_synchronous
@@ -105,6 +106,8 @@ class Setup:
     own_local: Mapping[str, LocalSGD] = field(default_factory=dict)  # of methods with settings of their own, by label
     attack_kind: Any = "none"  # a name of this package, or the user's own attack, ready for use
     privacy: Mapping[str, PrivacyPlan] = field(default_factory=dict)  # by label; empty: not private
+    # by label: the account of a client's samples after all rounds, of clients that take part in each; empty: none
+    examples: Mapping[str, ExampleAccount] = field(default_factory=dict)
     secure: SecureAggregation | None = None  # None: sums of uploads that are not masked
     frozen: str = ""  # digest of the frozen parameters; empty if there are none
     clock: Clock | None = None  # None: no virtual time
@@ -217,8 +220,10 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     if experiment.secure_aggregation is not None:
         setup = replace(setup, secure=SecureAggregation(**experiment.secure_aggregation.model_dump()))
         _check_secure(setup)
-    if experiment.privacy is not None:
+    if experiment.private_clients is not None:
         setup = replace(setup, privacy={label: _privacy_of(setup, label) for label in methods})
+    if experiment.privacy is not None and experiment.privacy.examples is not None:
+        setup = replace(setup, examples={label: _examples_of(setup, label) for label in methods})
     _check_asynchronous(setup)
     _check_batches(setup)
     _try_own_parts(setup)
@@ -296,6 +301,9 @@ def resolve_learning(
         local_training(experiment.local),
         {label: local_training(section) for label, section in settings.items()},
     )
+    if experiment.privacy is not None and (examples := experiment.privacy.examples) is not None:
+        noise = ExampleNoise(examples.noise_multiplier, examples.clip)
+        local, own = replace(local, examples=noise), {k: replace(sgd, examples=noise) for k, sgd in own.items()}
     for sgd in (local, *own.values()):
         for t in (1, experiment.rounds):
             sgd.in_round(t, experiment.rounds)  # raises ConfigError for a schedule that fails
@@ -381,6 +389,34 @@ def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
             share = plan.privacy.share_of_noise(norm, setup.secure.least(clients))
             setup.secure.check(clients, share)
     return plan
+
+
+def _examples_of(setup: Setup, label: str) -> ExampleAccount:
+    """The account of samples after all rounds, if every client takes part in each.
+
+    Raises ConfigError for a method or model that DP-SGD cannot protect, and for a delta that is too large.
+    """
+    assert setup.experiment.privacy is not None and setup.experiment.privacy.examples is not None
+    config, network, local = setup.experiment.privacy.examples, setup.network(), setup.local_of(label)
+    unlike = {
+        "BatchNorm mixes the samples of a batch; use GroupNorm": network.batch_statistics,
+        "its forward pass draws at random beside dropout layers": network.random_forward,
+    }
+    for reason in (reason for reason, holds in unlike.items() if holds):
+        raise ConfigError(f"privacy.examples needs gradients of single samples, and the model has none: {reason}")
+    if local.drop_last:
+        raise ConfigError(f"privacy.examples draws every sample by itself; {label} has local.drop_last: true")
+    sizes_N = setup.federation.num_samples_N
+    account = ExampleAccount(config.noise_multiplier, delta_of(config, sizes_N), len(sizes_N))
+    try:
+        rounds = [[float(steps_M.max()) for *_, steps_M in stats.example_steps] for _, stats in _tried(setup, label)]
+    except PrivacyError as error:
+        raise ConfigError(f"{label} cannot protect single samples: {error}") from None
+    # the steps of a client with one sample tell how often the method trains
+    times = sum(rounds[-1]) / float(local.steps_of(np.ones(1))[0])
+    steps_N = np.ceil(times * setup.experiment.rounds * local.steps_of(sizes_N))
+    account.charge(np.arange(len(sizes_N)), local, sizes_N, steps_N)
+    return account
 
 
 def _check_mean(setup: Setup, label: str, what: str, key: str) -> None:

@@ -54,6 +54,7 @@ ROUND_METRICS = {
     "mbit_up": "Mbit sent by a client so far, mean over the federation, 32 bits a float",
     "epsilon": "epsilon of everything that a private run released so far, at its delta",
     "clip_norm": "C, the bound of the norm of a client's upload in the next round of a private run",
+    "example_epsilon": "largest epsilon of any client's samples so far, with privacy.examples, at its delta",
     "sums_lost": "secure sums that too few clients reported for; absent where none were",
     "round_seconds": "wall time of the round without its evaluation",
 }

@@ -1,0 +1,71 @@
+"""Privacy of single samples by DP-SGD: the account of each client, and what `cfl-ray check` says of it.
+
+Two data sets of a client are adjacent if one sample is removed. A local step is a Gaussian mechanism on a Poisson
+sample of the data, with the rate q = B / n; the steps of a client are composed by their Renyi moments.
+"""
+
+from functools import cache
+
+import numpy as np
+
+from cfl_ray.config.privacy import ExamplesConfig
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.errors import ConfigError
+from cfl_ray.privacy.accounting import accountant
+
+
+class ExampleAccount:
+    """The steps of every client so far, and the largest rate of any of them; part of every checkpoint."""
+
+    def __init__(self, noise_multiplier: float, delta: float, num_clients: int) -> None:
+        self.noise_multiplier, self.delta = noise_multiplier, delta
+        self.account_N2 = np.zeros((num_clients, 2))  # steps, rate
+
+    def charge(self, ids_M: np.ndarray, local: LocalSGD, num_samples_M: np.ndarray, steps_M: np.ndarray) -> None:
+        """Enters local steps of these clients, each once."""
+        more = int(ids_M.max(initial=-1)) + 1 - len(self.account_N2)
+        if more > 0:
+            self.account_N2 = np.concatenate([self.account_N2, np.zeros((more, 2))])
+        rate_M = np.asarray(local.batch_of(num_samples_M)) / np.maximum(num_samples_M, 1)
+        self.account_N2[ids_M, 0] += steps_M
+        self.account_N2[ids_M, 1] = np.maximum(self.account_N2[ids_M, 1], rate_M)
+
+    def epsilon_N(self) -> np.ndarray:
+        """Epsilon of each client, float64 (N,); 0 for a client that has not trained."""
+        pairs, which_N = np.unique(self.account_N2, axis=0, return_inverse=True)
+        values = [_epsilon(self.noise_multiplier, rate, int(steps), self.delta) for steps, rate in pairs.tolist()]
+        return np.array(values)[which_N.reshape(-1)]
+
+
+@cache
+def _epsilon(noise_multiplier: float, rate: float, steps: int, delta: float) -> float:
+    dp, moments = accountant()
+    if steps:
+        event = dp.GaussianDpEvent(noise_multiplier)
+        moments.compose(event if rate >= 1 else dp.PoissonSampledDpEvent(rate, event), steps)
+    return float(moments.get_epsilon(delta)) if steps else 0.0
+
+
+def delta_of(config: ExamplesConfig, num_samples_N: np.ndarray) -> float:
+    """Delta of every client. Raises ConfigError if it is not below 1 / n of the largest one."""
+    most = int(num_samples_N.max())
+    delta = config.delta or max(most, 2) ** -1.1
+    if delta >= 1 / most:
+        raise ConfigError(
+            f"privacy.examples.delta must be below 1 / {most} samples of the largest client = {1 / most:.3g}, got "
+            f"{delta:g}: a larger one allows to publish a sample"
+        )
+    return delta
+
+
+def describe(config: ExamplesConfig, label: str, account: ExampleAccount, rounds: int) -> list[str]:
+    """The plan in words. account: after all rounds, for clients that take part in each."""
+    epsilon_N = account.epsilon_N()
+    low, high = int(epsilon_N.argmin()), int(epsilon_N.argmax())
+    return [
+        f"privacy of samples of {label}: epsilon {epsilon_N[high]:.3g} (client {high}), median "
+        f"{np.median(epsilon_N):.3g}, {epsilon_N[low]:.3g} (client {low}) at delta {account.delta:.3g} after {rounds} "
+        f"rounds of a client that takes part in each (add or remove one sample); noise multiplier "
+        f"{config.noise_multiplier:g}, clip {config.clip:g}",
+        "  the number of samples of a client counts as known; assignments and metrics are diagnostics: not private",
+    ]
