@@ -51,9 +51,11 @@ def canaries_of(count: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def audit(method: object, *, clients: int = 200, rounds: int = 5, seed: int = 0, guesses: int = 100, **privacy) -> dict:
-    """The claim of the accountant, and the bound of the audit, for a run with these keys of `privacy`."""
+    """The claim of the accountant, and the bound of the audit, for a run with these keys of `privacy`, and `secure`:
+    with secure aggregation.
+    """
     x, y, owner, included = canaries_of(clients, seed)
-    fraction = privacy.pop("fraction", 1.0)
+    fraction, secure = privacy.pop("fraction", 1.0), privacy.pop("secure", False)
     experiment = Experiment(
         rounds=rounds,
         seed=seed,
@@ -62,6 +64,7 @@ def audit(method: object, *, clients: int = 200, rounds: int = 5, seed: int = 0,
         model={"name": "mlp", "options": {"hidden": 0}},
         local={"lr": 100.0, "epochs": 1, "batch_size": None},
         cohort={"fraction": fraction, "sampling": "poisson"},
+        secure_aggregation={"threshold": 1.0} if secure else None,
         privacy={"noise": "reproducible", "delta": 1e-5} | privacy,
         evaluation={"every": rounds, "local": False},
         tracking={"enabled": False},

@@ -1,4 +1,4 @@
-"""What a round asks of a private run; `cfl_ray.privacy.noisy_sums` has the clipping, the noise and the releases."""
+"""The interface between a round and the privacy of its run, which `cfl_ray.privacy.noisy_sums` implements."""
 
 from typing import Protocol
 

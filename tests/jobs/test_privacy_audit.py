@@ -4,6 +4,7 @@ import pytest
 from scipy.stats import binom
 
 from cfl_ray.engine import reduce
+from cfl_ray.privacy.noisy_sums import Privacy
 from jobs.privacy_audit import audit, lower_bound, p_value
 
 pytest.importorskip("dp_accounting")
@@ -23,5 +24,14 @@ def test_a_run_is_within_its_claim_and_caught_without_clipping(monkeypatch):
     found = audit("fedavg", **settings)
     assert found["bound"] <= found["claim"] < 2.5
     monkeypatch.setattr(reduce, "clip_together", lambda clip, changes: True)
+    broken = audit("fedavg", **settings)
+    assert broken["right"] == 60 and broken["bound"] > broken["claim"]
+
+
+def test_noise_of_the_clients_is_within_its_claim_and_too_little_of_it_is_caught(monkeypatch):
+    settings = {"clients": 100, "rounds": 3, "guesses": 60, "noise_multiplier": 4.0, "secure": True}
+    found = audit("fedavg", **settings)
+    assert found["bound"] <= found["claim"] < 2.7
+    monkeypatch.setattr(Privacy, "share_of_noise", lambda self, norm, least: 3)
     broken = audit("fedavg", **settings)
     assert broken["right"] == 60 and broken["bound"] > broken["claim"]
