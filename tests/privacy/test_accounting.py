@@ -20,10 +20,10 @@ def rounds(z, count, signatures=0):
 @pytest.mark.parametrize(
     "population, cohort, count, delta, values",
     [
-        (200, 20, 200, 1e-3, {1: 7.10}),
+        (200, 20, 200, 1e-3, {0.5: 34.3, 1: 7.10, 2: 2.30}),
         (1000, 100, 200, 1000**-1.1, {0.5: 36.1, 1: 7.57, 2: 2.48}),
-        (3400, 100, 1500, 3400**-1.1, {1: 6.35, 2: 2.12}),
-        (10**6, 1000, 1500, 1e6**-1.1, {1: 0.25, 2: 0.08}),
+        (3400, 100, 1500, 3400**-1.1, {0.5: 38.6, 1: 6.35, 2: 2.12}),
+        (10**6, 1000, 1500, 1e6**-1.1, {0.5: 5.04, 1: 0.25, 2: 0.08}),
     ],
 )
 def test_of_poisson_samples(population, cohort, count, delta, values):
@@ -31,6 +31,25 @@ def test_of_poisson_samples(population, cohort, count, delta, values):
     sampling = Sampling("poisson", population, cohort)
     for z, expected in values.items():
         assert epsilon(rounds(z, count), sampling, delta) == pytest.approx(expected, abs=0.006, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "population, cohort, count, values, least",
+    [
+        (1000, 100, 200, {1: 7.569077, 2: 2.481220}, 2.343369),
+        (10**6, 1000, 1500, {1: 0.247073, 2: 0.083015}, 0.642443),
+    ],
+)
+def test_of_pfl_research(population, cohort, count, values, least):
+    """pfl 0.6.0: PLDPrivacyAccountant(count, cohort / population, "gaussian", noise_parameter=z, delta=delta).epsilon,
+    and cohort_noise_parameter of the same with epsilon=2.
+    """
+    sampling, delta = Sampling("poisson", population, cohort), population**-1.1
+    for z, expected in values.items():
+        assert epsilon(rounds(z, count), sampling, delta) == pytest.approx(expected, rel=1e-3)
+    assert solved_multiplier(2.0, lambda z: epsilon(rounds(z, count), sampling, delta)) == pytest.approx(
+        least, rel=2e-3
+    )
 
 
 def test_of_samples_without_replacement():
