@@ -65,7 +65,7 @@ def collect(folder: Path, recipe: Path | None) -> Path:
         expected = planned.get((setting, method, seed))
         changed = differences(experiment.to_dict(), expected.to_dict()) if expected else "not in the recipe"
         info = read_info(next(path.parent for path in sorted(run.glob("*/run.json"))))
-        kept = {name: values[name] for name in _KEPT if name in values} | _last_quarter(run) | _other_rounds(run)
+        kept = {name: values[name] for name in _KEPT if name in values} | _by_round(run)
         rounds = {
             "rounds": experiment.rounds,
             "of_rounds": (expected or experiment).rounds,
@@ -86,23 +86,20 @@ def collect(folder: Path, recipe: Path | None) -> Path:
     return file
 
 
-def _last_quarter(run: Path) -> dict[str, float]:
-    """Least and greatest P-server accuracy of a run in the last quarter of its rounds."""
-    records = [record for log in run.glob("*/metrics.jsonl") for record in read_records(log.parent)]
-    last = max((record.round for record in records), default=0)
-    found = [one.metrics["accuracy"] for one in records if one.round > 0.75 * last and "accuracy" in one.metrics]
-    return {"accuracy_low": min(found), "accuracy_high": max(found)} if found else {}
-
-
-def _other_rounds(run: Path) -> dict[str, float]:
-    """The mean of the last ten rounds and the best tested round of the accuracies that cells are compared by."""
+def _by_round(run: Path) -> dict[str, float]:
+    """Of the accuracies that cells are compared by: the least and the greatest P-server one in the last quarter of the
+    rounds, the mean of the last ten rounds, and the best tested round.
+    """
     records = [record for log in run.glob("*/metrics.jsonl") for record in read_records(log.parent)]
     last = max((record.round for record in records), default=0)
     found = {}
     for name in ("accuracy", "accuracy_local"):
-        if by_round := {record.round: record.metrics[name] for record in records if name in record.metrics}:
-            found[f"{name}_last10"] = fmean(value for round, value in by_round.items() if round > last - 10)
-            found[f"{name}_best"] = max(by_round.values())
+        if values := {record.round: record.metrics[name] for record in records if name in record.metrics}:
+            late = [value for round, value in values.items() if round > 0.75 * last]
+            if name == "accuracy" and late:
+                found |= {"accuracy_low": min(late), "accuracy_high": max(late)}
+            found[f"{name}_last10"] = fmean(value for round, value in values.items() if round > last - 10)
+            found[f"{name}_best"] = max(values.values())
     return found
 
 
@@ -138,7 +135,8 @@ def share() -> list[str]:
     """Copies rows of runs to studies of the paper, with runs, that plan the same experiment; returns what was copied.
 
     Only runs as their own recipe says are copied, and only to a cell that has none with all rounds and values of its
-    recipe. A run with fewer rounds is copied if nothing else differs, and the cell has no run or one with other values.
+    recipe. A run with fewer rounds or another evaluation is copied if nothing else differs, and the cell has no run or
+    one that differs in more.
     """
     files = [file for file in sorted(STUDIES.glob("*/*.yaml")) if file.parent.name != "published"]
     cells = {file: [(cell, cell.experiment.to_dict()) for cell in cells_of(load_study(file))] for file in files}
@@ -153,7 +151,9 @@ def share() -> list[str]:
         for row in rows.to_dict("records"):
             given = planned.get((row["setting"], row["method"], row["seed"]))
             for cell, wanted in cells[target] if given else ():
-                if cell.seed == row["seed"] and _is_better(changed := differences(given, wanted), after, cell):
+                if cell.seed != row["seed"] or row["rounds"] > wanted["rounds"]:
+                    continue
+                if _is_better(changed := differences(given, wanted), after, cell):
                     of = f"{_csv(source).removesuffix('.csv')}, {row['setting']}"
                     place = {"setting": cell.setting, "method": cell.method, "of_rounds": wanted["rounds"]}
                     _replace(after, row | place | {"changed": changed or None, "run_of": row.get("run_of") or of})
@@ -168,7 +168,7 @@ def _csv(recipe: Path) -> str:
 def _is_better(changed: str, file: Path, cell: StudyRun) -> bool:
     """Whether a run that differs in `changed` is nearer to the recipe of a cell than the run that the file has."""
     keys = {one.partition("=")[0] for one in changed.split()}
-    if not keys <= {"rounds"}:
+    if any(key != "rounds" and not key.startswith("evaluation.") for key in keys):
         return False
     rows = pd.read_csv(file, dtype=_WORDS)
     own = rows[(rows["setting"] == cell.setting) & (rows["method"] == cell.method) & (rows["seed"] == cell.seed)]

@@ -17,22 +17,10 @@ FEWEST_ROUNDS = 0.25  # share of a recipe's rounds that a shortened run needs to
 CLOSE = 2.0  # points; percent of a number of rounds or Mbit; counts of clients and clusters are equal when rounded
 STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
 SEEDS = 3  # from which on a cell counts as repeated
-# predict with models of single clients
-PERSONAL = (
-    "local",
-    "lg_fedavg",
-    "ditto",
-    "fedper",
-    "fedrep",
-    "apfl",
-    "pfedme",
-    "pfedgraph",
-    "fedcac",
-    "fedccfa",
-    "fedas",
-    "fedac",
-    "cgpfl",
-)
+PERSONAL = (  # predict with models of single clients
+    "local", "lg_fedavg", "ditto", "fedper", "fedrep", "apfl", "pfedme", "pfedgraph", "fedcac", "fedccfa", "fedas",
+    "fedac", "cgpfl",
+)  # fmt: skip
 
 
 def cells_of(study: Study) -> list[StudyRun]:
@@ -80,9 +68,9 @@ class Compared:
         if not whole or not self.is_run:
             return False
         changes = {change.partition("=")[0] for run in self.runs["changed"].fillna("") for change in run.split()}
-        return not any(self._matters(key) for key in changes)
+        return not any(self.matters(key) for key in changes)
 
-    def _matters(self, key: str) -> bool:
+    def matters(self, key: str) -> bool:
         """Whether another value of a key can change the metric, which is of the last round."""
         metric = self.number.metric
         if key == "evaluation.every":
