@@ -207,7 +207,7 @@ def _missing() -> list[str]:
     if not file.is_file():
         return []
     table = pd.read_csv(file)
-    table["done"] = [int((_runs(study)["setting"] == setting).sum()) for study, setting in _pairs(table)]
+    table["done"] = [(_runs(a)["setting"] == b).sum() for a, b in zip(table["study"], table["setting"], strict=True)]
     table["rate"] = table["study"].map(_rates(table))
     table["hours"] = (table["runs"] - table["done"]) * table["gigaflop"] / table["rate"] / 3600
     # values of a sweep together
@@ -231,10 +231,6 @@ def _missing() -> list[str]:
         if done < runs:
             lines.append(f"| {study} | {setting} | {runs} | {done} | {' | '.join(shown)} |")
     return lines
-
-
-def _pairs(table: pd.DataFrame) -> list[tuple[str, str]]:
-    return list(zip(table["study"], table["setting"], strict=True))
 
 
 def _runs(study: str) -> pd.DataFrame:

@@ -86,6 +86,24 @@ def test_conclusions_are_counted_by_signs():
     assert results_page._signs([1.0, -3.0, 0.0]) == "1 of 3, -0.7 (p = 1)"
 
 
+def test_conclusions_compare_with_the_best_other_method_of_the_same_rounds(monkeypatch):
+    monkeypatch.setattr(results_page, "OWN", {"paper": ("own",)})
+    methods = (("own", 70.0, 0.6, 9), ("a", 60.0, 0.7, 9), ("b", 65.0, 0.5, 9), ("c", 90.0, 0.9, 5))
+    cells = []
+    for row, mean, here, rounds in methods:
+        run = {"accuracy": here, "rounds": rounds, "of_rounds": 9}
+        cells.append(replace(compared(mean, [run]), row=row))
+    rows = results_page._conclusions(cells)
+    assert [row for row in rows if row.startswith("| paper | own |")] == [
+        f"| paper | own | {other} | 1 | {published} (p = 1) | {here} (p = 1) | {here} (p = 1) |"
+        for other, published, here in (
+            ("the best other", "1 of 1, +5.0", "0 of 1, -10.0"),
+            ("a", "1 of 1, +10.0", "0 of 1, -10.0"),
+            ("b", "1 of 1, +5.0", "1 of 1, +10.0"),
+        )
+    ]
+
+
 def test_the_figure_has_a_point_for_each_accuracy_that_was_run():
     cells = results_cells.compared()
     drawn = results_page.scatter(cells)
@@ -210,11 +228,12 @@ def test_runs_are_collected_with_the_settings_that_differ_from_their_recipe(tmp_
 
 
 def test_a_run_is_shared_with_studies_that_plan_the_same_experiment(tmp_path, monkeypatch):
-    """Instead of a run with other values; one with fewer rounds too, and none that differs in another value."""
+    """Instead of a run with other values; one with fewer rounds or another evaluation too, and no other."""
     head = "experiment:\n  methods: [fedavg, local]\n  data: {partition: {clients: 4, samples: 20}}\n"
     (tmp_path / "paper").mkdir()
     settings = {"budget": "settings: {three: {rounds: 3}, five: {rounds: 5}, fast: {rounds: 5, local: {lr: 0.7}}}"}
     settings["table1"] = "settings: {here: {rounds: 5}}"
+    settings["table2"] = "settings: {here: {rounds: 4, evaluation: {choice_samples: null}}}"
     for name, text in settings.items():
         (tmp_path / "paper" / f"{name}.yaml").write_text(f"name: paper-{name}\n{head}{text}\n")
     keys = ["setting", "method", "seed", "rounds", "of_rounds", "changed", "accuracy"]
@@ -236,6 +255,10 @@ def test_a_run_is_shared_with_studies_that_plan_the_same_experiment(tmp_path, mo
     assert len(results.share()) == 1 and results.share() == [], "all rounds, and then nothing is left to share"
     (row,) = pd.read_csv(tmp_path / "paper-table1.csv").to_dict("records")
     assert row["accuracy"] == 0.5 and pd.isna(row["changed"]) and row["run_of"] == "paper-budget, five"
+    write("table2", (*other[:5], "rounds=2 evaluation.choice_samples=256 local.lr=1", 0.1))
+    assert len(results.share()) == 1, "not the run with more rounds"
+    (row,) = pd.read_csv(tmp_path / "paper-table2.csv").to_dict("records")
+    assert (row["accuracy"], row["changed"]) == (0.3, "rounds=3 evaluation.choice_samples=256")
 
 
 def test_options_of_the_method_that_differ_from_the_recipe_are_named():
@@ -307,7 +330,7 @@ def test_a_metric_that_some_runs_of_a_cell_lack_is_not_shown_beside_the_mean_ove
 
 
 def test_reasons_and_settings_that_differ_are_notes_of_the_rows():
-    changed = {"changed": "rounds=9 evaluation.every=3 local.lr=0.1"}
+    changed = {"changed": "rounds=9 evaluation.every=3 evaluation.choice_samples=256 local.lr=0.1"}
     run = {"setting": "cifar10_iid_b", "method": "fedavg", "seed": 0, "accuracy": 0.4, "rounds": 9, "of_rounds": 20}
     runs = [run | changed | {"seconds": 90}]
     because = "it reaches {accuracy} only, IFCA {ifca.accuracy}"
@@ -320,7 +343,7 @@ def test_reasons_and_settings_that_differ_are_notes_of_the_rows():
     title, _, caption, _, _, command, *lines = results_page._table("table1", table, cells, False)
     assert title == "### Table 1" and caption == f"{table.caption}."
     selected = "cfl-ray compare jobs/experiments/autocfl/table1.yaml --setting cifar10_iid_b --method fedavg --seed 0"
-    assert command == f"{selected} rounds=9 \\\n    evaluation.every=3 local.lr=0.1"
+    assert command == f"{selected} rounds=9 \\\n    evaluation.every=3 evaluation.choice_samples=256 local.lr=0.1"
     assert lines == [
         "```",
         "",
