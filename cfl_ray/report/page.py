@@ -24,6 +24,7 @@ from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import PageFigure, as_json, tested_in_words, with_spread
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.mixtures import mixture_figures
+from cfl_ray.report.rank_diagram import rank_diagram
 from cfl_ray.report.report_data import Comparison, Report, ReportedExperiment
 from cfl_ray.system.files import PRIVATE, write_text
 
@@ -95,6 +96,7 @@ def write_page(report: Report, path: str | Path, mode: int = PRIVATE) -> None:
 def render(report: Report) -> str:
     """The page as HTML."""
     numbers = itertools.count(1)  # of the figures on the page
+    diagram = [] if report.ranks is None else [_placed(rank_diagram(report.ranks), next(numbers))]
     against = [_placed(figure, next(numbers)) for figure in against_figures(report.comparisons)]
     chapters = [_chapter(experiment, numbers) for experiment in report.experiments]
     (library, packed_library), script, style = _library(), _text("report.js"), _text("report.css")
@@ -105,6 +107,7 @@ def render(report: Report) -> str:
         rows=_table_rows(report),
         rank_headings=_RANK_HEADINGS,
         ranks=_rank_rows(report),
+        rank_diagram=diagram,
         against=against,
         published_headings=_PUBLISHED_HEADINGS,
         published=[_published_row(comparison) for comparison in report.comparisons],
