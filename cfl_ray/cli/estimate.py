@@ -311,6 +311,7 @@ def _estimate_table(sizes: _Sizes, estimates: dict[str, TrafficEstimate], rounds
         "\nMbit\nin all",
         "server\nMB",
         "each\nhost MB",
+        "a client\nkeeps MB",
     )
     table = method_table("expected", headings)
     for label, estimate in estimates.items():
@@ -324,6 +325,7 @@ def _estimate_table(sizes: _Sizes, estimates: dict[str, TrafficEstimate], rounds
             f"{total:.1f}",
             f"{sizes.server_bytes(label, estimate) / 1e6:.0f}",
             f"{sizes.host_bytes(estimate) / 1e6:.0f}",
+            f"{4 * sum(estimate.kept.values()) / 1e6:.3f}" if estimate.kept else "-",
         )
     return table
 

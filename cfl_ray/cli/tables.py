@@ -205,6 +205,7 @@ def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) 
     _print(console, f"\nPhases: {drawn(cls.phases)}")
     for phase, meaning in phase_meanings(cls.phases).items():
         _print(console, f"    {phase:10} {meaning}")
+    _print(console, f"A client keeps: {_kept_in_words(cls)}")
     options = cls.options()
     table = _folding("option", "default", "range", "meaning, and source of the default")
     for option in options:
@@ -215,6 +216,22 @@ def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) 
     if options:
         example = f"{{{reference}: {{{options[0]['name']}: {default_text(options[0]['default'])}}}}}"
     _print(console, f"In a config: methods: [{example}]")
+
+
+def _kept_in_words(cls: "type[Method[Any]]") -> str:
+    """What a client keeps between rounds, by name, with the bytes for a model of a known size."""
+    from cfl_ray.core.local_sgd import LocalSGD
+    from cfl_ray.data.federation import DataShape
+    from cfl_ray.models import recipe
+    from cfl_ray.nn.network import Network
+    from cfl_ray.setup.dry_rounds import traffic
+
+    shape = DataShape((1, 28, 28), 10)
+    spec = Network(recipe("mlp", {}, shape.input, shape.num_classes), shape.input).spec
+    kept = traffic(cls(), 8, 8, spec, LocalSGD(), shape).kept
+    parts = [f"{name} {4 * floats:,} bytes" for name, floats in kept.items()]
+    of = f" (mlp on 28x28, 10 classes: {4 * spec.size:,} bytes, with the default options)"
+    return ", ".join(parts) + of if parts else "nothing"
 
 
 def default_text(value: object) -> str:

@@ -37,6 +37,7 @@ class DryBackend:
     deferred: set[int] = field(default_factory=set)  # numbers of clients of the exchanges whose results were deferred
     client_states: ClientStateStore = field(default_factory=ClientStateStore)  # stays empty
     work: Counter[str] = field(default_factory=Counter)  # samples "trained" and "tested", of clients with one sample
+    kept: dict[str, int] = field(default_factory=dict)  # floats that a client keeps between rounds, by name
 
     @classmethod
     def of(cls, spec: ParamSpec, shape: DataShape) -> Self:
@@ -50,6 +51,11 @@ class DryBackend:
             self.work["tested"] += num_clients * len(work.tables[0])
         if work.defers_results:
             self.deferred.add(num_clients)
+        if (state := work.client_state) is not None and isinstance(work, Train):
+            columns = self.spec.size if state.columns is None else state.columns.count
+            self.kept[state.name] = columns + (self.spec.trained if work.local.persist else 0)
+        if isinstance(work, Train | FitMixture) and work.mixture is not None:
+            self.kept["mixture weights"] = work.mixture.num_models
         arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.classes).items()}
         if isinstance(work, Describe):
             length = self.num_features(work)
@@ -126,6 +132,7 @@ class TrafficEstimate:
     models: int  # cluster models after the second round
     deferred: int  # clients whose results stay in the object store until they can be averaged
     load: Load  # of a client in a later round
+    kept: dict[str, int]  # floats that a client keeps between rounds, by name
 
 
 def traffic(
@@ -157,7 +164,7 @@ def traffic(
         deferred = max(backend.deferred, default=0)
     else:
         deferred = cohort  # a robust rule needs all results together
-    return TrafficEstimate(mbit[0], mbit[1], models, deferred, load)
+    return TrafficEstimate(mbit[0], mbit[1], models, deferred, load, backend.kept)
 
 
 def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape: DataShape) -> str:

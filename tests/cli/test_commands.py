@@ -395,7 +395,7 @@ def test_methods_lists_all_and_explains_one(capsys):
     assert status == 0 and all(name in printed for name in REGISTRY)
     for name in REGISTRY:
         status, printed, _ = call(capsys, "methods", name)
-        assert status == 0 and "Deviations" in printed
+        assert status == 0 and "Deviations" in printed and "A client keeps: " in printed
         assert all(option["name"] in printed for option in REGISTRY[name].options())
     assert call(capsys, "methods", "stokfl")[0] == 2
 

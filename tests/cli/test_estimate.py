@@ -121,6 +121,27 @@ def test_the_virtual_time_is_that_of_the_run(tmp_path, asynchronous):
     )
 
 
+def test_what_a_client_keeps_is_shown_in_bytes(tmp_path):
+    """A model, its head, K mixture weights; the momentum buffer with `persist`; nothing."""
+    methods = ["fedavg", "ditto", "fedper", {"fedem": {"num_models": 3}}, {"fedsoft": {"num_clusters": 2}}]
+    data = {"source": "synthetic", "synthetic_shape": [8], "synthetic_classes": 4, "partition": {"clients": 5}}
+    model = {"name": "mlp", "options": {"hidden": 6}}
+    common = {"data": data, "model": model, "output": str(tmp_path)}
+    found = estimate.estimate(cfl_ray.Experiment(methods=methods, **common))
+    size, head = 8 * 6 + 6 + 6 * 4 + 4, 6 * 4 + 4
+    assert {label: traffic.kept for label, traffic in found.traffic.items()} == {
+        "fedavg": {},
+        "ditto": {"personal": size},
+        "fedper": {"head": head},
+        "fedem": {"mixture weights": 3},
+        "fedsoft": {"mixture weights": 2, "personal": size},
+    }
+    assert "a client" in shown(found) and "keeps MB" in shown(found)
+    persistent = {"momentum": 0.9, "persist": True}
+    kept = estimate.estimate(cfl_ray.Experiment(methods=["fedavg", "fedper"], local=persistent, **common)).traffic
+    assert kept["fedavg"].kept == {"momentum": size} and kept["fedper"].kept == {"head": head + size}
+
+
 def test_the_memory_of_pairs_of_clients_is_shown_and_counted(tmp_path):
     """20 x 5,000^2 bytes of PACFL, which reaches all 5,000; one of 5,000 clients with IFCA costs a few bytes."""
     experiment = cfl_ray.Experiment(
