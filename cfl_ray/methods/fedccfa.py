@@ -3,7 +3,8 @@ Learning under Distributed Concept Drift. NeurIPS 2024, arXiv:2410.18478.
 
 A model is a shared extractor theta, with features g(x; theta), under a classifier h_i of each client, a row per label.
 
-    v_i <- SGD on h_i alone, on a balanced part of client i's samples         for the comparison of clients only
+    v_i <- SGD on h^0 under theta, on a balanced part of client i's samples   for the comparison of clients only; h^0:
+                                                                              the first classifier, which all have
     h_i <- SGD_i on h_i alone, for one epoch
     theta_i <- SGD_i on theta alone, after round 20 with the further loss
         (H_i / gamma) CE(cos(g(x; theta), z_i1 .. z_iC) / tau, y)             H_i: entropy of the client's labels
@@ -15,9 +16,11 @@ A model is a shared extractor theta, with features g(x; theta), under a classifi
 
 A client that never took part has theta and the average of the classifiers.
 
-Deviations: of a label, only clients with samples of it are compared (official code: every client has all labels).
-If fewer than three clients have a label, it has no d_ij, and they keep their own rows. The balanced part is the first
-5, or fewer, samples of each label. DBSCAN with min_samples 1 are the connected parts of the graph of d_ij <= eps.
+Deviations: in its first round h_i starts from that average (official code: from v_i). Of a label, only clients with
+samples of it are compared (official code: every client has all labels). If fewer than three clients have a label, it
+has no d_ij, and they keep their own rows. The balanced part is the first 5, or fewer, samples of each label (official
+code: random ones). DBSCAN with min_samples 1 are the connected parts of the graph of d_ij <= eps. In the official code
+the prototypes of the first client become the sum of all before the means over groups, since `+=` changes them in place.
 """
 
 from dataclasses import dataclass, replace
@@ -48,6 +51,7 @@ class LabelGroupsState(OwnModelsState):
     """Models with the classifiers h_i of the clients, and their prototypes z_iy."""
 
     prototype_SCF: Tensor  # float32; NaN: none
+    first_F: Tensor  # float32: h^0, the columns of the first classifier
 
     def models_of(self, ids_M: np.ndarray, spec: ParamSpec) -> Tensor:
         """Models (M, P): theta under h_i."""
@@ -163,6 +167,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
             own_SP=first_KP[:0],
             seen_S=np.zeros(0, np.int64),
             prototype_SCF=torch.zeros(0, classifier.num_classes, classifier.num_features),
+            first_F=start.spec.head.of(first_KP[0]),
         )
 
     def round(self, state: LabelGroupsState, clients: Clients, rng: Draws) -> LabelGroupsState:
@@ -170,12 +175,13 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         spec, classifier = clients.spec, Classifier.of(clients.spec)
         count = classifier.num_classes
         received = clients.send(state.models_of(clients.ids_M, spec), np.arange(len(clients)))
-        # v_i <- SGD on h_i alone, on a balanced part
-        local = clients.local
+        # v_i <- SGD on h^0 under theta, on a balanced part
+        local, compared_KP = clients.local, state.models_KP.clone()
+        spec.head.put(compared_KP, state.first_F[None])
         balanced = BalancedClassifier(
             classifier, self.balanced_epochs, self.balanced_lr, local.momentum, local.weight_decay, self.per_class
         )
-        balanced_MX, compared_M = clients.describe(balanced, received)
+        balanced_MX, compared_M = clients.describe(balanced, clients.known_models(compared_KP))
         v_MCF, count_MC = balanced_MX[:, :-count].reshape(len(clients), count, -1), balanced_MX[:, -count:]
         # h_i <- SGD_i on h_i alone
         how = training_of(spec.head, clients, self.classifier_epochs)

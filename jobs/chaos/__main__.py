@@ -2,6 +2,7 @@
 
     python -m jobs.chaos --kills 20 --seed 0
     python -m jobs.chaos --kills 3 --methods ditto stocfl --rounds 6 --targets host server
+    python -m jobs.chaos --kills 12 --methods all --rounds 6
     python -m jobs.chaos --hang 20 --seed 0                     (processes that stop answering; see hang.py)
     python -m jobs.chaos --network partition node-vanishes      (no name: every scenario; see network.py)
 
@@ -31,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cfl_ray import config, simulate
+from cfl_ray.methods import REGISTRY
 from jobs.chaos.hang import TARGETS as HANG_TARGETS
 from jobs.chaos.hang import UNDISTURBED, let_hang
 from jobs.chaos.processes import Run
@@ -92,7 +94,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="processes to kill (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the kills; the experiment has seed 0")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of each method")
-    parser.add_argument("--methods", nargs="+", default=METHODS, help=f"default: {' '.join(METHODS)}")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help=f"default: {' '.join(METHODS)}; all: every one")
     targets = dict.fromkeys([*TARGETS, *HANG_TARGETS])
     parser.add_argument("--targets", nargs="+", choices=targets, help="default: host server node, or host server data")
     parser.add_argument("--keep", type=Path, help="folder of both runs; default: a temporary one")
@@ -104,6 +106,8 @@ def main() -> int:
     )
     parser.add_argument("--hang", type=int, metavar="N", help="let so many processes stop answering instead")
     options = parser.parse_args()
+    if options.methods == ["all"]:
+        options.methods = sorted(REGISTRY)
     allowed = TARGETS if options.hang is None else HANG_TARGETS
     options.targets = options.targets or allowed[:3]
     if wrong := set(options.targets) - set(allowed):

@@ -13,6 +13,10 @@
     python -m jobs.official fedem CHECKOUT
     git clone https://github.com/CharlieDinh/pFedMe CHECKOUT
     python -m jobs.official pfedme CHECKOUT
+    git clone https://github.com/Heasung-Kim/clustered-federated-learning-via-gradient-based-partitioning CHECKOUT
+    python -m jobs.official cflgp CHECKOUT
+    git clone https://github.com/Chen-Junbao/FedCCFA CHECKOUT
+    python -m jobs.official fedccfa CHECKOUT
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -21,10 +25,19 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from jobs.official import cfl, fedem, ifca, pacfl, pfedme, stocfl
+from jobs.official import cfl, cflgp, fedccfa, fedem, ifca, pacfl, pfedme, stocfl
 from jobs.official.page import PAGE, with_section
 
-METHODS = {"cfl": cfl, "ifca": ifca, "stocfl": stocfl, "pacfl": pacfl, "fedem": fedem, "pfedme": pfedme}
+METHODS = {
+    "cfl": cfl,
+    "ifca": ifca,
+    "stocfl": stocfl,
+    "pacfl": pacfl,
+    "fedem": fedem,
+    "pfedme": pfedme,
+    "cflgp": cflgp,
+    "fedccfa": fedccfa,
+}
 
 
 def main() -> None:

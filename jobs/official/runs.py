@@ -121,11 +121,12 @@ def ours(
     look: Callable[[Any, int], None] | None = None,
     fraction: float = 1.0,
     rows: Callable[[Any], Tensor] = cluster_rows,
+    schedule: Sequence[dict[str, Any]] = (),
 ) -> Course:
     """A method of this project, in runs that end after each of the rounds `kept`: one is the beginning of the next.
 
     fraction: of the clients, which take part in a round. look: called with the result and the rounds of each of these
-    runs. rows: the weights that are compared, from the result.
+    runs. rows: the weights that are compared, from the result. schedule: of the experiment, as far as a run goes.
     """
     federation = federation_from_arrays(
         data.x.flatten(0, 1).numpy(),
@@ -146,6 +147,7 @@ def ours(
             model=model,
             local=local,
             cohort={"fraction": fraction},
+            schedule=[event for event in schedule if event["round"] <= rounds],
             evaluation={"every": 1, "local": metric != "accuracy", "choice_samples": None},
             tracking={"enabled": False},
         )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jobs.official import cfl, fedem, ifca, pacfl, pfedme, runs, stocfl
+from jobs.official import cfl, cflgp, fedccfa, fedem, ifca, pacfl, pfedme, runs, stocfl
 from jobs.official.page import PAGE, table, with_section
 from jobs.official.runs import Course, Data
 
@@ -79,6 +79,7 @@ def test_the_page_has_a_section_of_each_method():
         "PACFL",
         "FedEM",
         "pFedMe",
+        "CFL-GP",
     ]
 
 
@@ -203,3 +204,61 @@ def test_our_runs_of_pfedme_have_both_models(monkeypatch, source):
     step_NP = pfedme.ETA * pfedme.LAM * (run.theta.weights[1] - start_P)  # of w_i after R = 1
     assert torch.allclose(run.w.weights[1][0], start_P + step_NP.mean(0), atol=1e-6)
     assert len(run.theta.accuracy) == len(run.w.accuracy) == 2
+
+
+def test_the_section_of_cflgp(monkeypatch, source):
+    start_P, pairs = runs.first_weights(cflgp.MODEL, 10, 0), 2 * cflgp.PER_ANGLE
+
+    def run(by: float, clusters: int) -> Course:
+        made = course(by, cflgp.KEPT, start_P, cflgp.CLIENTS)
+        groups = runs.groups_of(i // pairs % clusters for i in range(cflgp.CLIENTS))
+        return Course(made.accuracy, made.clusters, dict.fromkeys(cflgp.KEPT, groups), made.weights)
+
+    monkeypatch.setattr(cflgp, "SEEDS", (0,))
+    monkeypatch.setattr(cflgp, "theirs", lambda *_: run(0.0, 4))
+    monkeypatch.setattr(cflgp, "ours", lambda *_: run(0.001, 1))
+    lines = cflgp.section(Path("checkout"), "1234567").split("\n")
+    assert "| equal | 0 | 10 | 1.0e-03 | 0.5000 | 0.5000 | 1.00 | 0.00 |" in lines
+    assert "| own | 0 | 20 | - | 0.5000 | 0.5000 | 1.00 | 0.00 |" in lines
+    data = cflgp.rotated(0)
+    upright, turned = data.x[0, 0, 0], data.x[2 * cflgp.PER_ANGLE, 0, 0]  # by 90 degrees
+    assert upright[0].std() > 0.01 and turned[0].std() < 1e-6, "rows of turned images are constant"
+
+
+def test_the_section_of_fedccfa(monkeypatch):
+    start_P = runs.first_weights(fedccfa.MODEL, 10, 0)
+
+    def run(by: float, models: int) -> Course:
+        made = course(by, fedccfa.KEPT, start_P, fedccfa.CLIENTS)
+        made.accuracy, made.clusters = [0.5] * fedccfa.DRIFT + [0.25] * 10, [models] * 110
+        return made
+
+    monkeypatch.setattr(fedccfa, "SEEDS", (0,))
+    monkeypatch.setattr(fedccfa, "images", lambda *_: None)
+    monkeypatch.setattr(fedccfa, "theirs", lambda *_: run(0.0, 1))
+    monkeypatch.setattr(fedccfa, "their_script", lambda *_: run(0.0, 3))
+    monkeypatch.setattr(fedccfa, "ours", lambda *_: run(0.001, 1))
+    monkeypatch.setattr(runs, "ours", lambda *_, **__: run(0.002, 4))
+    lines = fedccfa.section(Path("checkout"), "1234567").split("\n")
+    assert "| eps 0.4 | 0 | 104 | 1.0e-03 | 0.2500 | 0.2500 |" in lines
+    assert "| 0 | 20 | 2.0e-03 | 0.5000 | 0.5000 | 3 | 4 |" in lines
+    assert "| 0 | 104 | - | 0.2500 | 0.2500 | 3 | 4 |" in lines
+
+
+def test_our_run_of_fedccfa_has_the_models_of_all_clients(monkeypatch, source):
+    monkeypatch.setattr(fedccfa, "KEPT", (1, 2))
+    monkeypatch.setattr(fedccfa, "TRAIN", 30)
+    data, start_P = fedccfa.images(0), runs.first_weights(fedccfa.MODEL, 10, 0)
+    found = fedccfa.ours(data, 0, fedccfa.How(eps=0.0))  # each client has a classifier of its own
+    assert found.weights[2].shape == (fedccfa.CLIENTS, len(start_P)) and len(found.weights[2].unique(dim=0)) > 1
+    model = fedccfa.Model(start_P)
+    assert model(data.x[0], True)[1].shape == (30, fedccfa.HIDDEN)
+
+
+def test_the_drift_of_our_runs_is_that_of_their_script():
+    (event,) = fedccfa.SCHEDULE
+    assert event["round"] == 101 and [change["clients"] for change in event["change"]] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8, 9],
+    ]
