@@ -219,7 +219,7 @@ def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) 
 
 
 def _kept_in_words(cls: "type[Method[Any]]") -> str:
-    """What a client keeps between rounds, by name, with the bytes for a model of a known size."""
+    """Names and bytes of the parts that a client keeps between rounds, for a model of a known size."""
     from cfl_ray.core.local_sgd import LocalSGD
     from cfl_ray.data.federation import DataShape
     from cfl_ray.models import recipe

@@ -213,3 +213,12 @@ def centre_distances(feature_MF: Tensor, centre_KF: Tensor, metric: str) -> np.n
         distance_MK /= 2
         distance_MK[(scale_M[:, None] == 0) | (scale_K == 0)] = 1
     return distance_MK
+
+
+def mean_difference_of_cosines(delta_MF: Tensor) -> np.ndarray:
+    """MADC, condensed: for each pair, the mean absolute difference of their cosines with each other client."""
+    distance = distances(delta_MF, "cosine")
+    cos_MM = 1 - scipy.spatial.distance.squareform(distance)
+    # the terms for the clients i and j, whose cosines are 1 and cos_ij, are subtracted
+    sums = scipy.spatial.distance.pdist(cos_MM, "cityblock") - 2 * np.abs(distance)
+    return np.maximum(sums, 0) / max(len(cos_MM) - 2, 1)

@@ -3,6 +3,7 @@
 import warnings
 
 import numpy as np
+import scipy
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -107,3 +108,12 @@ def _plus_plus(
     label_S = by_lowest_member(own_label_S)
     _, first_K = np.unique(label_S, return_index=True)
     return label_S, torch.from_numpy(model.cluster_centers_[own_label_S[first_K]])
+
+
+def renumbered(cluster_S: np.ndarray, before_S: np.ndarray, num_clusters: int) -> np.ndarray:
+    """The clusters with numbers that as many clients as possible had before; -1 in `before_S`: none."""
+    shared_KK = np.zeros((num_clusters, num_clusters))
+    known = before_S >= 0
+    np.add.at(shared_KK, (cluster_S[known], before_S[known]), 1)
+    _, number_K = scipy.optimize.linear_sum_assignment(shared_KK, maximize=True)
+    return number_K[cluster_S]

@@ -1,7 +1,10 @@
-"""Spectral clustering of clients by their interactions. S is the number of clients."""
+"""Clients on leading singular vectors, and spectral clustering by their interactions. S is the number of clients."""
 
 import numpy as np
 import scipy
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
 
 from cfl_ray.clustering.agglomerative import by_lowest_member
 from cfl_ray.system.threads import one_thread
@@ -35,3 +38,17 @@ def best_parts(affinity_SS: np.ndarray, most: int, seed: int) -> tuple[np.ndarra
         if len(np.unique(part_S)) == parts and (index := davies_bouldin_score(embedding, part_S)) < best[1]:
             best = by_lowest_member(part_S), float(index)
     return best
+
+
+def leading_coordinates(profile_SF: Tensor, components: int) -> Tensor:
+    """y_i (S, K'): coordinates of profiles on the K' = min(K, rank) leading left singular vectors of G."""
+    profile_SF = profile_SF.double()
+    u_KF = torch.linalg.svd(profile_SF, full_matrices=False).Vh[:components]
+    return (profile_SF @ u_KF.T).float()
+
+
+def decomposed_cosines(delta_MF: Tensor, components: int) -> Tensor:
+    """e_i (M, K'): cosines of updates with the K' = min(K, rank) leading singular directions of all updates."""
+    delta_MF = delta_MF.double()
+    v_KF = torch.linalg.svd(delta_MF, full_matrices=False).Vh[:components]
+    return (normalize(delta_MF, dim=1) @ v_KF.T).float()

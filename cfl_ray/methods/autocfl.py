@@ -55,6 +55,7 @@ import scipy
 import torch
 
 from cfl_ray.clustering.agglomerative import by_lowest_member, cut_tree, distances, linkage_tree
+from cfl_ray.clustering.dbscan import dbscan, row_gap
 from cfl_ray.clustering.kmeans import kmeans
 from cfl_ray.clustering.merging import cluster_means
 from cfl_ray.clustering.signature_diagnostics import record_signatures
@@ -295,31 +296,6 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
 
     def serve(self, state: AutoCFLState, clients: Clients) -> Serving:
         return serve_per_cluster(state, clients, state.models_KP if state.phase == "adjust" else state.start_KP)
-
-
-def row_gap(distance_MM: np.ndarray) -> float:
-    """The median over rows of the middle of a row's largest gap between its sorted distances to others.
-
-    A row without a gap counts with its largest distance. Returns 0 for fewer than two clients.
-    """
-    count = len(distance_MM)
-    if count < 2:
-        return 0.0
-    middle_M = np.zeros(count)
-    for m in range(count):
-        others = np.sort(np.delete(distance_MM[m], m))
-        gaps = np.diff(others)
-        at = int(gaps.argmax()) if gaps.any() else -1
-        middle_M[m] = others[-1] if at < 0 else (others[at] + others[at + 1]) / 2
-    return float(np.median(middle_M))
-
-
-def dbscan(distance_MM: np.ndarray, eps: float) -> np.ndarray:
-    """int64 (M,): clusters by DBSCAN, numbered by lowest member. A client without neighbours is a cluster."""
-    from sklearn.cluster import DBSCAN  # imported here: loading it takes a second, and hosts do not need it
-
-    label_M = DBSCAN(eps=max(eps, 1e-300), min_samples=2, metric="precomputed").fit_predict(distance_MM)
-    return by_lowest_member(np.where(label_M < 0, len(label_M) + np.arange(len(label_M)), label_M))
 
 
 def representatives(distance_MM: np.ndarray, num_samples_M: np.ndarray, vote: str, min_gap: float = 0.0) -> np.ndarray:

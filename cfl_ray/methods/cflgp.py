@@ -28,13 +28,13 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import scipy
 import torch
 from torch import Tensor
 
-from cfl_ray.clustering.kmeans import kmeans
+from cfl_ray.clustering.kmeans import kmeans, renumbered
 from cfl_ray.clustering.signature_diagnostics import record_signatures, record_similarity
 from cfl_ray.clustering.signatures import SignatureState, sketch_option, whole_update
+from cfl_ray.clustering.spectral import leading_coordinates
 from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec
@@ -81,7 +81,7 @@ class CFLGP(Method[ProfileState], name="cflgp"):
     cluster_rounds: int = option(10, "rounds in which clients are clustered", source="official code", low=1)
     criterion: str = option(
         "rotate",
-        "models from which updates are compared: rotate (all in turn), or first (model 0)",
+        "models of the updates: rotate (all in turn), first (model 0)",
         source="paper",
         choices=("rotate", "first"),
     )
@@ -152,19 +152,3 @@ class CFLGP(Method[ProfileState], name="cflgp"):
 
     def serve(self, state: ProfileState, clients: Clients) -> Serving:
         return serve_per_cluster(state, clients)
-
-
-def leading_coordinates(profile_SF: Tensor, components: int) -> Tensor:
-    """y_i (S, K'): coordinates of profiles on the K' = min(K, rank) leading left singular vectors of G."""
-    profile_SF = profile_SF.double()
-    u_KF = torch.linalg.svd(profile_SF, full_matrices=False).Vh[:components]
-    return (profile_SF @ u_KF.T).float()
-
-
-def renumbered(cluster_S: np.ndarray, before_S: np.ndarray, num_clusters: int) -> np.ndarray:
-    """The clusters with numbers that as many clients as possible had before; -1 in `before_S`: none."""
-    shared_KK = np.zeros((num_clusters, num_clusters))
-    known = before_S >= 0
-    np.add.at(shared_KK, (cluster_S[known], before_S[known]), 1)
-    _, number_K = scipy.optimize.linear_sum_assignment(shared_KK, maximize=True)
-    return number_K[cluster_S]

@@ -3,8 +3,7 @@ Learning under Distributed Concept Drift. NeurIPS 2024, arXiv:2410.18478.
 
 A model is a shared extractor theta, with features g(x; theta), under a classifier h_i of each client, a row per label.
 
-    v_i <- SGD on h^0 under theta, on a balanced part of client i's samples   for the comparison of clients only; h^0:
-                                                                              the first classifier, which all have
+    v_i <- SGD on h^0 under theta, on a balanced part of client i's samples   for comparison; h^0: the first classifier
     h_i <- SGD_i on h_i alone, for one epoch
     theta_i <- SGD_i on theta alone, after round 20 with the further loss
         (H_i / gamma) CE(cos(g(x; theta), z_i1 .. z_iC) / tau, y)             H_i: entropy of the client's labels
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
+from cfl_ray.clustering.agglomerative import mean_difference_of_cosines
 from cfl_ray.core.classifier import Classifier, Prototypes
 from cfl_ray.core.clients import ClientData, Clients, ClientState, Objective
 from cfl_ray.core.method import Method, Start, option
@@ -236,18 +236,6 @@ def label_groups(v_MCF: Tensor, has_MC: Tensor, eps: float) -> np.ndarray:
         if len(here) < 3:
             group_MC[here, c] = np.arange(len(here))
         else:
-            near_mm = madd(v_MCF[torch.from_numpy(here), c]) <= eps
-            group_MC[here, c] = scipy.sparse.csgraph.connected_components(near_mm, directed=False)[1]
+            d_mm = scipy.spatial.distance.squareform(mean_difference_of_cosines(v_MCF[torch.from_numpy(here), c]))
+            group_MC[here, c] = scipy.sparse.csgraph.connected_components(d_mm <= eps, directed=False)[1]
     return group_MC
-
-
-def madd(v_mF: Tensor) -> np.ndarray:
-    """d_ij = mean over z other than i, j of |cos(v_i, v_z) - cos(v_j, v_z)|, float64 (m, m), of at least 3 vectors."""
-    unit_mF = normalize(v_mF.double(), dim=1)
-    cosine_mm = (unit_mF @ unit_mF.T).numpy()
-    total_mm = scipy.spatial.distance.squareform(scipy.spatial.distance.pdist(cosine_mm, "cityblock"))
-    # z = i and z = j: |1 - cos_ij| each, of cosines that are 1 up to rounding
-    diagonal_m = cosine_mm.diagonal()
-    own_mm = np.abs(diagonal_m[:, None] - cosine_mm) + np.abs(diagonal_m - cosine_mm)
-    np.fill_diagonal(own_mm, 0)
-    return np.maximum(total_mm - own_mm, 0) / (len(v_mF) - 2)

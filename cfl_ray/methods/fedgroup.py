@@ -26,16 +26,15 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import scipy
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from cfl_ray.clustering import agglomerative
 from cfl_ray.clustering.kmeans import kmeans
 from cfl_ray.clustering.merging import cluster_means
 from cfl_ray.clustering.signature_diagnostics import record_signatures, record_similarity
 from cfl_ray.clustering.signatures import CentreState, place_by_training, sketch_option, unplaced, whole_update
+from cfl_ray.clustering.spectral import decomposed_cosines
 from cfl_ray.core.clients import ClientData, Clients, LocalTraining
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
@@ -163,7 +162,7 @@ class FedGroup(Method[GroupState], name="fedgroup"):
     def groups(self, delta_MF: Tensor, seed: int) -> np.ndarray:
         """int64 (M,): the group of each client of the cold start."""
         if self.similarity == "madc":
-            tree = agglomerative.linkage_tree(mean_difference_of_cosines(delta_MF), "complete")
+            tree = agglomerative.linkage_tree(agglomerative.mean_difference_of_cosines(delta_MF), "complete")
             return agglomerative.cut_tree(tree, num_clusters=self.num_clusters, size=len(delta_MF))
         return kmeans(decomposed_cosines(delta_MF, self.num_clusters), self.num_clusters, seed)[0]
 
@@ -195,19 +194,3 @@ class FedGroup(Method[GroupState], name="fedgroup"):
 def label_shares(client: ClientData, anchor_P: Tensor | None) -> Tensor:
     """The share of each label in a client's samples."""
     return torch.bincount(client.y.reshape(-1)) / client.y.numel()
-
-
-def decomposed_cosines(delta_MF: Tensor, components: int) -> Tensor:
-    """e_i (M, K'): cosines of updates with the K' = min(K, rank) leading singular directions of all updates."""
-    delta_MF = delta_MF.double()
-    v_KF = torch.linalg.svd(delta_MF, full_matrices=False).Vh[:components]
-    return (normalize(delta_MF, dim=1) @ v_KF.T).float()
-
-
-def mean_difference_of_cosines(delta_MF: Tensor) -> np.ndarray:
-    """MADC, condensed: for each pair, the mean absolute difference of their cosines with each other client."""
-    distance = agglomerative.distances(delta_MF, "cosine")
-    cos_MM = 1 - scipy.spatial.distance.squareform(distance)
-    # The terms for the clients i and j, whose cosines are 1 and cos_ij, are subtracted.
-    sums = scipy.spatial.distance.pdist(cos_MM, "cityblock") - 2 * np.abs(distance)
-    return np.maximum(sums, 0) / max(len(cos_MM) - 2, 1)

@@ -12,11 +12,12 @@ from linear import ETA, N_0, N_1, assert_close, loss, matrix, mean, sgd
 from oneshot import CLIENTS, HEAD, OneShot, P, stage
 from torch import nn
 
+from cfl_ray.clustering.dbscan import row_gap
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.updates import Updates
 from cfl_ray.methods import autocfl
-from cfl_ray.methods.autocfl import AutoCFL, representatives, row_gap
+from cfl_ray.methods.autocfl import AutoCFL, representatives
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fl_hc import FLHC
 

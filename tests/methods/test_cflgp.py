@@ -11,8 +11,10 @@ from rounds import COHORTS, EnginesAndCheckpoints, accuracy, floats, groups, mlp
 
 import cfl_ray
 from cfl_ray.clustering.agreement import agreement
+from cfl_ray.clustering.kmeans import renumbered
+from cfl_ray.clustering.spectral import leading_coordinates
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.methods.cflgp import CFLGP, leading_coordinates, renumbered
+from cfl_ray.methods.cflgp import CFLGP
 from cfl_ray.methods.fedavg import FedAvg
 
 

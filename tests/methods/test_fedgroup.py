@@ -12,9 +12,11 @@ from rounds import accuracy
 from sklearn.metrics import adjusted_rand_score
 from torch import nn
 
+from cfl_ray.clustering.agglomerative import mean_difference_of_cosines
+from cfl_ray.clustering.spectral import decomposed_cosines
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.fedavg import FedAvg
-from cfl_ray.methods.fedgroup import FedGroup, decomposed_cosines, mean_difference_of_cosines
+from cfl_ray.methods.fedgroup import FedGroup
 
 PRETRAIN = 3
 
