@@ -80,10 +80,7 @@ class CFLGP(Method[ProfileState], name="cflgp"):
     period: int = option(2, "P: rounds from one clustering to the next", source="official code", low=1)
     cluster_rounds: int = option(10, "rounds in which clients are clustered", source="official code", low=1)
     criterion: str = option(
-        "rotate",
-        "models of the updates: rotate (all in turn), first (model 0)",
-        source="paper",
-        choices=("rotate", "first"),
+        "rotate", "models of the updates: rotate (all), first (model 0)", source="paper", choices=("rotate", "first")
     )
     sketch: int = sketch_option()
     weights: str = weights_option()

@@ -18,8 +18,8 @@ A client that never took part has theta and the average of the classifiers.
 Deviations: in its first round h_i starts from that average (official code: from v_i). Of a label, only clients with
 samples of it are compared (official code: every client has all labels). If fewer than three clients have a label, it
 has no d_ij, and they keep their own rows. The balanced part is the first 5, or fewer, samples of each label (official
-code: random ones). DBSCAN with min_samples 1 are the connected parts of the graph of d_ij <= eps. In the official code
-the prototypes of the first client become the sum of all before the means over groups, since `+=` changes them in place.
+code: random ones). DBSCAN with min_samples 1 are the connected parts of the graph of d_ij <= eps. The official code
+replaces the first client's prototypes by the sum of all before the means over groups: its `+=` changes them in place.
 """
 
 from dataclasses import dataclass, replace

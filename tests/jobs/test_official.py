@@ -80,6 +80,7 @@ def test_the_page_has_a_section_of_each_method():
         "FedEM",
         "pFedMe",
         "CFL-GP",
+        "FedCCFA",
     ]
 
 

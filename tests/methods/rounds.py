@@ -57,7 +57,7 @@ def assert_survives_an_interruption(make: Callable[[], Stage], method: Method, c
     for after in range(1, len(cohorts)):
         one, store = make(), CheckpointStore(folder / str(after), "hash")
         tensors, scalars = one.play(method, *cohorts[:after]).to_checkpoint()
-        store.save(after, tensors, scalars, one.backend)
+        store.save(after, tensors, scalars, one.backend.client_states)
         saved, again = CheckpointStore(folder / str(after), "hash").load(), make()
         again.backend.restore(saved.client_states())
         state = method.state_type.from_checkpoint(saved.tensors, saved.values)
