@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from cfl_ray.plugins.calling import reference_of
 
@@ -17,6 +18,13 @@ class ConfigSection(BaseModel):
     """A section of the YAML file: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _paths_as_texts(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
 
     @field_validator("*")
     @classmethod

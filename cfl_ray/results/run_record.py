@@ -17,6 +17,7 @@ from cfl_ray.run_directory.lock import command
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.system.files import read_text, write_text
 from cfl_ray.tracking import flatten, read_info
+from cfl_ray.tracking.record import OFF
 
 _HASH = "# config hash "
 _LISTED, _SHOWN = 3, 60  # keys that a message names, letters of a value
@@ -64,6 +65,7 @@ def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
     }  # known keys that are not in `here` belong to other kinds
     keys = [key for key in sorted({*there, *here}) if key.partition(".")[0] not in {*NOT_HASHED, "session"}]
     keys = [key for key in keys if key in here or key not in known]
+    keys = [key for key in keys if key in there or here[key] not in OFF]  # info.json lacks keys that are off
     before = {key: there.get(key, defaults.get(key, "null")) for key in keys}
     return [
         f"{key} ({_short(before[key])} there, {_short(redact(here.get(key, 'null')))} here)"

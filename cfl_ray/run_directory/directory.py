@@ -101,8 +101,10 @@ class RunDirectory:
     events = File("events.jsonl", ("method",), "granted requests", "server")
     assignments = File("artifacts/assignments.parquet", ("method",), "every client's clusters", "driver")
     cluster_events = File("artifacts/cluster_events.jsonl", ("method",), "a line for each event of a cluster", "driver")
-    checkpoints = File("checkpoints/", ("method",), "checkpoints", "server")
-    writer = File("writer.json", ("method",), "which process may write checkpoints", "server")
+    checkpoints = File("checkpoints/", ("method",), "checkpoints", "server; client states: hosts")
+    writer = File(
+        "writer.json", ("method",), "which process may write checkpoints, and how hosts know the directory", "server"
+    )
     privacy_key = File(
         "privacy.key",
         ("method",),

@@ -32,9 +32,7 @@ from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import Session
 from cfl_ray.setup.prepare import Setup
 from cfl_ray.tracking import RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
-from cfl_ray.tracking.record import EndStatus, primary_of
-
-_OFF = {"null", "false", "[]", "{}", "None", "False", "()"}  # values of keys and options that do nothing
+from cfl_ray.tracking.record import OFF, EndStatus, primary_of
 
 
 @dataclass
@@ -212,7 +210,7 @@ class Driver:
         method = self.setup.methods[label]
         del params["methods"]  # those of the comparison; this one's options are below `method.`
         options = {f"method.{item.name}": str(getattr(method, item.name)) for item in fields(method)}
-        params |= {name: value for name, value in options.items() if value not in _OFF}
+        params |= {name: value for name, value in options.items() if value not in OFF}
         tags |= {"method": method.name, "label": label, "phases": ", ".join(method.phases)}
         if (study := self.study) is not None:
             tags |= {"label": study.method, "setting": study.setting, "study": study.root.name}
@@ -230,7 +228,7 @@ def params_of(experiment: Experiment) -> dict[str, str]:
     return {
         key: value
         for key, value in values.items()
-        if value not in _OFF
+        if value not in OFF
         and key not in without
         and not key.startswith("tracking.")
         and not (key.startswith(("evaluation.", "runtime.")) and value == defaults.get(key))

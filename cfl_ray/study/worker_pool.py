@@ -25,6 +25,7 @@ from cfl_ray.system.files import write_text
 _ATTEMPTS = 3  # at a run whose process dies
 _LOOK_SECONDS = 1.0
 _IDLE_SECONDS = 10.0  # in which an idle process ends
+KILL_SECONDS = 90.0  # after which an interrupted process that hangs is killed: it may be delivering what it has
 END_SECONDS = 30.0  # in which a run whose parent was killed writes what it has
 _context = get_context("spawn")
 Status = Literal["finished", "failed", "stopped"]
@@ -89,8 +90,8 @@ class _Worker:
         assert run is not None  # it reports on the run that it was sent
         return RunOutcome(run, *message)
 
-    def end(self) -> None:
-        """Ends the process; a run at work keeps what it has saved."""
+    def end(self, deadline: float) -> None:
+        """Ends the process; a run at work keeps what it has saved. A process that hangs is killed at the deadline."""
         self.connection.close()
         if not self.ready:
             self.process.terminate()
@@ -100,6 +101,8 @@ class _Worker:
         while self.process.is_alive():
             self.interrupt()  # again: it may have been between two runs
             self.process.join(_LOOK_SECONDS)
+            if time.monotonic() > deadline:
+                self.process.kill()
 
     def interrupt(self) -> None:
         """Stops the run at work."""
@@ -124,8 +127,9 @@ class WorkerPool:
         for worker in self.workers:  # all are interrupted before the first is waited for
             worker.interrupt()
             worker.connection.close()
+        deadline = time.monotonic() + KILL_SECONDS
         for worker in self.workers:
-            worker.end()
+            worker.end(deadline)
 
     def run(
         self, runs: Sequence[StudyRun], resources: Resources, tick: Callable[[list[StudyRun]], None] = lambda live: None
@@ -154,7 +158,7 @@ class WorkerPool:
                     outcome = worker.hear()
                 except EOFError:
                     outcome = self._after_death(worker, waiting)
-                    worker.end()
+                    worker.end(time.monotonic())
                     workers[place] = self.workers[place] = _Worker(worker.number, resources)
                 if outcome is not None:
                     yield outcome
@@ -165,7 +169,7 @@ class WorkerPool:
     def _after_death(self, worker: _Worker, waiting: list[StudyRun]) -> RunOutcome | None:
         """Puts the run of a process that has died first in the queue; after the last attempt returns its outcome."""
         if not worker.ready:
-            worker.process.join()
+            worker.process.join(_IDLE_SECONDS)
             raise RunError(
                 f"a process of the study ended before its first run (exit status {worker.process.exitcode}); "
                 "see its output above"

@@ -243,6 +243,9 @@ class RunEnd:
         return cls(status, summary, _count("time_ms", fields.get("time_ms")))
 
 
+OFF = {"null", "false", "[]", "{}", "None", "False", "()"}  # values of keys and options that do nothing
+
+
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Returns a nested config as {"local.epochs": "5", ...}; lists become JSON, None becomes "null"."""
     flat: dict[str, str] = {}

@@ -63,7 +63,7 @@ def hang_experiment(methods: Sequence[str], rounds: int, output: Path) -> Experi
         name="hang",
         rounds=rounds,
         methods=list(methods),
-        data={"source": f"{Path(__file__).with_name('trapped_data.py')}:load", "options": {"trap": str(trap(output))}},
+        data=trapped_data(trap(output)),
         model={"options": {"hidden": 100}},
         local={"epochs": 10, "batch_size": 8, "momentum": 0.5},
         cohort={"fraction": 0.5, "dropout": 0.05},
@@ -71,6 +71,11 @@ def hang_experiment(methods: Sequence[str], rounds: int, output: Path) -> Experi
         runtime={"engine": "sequential", "hosts": 2, "retries": 1000, "stall_warning": WARNING, "stall_limit": LIMIT},
         output=str(output),
     )
+
+
+def trapped_data(trap: Path) -> dict[str, object]:
+    """The section `data` of a federation that reads slowly, and stops answering once there is the file `trap`."""
+    return {"source": f"{Path(__file__).with_name('trapped_data.py')}:load", "options": {"trap": str(trap)}}
 
 
 def trap(folder: Path) -> Path:

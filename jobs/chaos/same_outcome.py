@@ -52,7 +52,7 @@ def differences(experiment: Experiment, methods: Sequence[str], undisturbed: Pat
         found += [f"{method}: {name}" for name in expected if expected[name] != there[name]]
     steps, rounds = in_mlflow(Path(experiment.output), experiment.name), list(range(1, experiment.rounds + 1))
     return found + [
-        f"{method}: rounds in MLflow {steps.get(method)}"
+        f"{method}: {len(steps.get(method, []))} entries of {len({*steps.get(method, [])})} rounds in MLflow"
         for method in methods
         if sorted(steps.get(method, [])) != rounds
     ]

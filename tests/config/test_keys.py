@@ -29,6 +29,7 @@ def test_every_key_of_an_experiment_is_listed_with_its_default():
         "schedule[].change[].clients",
         "cohort.availability.file",
         "privacy.signatures.noise_multiplier",
+        "privacy.examples.noise_multiplier",
         "privacy.extrapolate.cohort",
         "privacy.extrapolate.population",
         "clock.file",

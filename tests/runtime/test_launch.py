@@ -2,7 +2,7 @@
 
 import pytest
 
-from cfl_ray import ConfigError, load_run, resume, run, simulate
+from cfl_ray import ConfigError, Experiment, load_run, resume, run, simulate
 from cfl_ray.config import load
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory.session_file import ServerAddress, publish_server
@@ -55,6 +55,22 @@ def test_a_config_that_was_edited_after_the_start_is_refused_with_the_keys_and_t
         resume(run_dir, on_ray=False)
     file.write_text(whole.replace("hosts: 2\n", "hosts: 1\n", 1))  # where and how it runs may change
     assert resume(run_dir, on_ray=False)["ditto"].final
+
+
+def test_only_keys_that_differ_are_named_as_edited(tmp_path):
+    """Of a run of a user's function and own options, whose other keys have other defaults than the built-in example."""
+    (tmp_path / "my.py").write_text(
+        "import numpy as np\n\n\ndef load():\n    x = np.random.default_rng(0).normal(size=(40, 3))\n"
+        '    return {"x": x, "y": (x[:, 0] > 0).astype(int), "clients": np.arange(40) // 10}\n'
+    )
+    here = Experiment(methods=["fedavg"], rounds=1, data={"source": f"{tmp_path / 'my.py'}:load"}, output=tmp_path)
+    simulate(here, tmp_path / "run")
+    file = tmp_path / "run/config.yaml"
+    file.write_text(file.read_text().replace("clip_norm: null\n", "clip_norm: 2.0\n"))
+    with pytest.raises(
+        ConfigError, match=r"was edited after the run began: local.clip_norm \(null there, 2.0 here\); a run"
+    ):
+        resume(tmp_path / "run", on_ray=False)
 
 
 def test_the_session_file_of_a_driver_that_was_killed_is_withdrawn(run_dir):

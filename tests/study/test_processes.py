@@ -3,7 +3,9 @@
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -138,6 +140,16 @@ def test_a_run_whose_process_always_dies_fails_alone(study, tmp_path):
     assert failed.run.setting == "deadly" and failed.reason.startswith("its process died 3 times")
     assert study_status(results.root).failed == {"deadly, fedavg, seed 0": failed.reason}
     assert list(results.figures.run_metrics) == [("other", "fedavg")]
+
+
+def test_a_process_that_hangs_is_killed_at_the_end():
+    worker = worker_pool._Worker(0, Resources(1, None))
+    while not worker.ready:
+        worker.hear()
+    worker.run = SimpleNamespace(name="at work")
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    worker.end(time.monotonic() + 1)
+    assert worker.process.exitcode == -signal.SIGKILL
 
 
 def test_a_script_without_a_guard_is_told_so(tmp_path, command):

@@ -1,54 +1,12 @@
 """An MLflow server that a test can kill, an SQLite store that the tests share, and a function that reads a store."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-
 import pytest
 
 from cfl_ray.tracking import RoundRecord, RunInfo
 from cfl_ray.tracking.mlflow import DEFAULTS, connect
+from jobs.chaos.mlflow_server import MlflowServer
 
 METRICS_OF_A_ROUND = ("accuracy", "ari", "mbit_up")
-
-
-class Server:
-    """`mlflow server` on a free port of this machine, with its whole process group."""
-
-    def __init__(self, folder):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.uri = f"http://127.0.0.1:{self.port}"
-        options = {
-            "--host": "127.0.0.1",
-            "--port": str(self.port),
-            "--workers": "1",
-            "--backend-store-uri": f"sqlite:///{folder}/server.db",
-            "--artifacts-destination": str(folder / "artifacts"),
-        }
-        self._command = [sys.executable, "-m", "mlflow", "server", *(word for pair in options.items() for word in pair)]
-        self._log = folder / "server.log"
-
-    def start(self):
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + 240
-        while time.monotonic() < deadline:
-            try:
-                return urllib.request.urlopen(f"{self.uri}/health", timeout=2).close()
-            except OSError:
-                assert self._process.poll() is None, self._log.read_text()
-                time.sleep(0.1)
-        raise TimeoutError(self._log.read_text())
-
-    def kill(self):
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +20,7 @@ def environment(monkeypatch):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"))
+    server = MlflowServer(tmp_path_factory.mktemp("server") / "server.db")
     server.start()
     yield server
     server.kill()

@@ -130,7 +130,7 @@ class ServerProcess:
         loop, pool = self.loop, self.pool
         at = (loop.label, loop.status, loop.round) if loop else ()
         steps = (*at, pool.exchanges, pool.finished, pool.changes, pool.looks, pool.waiting)
-        return Progress(pool.waiting or pool.named, steps, time.process_time())
+        return Progress(pool.waiting or pool.named, steps, time.process_time(), self._stop_asked())
 
     def _stop_asked(self) -> bool:
         return self.requests is not None and self.requests.stop_after is not None

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cfl_ray.errors import RunError
+from cfl_ray.errors import RunError, RunStopped
 from cfl_ray.plugins.loading import sent_by_value
 from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
@@ -69,7 +69,8 @@ class RaySession:
         here = NodeAffinitySchedulingStrategy(node, soft=False)
         self.servers += 1
         name = f"{self.name}-{self.servers}"
-        options = {"num_cpus": 0, "scheduling_strategy": here, "name": name, "namespace": NAMESPACE}
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here, "name": name, "namespace": NAMESPACE}
+        options["enable_task_events"] = False  # as for hosts
         options["runtime_env"] = server_runtime_env(self.setup.experiment.runtime.cpu_capability)
         self.actor = server_actor_class().options(**options).remote()
         runtime = self.setup.experiment.runtime
@@ -137,7 +138,7 @@ class RaySession:
     def _answer(self, ref: ray.ObjectRef[Any], rule: StallRule) -> Any:
         """The server's answer. Meanwhile the user is told what the server waits for.
 
-        Raises ServerStalled if it makes no progress for too long.
+        Raises ServerStalled if it makes no progress for too long, RunStopped if a user asks to stop meanwhile.
         """
         watch = ServerWatch(rule, time.monotonic())
         while not ray.wait([ref], timeout=_LOOK_SECONDS)[0]:
@@ -150,6 +151,9 @@ class RaySession:
                 self.warn(waits_for)
                 self.record_wait(waits_for)
             self.told = waits_for or self.told
+            if watch.stops(now):
+                silent = duration(now - watch.since)
+                raise RunStopped(f"stopped, as asked, while the server has made no progress for {silent}")
             if watch.is_over(now):
                 raise ServerStalled(f"it made no progress for {duration(now - watch.since)}")
         return ray.get(ref)

@@ -23,6 +23,7 @@ class Progress:
     waits_for: str  # client hosts that are missing, or that make no progress; empty: none
     steps: tuple[object, ...]
     cpu_seconds: float = 0.0  # of the server's process so far
+    stop_asked: bool = False  # whether a user asked to stop
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class ServerWatch:
             f"the server has made no progress for {duration(silent)}; another one is started {until} "
             "(runtime.stall_limit), from the last checkpoint"
         )
+
+    def stops(self, now: float) -> bool:
+        """Whether a request to stop ends the run without the server, which makes no progress."""
+        return self.last is not None and self.last.stop_asked and now - self.since > STOP_SECONDS
 
     def is_over(self, now: float) -> bool:
         """Whether the server is to be replaced."""

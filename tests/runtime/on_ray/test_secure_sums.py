@@ -15,9 +15,19 @@ from cfl_ray.runtime.on_ray import collect
 from cfl_ray.setup.prepare import prepare
 
 
+@pytest.fixture(scope="module")
+def setup(module_experiment):
+    return prepare(module_experiment())
+
+
+@pytest.fixture(scope="module")
+def backends(setup, two_hosts):
+    return two_hosts(setup), InProcessBackend(setup.worker())
+
+
 @pytest.mark.parametrize("way", ["calls", "server", "tree", "private"])
-def test_sums_do_not_depend_on_hosts(way, experiment, two_hosts, monkeypatch):
-    setup, weight_RM = prepare(experiment()), torch.tensor([[1.0, 0, 2, 0, 3, 0], [0, 1, 0, 0, 0, 1]])
+def test_sums_do_not_depend_on_hosts(way, setup, backends, monkeypatch):
+    weight_RM = torch.tensor([[1.0, 0, 2, 0, 3, 0], [0, 1, 0, 0, 0, 1]])
     private = None
     if way == "private":  # the noise of the clients, too
         private, weight_RM = PrivateRun(Privacy(1.0, 0.5, 6.0), Noise(b"key")), weight_RM > 0
@@ -27,7 +37,7 @@ def test_sums_do_not_depend_on_hosts(way, experiment, two_hosts, monkeypatch):
         monkeypatch.setattr(collect.Collected, "use_tree", property(lambda self: True))
     network, ids = setup.network(), np.arange(6)
     found = []
-    for backend in (two_hosts(setup), InProcessBackend(setup.worker())):
+    for backend in backends:
         clients = Clients(ids, np.ones(6, np.int64), network.spec, setup.local, backend, seed=0, round=1)
         secure = SecureAggregation(neighbours=2)
         clients = replace(clients, secure=secure, absent=np.array([7]), private=private)

@@ -3,14 +3,17 @@
 import os
 import signal
 import time
+from contextlib import suppress
+from threading import Thread
 
 import numpy as np
 import pytest
 import torch
 
 from cfl_ray import run, simulate
+from cfl_ray.cli.live_client import ask
 from cfl_ray.core.clients import Clients, RoundStats
-from cfl_ray.errors import RunStopped
+from cfl_ray.errors import Interrupted, RunError, RunStopped
 from cfl_ray.runtime.on_ray.stall import Progress, ServerWatch, StallRule, duration
 from cfl_ray.setup.prepare import prepare
 
@@ -64,6 +67,11 @@ class TestServerWatch:
         assert "no progress for" in line and "after 10 min (runtime.stall_limit)" in line
         assert not watch.warning(now + 1), "again when it is twice as long"
         assert not watch.is_over(now) and self.watched(*[answer] * 130)[0].is_over(650)
+
+    def test_stop_waits_for_a_server_that_goes_on(self):
+        asked = [Progress("", (step,), stop_asked=True) for step in (1, 1, 2, 2, 2)]
+        assert [self.watched(*asked[:looks])[0].stops(5.0 * looks) for looks in (1, 2, 3, 4, 5)] == [False] * 4 + [True]
+        assert not self.watched(*[Progress("", (1,))] * 5)[0].stops(25.0), "nobody asked"
 
     def test_a_server_that_goes_on_is_not_over(self):
         watch, now = self.watched(*[None] * 100, Progress("", (1,)))
@@ -135,3 +143,54 @@ def test_a_server_that_halts_is_replaced_with_the_same_figures(experiment, figur
     found = figures(run(changed, tmp_path / "run", watcher))
     assert found == figures(simulate(experiment(rounds=3)))
     assert any("the server died and was started again: it made no progress" in line for line in watcher.lines)
+
+
+STUCK = """
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from cfl_ray.methods.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class Stuck(FedAvg, name="stuck"):
+    def round(self, state, clients, rng):
+        while Path(__file__).with_name("stuck").exists():
+            time.sleep(1)
+        return super().round(state, clients, rng)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hang", ["a process that halts", "a round that never ends"])
+def test_stop_ends_a_run_whose_server_hangs(hang, experiment, cluster, notes, actors, tmp_path, until):
+    """Without the request the run would wait for ever."""
+    (tmp_path / "own.py").write_text(STUCK)
+    method = f"{tmp_path}/own.py:Stuck"
+    changed = experiment(methods=[method], rounds=50, runtime={"stall_warning": 3, "stall_limit": None})
+    answers = []
+
+    def stop():
+        while not answers:
+            with suppress(RunError):  # between two rounds
+                answers.append(ask(tmp_path / "run", "stop"))
+
+    asking = Thread(target=stop)
+
+    def let_hang(round):
+        if round == 1:
+            if hang == "a process that halts":
+                os.kill(actors("ServerActor")[0], signal.SIGSTOP)
+            else:
+                (tmp_path / "stuck").touch()
+            asking.start()
+
+    with pytest.raises((RunStopped, Interrupted), match="Every saved round is kept; go on with: cfl-ray resume"):
+        run(changed, tmp_path / "run", notes(let_hang))
+    asking.join(60)
+    expected = (
+        "has not answered within 5 s: the run ends now" if hang == "a process that halts" else "the run ends after"
+    )
+    assert expected in answers[0]
+    until(lambda: not actors("ServerActor"), 60)

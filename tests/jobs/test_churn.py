@@ -1,6 +1,6 @@
 """The schedule of the churn job."""
 
-from jobs.chaos.endurance import churn_schedule
+from jobs.chaos.churn import churn_schedule
 
 
 def test_before_every_round_offline_clients_join_and_online_clients_leave():

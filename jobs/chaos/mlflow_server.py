@@ -1,0 +1,53 @@
+"""An MLflow server as a process that can be killed and started again."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+START_SECONDS = 240
+
+
+class MlflowServer:
+    """`mlflow server` on a free port of this machine, with its whole process group. database: of its SQLite store."""
+
+    def __init__(self, database: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+        options = {
+            "--host": "127.0.0.1",
+            "--port": str(self.port),
+            "--workers": "1",
+            "--backend-store-uri": f"sqlite:///{database}",
+            "--artifacts-destination": str(database.parent / "artifacts"),
+        }
+        self._command = [sys.executable, "-m", "mlflow", "server", *(word for pair in options.items() for word in pair)]
+        self._log = database.with_suffix(".log")
+
+    def launch(self) -> None:
+        """Starts the process; it does not answer yet."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+
+    def start(self) -> None:
+        """Starts the process and waits until it answers. Raises RuntimeError if it ends, TimeoutError if it is slow."""
+        self.launch()
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                return urllib.request.urlopen(f"{self.uri}/health", timeout=2).close()
+            except OSError:
+                if self._process.poll() is not None:
+                    raise RuntimeError(self._log.read_text()) from None
+                time.sleep(0.1)
+        raise TimeoutError(self._log.read_text())
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
