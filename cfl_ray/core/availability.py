@@ -1,4 +1,4 @@
-"""Availability of clients. A model is a function of the round alone, so that a resumed run finds the same clients."""
+"""Availability of clients: models that depend on the round only, so that a resumed run has the same clients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -31,9 +31,9 @@ class Availability(ABC):
         """Mean of `chance` over all clients."""
 
     def named(self, round: int, num_clients: int) -> np.ndarray | None:
-        """Ids of the reachable clients, int64 and ascending, if the model determines them.
+        """Ids of the reachable clients, int64 and ascending, if the model determines them; None: `chance` does.
 
-        num_clients: of the federation in this round. None: each client is reachable with its `chance`.
+        num_clients: number of clients in this round.
         """
         return None
 
@@ -69,7 +69,7 @@ class Diurnal(Availability):
     amplitude: float
     period: float  # length of a day, in rounds
     seed: int
-    zones: int | None = None  # None: every client has a phase of its own
+    zones: int | None = None  # None: every client has a different phase
 
     def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
         phases = uniforms(self.seed, -1, -1, clients, "diurnal phase")
@@ -109,7 +109,7 @@ class Trace(Availability):
 
 @dataclass(frozen=True)
 class AtMoment(Availability):
-    """An availability in virtual time: in every round as in the round `moment`."""
+    """The availability of the round `moment`, in every round; for virtual time."""
 
     inner: Availability
     moment: int
@@ -130,7 +130,7 @@ class AtMoment(Availability):
 
 @dataclass(frozen=True)
 class OwnAvailability(Availability):
-    """A user's function f(clients, round, draw), which says of each client whether it is reachable in a round."""
+    """A user's function f(clients, round, draw) that returns whether each client is reachable in a round."""
 
     function: Callable[..., Any]
     num_clients: int  # of the federation at the start

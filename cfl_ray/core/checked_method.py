@@ -1,4 +1,4 @@
-"""A method's steps, with their results checked as they are returned."""
+"""A method whose results are checked."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,9 +63,9 @@ class CheckedMethod:
 
 
 def _noting(hook: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of the step. Its exceptions are raised again, with a note that names the author's line.
+    """The result of a step. Adds a note with the author's line to its exceptions.
 
-    A line of this package is noted only if the error does not say where it arose.
+    A line of this package is noted only if the error names no place.
     """
     try:
         return hook(*arguments)

@@ -51,7 +51,7 @@ def _tensor(layer: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Prototypes:
-    """For `Clients.describe`: (C, F + 1), the mean features of each label and its number of samples; 0 without any."""
+    """For `Clients.describe`: (C, F + 1), mean features and number of samples of each label, 0 without samples."""
 
     classifier: Classifier
 

@@ -1,7 +1,6 @@
-"""The clients of a round, as a method works with them.
+"""The port through which a method trains and queries the clients of a round.
 
-A method deals with no process, file or cluster. Models and numbers that are sent or uploaded are counted as traffic, in
-floats of 32 bits.
+Models and numbers that are sent or uploaded are counted as traffic, in floats of 32 bits.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,7 +72,7 @@ class Sent:
     row_MK: np.ndarray | None = None
 
     def choose(self, row_M: np.ndarray) -> "Sent":
-        """The same models, of which each client uses model `row_M`; no traffic."""
+        """The same models, with `row_M` as the model that each client uses; no traffic."""
         row_M = np.asarray(row_M, np.int64)
         return replace(self, row_M=row_M if self.row_MK is None else self.row_MK[np.arange(len(row_M)), row_M])
 
@@ -93,16 +92,15 @@ class LocalTraining:
     frozen_model: Sent | None = None  # its logits are added to those of the trained model (additive models, CAM)
     local_step: LocalStep | None = None  # a step of several gradients; None: the gradient of one batch
     objective: Objective | None = None  # a loss that uses features; None: the task's loss
-    # a second model, which `local_step` gets as a further argument and may move in place; the client state is then
-    # that of the companion
+    # a second model, passed to `local_step`, which may change it in place; the client state is then that of this model
     companion: Sent | None = None
-    trace: int = 0  # number of first steps whose mini-batch losses are returned (`Updates.step_loss_MS`)
+    trace: int = 0  # number of leading steps whose mini-batch losses are returned (`Updates.step_loss_MS`)
     chained: bool = False  # each client starts from the result of the previous client; this is not federated averaging
     mixture: Mixture | None = None  # set by `Clients.train_mixture`: weights of the samples in the loss
 
 
 class ClientData(Protocol):
-    """One client as a function given to `Clients.describe` sees it, on the host that reads its data."""
+    """The argument of a function given to `Clients.describe`: one client, on the host that reads its data."""
 
     @property
     def x(self) -> Tensor:
@@ -118,7 +116,7 @@ class ClientData(Protocol):
     def gradient(self, row_P: Tensor, batch: int = 2048, samples: slice = slice(None)) -> Tensor:
         """Gradient (trained columns,) of the mean loss over the training data at a model; without dropout.
 
-        samples: of these samples alone.
+        samples: the samples to use.
         """
 
     def features(self, row_P: Tensor) -> Tensor:
@@ -149,7 +147,7 @@ class Clients:
     stats: RoundStats = field(repr=False, default_factory=RoundStats)
     local_test_samples: int = 0  # test samples per client for P-local; 0: P-local is not measured
     evaluated: bool = False  # the clients are evaluated and do not train: their exchanges count down from -2
-    choice_samples: int | None = None  # most training samples for `losses`; None: no limit beside its argument
+    choice_samples: int | None = None  # most training samples for `losses`; None: only its argument limits them
     # returns ids and sample counts of all clients that could take part in the round; None: these clients are all
     reachable: Callable[[], tuple[np.ndarray, np.ndarray]] | None = field(repr=False, default=None)
     # the rounds in which clients' data differ, and their samples in all of them; None: no data change
@@ -161,8 +159,8 @@ class Clients:
     private: PrivateSums | None = field(repr=False, default=None)  # None: the server sees what it asks for
     secure: SecureAggregation | None = None  # None: sums are those of uploads that are not masked
     absent: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, np.int64))  # selected, do not report
-    sampled: bool = True  # False: all clients that can be reached, not the cohort that was drawn
-    # returns the scores (M, num_scores) of the clients with the models of a Serving; None: no evaluation is at work
+    sampled: bool = True  # True: the cohort that was drawn; False: all reachable clients
+    # returns the scores (M, num_scores) of the clients with the models of a Serving; None: outside of an evaluation
     tester: "Callable[[Clients, Serving], np.ndarray] | None" = field(repr=False, default=None)
     received: Received | None = field(repr=False, default=None)  # of asynchronous rounds; None: a synchronous round
 
@@ -170,13 +168,13 @@ class Clients:
         return len(self.ids_M)
 
     def select(self, mask_M: np.ndarray) -> "Clients":
-        """The clients at `mask_M` (bool or indices); their traffic counts for the same round."""
+        """The clients at `mask_M` (bool or indices), with the same `stats`."""
         index_m = np.arange(len(self))[mask_M]
         replay = None if self.replay is None else self.replay.take(index_m)
         return replace(self, ids_M=self.ids_M[index_m], num_samples_M=self.num_samples_M[index_m], replay=replay)
 
     def replaying(self, rounds_M: Sequence[Sequence[int]]) -> "Clients":
-        """The clients with the union of their data of earlier rounds, in place of the present data, in all exchanges.
+        """The clients, whose exchanges use the union of their data of earlier rounds in place of the present data.
 
         Equal data of several rounds count once. `num_samples_M` is that of the union.
 
@@ -223,11 +221,11 @@ class Clients:
 
         name: of a-z, 0-9 and _; not that of a metric. Common ones are in docs/metrics.md.
         value: finite or NaN. A number, an array with one or two axes, or a function without arguments that returns an
-            array and is called only if the array is recorded. Of a symmetric matrix, the condensed form (pairs
-            (0, 1), (0, 2) .., as `clustering.agglomerative.distances` returns it) will do.
-        axes: of an array, the word for each axis: "clients", "clusters", or any other word.
+            array and is called only if the array is recorded. A symmetric matrix may have the condensed form (pairs
+            (0, 1), (0, 2) .., as `clustering.agglomerative.distances` returns it).
+        axes: name of each axis of an array: "clients", "clusters", or any other word.
         ids: clients of the axis "clients"; None: these clients.
-        diagonal: of a matrix in condensed form.
+        diagonal: diagonal values of a matrix in condensed form.
 
         Of more than 10,000 clients (1,000 in a matrix of clients or clusters by clients or clusters) a random sample
         is recorded, the same in all rounds; of more clusters, the first ones. Raises RunError for anything else.
@@ -237,10 +235,10 @@ class Clients:
     def event(
         self, kind: str, *, cluster: int | None = None, into: Iterable[int] = (), because: Mapping[str, Any]
     ) -> None:
-        """Reports a split, merge, birth or death of clusters, which goes into the record of the round.
+        """Reports a split, merge, birth or death of clusters for the record of the round.
 
-        Fields: `core.events.ClusterEvent`. because: the numbers that decided it, values as well as thresholds. Raises
-        ValueError for anything else, and in `serve` and `diagnose`, which change no clusters.
+        Fields: `core.events.ClusterEvent`. because: the values and thresholds that decided it. Raises ValueError for
+        invalid fields, and in `serve` and `diagnose`, which change no clusters.
         """
         if self.evaluated:
             raise ValueError(
@@ -249,7 +247,7 @@ class Clients:
         self.stats.events.append(cluster_event(self.round, kind, cluster, into, because))
 
     def member_events(self, before_K: np.ndarray, after_K: np.ndarray, **because: Any) -> None:
-        """Reports the clusters that have their first members, or members again, and those that lost their last.
+        """Reports the clusters that became non-empty as births, and those that became empty as deaths.
 
         before_K, after_K: `State.members_K` before and after clients were assigned; clusters keep their numbers.
         """
@@ -259,8 +257,8 @@ class Clients:
     def test(self, serving: Serving) -> np.ndarray:
         """Scores (M, V) of the models of `serving` on each client's test data: the task's metrics, then the loss.
 
-        For `Method.diagnose`, to report how well further models do; no traffic. NaN for a client without test data or
-        model. Raises ValueError outside of an evaluation: training must not see test data.
+        For `Method.diagnose`, to score other models than those served; no traffic. NaN for a client without test data
+        or model. Raises ValueError outside of an evaluation: training must not see test data.
         """
         if self.tester is None:
             raise ValueError("clients are tested in `diagnose` only, after a round that is evaluated")
@@ -291,7 +289,7 @@ class Clients:
         return self._versions(models_KP) or Sent(models_KP)
 
     def _versions(self, models_KP: Tensor) -> Sent | None:
-        """These models in the versions that the clients have received; None: all have received these."""
+        """These models in the versions that the clients have received; None: all clients have the present version."""
         versions = None if self.received is None else self.received.of(models_KP, self.ids_M)
         return None if versions is None else Sent(versions[0], row_MK=versions[1])
 
@@ -300,7 +298,7 @@ class Clients:
         return Sent(models_KP, self.first_row() if len(models_KP) == 1 else None)
 
     def count_upload(self, floats: int) -> None:
-        """Counts `floats` further numbers per client as uploaded, which the server reads.
+        """Counts `floats` numbers per client as uploaded to the server, besides models and features.
 
         Raises PrivacyError in a private run, and with secure aggregation.
         """
@@ -312,10 +310,7 @@ class Clients:
         self.stats.traffic.up_bits += 32 * floats * len(self)
 
     def reads(self, what: str) -> None:
-        """Says that the server reads something of single clients.
-
-        Raises PrivacyError in a private run, and with secure aggregation.
-        """
+        """Declares that the server reads `what` of single clients. Raises PrivacyError if `_hidden`."""
         if self._hidden:
             raise PrivacyError(
                 f"its server reads {what} of single clients, which {self._hidden}; choose a method whose server only "
@@ -332,7 +327,7 @@ class Clients:
         return "secure aggregation hides" if self.private is None else "privacy does not protect"
 
     def count_download(self, floats: int) -> None:
-        """Counts `floats` further numbers per client as downloaded."""
+        """Counts `floats` numbers per client as downloaded, besides models."""
         self.stats.traffic.down_bits += 32 * floats * len(self)
 
     # ---- exchanges
@@ -358,9 +353,8 @@ class Clients:
         defer_aggregation: leave the results on the hosts, until `Clients.average` averages them in the same round.
         keep_as_local_model: whether the result is the client's model, which protocol P-local measures; bool (M,) if
             that differs by client, without persistent momentum.
-        average_number: which of the averages of a round `average` is. A server optimiser goes on from the average with
-            the same number of the round before: give it if their order differs between rounds. None: their
-            order.
+        average_number: identifies this average among those of a round. A server optimiser continues with the moments
+            of the same number in the previous round. None: numbered in the order of the calls.
         """
         keeps_any = bool(np.any(keep_as_local_model))
         local, client_state = _with_momentum_kept(how.sgd or self.local, client_state, keeps_any)
@@ -442,7 +436,7 @@ class Clients:
         return replace(local, examples=self.local.examples)
 
     def _averaging(self, average: Tensor | np.ndarray | None, models: int = 1) -> tuple[Averaging | None, int]:
-        """The weights of averages, in a private run those of its sums, and the models that each client trains."""
+        """The averages, in a private run as sums with fixed denominators, and the models that each client trains."""
         if average is None:
             return None, models
         if self.received is not None:
@@ -499,7 +493,7 @@ class Clients:
         if self.received is not None:
             raise NotAsynchronous("its clients train several models of a mixture together")
         count = len(received.models_KP)
-        entries = self.select(np.repeat(np.arange(len(self)), count))  # (client, model), side by side by client
+        entries = self.select(np.repeat(np.arange(len(self)), count))  # (client, model), sorted by client
         steps_E = None if how.steps_M is None else np.repeat(how.steps_M, count)
         weight_KMK = np.zeros((count, len(self), count))
         weight_KMK[np.arange(count), :, np.arange(count)] = average
@@ -559,7 +553,7 @@ class Clients:
         return self._updates(outcome, averaging, updates.private, work, average_number)
 
     def restart_moments(self, models_KP: Tensor) -> None:
-        """Lets the server optimiser begin anew with these models, of clusters that merged; no effect without one."""
+        """Resets the moments of these models of merged clusters in the server optimiser, if the run has one."""
         if self.server is not None:
             self.server.forget(models_KP)
 
@@ -573,13 +567,13 @@ class Clients:
     ) -> np.ndarray:
         """Mean training loss of each of the K models on each client's data, float64 (M, K); inf if it is NaN.
 
-        errors: the share of training samples that a model classifies wrongly, in place of the loss.
-        max_samples: number of samples of each client to use, the same random ones in all rounds, at most
-            `choice_samples`; None: all.
+        errors: return the share of training samples that a model misclassifies, in place of the loss.
+        max_samples: number of samples of each client to use, drawn once for all rounds, at most `choice_samples`;
+            None: all.
         frozen_model: a model whose logits are added to those of every model.
 
-        The server reads them; of clients that only choose among the models, use `choose`. Raises PrivacyError in a
-        private run.
+        The losses are uploaded; if clients only choose among the models, use `choose`. Raises PrivacyError in a private
+        run.
         """
         self.reads("the losses")
         return self._losses(sent, max_samples, frozen_model, errors)
@@ -593,13 +587,12 @@ class Clients:
         upload: bool = False,
         diagnostic: str = "",
     ) -> np.ndarray:
-        """The choice of each client among the K models, int64 (M,): that with the least training loss, the lowest on
-        ties; UNASSIGNED for a client without any finite loss: its data are not valid, or it took too long.
+        """The model with the least training loss for each client, int64 (M,), the lowest index on ties.
 
-        The losses stay with the client. In a private run the server uses the choice only as the row that the client's
-        update is added to, and with secure aggregation it is not uploaded. upload: count the choice as an upload of one
-        number. diagnostic: name under which the losses are reported; empty: they are not. The other arguments are those
-        of `losses`.
+        UNASSIGNED for a client without any finite loss: its data are invalid, or it took too long. The losses stay with
+        the client. In a private run the server uses the choice only as the row that the client's update is added to,
+        and with secure aggregation it is not uploaded. upload: count the choice as an upload of one number. diagnostic:
+        name under which the losses are reported; empty: not reported. Other arguments: as in `losses`.
         """
         if self._protects_examples:
             self.reads("the choice among models")
@@ -649,7 +642,7 @@ class Clients:
     def accuracies(self, sent: Sent) -> np.ndarray:
         """Accuracy of each of the K models on each client's TEST data, float64 (M, K); 0 without test data.
 
-        Choosing a model by it leaks test labels; it is there to reproduce published results that were obtained so.
+        Choosing a model by it leaks test labels; only for the reproduction of published results that did so.
         """
         self.reads("the accuracies")
         accuracy_KM = []
@@ -678,9 +671,9 @@ class Clients:
             different lengths are padded with zeros.
         anchor: the model that each client passes to the function; None: no model.
         sketch: project each result to this many features on the host (`core.sketch`); None: no projection.
-        floats: numbers that a client uploads by the paper's count; None: the length of its result before projection.
+        floats: numbers that a client uploads, as its paper counts; None: length of its result before projection.
         local: local training that the function uses; None: the experiment's.
-        client_state: columns that the client keeps, and that replace those of the anchor.
+        client_state: columns of the client's state, which replace those of the anchor.
         """
         if self.secure is not None or self._protects_examples:
             self.reads("descriptions")
@@ -743,7 +736,7 @@ class _Tables:
 
     def rows(self, sent: Sent) -> Rows:
         if sent.row_M is None:
-            raise ValueError("these models were broadcast: say which one each client works with, sent.choose(row_M)")
+            raise ValueError("these models were broadcast; select the model of each client with sent.choose(row_M)")
         for index, table in enumerate(self.tables):
             if table is sent.models_KP:
                 return Rows(index, sent.row_M)
@@ -757,10 +750,7 @@ class _Tables:
 def _with_momentum_kept(
     local: LocalSGD, client_state: ClientState | None, keep_as_local_model: bool
 ) -> tuple[LocalSGD, ClientState | None]:
-    """Local training and client state with which a persistent momentum buffer is kept.
-
-    The buffer belongs to the client's model. It is part of the client state, or alone a state with the name "momentum".
-    """
+    """Local training and client state that keep a persistent momentum buffer, without other state under "momentum"."""
     local = replace(local, persist=local.persist and keep_as_local_model and local.momentum > 0)
     if local.persist and client_state is None:
         return local, ClientState("momentum", Columns(()), private=False)

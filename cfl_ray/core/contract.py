@@ -23,7 +23,7 @@ class CheckedDescription:
 
     @property
     def floats(self) -> Any:
-        """Numbers that a client uploads, if the function says so by an attribute; for `cfl-ray check`."""
+        """The function's attribute `floats`, the numbers that a client uploads, if any; for `cfl-ray check`."""
         return getattr(self.function, "floats", None)
 
     def __call__(self, client: Any, anchor_P: Tensor | None) -> Tensor:
@@ -41,7 +41,7 @@ class CheckedDescription:
 
 
 def check_state(state: Any, hook: Callable[..., Any], state_type: type[State], num_clients: int, columns: int) -> None:
-    """Raises RunError if `state`, which a method's `hook` returned, is no state of a federation of these sizes.
+    """Raises RunError if a method's `hook` returned a `state` that does not fit a federation of these sizes.
 
     columns: P.
     """
@@ -61,7 +61,7 @@ def check_state(state: Any, hook: Callable[..., Any], state_type: type[State], n
 def check_phase(
     phase: Any, before: str | None, hook: Callable[..., Any], name: str, phases: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Raises RunError if the method `name` does not declare the phase, or that it follows `before`.
+    """Raises RunError if the method `name` does not declare the phase, or does not declare that it follows `before`.
 
     before: None for the first phase, which may be any of `phases`. A phase may follow itself.
     """
@@ -78,7 +78,7 @@ def check_phase(
 
 
 def check_serving(serving: Any, hook: Callable[..., Any], num_clients: int, columns: int) -> None:
-    """Raises RunError if `serving`, which a method's `serve` returned, does not serve this number of clients."""
+    """Raises RunError if a method's `serve` returned a `serving` that does not fit this number of clients."""
     where = f"{place_of(hook)} returned"
     if not isinstance(serving, Serving):
         raise RunError(f"{where} {described(serving)}, expected a Serving(models_KP, row_M)")

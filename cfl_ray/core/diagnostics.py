@@ -1,7 +1,6 @@
-"""Diagnostics: numbers, vectors and matrices that a method reports by name beside its metrics.
+"""Diagnostics: named numbers, vectors and matrices that a method reports in addition to metrics.
 
-Arrays are bounded, so that a large federation records nothing huge: of clients, a random sample that is the same in all
-rounds; of clusters, the first ones.
+Large arrays are cut to a random sample of the clients, the same in all rounds, and to the first clusters.
 """
 
 import math
@@ -29,7 +28,7 @@ _SPREAD = "_std"  # ends the name that marks the first metric of a task (`tracki
 
 @dataclass(frozen=True, eq=False)
 class Diagnostic:
-    """A value that a method has reported."""
+    """A reported value."""
 
     value: np.ndarray  # float64 () of a number, float32 (A,) or (A, B) of an array; NaN: not defined
     axes: tuple[str, ...] = ()  # of each axis "clients", "clusters" or another word
@@ -55,7 +54,7 @@ class ReportedDiagnostic:
 
 @dataclass(frozen=True)
 class _Array:
-    """An array as a method reports it: `Diagnostics.add`."""
+    """An unevaluated array: the arguments of `Diagnostics.add`."""
 
     value: Any
     axes: tuple[str, ...]
@@ -65,9 +64,9 @@ class _Array:
 
 @dataclass
 class Diagnostics:
-    """The diagnostics of a round; a name that is reported again replaces what it had.
+    """The diagnostics of a round; a second report of a name replaces the first.
 
-    method: its label, for messages. taken: names of metrics, which no diagnostic can have.
+    method: label of the method, for messages. taken: names of metrics, which diagnostics cannot have.
     """
 
     method: str = "the method"
@@ -77,7 +76,7 @@ class Diagnostics:
     _arrays: dict[str, Diagnostic | _Array] = field(default_factory=dict)  # _Array: its value is a function
 
     def add(self, name: str, value: Any, axes: Sequence[str], ids: np.ndarray, diagonal: float) -> None:
-        """Keeps a value, as `Clients.record` says. Raises RunError with the names of method and diagnostic."""
+        """Adds a value (see `Clients.record`). Raises RunError with the names of method and diagnostic."""
         self._check_name(name)
         if callable(value) or len(axes):
             self._check_axes(name, tuple(axes))
@@ -96,7 +95,7 @@ class Diagnostics:
         return list(self._arrays)
 
     def array(self, name: str) -> Diagnostic:
-        """An array, bounded; if a function was reported in its place, its result."""
+        """An array, cut to its limits; calls the function if a function was reported."""
         array = self._arrays[name]
         return array if isinstance(array, Diagnostic) else self._resolved(name, array)
 
@@ -177,7 +176,7 @@ class Diagnostics:
 def sample_of(ids: np.ndarray, most: int, seed: int) -> np.ndarray:
     """Positions, ascending, of at most `most` of the clients `ids`.
 
-    Every client has a random number of its own, and those with the lowest are taken: the same in all rounds.
+    Each client has a fixed random number, and the clients with the lowest numbers are taken: the same in all rounds.
     """
     if len(ids) <= most:
         return np.arange(len(ids))

@@ -1,7 +1,7 @@
-"""The phases of a method, and what happens to its clusters, with the figures that decided it.
+"""The phases of a method, and the events of its clusters with the numbers that decided them.
 
-A method declares its phases, and which of them may follow each: `phases = {"cluster": ("federate",), "federate": ()}`.
-It may stay in a phase for any number of rounds, and begin in any.
+A method declares its phases and the successors of each: `phases = {"cluster": ("federate",), "federate": ()}`. It may
+begin in any phase, and stay in a phase for any number of rounds.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,11 +23,11 @@ PHASES = {  # of the methods of this package; a user's method may have others
 
 @dataclass(frozen=True)
 class ClusterEvent:
-    """An event of a round. The numbers of clusters are those before it in `cluster`, those after it in `into`.
+    """An event of a round. `cluster` is a number before the event, `into` are numbers after it.
 
     split   `cluster` became the clusters `into`
-    merge   `cluster` became a part of the cluster in `into`; the numbers above it move down by one
-    birth   the clusters `into` were made, or have members again
+    merge   `cluster` was merged into the cluster `into`; higher numbers move down by one
+    birth   the clusters `into` are new, or have members again
     death   `cluster` lost its last member; its number and its model stay
     phase   the next round is in `phase`, after those in `before`; recorded by the round loop
     """
@@ -75,7 +75,7 @@ _LISTED = 6  # clusters that the text of an event names
 def cluster_event(
     round: int, kind: Any, cluster: int | None, into: Iterable[int], because: Mapping[str, Any]
 ) -> ClusterEvent:
-    """An event as a method reports it: `Clients.event`. Raises ValueError for a kind or a figure that is none."""
+    """An event reported with `Clients.event`. Raises ValueError for an invalid kind, cluster or number."""
     own = [kind for kind in get_args(EventKind) if kind != "phase"]
     into = tuple(map(int, into))
     if kind not in own:
@@ -101,7 +101,7 @@ def phase_change(round: int, before: str, after: str) -> tuple[ClusterEvent, ...
 def births_and_deaths(
     round: int, before_K: np.ndarray, after_K: np.ndarray, because: Mapping[str, Any]
 ) -> tuple[ClusterEvent, ...]:
-    """One birth for all clusters that had no members and have some, and a death for each that lost its last.
+    """One birth of all clusters that became non-empty, and a death of each cluster that became empty.
 
     before_K, after_K: members of each cluster, whose numbers stay; further ones are new. No events if there are fewer
         clusters: then numbers may have changed.
@@ -126,13 +126,13 @@ def drawn(phases: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def phase_meanings(phases: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """Each phase in words; of a phase that this package does not have, the phases that follow it."""
+    """The meaning of each phase; of a user's phase, its successors."""
     follow = {name: " or ".join(following) for name, following in phases.items()}
     return {name: PHASES.get(name, f"then {follow[name]}" if follow[name] else "to the end") for name in phases}
 
 
 def check_phases(name: str, phases: Any) -> None:
-    """Raises ValueError if `phases` of the method `name` is no declaration."""
+    """Raises ValueError if `phases` of the method `name` is not a valid declaration."""
     if not isinstance(phases, Mapping):
         raise ValueError(f"{name}.phases must be a dict of tuples, got {phases!r}")
     for phase, following in phases.items():

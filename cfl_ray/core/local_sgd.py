@@ -15,7 +15,7 @@ from cfl_ray.core.schedules import RateSchedule
 class LocalStep(Protocol):
     """A local step that uses more than the gradient of one batch.
 
-    It is written for one client. An engine that trains m clients at once passes rows (m, P) in the place of (P,).
+    It is written for one client; an engine that trains m clients at once passes rows (m, P) instead of (P,).
     """
 
     @property
@@ -69,7 +69,7 @@ class LocalSGD:
         return self.clip_norm is not None and self.clip_norm < inf
 
     def in_round(self, round: int, rounds: int) -> "LocalSGD":
-        """The same with the learning rate of a round of so many."""
+        """The same with the learning rate of round `round` of `rounds`."""
         if self.schedule is None:
             return self
         return replace(self, lr=self.lr * self.schedule(max(round, 1), rounds), schedule=None)
@@ -81,7 +81,7 @@ class LocalSGD:
     def batch_of(self, size: int | np.ndarray, batches_per_step: int = 1) -> int | np.ndarray:
         """Batch size of a client with `size` samples.
 
-        batches_per_step: batches that one local step needs. A client with fewer splits its samples into that many.
+        batches_per_step: batches that a local step needs; a client with fewer splits its samples into that many.
         """
         size = np.maximum(size, 1)
         batch = size if self.batch_size is None else np.minimum(self.batch_size, size)
@@ -99,9 +99,9 @@ class LocalSGD:
     ) -> np.ndarray:
         """Local steps, int64 (M,), of clients with `num_samples_M` samples: E * `batches_of`, at least 1.
 
-        epochs: E, one value or one per client; fractional ones are rounded to steps. None: `self.steps`, or else
+        epochs: E, a number or a number per client; fractions are rounded to steps. None: `self.steps` or
             `self.epochs`.
-        batches_per_step: batches of one step; there are that many times fewer steps, rounded down.
+        batches_per_step: batches of a local step; divides the number of steps, rounded down.
         """
         if epochs is None and self.steps is not None:
             return np.full(len(num_samples_M), self.steps, np.int64)

@@ -28,7 +28,7 @@ from cfl_ray.errors import ConfigError, what_is_wrong
 S = TypeVar("S", bound=State)  # the state of a method
 
 AVERAGING_OPTIONS = ("aggregation", "server_optimizer")  # of every method that averages
-RUN_OPTIONS = ("local", "label")  # of every method in a run: its training and its name
+RUN_OPTIONS = ("local", "label")  # of every method in a run
 VOTE = "all models vote"  # `Method.placement` of a soft vote
 SHARED_OPTIONS = (*AVERAGING_OPTIONS, *RUN_OPTIONS)
 _REGISTRY: dict[str, type["Method[Any]"]] = {}  # by name
@@ -44,7 +44,7 @@ def option(
     choices: tuple[Any, ...] | None = None,
     kw_only: bool = False,
 ) -> Any:
-    """A hyper-parameter, as a field of a method's dataclass; pydantic checks its values by the field's type and these:
+    """A hyper-parameter as a dataclass field of a method, checked by pydantic.
 
     doc: meaning, with the paper's symbol.
     source: origin of the default.
@@ -68,7 +68,7 @@ class Start:
 
     num_clients: int  # N
     spec: ParamSpec
-    # returns the k-th independently initialised model, a row (P,); 0 is the common start of all methods
+    # (k) -> the k-th independently initialised model, a row (P,); 0 is the common start of all methods
     new_model: Callable[[int], Tensor]
     input_shape: tuple[int, ...] = ()  # of one sample
     output_shape: tuple[int, ...] = ()  # of the network's output for one sample
@@ -88,7 +88,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Method(ABC, Generic[S]):
-    """A federated method with a state of type S, which changes from round to round; the method itself does not.
+    """A federated method: constant hyper-parameters, and a state of type S that changes from round to round.
 
     A subclass `class IFCA(Method[State], name="ifca")` is registered under that name. A method whose state has more
     fields names a subclass of `State`: `class StoCFL(Method[StoCFLState], name="stocfl")`.
@@ -99,17 +99,17 @@ class Method(ABC, Generic[S]):
     # Not annotated here: an annotated class variable is part of every subclass's dataclass fields, and cloudpickle
     # would send all registered methods along with a plugin.
     registry = _REGISTRY
-    phases: ClassVar[Mapping[str, tuple[str, ...]]] = {"federate": ()}  # and those that may follow each: `core.events`
-    # words for results: the model of a newcomer after `join`, that of a client without a cluster, and the reason why a
-    # newcomer has none before it has trained (empty: it has)
+    phases: ClassVar[Mapping[str, tuple[str, ...]]] = {"federate": ()}  # phase -> its successors: `core.events`
+    # descriptions for results: the model of a newcomer after `join`, the model of a client without a cluster, and why a
+    # newcomer has no model before it has trained (empty: it has a model)
     placement: ClassVar[str] = "the only model, or of several the one with the least loss on its training samples"
     without_cluster: ClassVar[str] = "the mean of the cluster models"
     untrained: ClassVar[str] = ""
-    # the S clients that the server compares pair by pair in dense arrays: none, the cohort, those that are reachable in
-    # round 1, or all participants of the run; and the bytes of these arrays at their peak, divided by S^2
+    # the S clients that the server compares in dense (S, S) arrays: none, the cohort, those reachable in round 1, or
+    # all participants of the run; and the peak bytes of these arrays, divided by S^2
     compares: ClassVar[Literal["none", "cohort", "reachable", "participants"]] = "none"
     pair_bytes: ClassVar[int] = 16  # products and distances in float64
-    only_mean: ClassVar[str] = ""  # why the method takes no aggregation except the mean; empty: it takes all
+    only_mean: ClassVar[str] = ""  # why `aggregation` must be mean; empty: any rule
 
     only_synchronous: ClassVar[str] = ""  # why its rounds cannot be asynchronous; empty: see `setup.dry_rounds`
 
@@ -158,7 +158,7 @@ class Method(ABC, Generic[S]):
 
     def __post_init__(self) -> None:
         for name, kind in _types_of(type(self)).items():
-            try:  # a default is not checked: it is what the author of the method wants
+            try:  # defaults are not checked: the method's author chose them
                 if (value := getattr(self, name)) is not getattr(type(self), name):
                     kind.validate_python(value, strict=True)
             except ValidationError as error:
@@ -168,7 +168,7 @@ class Method(ABC, Generic[S]):
         if self.server_step is not None and (reason := self.only_mean or self.needs_mean):
             raise ValueError(f"{self.name}.server_optimizer must be none, got {self.server_optimizer!r}: {reason}")
 
-    @cached_property  # it travels with the method: hosts need not find the file of a user's own rule
+    @cached_property  # pickled with the method, so that hosts need no file of a user's rule
     def aggregation_rule(self) -> AggregationRule:
         """The rule that `aggregation` configures. Raises ValueError for an invalid one."""
         try:
@@ -222,7 +222,7 @@ class Method(ABC, Generic[S]):
 
     @abstractmethod
     def serve(self, state: S, clients: Clients) -> Serving:
-        """The model with which each of `clients` predicts now (protocol P-server); without traffic."""
+        """The model with which each of `clients` predicts now (protocol P-server); no traffic."""
 
     def join(self, state: S, clients: Clients) -> S:
         """The state after the newcomers `clients` joined.
@@ -234,7 +234,7 @@ class Method(ABC, Generic[S]):
         return place_by_loss(state, clients)
 
     def drift(self, state: S, clients: Clients) -> S:
-        """The state after the data of `clients` changed, if clients report that; by default it is the same."""
+        """The state after the data of `clients` changed, called only if clients report changes; by default the same."""
         return state
 
     def leave(self, state: S, ids: np.ndarray) -> S:
@@ -244,8 +244,8 @@ class Method(ABC, Generic[S]):
     def diagnose(self, state: S, clients: Clients) -> None:
         """Reports diagnostics of an evaluated round with `clients.record`; by default none.
 
-        Called after the evaluation, with its clients: for what needs a test (`clients.test`), or takes too long for
-        every round. What is at hand in `round` is reported there.
+        Called after the evaluation with its clients, for diagnostics that need tests (`clients.test`) or are too slow
+        for every round. `round` reports all others.
         """
 
     @classmethod
@@ -279,7 +279,7 @@ def _type_name(annotation: Any) -> str:
 
 @cache
 def _types_of(cls: type[Method[Any]]) -> dict[str, TypeAdapter[Any]]:
-    """The types of the options that are declared with `option`, with limits; not of those with rules of their own."""
+    """The types and limits of the options declared with `option`."""
     hints, types = get_type_hints(cls, include_extras=True), dict[str, TypeAdapter[Any]]()
     for item in fields(cls):
         if "doc" in item.metadata and item.name not in AVERAGING_OPTIONS:

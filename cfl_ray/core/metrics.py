@@ -1,10 +1,10 @@
-"""Metrics: numbers that say how good the outputs of a model are on the test samples of one client.
+"""Metrics: scores of a model's outputs on the test samples of one client.
 
 Outputs are (n, C) for classes and labels, (n, d) for real numbers and (n, T, V) for tokens; targets as `core.tasks`
 says. All are computed in float64.
 
     accuracy          share of the samples whose largest output is that of their class
-    macro_f1          mean of the F1 scores of the classes (or labels) that occur among the true or predicted ones
+    macro_f1          mean of the F1 scores of the classes (or labels) that are true or predicted anywhere
     micro_f1          F1 score of all decisions (sample, label) together
     subset_accuracy   share of the samples with every label right; a label is predicted if its output is above 0
     mse, mae          mean of the squared, of the absolute, differences
@@ -57,13 +57,13 @@ def _confusion(outputs: Tensor, targets: Tensor) -> np.ndarray:
 
 
 def mean_f1(hit_C: np.ndarray, true_C: np.ndarray, predicted_C: np.ndarray) -> float:
-    """Mean F1 score over the classes that occur among the true or predicted ones, as scikit-learn's `f1_score`."""
+    """Mean F1 score over the classes that are true or predicted anywhere, as scikit-learn's `f1_score`."""
     occurs = (true_C + predicted_C) > 0
     return float((2 * hit_C[occurs] / (true_C + predicted_C)[occurs]).mean()) if occurs.any() else float("nan")
 
 
 def _counts(outputs: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Hits, true and predicted ones of each class or label, int64 (C,)."""
+    """Number of hits, of true and of predicted samples of each class or label, int64 (C,)."""
     if targets.is_floating_point():
         predicted, true = outputs > 0, targets > 0.5
         return (predicted & true).sum(0).numpy(), true.sum(0).numpy(), predicted.sum(0).numpy()

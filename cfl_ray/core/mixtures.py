@@ -23,7 +23,7 @@ Fit = Callable[[Clients], np.ndarray]  # mixture weights (M, K) of clients that 
 class MixtureState(State):
     """Cluster models, and the weights with which each client mixes them.
 
-    The weights are the clients' own: neither sent nor uploaded. `assign_N` is the model with the largest weight.
+    The weights stay on the clients: neither sent nor uploaded. `assign_N` is the model with the largest weight.
     """
 
     weight_NK: np.ndarray  # float32 (N, K), pi_i; 0 for a client that has none yet
@@ -36,7 +36,7 @@ class MixtureState(State):
         return cls(models_KP=models_KP, assign_N=start.unassigned(), weight_NK=weight_NK, **more)
 
     def weights_of(self, ids_M: np.ndarray) -> np.ndarray:
-        """Mixture weights, float64 (M, K): equal ones for a client that has none yet."""
+        """Mixture weights, float64 (M, K); equal weights for a client that has none yet."""
         weight_MK = self.weight_NK[ids_M].astype(np.float64)
         total_M1 = weight_MK.sum(1, keepdims=True)
         return np.divide(weight_MK, total_M1, out=np.full_like(weight_MK, 1 / self.num_clusters), where=total_M1 > 0)
@@ -55,7 +55,7 @@ class MixtureState(State):
         return after
 
     def serving(self, clients: Clients, fit: Fit) -> Serving:
-        """Each client predicts with its mixture; one that has no weights yet, with those that `fit` gives."""
+        """Each client predicts with its mixture; `fit` computes the weights of clients without any."""
         weight_MK = self.weights_of(clients.ids_M)
         new_M = self.weight_NK[clients.ids_M].sum(1) == 0
         if new_M.any():

@@ -1,7 +1,7 @@
-"""Local optimisers: what a client does with the gradient of a step.
+"""Local optimisers: how a client applies the gradient of a step.
 
-`sgd` is that of the engines themselves, with `local.momentum` and `local.weight_decay`. All others are classes of
-`torch.optim`, or the user's own; a client begins every round with a new optimiser, because its moments are not kept.
+The engines implement `sgd`, with `local.momentum` and `local.weight_decay`. All others are classes of `torch.optim` or
+of the user; a client begins every round with a new optimiser, because moments are not kept between rounds.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ class LocalOptimizer:
     def elementwise(self) -> bool:
         """Whether a number's update depends on no other number, so that the rows of many clients can be one tensor.
 
-        An optimiser of the user's says so by an attribute `elementwise = True`.
+        A user's optimiser declares it with an attribute `elementwise = True`.
         """
         return self.factory in _ELEMENTWISE or getattr(self.factory, "elementwise", False) is True
 
@@ -59,7 +59,7 @@ class LocalOptimizer:
 def resolve_optimizer(value: Any, options: Mapping[str, Any]) -> LocalOptimizer | None:
     """The optimiser of a name, `file.py:Name` or a class; None for sgd. Raises ConfigError.
 
-    It is made and makes one step, so that wrong options are errors before a run.
+    Makes one step with it, so that wrong options are errors before a run.
     """
     if value == "sgd":
         if options:

@@ -2,7 +2,7 @@
 
 The parameters of a model are one float32 row (P,), K models are a matrix (K, P), and weighted means over clients are a
 product `weight_KM @ theta_MP`. Float buffers (BatchNorm statistics) are further columns; they are averaged but not
-trained. Frozen parameters, which are the same for all clients, and integer buffers are not part of a row.
+trained. Frozen parameters, equal for all clients, and integer buffers are not part of a row.
 
 Axis letters, used as suffixes of names in the whole package:
     N all clients    M clients of the round or exchange    K clusters                  P columns of a row    C classes
@@ -55,7 +55,7 @@ class ParamSpec:
     def of(cls, module: nn.Module) -> "ParamSpec":
         """The layout of a module's rows."""
         params = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
-        persistent = module.state_dict().keys()  # other buffers are working space
+        persistent = module.state_dict().keys()  # non-persistent buffers hold no state
         buffers = [
             (name, tuple(b.shape)) for name, b in module.named_buffers() if b.is_floating_point() and name in persistent
         ]
@@ -94,7 +94,7 @@ class ParamSpec:
     def columns(self, prefixes: str | Iterable[str], others: bool = False) -> Columns:
         """Columns of the tensors whose name, or its part after a dot, starts with a prefix, or with one of several.
 
-        others: those of all other tensors. Raises ValueError if a prefix matches none.
+        others: the columns of all other tensors instead. Raises ValueError if a prefix matches no tensor.
         """
         prefixes = (prefixes,) if isinstance(prefixes, str) else tuple(prefixes)
 
@@ -108,7 +108,7 @@ class ParamSpec:
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
-        """Names of the modules that have trained parameters of their own, in the order of the model."""
+        """Names of the modules that directly own trained parameters, in the order of the model."""
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.names[: self.num_params]))
 
     def top(self, count: int) -> Columns:
@@ -145,7 +145,7 @@ class ParamSpec:
 
     @cached_property
     def linear(self) -> Columns:
-        """The fully connected layers, weights and biases; all trained columns if there is none."""
+        """The fully connected layers, weights and biases; all trained columns if the model has no such layer."""
         trained = zip(self.names[: self.num_params], self.shapes[: self.num_params], strict=True)
         modules = {name.rpartition(".")[0] for name, shape in trained if len(shape) == 2}
         return self._ranges(lambda name: name.rpartition(".")[0] in modules) if modules else self.trainable

@@ -14,12 +14,12 @@ _BLOCK = 1 << 16
 
 
 def count_of(fraction: float, count: int) -> int:
-    """Returns floor(fraction * count), at least 1. 0.29 of 100 is 29, although the product in float64 is less."""
+    """Returns floor(fraction * count), at least 1; exact: 0.29 of 100 is 29, although the float64 product is less."""
     return max(1, int(fraction * count + 1e-9))
 
 
 def ids_where(is_chosen_N: np.ndarray) -> np.ndarray:
-    """The clients of whom a mask (N,) is true, int32, ascending; `np.flatnonzero` makes an int64 of each."""
+    """Indices of the true entries of a mask (N,), int32, ascending; half the memory of `np.flatnonzero`."""
     blocks = [np.zeros(0, np.int32)]
     for at in range(0, len(is_chosen_N), _BLOCK):
         blocks.append((np.flatnonzero(is_chosen_N[at : at + _BLOCK]) + at).astype(np.int32))
@@ -69,7 +69,7 @@ class Population:
         self.round = 0
 
     def add(self, change: PopulationChange, num_clients: int) -> None:
-        """Adds a change in a later round, of a federation of now `num_clients` clients; added clients are newcomers."""
+        """Adds a change of a later round, after which the federation has `num_clients` clients."""
         more = np.arange(self.num_clients, num_clients)
         self.newcomers = np.union1d(self.newcomers, more)
         self.is_online_N = np.append(self.is_online_N, np.zeros(len(more), bool))
@@ -83,7 +83,7 @@ class Population:
         """
         joining: set[int] = set()
         leaving: set[int] = set()
-        for change in self.changes:  # a client may leave and return: its last change counts
+        for change in self.changes:  # a client may leave and return; its last change counts
             if self.round < change.round <= round:
                 joining, leaving = joining | {*change.join}, leaving - {*change.join}
                 joining, leaving = joining - {*change.leave}, leaving | {*change.leave}
@@ -112,8 +112,8 @@ class Population:
         Its size is `clients`, or max(1, floor(fraction * online)) for None, or less if fewer clients are reachable.
         At least one client reports, unless an availability trace has no reachable client in the round.
 
-        dropout: chance that a selected client drops out before it reports. poisson: every client online is drawn by
-            itself, with the chance `fraction`, or `clients` over all clients; the cohort may be empty.
+        dropout: chance that a selected client drops out before it reports. poisson: every online client is drawn
+            independently, with the chance `fraction`, or `clients` over all clients; the cohort may be empty.
         """
         wanted = min(clients or count_of(fraction, len(self.online)), len(self.online))
         if poisson:
@@ -132,7 +132,7 @@ class Population:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Draws up to `wanted` clients that are reachable and not busy: their ids, and whether each reports (bool).
 
-        number: of the draw in the round; draw 0 without busy clients selects the clients of `draw`.
+        number: index of the draw in the round; draw 0 without busy clients selects the clients of `draw`.
         """
         idle = self
         if len(busy):

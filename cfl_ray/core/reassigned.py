@@ -1,4 +1,4 @@
-"""The clients whose cluster changed in a round, as arrays: a million clients cost eight bytes each."""
+"""The clients whose cluster changed in a round, as arrays of eight bytes per client."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Reassigned:
         )
 
     def check(self) -> None:
-        """Raises ValueError for other values than a round has: a reader's check of a file."""
+        """Raises ValueError for invalid values; for arrays read from a file."""
         for array_R in (self.client_R, self.cluster_R):
             if array_R.dtype != np.int32 or array_R.ndim != 1 or len(array_R) != len(self.client_R):
                 raise ValueError(

@@ -36,9 +36,9 @@ def secret_stream(secret: bytes, round: int, exchange: int, index: int, purpose:
 
 
 def uniforms(seed: int, round: int, exchange: int, clients: np.ndarray, purpose: str) -> np.ndarray:
-    """The first number of `stream(...).random()` for each of these clients, float64, drawn together.
+    """The first number of `stream(...).random()` for each of these clients, float64.
 
-    1.3 s for a million clients, of which the hashes of their keys take 1 s, instead of 30 s.
+    Vectorised: a million clients take 1.3 s, 1 s of it for the hashes of their keys, instead of 30 s.
     """
     first, last = struct.pack("<3q", seed, round, exchange), purpose.encode()
     draw_M, blake2b = np.empty(len(clients)), hashlib.blake2b
@@ -51,7 +51,7 @@ def uniforms(seed: int, round: int, exchange: int, clients: np.ndarray, purpose:
 
 
 def _philox(key_M2: np.ndarray) -> np.ndarray:
-    """The first word of Philox4x64-10 (J. Salmon et al., SC 2011) for each key, as NumPy's generator gives it."""
+    """The first word of Philox4x64-10 (J. Salmon et al., SC 2011) for each key, equal to that of NumPy's generator."""
     counter = [np.full(len(key_M2), first, np.uint64) for first in (1, 0, 0, 0)]
     keys = key_M2.T.copy()
     for _ in range(10):
@@ -62,7 +62,7 @@ def _philox(key_M2: np.ndarray) -> np.ndarray:
 
 
 def _product(a: np.ndarray, factor: int) -> tuple[np.ndarray, np.ndarray]:
-    """The high and the low word of a product of words."""
+    """The high and the low 64 bits of a product."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     b_low, b_high = np.uint64(factor & 0xFFFFFFFF), np.uint64(factor >> 32)
     a_low, a_high = a & low, a >> half
@@ -85,5 +85,5 @@ class Draws:
     round: int
 
     def stream(self, purpose: str, client: int = -1) -> np.random.Generator:
-        """A generator for one purpose of the method itself; cohorts and batches have random keys of their own."""
+        """A generator for a purpose of the method; cohorts and batches have other random keys."""
         return stream(self.seed, self.round, -1, client, "method/" + purpose)

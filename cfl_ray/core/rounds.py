@@ -1,4 +1,4 @@
-"""Rounds and ways of serving that several methods share."""
+"""Rounds, placement and serving shared by several methods."""
 
 from typing import TypeVar
 
@@ -31,9 +31,9 @@ def fedavg_per_cluster(state: S, clients: Clients, weights: str, steps_M: np.nda
 
 
 def fedavg_each(state: S, clients: Clients, weights: str, mu: float = 0.0) -> S:
-    """One round of FedAvg, or FedProx with `mu`, of every model by itself, all trained by the same clients.
+    """One round of FedAvg (FedProx with `mu`) of each model separately; every client trains all models.
 
-    The first model's result is what P-local measures.
+    P-local measures the first model.
     """
     sent, weight_1M = clients.broadcast(state.models_KP), global_weights(clients.weights(weights))
     rows = []
@@ -48,8 +48,8 @@ def fedavg_each(state: S, clients: Clients, weights: str, mu: float = 0.0) -> S:
 def place_by_loss(state: S, clients: Clients) -> S:
     """Assigns the clients without a cluster to the cluster whose model has the least loss on their training samples.
 
-    Each of them receives all models and uploads its choice. A client whose data are not valid stays without a cluster,
-    as do all with a single model, which needs no choice.
+    Each of them receives all models and uploads its choice. A client with invalid data stays without a cluster. With a
+    single model there is no choice, and all stay without a cluster.
     """
     clients = clients.select(state.assign_N[clients.ids_M] == UNASSIGNED)
     if state.num_clusters < 2 or not len(clients):
@@ -61,7 +61,7 @@ def place_by_loss(state: S, clients: Clients) -> S:
 
 
 def place_in_any(state: S, clients: Clients) -> S:
-    """As `place_by_loss`, but with a single model all join its cluster."""
+    """As `place_by_loss`, except that all join the cluster of a single model."""
     if state.num_clusters > 1:
         return place_by_loss(state, clients)
     return state.advance(assign_N=state.place(clients.ids_M, 0))

@@ -1,6 +1,6 @@
-"""Learning-rate schedules: factors of `local.lr`, functions of the round (or the local step) and the number of all.
+"""Learning-rate schedules: factors of `local.lr` as functions of the round (or local step) t and the total T.
 
-With t = 1 .. T:
+For t = 1 .. T:
 
     constant                1
     step                    gamma^floor((t - 1) / every)
@@ -29,19 +29,19 @@ def constant(t: int, total: int) -> float:
 
 
 def step(t: int, total: int, every: int = 10, gamma: float = 0.5) -> float:
-    """A factor gamma after every so many."""
+    """A factor gamma after each `every` rounds or steps."""
     factor: float = gamma ** ((t - 1) // every)
     return factor
 
 
 def exponential(t: int, total: int, gamma: float = 0.98) -> float:
-    """A factor gamma each time."""
+    """A factor gamma each round or step."""
     factor: float = gamma ** (t - 1)
     return factor
 
 
 def linear(t: int, total: int, floor: float = 0.0) -> float:
-    """An even fall to `floor`."""
+    """A linear decrease to `floor`."""
     return 1 - (1 - floor) * (t - 1) / total
 
 
@@ -51,7 +51,7 @@ def cosine(t: int, total: int, floor: float = 0.0) -> float:
 
 
 def warmup(t: int, total: int, length: int = 5) -> float:
-    """An even rise over the first `length`."""
+    """A linear increase over the first `length` rounds or steps."""
     return min(t / length, 1.0)
 
 

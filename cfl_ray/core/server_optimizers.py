@@ -10,13 +10,12 @@ With Delta the mean of W_i - w over the clients of one model w, and moments that
 fedavgm: T.-M. H. Hsu, H. Qi, M. Brown, 2019, arXiv:1909.06335. The others: S. J. Reddi et al., Adaptive Federated
 Optimization, ICLR 2021, arXiv:2003.00295, Algorithm 2, with v = tau^2 at first and without bias correction.
 
-They act on trained parameters; buffers (statistics of batch normalisation) are the mean. A model without participants
-stays, and so do its moments.
+They act on trained parameters; buffers (BatchNorm statistics) become their mean. A model without participants keeps its
+values and its moments.
 
-The moments of a model are stored by a checksum of its values: if a round starts from a model of the previous round, bit
-for bit, the model keeps its moments. All other models start without moments: those of new clusters, of the two parts of
-a split, of merged clusters. A method in which a merged cluster keeps the model of a part calls
-`Clients.restart_moments`.
+The moments of a model are keyed by a checksum of its values: a model that is bit for bit a model of the previous round
+keeps its moments. All other models start without moments: new, split and merged clusters. A method in which a merged
+cluster keeps the model of one part calls `Clients.restart_moments`.
 """
 
 from abc import ABC, abstractmethod
@@ -78,7 +77,7 @@ class AdaptiveServer(ABC):
 
     @abstractmethod
     def second_moment(self, v_P: Tensor, square_P: Tensor) -> Tensor:
-        """V after a change whose square is `square_P`."""
+        """The second moment v after a change with square `square_P`."""
 
     def __call__(self, delta_P: Tensor, moments: Moments | None) -> tuple[Tensor, Moments]:
         m_P, v_P = moments or (torch.zeros_like(delta_P), torch.full_like(delta_P, self.tau**2))
@@ -109,7 +108,7 @@ class FedAdam(AdaptiveServer):
 
 @dataclass(frozen=True)
 class FedYogi(AdaptiveServer):
-    """The second moment moves towards the square by a step that does not depend on its distance."""
+    """The second moment moves towards the squared change by a step whose size does not depend on their distance."""
 
     name: ClassVar[str] = "fedyogi"
 
@@ -162,7 +161,7 @@ def _try(optimizer: Any) -> None:
 def _step(
     optimizer: Any, delta_P: Tensor, moments: Moments | None, kind: type[UserError] = RunError
 ) -> tuple[Tensor, Moments]:
-    """The step of an optimiser and its moments. Raises `kind`, naming the optimiser, for anything else."""
+    """The step of an optimiser and its moments. Raises `kind` if the optimiser returns anything else."""
     try:
         result = optimizer(delta_P, moments)
     except Exception as error:
@@ -196,14 +195,14 @@ def _in_words(result: Any) -> str:
 class ServerMoments:
     """The moments of all models that a method averages, between rounds.
 
-    A model is known by the number of its average among those of a round, and the checksum of its values. An average
-    that is computed again in a round, with the same number, replaces the earlier average.
+    The key of a model is the number of its average in the round, and the checksum of its values. A second average with
+    the same number in a round replaces the first.
     """
 
     optimizer: ServerOptimizer
     moments: dict[tuple[int, bytes], Moments] = field(default_factory=dict)
-    averages: int = 0  # of this round so far
-    before: dict[tuple[int, bytes], Moments] = field(default_factory=dict)  # as the round began
+    averages: int = 0  # number of averages so far in this round
+    before: dict[tuple[int, bytes], Moments] = field(default_factory=dict)  # moments at the start of the round
 
     def begin(self) -> None:
         """Begins a round."""
@@ -227,10 +226,10 @@ class ServerMoments:
         """
         after_RP, keys = mean_RP.clone(), [checksum(row_P) for row_P in before_RP]
         count = Counter(keys)
-        of_round = self.before | self.moments  # with those of a model that an earlier average of this round has made
+        of_round = self.before | self.moments  # including models made by an earlier average of this round
         moments_of: dict[tuple[int, bytes], Moments] = {}
         for row, key in enumerate(keys):
-            # equal models are parts of one that was split, or new ones with a common start
+            # equal models: parts of a split cluster, or new clusters with a common start
             known = self.before if row in changed else of_round
             moments = known.get((average, key)) if count[key] == 1 else None
             if row in changed:
@@ -243,7 +242,7 @@ class ServerMoments:
         return after_RP
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """In the form that a checkpoint stores."""
+        """The tensors of a checkpoint."""
         keys, values = list(self.moments), list(self.moments.values())
         if not keys:
             return {}
@@ -254,7 +253,7 @@ class ServerMoments:
         }
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over what `to_tensors` returned."""
+        """The inverse of `to_tensors`."""
         self.moments = {}
         if tensors:
             rows = zip(

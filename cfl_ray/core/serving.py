@@ -18,14 +18,14 @@ class Serving:
     row_M: np.ndarray  # integer (M,); -1: the method has no model for the client yet, and it is not tested
     client_state: ClientState | None = None  # None: clients with the same row share one model
     frozen_P: Tensor | None = None  # frozen model: its logits are added to those of every client's model
-    # weights (M, K) with which all models predict together, by the mean of their class probabilities; `row_M` is then
-    # for P-tune alone. None: each client predicts with its row
+    # weights (M, K) of all models in the mean of their class probabilities; `row_M` is then used by P-tune only.
+    # None: each client predicts with its row
     weight_MK: np.ndarray | None = None
     tune: LocalSGD | None = None  # local training of each client on its own data before it predicts
 
     @classmethod
     def vote(cls, models_KP: Tensor, num_clients: int) -> Self:
-        """All clients predict by a soft vote of all models."""
+        """Every client predicts by a soft vote of all models."""
         count = len(models_KP)
         return cls(models_KP, np.zeros(num_clients, np.int64), weight_MK=np.full((num_clients, count), 1 / count))
 
@@ -36,5 +36,5 @@ class Serving:
 
     @property
     def is_personal(self) -> bool:
-        """Whether every client predicts with a model of its own."""
+        """Whether clients with the same row may predict with different models."""
         return self.client_state is not None or self.tune is not None

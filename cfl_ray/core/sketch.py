@@ -24,7 +24,7 @@ def _plan(length: int, features: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def sketch(vector: Tensor, features: int, seed: int) -> Tensor:
-    """Projects a vector (L,) to float32 (features,). Returns the vector itself if it is no longer than that."""
+    """Projects a vector (L,) to float32 (features,); returns the vector unchanged if L <= features."""
     if len(vector) <= features:
         return vector
     bucket, sign = _plan(len(vector), features, seed)

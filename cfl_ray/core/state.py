@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-UNASSIGNED = -1  # in the place of a cluster: the client is assigned to none
+UNASSIGNED = -1  # cluster of a client without a cluster
 
 _AXES = re.compile(r"_([A-Z][A-Z0-9]*)$")  # axis letters at the end of a field's name
 
@@ -18,8 +18,8 @@ _AXES = re.compile(r"_([A-Z][A-Z0-9]*)$")  # axis letters at the end of a field'
 class State:
     """Everything that the server of a method keeps between rounds.
 
-    Fields are tensors, arrays and scalars only, so that one pair of functions saves the state of any method. A method
-    that needs more fields names a subclass of this: `class StoCFL(Method[StoCFLState], name="stocfl")`.
+    Fields are tensors, arrays and scalars only, so that any state can be saved. A method that needs more fields uses a
+    subclass: `class StoCFL(Method[StoCFLState], name="stocfl")`.
     """
 
     models_KP: Tensor  # float32 (K, P): the cluster models
@@ -55,7 +55,7 @@ class State:
         """This state for a federation that grew to `num_clients` clients.
 
         Newcomers have no cluster, and 0 in every other field with an axis N (`more_N`, `seen_NK`, `best_KN`). A
-        subclass in which 0 means something else overrides this.
+        subclass for which 0 is not the value of a newcomer overrides this.
         """
         more = num_clients - len(self.assign_N)
         changes: dict[str, Tensor | np.ndarray] = {}

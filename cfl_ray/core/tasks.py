@@ -81,7 +81,7 @@ class Task:
 
     @property
     def by_confusion(self) -> bool:
-        """Whether accuracy and macro-F1, both from counts of classes, are all that is scored."""
+        """Whether the confusion matrix suffices for all metrics: accuracy and macro-F1."""
         counted = tuple(METRICS.builtin[name] for name in TARGETS["class"].metrics)
         return self.is_classification and self.metrics == counted
 
@@ -96,7 +96,7 @@ class Task:
         return self.loss(outputs, targets).sum()
 
     def with_metrics(self, references: list[Any]) -> "Task":
-        """This task with further metrics, by name, `file.py:function` or object. Raises ConfigError."""
+        """This task with more metrics, each a name, `file.py:function` or object. Raises ConfigError."""
         added = tuple(resolve_metric(reference, self.targets) for reference in references)
         names = [metric.name for metric in (*self.metrics, *added)]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -131,7 +131,7 @@ class Task:
             )
         if not torch.equal(losses.detach()[:2], again[:2]):
             raise ConfigError(
-                f"task {self.name}: loss {place_of(self.loss)} mixes samples: the loss of one changes with another; "
+                f"task {self.name}: loss {place_of(self.loss)} mixes samples: a sample's loss depends on others; "
                 f"with outputs {tuple(logits.shape)} and targets {tuple(targets.shape)}, write out the broadcasting, "
                 "e.g. targets.reshape(outputs.shape)"
             )

@@ -24,19 +24,19 @@ class Updates:
 
     outcome: Outcome
     averaging: Averaging | None  # None: the results were not averaged
-    private: Columns | None  # columns that are not uploaded; None: all are
+    private: Columns | None  # columns that are not uploaded; None: all are uploaded
     training: Train  # the exchange in which the clients trained
     server: ServerMoments | None = None  # None: models are the means themselves
     average: int = 0  # number of this average in the round
     trained: int = 0  # number of trained columns, the first ones
     received: Received | None = None  # None: the clients of a synchronous round
     ids_M: np.ndarray | None = None  # the clients; None: not needed
-    hidden: str = ""  # why the server must not read anything of single clients; empty: it may
+    hidden: str = ""  # why the server must not read values of single clients; empty: it may
 
     def averaged(self, default: Tensor) -> Tensor:
         """Weighted mean of every output row, float32 (R, P), after the step of the server optimiser, if any.
 
-        default: the models before (R, P). Rows without any contribution, and private columns, are theirs. Raises
+        default: the models before (R, P), used for rows without any contribution and for private columns. Raises
         ValueError if nothing was averaged.
         """
         return self._moved(default, self.means(default))
@@ -49,7 +49,7 @@ class Updates:
         return mean_RP
 
     def means(self, default: Tensor) -> Tensor:
-        """The same without the step of the server optimiser."""
+        """As `averaged`, without the step of the server optimiser."""
         if self.outcome.arrived_R is None:
             raise ValueError(_NOT_AVERAGED)
         of_changes = self.averaging is not None and self.averaging.of_changes
@@ -71,7 +71,7 @@ class Updates:
         return rows_RP
 
     def _full_weights(self) -> np.ndarray:
-        """Weight (R,) of the clients of each output row that count, not reduced by their staleness."""
+        """Weight (R,) of the valid clients of each output row, not reduced by their staleness."""
         if self.received is None or self.averaging is None or self.ids_M is None:
             return np.zeros(0)
         averaging = self.averaging.subset(self.valid_M[self.averaging.client_E])
@@ -125,7 +125,7 @@ class Updates:
 
     @property
     def valid_M(self) -> np.ndarray:
-        """Bool (M,): False for an excluded client, whose data or update were not valid, or which took too long."""
+        """Bool (M,): False for an excluded client, whose data or update is invalid, or which took too long."""
         return self.outcome.arrays["valid"]
 
     @property

@@ -2,13 +2,12 @@
 
 A round of a method in which clients deliver updates of earlier versions differs from a synchronous round in two places:
 
-    sending      each client is handed the models that the server had when the client began
+    sending      each client receives the models that the server had when the client began
     averaging    a model moves by the weighted mean of the changes of its clients, each from its own start
 
-so methods need not know of it. A model that a round sends is known by the checksum of its values (as the moments of
-`core.server_optimizers`); its past follows the averages that made it: the past of an average is that of the model that
-it moved (`Updates.averaged`), and a copy has the past of its original. A method that computes on with an average keeps
-the past of the same row of the same field.
+so methods need no code for it. The key of a model is the checksum of its values (as in `core.server_optimizers`). Its
+past follows the averages: an average has the past of the model that it moved (`Updates.averaged`), and a copy has the
+past of its original. A model that a method computed from an average has the past of the same row of the same field.
 
 FedBuff: J. Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022, arXiv:2106.06639.
 FedAsync: C. Xie, S. Koyejo, I. Gupta, Asynchronous Federated Optimization, 2019, arXiv:1903.03934.
@@ -26,7 +25,7 @@ from cfl_ray.core.state import State
 
 
 class NotAsynchronous(ValueError):
-    """A round that cannot be asynchronous, and why."""
+    """A round that cannot be asynchronous; the message is the reason."""
 
 
 @dataclass
@@ -34,19 +33,19 @@ class Past:
     """The models of one version."""
 
     rows_XP: Tensor
-    row_of: dict[bytes, int]  # by the checksum of the present model that each of them has become
+    row_of: dict[bytes, int]  # row by the checksum of the present version of the model
 
 
 @dataclass
 class Versions:
     """The models of the versions that clients in flight have received.
 
-    The version v is the state after v server steps. The present version is in the method's state and not here.
-    strict: whether a model without a past is an error; False: it is sent as it is.
+    Version v is the state after v server steps. The present version is in the method's state.
+    strict: whether a model without a past is an error; False: its present version is sent.
     """
 
     past: dict[int, Past] = field(default_factory=dict)
-    parents: dict[bytes, bytes] = field(default_factory=dict)  # of the averages of this round
+    parents: dict[bytes, bytes] = field(default_factory=dict)  # average -> the model that it moved, in this round
     strict: bool = False
 
     def sent(self, models_RP: Tensor, version_M: np.ndarray) -> tuple[Tensor, np.ndarray] | None:
@@ -75,12 +74,12 @@ class Versions:
         return any(torch.equal(start_P, one_P) for one_P in (model_P, *earlier))
 
     def follow(self, before_RP: Tensor, after_RP: Tensor) -> None:
-        """Notes that these models have become those."""
+        """Records that the models `before_RP` became `after_RP`."""
         for before_P, after_P in zip(before_RP, after_RP, strict=True):
             self.parents.setdefault(checksum(after_P), checksum(before_P))
 
     def advance(self, version: int, before: State, after: State, kept: Collection[int]) -> None:
-        """Goes on to the next version.
+        """Begins the next version.
 
         before: the state of this version. kept: versions that clients in flight have.
         """
@@ -94,7 +93,7 @@ class Versions:
         self.parents = {}
 
     def _origins(self, before: State, after: State) -> dict[bytes, bytes]:
-        """By the checksum of each model of `after`, that of the model of `before` that it was."""
+        """The checksum of a model of `after` -> that of the model of `before` that it came from."""
         tables_before, origin_of = _tables(before), dict[bytes, bytes]()
         keys_before = {name: [checksum(row_P) for row_P in rows] for name, rows in tables_before.items()}
         known = {key for keys in keys_before.values() for key in keys}
@@ -113,7 +112,7 @@ class Versions:
         return origin_of
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """In the form that a checkpoint stores."""
+        """The tensors of a checkpoint."""
         tensors: dict[str, Tensor] = {}
         for version, past in self.past.items():
             keys = np.frombuffer(b"".join(past.row_of), np.uint8).reshape(-1, 32).copy()
@@ -126,7 +125,7 @@ class Versions:
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor]) -> "Versions":
-        """The inverse."""
+        """The inverse of `to_tensors`."""
         past = {}
         for name, rows_XP in tensors.items():
             kind, _, version = name.partition(".")

@@ -8,7 +8,7 @@ from torch import Tensor
 def cluster_weights(assign_M: np.ndarray, weight_M: np.ndarray, num_clusters: int) -> Tensor:
     """Weights (K, M) of one average per cluster, float64 and not normalised: `weight_M` of the members in row k.
 
-    assign_M: cluster of each client; a client with UNASSIGNED (-1) takes part in no average.
+    assign_M: cluster of each client; UNASSIGNED (-1): the client is in no average.
     weight_M: weight of each client, such as its number of samples.
     Raises ValueError for a cluster beyond `num_clusters`.
     """

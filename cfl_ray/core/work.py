@@ -51,9 +51,9 @@ class Rows:
 class Proximal(Generic[Anchor]):
     """A term (weight / 2) * ||w - anchor||^2 of the local objective.
 
-    The anchor is a model that was sent for a method, rows of a table in an order of work, a row (P,) for an engine.
+    The anchor is a `Sent` in a method, `Rows` in a work order, and a row (P,) in an engine.
     With `follow` > 0 it moves too: anchor <- anchor - follow * weight * (anchor - w) after `every` steps and after the
-    last one. The client then uploads the anchor, and w stays with it.
+    last step. The client then uploads the anchor and keeps w.
     """
 
     weight: float  # mu, lambda
@@ -61,7 +61,7 @@ class Proximal(Generic[Anchor]):
     columns: Columns | None = None  # None: all trained columns
     follow: float = 0.0
     every: int = 1
-    # factor (M,) of the weight for each client, of an anchor that does not move; None: 1
+    # factor (M,) of each client's weight, only if the anchor does not move; None: 1
     factor_M: np.ndarray | None = None
 
     @property
@@ -97,9 +97,9 @@ class Averaging:
     client_E: np.ndarray  # int64: index into the M clients
     weight_E: np.ndarray  # float64; the weights of each output row add up to 1
     total_R: np.ndarray  # float64: sum of the weights of each output row before they were normalised
-    # the result of a row: the mean change W - w of its clients, for the server's own model; False: their mean model
+    # True: a row is the mean change W - w of its clients; False: their mean model
     of_changes: bool = False
-    fixed: bool = False  # of changes: `total_R` is what the sums are divided by, whatever weight arrives
+    fixed: bool = False  # sums of changes are divided by `total_R`, whatever weight arrived
 
     @classmethod
     def of(cls, weight_RM: Tensor | np.ndarray, num_clients: int) -> Self:
@@ -119,19 +119,19 @@ class Averaging:
         first_m, past_m = self._start_M.take(index_m, mode="clip"), self._start_M.take(index_m + 1, mode="clip")
         count_m = past_m - first_m
         client_e = np.repeat(np.arange(len(index_m)), count_m)
-        # the entries of each client lie side by side in the order by client
+        # `_order_E` sorts the entries by client, so those of a client are adjacent
         at_e = np.arange(len(client_e)) + np.repeat(first_m - (np.cumsum(count_m) - count_m), count_m)
         mine = self.subset(self._order_E[at_e])
         return replace(mine, client_E=client_e)
 
     @cached_property
     def _order_E(self) -> np.ndarray:
-        """The entries by client, sorted once: a cut into many chunks costs no more than its chunks."""
+        """Indices that sort the entries by client; cached for the chunks of an exchange."""
         return np.argsort(self.client_E, kind="stable")
 
     @cached_property
     def _start_M(self) -> np.ndarray:
-        """First entry of each client in that order, and past the last client, as far as clients have entries."""
+        """Position in `_order_E` of each client's first entry, up to the last client with entries, and the end."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(self.client_E))])
 
 
@@ -142,18 +142,18 @@ class ClientState:
     name: str
     columns: Columns | None = None  # None: the whole row
     private: bool = True  # False: the columns are also uploaded
-    # of these columns in the model that the client predicts with; the rest is those of the received model
+    # weight of these columns in the model that the client predicts with; 1 - share is that of the received columns
     share: float = 1.0
-    # of a whole row: the columns that the next training starts from; None: all, so that nothing received counts
+    # with `columns` None: the columns that the next training starts from; None: all of them
     resumed: Columns | None = None
 
 
 @dataclass(frozen=True)
 class UpdateFeatures:
-    """Columns of each client's upload that are returned by client, (M, F), for methods that compare clients."""
+    """Columns of each client's upload, returned as features (M, F) to methods that compare clients."""
 
     columns: Columns
-    change: bool = False  # True: of the difference W - w to the model that the client started from
+    change: bool = False  # True: of W - w, with w the model that the client started from
     sketch: int | None = None  # number of features after projection on the host (`core.sketch`); None: no projection
 
     def of_rows(self, rows_XP: Tensor, seed: int) -> Tensor:
@@ -172,10 +172,10 @@ class UpdateFeatures:
 
 @dataclass(frozen=True)
 class Clip:
-    """Clipping of a client's upload, the changes W - w of all models that it trains together, before it is added up."""
+    """Clipping of a client's upload before the sum: the changes W - w of all its models, as one vector."""
 
     norm: float  # C, of the whole upload
-    ends: tuple[int, ...]  # stop columns of the parts that are clipped apart, each to norm / sqrt(parts)
+    ends: tuple[int, ...]  # stop columns of the parts, each of which is clipped to norm / sqrt(parts)
     private: Columns | None = None  # columns that are not uploaded; they are zeros in the sums
 
     @property
@@ -226,7 +226,7 @@ class Mixture:
 
     responsibilities: Responsibilities
     weight_MK: np.ndarray  # float64: mixture weights before the exchange
-    received: Tensor | None = None  # further numbers that every client received, for `responsibilities`
+    received: Tensor | None = None  # numbers sent to every client for `responsibilities`
     # (responsibilities (n, K), y_n) -> `upload_floats` numbers that the client uploads; None: nothing
     upload: Callable[[Tensor, Tensor], Tensor] | None = None
     upload_floats: int = 0
@@ -255,7 +255,7 @@ class Objective:
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    values_M: np.ndarray  # float32 (M, ...): further numbers that each client has or has received
+    values_M: np.ndarray  # float32 (M, ...): numbers of each client for the loss
 
     def take(self, index_m: np.ndarray) -> Self:
         return replace(self, values_M=self.values_M[index_m])
@@ -273,7 +273,7 @@ def _with_values(
 
 @dataclass(frozen=True)
 class Replay:
-    """Rounds of which each of M clients uses its data, as their union, in place of the present data."""
+    """The rounds whose data, as a union, each of M clients uses in place of its present data."""
 
     rounds_M: tuple[tuple[int, ...], ...]
 
@@ -290,17 +290,17 @@ class Work:
 
     address: Address
     ids_M: np.ndarray
-    tables: tuple[Tensor, ...] = field(repr=False)  # models that are sent to the hosts, each (K, P)
+    tables: tuple[Tensor, ...] = field(repr=False)  # model tables (K, P) for the hosts
     client_state: ClientState | None = None
     frozen_model: Rows | None = None  # its logits are added to those of the other models
     averaging: Averaging | None = None
-    secure: SecureSum | None = None  # of `averaging`: sums of masked uploads; None: of the uploads themselves
+    secure: SecureSum | None = None  # masks of the uploads; None: uploads are not masked
     replay: Replay | None = None  # None: clients use their present data
-    chained: bool = False  # all clients in one chunk; each starts from the result of the one before
+    chained: bool = False  # all clients in one chunk; each starts from the result of the previous client
     deferred_from: int | None = None  # exchange of this round whose deferred results the work uses; None: none
 
     def take(self, index_m: np.ndarray) -> Self:
-        """The work for the clients at `index_m`, without the tables. Costs grow with these clients alone."""
+        """The work for the clients at `index_m`, without the tables, at a cost that depends on these clients only."""
         changes: dict[str, Any] = {"tables": ()}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -339,7 +339,7 @@ class Work:
 
     @property
     def models_per_client(self) -> int:
-        """Models that a client trains: its id stands in `ids_M` as often, side by side, and they stay in one chunk."""
+        """Models that a client trains: its id is repeated that often in `ids_M`, and its models stay in one chunk."""
         return 1
 
     @property
@@ -355,7 +355,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Work):
-    """Local training from `start`. It results in weighted means (`averaging`), features, client states, or several."""
+    """Local training from `start`. Returns weighted means (`averaging`), features, client states, or several."""
 
     start: Rows
     local: LocalSGD
@@ -370,7 +370,7 @@ class Train(Work):
     # int64: columns at which deferred results are cut, for work that needs some columns of all results
     deferred_cuts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     upload_distances: bool = False  # also return the distance between each upload and the model the client was sent
-    clip: Clip | None = None  # of what is added up; also returns whether each upload was within the norm
+    clip: Clip | None = None  # clipping of uploads, which also returns whether each was within the norm; None: none
     local_test_samples: int = 0  # test samples per client for P-local; 0: no test
     mixture: Mixture | None = None  # each client trains all K models of table 0: row k is the start of its k-th entry
 
@@ -428,7 +428,7 @@ class AverageDeferred(Work):
 
     @classmethod
     def of(cls, training: Train, address: Address, ids_M: np.ndarray, averaging: Averaging) -> Self:
-        """The means of deferred results of `training` of the clients `ids_M`; clients without one do not count."""
+        """The averages of the deferred results of `training`; clients without a result do not count."""
         order = np.argsort(training.ids_M)
         at_M = order[np.searchsorted(training.ids_M, ids_M, sorter=order).clip(max=len(order) - 1)]
         row_M = np.where(training.ids_M[at_M] == ids_M, training.start.row_M[at_M], 0)
@@ -447,7 +447,7 @@ class AverageDeferred(Work):
 
 @dataclass(frozen=True, kw_only=True)
 class CombineColumns(Work):
-    """A function of ranges of columns of deferred results, for which all results of an output row are needed together.
+    """A function of column ranges of deferred results, which needs all results of an output row together.
 
     The units of this work are ranges, not clients: `ids_M` are their first columns. Each is a part of the results.
     """
@@ -525,7 +525,7 @@ class Evaluate(Work):
     """Test of models."""
 
     start: Rows
-    # weights with which the K rows of table 0 predict together, by the mean of their probabilities; None: only `start`
+    # weights of the K rows of table 0 in the mean of their class probabilities; None: clients predict with `start`
     weight_MK: np.ndarray | None = None
     num_scores: int = 3  # of a client: the metrics of the task, then the loss
 
@@ -550,7 +550,7 @@ class EvaluateClients(Evaluate):
 class EvaluateShared(Evaluate):
     """Test of models on shared test sets `ids_M`: confusion matrices (M, C, C) and losses by true class (M, C).
 
-    Where other metrics are measured, the scores (M, num_scores) instead.
+    For metrics that need more than the confusion matrix, the scores (M, num_scores) instead.
     """
 
     by_confusion: bool = True
@@ -587,7 +587,7 @@ class ChunkResult:
     index_m: np.ndarray  # the chunk's clients, as positions among the M clients of the work
     arrays: dict[str, np.ndarray]
     excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position in the chunk
-    seconds: float = 0.0  # that the host was at work on it; 0: not measured
+    seconds: float = 0.0  # the host's time; 0: not measured
     fallbacks: frozenset[str] = frozenset()  # why clients were not trained by the chosen engine, one line each
 
 
@@ -596,7 +596,7 @@ class Outcome:
     """Results of an exchange: per-client arrays (M, ...) and, with `averaging`, weighted means by output row."""
 
     arrays: dict[str, np.ndarray]
-    # models or changes (P,) by output row, over the weight that arrived; rows without any contribution are absent
+    # mean models or changes (P,) by output row; rows without any contribution are absent
     means: dict[int, Tensor] = field(default_factory=dict)
     arrived_R: np.ndarray | None = None  # float64 (R,): sum of the normalised weights that arrived
     excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position among the M clients
@@ -614,9 +614,9 @@ class SavedEntry(NamedTuple):
 
 
 class SavedState(NamedTuple):
-    """A client state in a checkpoint: one of the rows (R, F) that share an entry of its file, which is mapped.
+    """A client state in a checkpoint: a row of a memory-mapped entry (R, F) of its file.
 
-    A file that is removed stays readable for as long as any of its rows is referred to.
+    A removed file stays readable while any of its rows is referenced.
     """
 
     rows_RF: Tensor
@@ -625,7 +625,7 @@ class SavedState(NamedTuple):
 
     @classmethod
     def of(cls, value: Tensor) -> Self:
-        """A value in memory, in the form of a saved value."""
+        """Wraps a value in memory."""
         return cls(value[None], 0)
 
     def tensor(self) -> Tensor:

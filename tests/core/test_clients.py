@@ -107,7 +107,7 @@ class TestSending:
 
     def test_after_a_broadcast_clients_have_to_choose(self):
         cohort = clients()
-        with pytest.raises(ValueError, match="say which one each client works with"):
+        with pytest.raises(ValueError, match="select the model of each client"):
             cohort.train(cohort.broadcast(MODELS), average=torch.ones(1, 3))
 
     def test_a_table_that_is_used_twice_is_sent_once(self):

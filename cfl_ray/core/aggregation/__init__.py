@@ -1,8 +1,8 @@
-"""Aggregation rules, which replace the weighted mean of the clients' results in every average of a method.
+"""Aggregation rules, which replace the weighted mean in every average of a method.
 
-One rule per file; `rule` has the three contracts, `apply` applies one. Median, trimmed mean and multi-Krum weigh all
-clients equally, as in their papers. A client with weight 0 does not count. Of one or two results every rule that is not
-a clipping rule is their mean.
+One rule per file; `rule` has the three contracts, `apply` the application. Median, trimmed mean and multi-Krum weigh
+all clients equally, as in their papers. A client with weight 0 does not count. For one or two results, all rules
+except clipping rules return their mean.
 """
 
 from dataclasses import fields
@@ -42,9 +42,9 @@ AGGREGATION: Registry[Any] = Registry("aggregation rule", RULES, "cfl_ray.aggreg
 
 
 def parse_rule(value: Any) -> AggregationRule:
-    """The rule for a name, `file.py:Class`, {name: {parameter: value}}, or a rule itself.
+    """The rule for a name, `file.py:Class`, {name: {parameter: value}}, or a rule object.
 
-    Raises ValueError, or ConfigError if a user's own rule cannot be used.
+    Raises ValueError, or ConfigError if a user's rule cannot be used.
     """
     name, given = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else (value, {})
     given = given or {}
@@ -73,7 +73,7 @@ def _builtin(name: str, given: dict[str, Any]) -> AggregationRule:
 
 
 def _own(part: Any, given: Any) -> AggregationRule:
-    """A rule that is not of this package. Raises ConfigError if it is none, or does not take these parameters."""
+    """A user's rule. Raises ConfigError if it is not a rule or does not take these parameters."""
     if not isinstance(given, dict):
         raise ValueError(f"parameters of an aggregation rule are names with values, got {given!r}")
     rule = with_options(part, given, "aggregation rule")

@@ -1,4 +1,4 @@
-"""The application of an aggregation rule other than the mean, to results that wait on the hosts."""
+"""Application of an aggregation rule other than the mean to results kept on the hosts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ _RANGES, _RANGE = 64, 1 << 22
 
 @dataclass(frozen=True)
 class ByColumns:
-    """A column rule as hosts apply it: to blocks (n, f) of columns of the results, one after another."""
+    """A column rule, applied on a host to blocks (n, f) of columns of the results, one after another."""
 
     rule: ColumnRule
     weight_n: np.ndarray
@@ -51,8 +51,8 @@ def aggregate(
 ) -> Outcome:
     """Averages deferred results of the clients `ids_M` by a rule other than the mean.
 
-    training: the exchange that left the results on the hosts. outcome: of that exchange.
-    Returns the outcome that an `AverageDeferred` has for the mean.
+    training, outcome: the exchange that left the results on the hosts. Returns an outcome like that of
+    `AverageDeferred`, which computes the mean.
     """
     valid_M = np.isin(ids_M, training.ids_M[outcome.arrays["valid"]])
     averaging = averaging.subset(valid_M[averaging.client_E])
@@ -93,7 +93,7 @@ def _members(averaging: Averaging, out: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _weights(rule: WeightRule, squared_nn: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
-    """The weights that a rule gives, which add up to 1."""
+    """The weights returned by a rule, normalised to sum 1."""
     result_n = checked_result(rule, "weigh", squared_nn, weight_n, "weights >= 0")
     total = result_n.sum()
     if not total:
@@ -127,7 +127,7 @@ def _combined(
 
 
 def _whole_row(parts: list[np.ndarray], columns: Columns, size: int) -> Tensor:
-    """A row of `size` columns from parts of the uploaded ones, float64; `Updates` fills in the private columns."""
+    """A row of `size` columns from parts of the uploaded columns, float64; `Updates` fills in the private columns."""
     row_P = torch.zeros(size, dtype=torch.float64)
     columns.put(row_P, torch.from_numpy(np.concatenate(parts)))
     return row_P
@@ -190,7 +190,7 @@ def uploaded_columns(size: int, state: ClientState | None) -> Columns:
 
 
 def _squared_distances(rows_nF: np.ndarray) -> np.ndarray:
-    # Centred at the median, so that squares of honest results stay small and exact, however far the others are.
+    # Centred at the median, so that squares of honest results stay small and exact despite distant outliers.
     centred_nF = torch.from_numpy(rows_nF - np.median(rows_nF, 0)).double()
     gram_nn = (centred_nF @ centred_nF.T).numpy()
     return np.maximum(np.diag(gram_nn)[:, None] + np.diag(gram_nn) - 2 * gram_nn, 0)

@@ -1,4 +1,4 @@
-"""The weighted mean, in which results are added up where they are made."""
+"""The weighted mean, summed on the hosts that train."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -18,7 +18,7 @@ class ColumnRule(Protocol):
     def combine(self, values_nF: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
         """The aggregate, float64 (F,), of F columns of n results, float32 (n, F).
 
-        It is called for some of the columns at a time, so each column must be combined by itself.
+        It is called with some of the columns at a time, so each column must be combined independently.
 
         weight_n: the method's weights of the clients, float64; they add up to 1.
         """
@@ -29,7 +29,7 @@ class WeightRule(Protocol):
     """Weighs the results by their distances to each other; the aggregate is their weighted mean."""
 
     def weigh(self, squared_nn: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
-        """The weights (n,) of the results, >= 0 and of any scale; 0 leaves a result out.
+        """The weights (n,) of the results, >= 0 and of any scale; 0 excludes a result.
 
         squared_nn: squared Euclidean distances between the results, float64 (n, n). weight_n: as in `ColumnRule`.
         """
@@ -50,7 +50,7 @@ _CONTRACTS = {"combine": ColumnRule, "weigh": WeightRule, "scale": ClippingRule}
 
 
 def check_contract(rule: Any) -> None:
-    """Raises ConfigError if an object has not exactly one of the three methods."""
+    """Raises ConfigError unless an object has exactly one of the three methods."""
     kinds = [name for name, contract in _CONTRACTS.items() if isinstance(rule, contract)]
     if len(kinds) != 1:
         raise ConfigError(
@@ -62,7 +62,7 @@ def check_contract(rule: Any) -> None:
 def try_rule(rule: ColumnRule | WeightRule | ClippingRule, count: int) -> None:
     """Calls a rule with `count` random results. Raises RunError if it fails, or returns another type or shape.
 
-    Numbers that are not allowed are left to the run: they may be due to the random ones.
+    Invalid numbers are not errors here, because the random results may cause them; the run checks them.
     """
     draw = np.random.default_rng(0)
     values_nF = draw.standard_normal((count, 8)).astype(np.float32)
@@ -101,7 +101,7 @@ def result_of(rule: Any, method: str, values: np.ndarray, weight_n: np.ndarray) 
 def checked_result(
     rule: Any, method: str, values: np.ndarray, weight_n: np.ndarray, allowed: str = "", high: float = np.inf
 ) -> np.ndarray:
-    """The same. Raises RunError, naming the author's line, also for numbers that are not finite, or not allowed.
+    """As `result_of`. Also raises RunError, naming the author's line, for numbers that are not finite or not allowed.
 
     allowed: the range in words, from 0 to `high`; empty for any finite values.
     """
