@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.clock.devices import Clock, Load
-from cfl_ray.core.availability import AtMoment, Availability
+from cfl_ray.core.availability import Availability
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.population import Cohort, Population
@@ -46,7 +46,7 @@ class VirtualTime:
         """The availability of clients now; its rounds begin with 1."""
         if (length := self.clock.availability_seconds) is None:
             return availability
-        return AtMoment(availability, 1 + int(self.now // length))
+        return _AtMoment(availability, 1 + int(self.now // length))
 
     def in_time(self, round: int, ids_M: np.ndarray) -> np.ndarray:
         """Whether each of these clients meets the deadline, bool (M,). The round waits for those that do."""
@@ -238,3 +238,24 @@ class Flights:
         for name in ("client_F", "version_F", "finish_F", "reports_F", "arrived_F"):
             setattr(self, name, tensors[name].numpy())
         self.versions = Versions.restored(tensors)
+
+
+@dataclass(frozen=True)
+class _AtMoment(Availability):
+    """The availability of the round `moment`, in every round; for virtual time."""
+
+    inner: Availability
+    moment: int
+
+    @property
+    def always(self) -> bool:
+        return self.inner.always
+
+    def named(self, round: int, num_clients: int) -> np.ndarray | None:
+        return self.inner.named(self.moment, num_clients)
+
+    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
+        return self.inner.chance(self.moment, clients)
+
+    def expected(self, round: int) -> float:
+        return self.inner.expected(self.moment)

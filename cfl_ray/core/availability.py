@@ -108,27 +108,6 @@ class Trace(Availability):
 
 
 @dataclass(frozen=True)
-class AtMoment(Availability):
-    """The availability of the round `moment`, in every round; for virtual time."""
-
-    inner: Availability
-    moment: int
-
-    @property
-    def always(self) -> bool:
-        return self.inner.always
-
-    def named(self, round: int, num_clients: int) -> np.ndarray | None:
-        return self.inner.named(self.moment, num_clients)
-
-    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
-        return self.inner.chance(self.moment, clients)
-
-    def expected(self, round: int) -> float:
-        return self.inner.expected(self.moment)
-
-
-@dataclass(frozen=True)
 class OwnAvailability(Availability):
     """A user's function f(clients, round, draw) that returns whether each client is reachable in a round."""
 

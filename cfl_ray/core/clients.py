@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.aggregation import AggregationRule, ClippingRule, Mean, aggregate, range_cuts
-from cfl_ray.core.contract import CheckedDescription
 from cfl_ray.core.events import births_and_deaths, cluster_event
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns, ParamSpec
@@ -44,6 +43,8 @@ from cfl_ray.core.work import (
     UpdateFeatures,
     Work,
 )
+from cfl_ray.errors import RunError
+from cfl_ray.plugins.calling import call_plugin, described, place_of
 
 __all__ = [
     "ClientData",
@@ -527,12 +528,10 @@ class Clients:
     def _updates(
         self, outcome: Outcome, averaging: Averaging | None, private: Columns | None, work: Train, number: int | None
     ) -> Updates:
-        if averaging is None or self.server is None:
-            return Updates(
-                outcome, averaging, private, work, received=self.received, ids_M=self.ids_M, hidden=self._hidden
-            )
-        average = self.server.next_average() if number is None else number
-        given = (self.server, average, self.spec.trained, self.received, self.ids_M, self._hidden)
+        server = None if averaging is None else self.server
+        if server is not None and number is None:
+            number = server.next_average()
+        given = (server, number or 0, self.spec.trained, self.received, self.ids_M, self._hidden)
         return Updates(outcome, averaging, private, work, *given)
 
     def average(self, updates: Updates, weight_RM: Tensor, *, average_number: int | None = None) -> Updates:
@@ -683,7 +682,7 @@ class Clients:
         work = Describe(
             self._next_address(),
             self.ids_M,
-            function=CheckedDescription(function),
+            function=_CheckedFunction(function),
             anchor=None if anchor is None else tables.rows(anchor),
             sketch=sketch,
             client_state=client_state,
@@ -726,6 +725,31 @@ class Clients:
 def least_loss(loss_MK: np.ndarray) -> np.ndarray:
     """The model with the least loss for each client, int64 (M,), the lowest on ties; UNASSIGNED: no loss is finite."""
     return np.where(np.isfinite(loss_MK).any(1), loss_MK.argmin(1), UNASSIGNED)
+
+
+@dataclass(frozen=True)
+class _CheckedFunction:
+    """A function given to `Clients.describe`, whose results are checked where it is called."""
+
+    function: Callable[..., Any]
+
+    @property
+    def floats(self) -> Any:
+        """The function's attribute `floats`, the numbers that a client uploads, if any; for `cfl-ray check`."""
+        return getattr(self.function, "floats", None)
+
+    def __call__(self, client: Any, anchor_P: Tensor | None) -> Tensor:
+        returned = call_plugin("function", self.function, client, anchor_P, where=" of Clients.describe")
+        try:
+            vector = torch.as_tensor(returned).float().reshape(-1)
+        except (TypeError, ValueError, RuntimeError):
+            vector = torch.zeros(0)
+        if not len(vector):
+            raise RunError(
+                f"function {place_of(self.function)} of Clients.describe returned {described(returned)}, "
+                "expected a tensor or array of at least one number"
+            )
+        return vector
 
 
 class _Tables:

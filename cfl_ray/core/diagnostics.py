@@ -5,7 +5,7 @@ Large arrays are cut to a random sample of the clients, the same in all rounds, 
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,11 +129,11 @@ class Diagnostics:
         if np.isinf(array).any():
             self._fail(name, "has values that are infinite, or beyond float32; NaN stands for what is not defined")
 
-    def _called(self, name: str, function: Callable[[], Any]) -> Any:
-        return call_plugin("function", function, where=f" of the diagnostic {name!r} of {self.method}")
-
     def _resolved(self, name: str, array: _Array) -> Diagnostic:
-        value = self._numbers(name, self._called(name, array.value) if callable(array.value) else array.value)
+        given = array.value
+        if callable(given):
+            given = call_plugin("function", given, where=f" of the diagnostic {name!r} of {self.method}")
+        value = self._numbers(name, given)
         condensed, shape = value.ndim == 1 and len(array.axes) == 2, value.shape
         if condensed:
             size = len(array.ids) if array.axes[0] == CLIENTS else (1 + math.isqrt(1 + 8 * len(value))) // 2

@@ -2,15 +2,6 @@
 
 Outputs are (n, C) for classes and labels, (n, d) for real numbers and (n, T, V) for tokens; targets as `core.tasks`
 says. All are computed in float64.
-
-    accuracy          share of the samples whose largest output is that of their class
-    macro_f1          mean of the F1 scores of the classes (or labels) that are true or predicted anywhere
-    micro_f1          F1 score of all decisions (sample, label) together
-    subset_accuracy   share of the samples with every label right; a label is predicted if its output is above 0
-    mse, mae          mean of the squared, of the absolute, differences
-    r2                1 - sum (y - f)^2 / sum (y - mean y)^2, mean over the d targets that are not constant
-    token_accuracy    share of the tokens whose largest output is theirs
-    perplexity        exp of the mean cross entropy of a token
 """
 
 from collections.abc import Callable
@@ -72,24 +63,24 @@ def _counts(outputs: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray, n
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the samples whose class is predicted."""
+    """Share of the samples whose largest output is that of their class."""
     return (outputs.argmax(1) == targets).sum().item() / len(targets)
 
 
 def macro_f1(outputs: Tensor, targets: Tensor) -> float:
-    """Mean F1 score of the classes or labels that occur."""
+    """Mean F1 score of the classes (or labels) that are true or predicted anywhere."""
     return mean_f1(*_counts(outputs, targets))
 
 
 def micro_f1(outputs: Tensor, targets: Tensor) -> float:
-    """F1 score of all decisions together; NaN if no label is true or predicted."""
+    """F1 score of all decisions (sample, label) together; NaN if no label is true or predicted."""
     hit_C, true_C, predicted_C = _counts(outputs, targets)
     total = int(true_C.sum() + predicted_C.sum())
     return float(2 * hit_C.sum() / total) if total else float("nan")
 
 
 def subset_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the samples with every label right."""
+    """Share of the samples with every label right; a label is predicted if its output is above 0."""
     return ((outputs > 0) == (targets > 0.5)).all(1).double().mean().item()
 
 
@@ -104,7 +95,7 @@ def mae(outputs: Tensor, targets: Tensor) -> float:
 
 
 def r2(outputs: Tensor, targets: Tensor) -> float:
-    """Coefficient of determination; NaN if every target is constant."""
+    """1 - sum (y - f)^2 / sum (y - mean y)^2, mean over the d targets that are not constant; NaN if all are."""
     targets = targets.double().reshape(outputs.shape)
     rest_d = (outputs.double() - targets).square().sum(0)
     total_d = (targets - targets.mean(0)).square().sum(0)
@@ -113,7 +104,7 @@ def r2(outputs: Tensor, targets: Tensor) -> float:
 
 
 def token_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the tokens that are predicted."""
+    """Share of the tokens whose output is the largest."""
     return (outputs.argmax(-1) == targets).double().mean().item()
 
 

@@ -1,14 +1,4 @@
-"""Learning-rate schedules: factors of `local.lr` as functions of the round (or local step) t and the total T.
-
-For t = 1 .. T:
-
-    constant                1
-    step                    gamma^floor((t - 1) / every)
-    exponential             gamma^(t - 1)
-    linear                  1 at t = 1, falling evenly to `floor` after T
-    cosine                  floor + (1 - floor) (1 + cos(pi (t - 1) / T)) / 2
-    warmup                  t / length up to t = length, then 1
-"""
+"""Learning-rate schedules: factors of `local.lr` as functions of the round (or local step) t = 1 .. T."""
 
 import math
 from collections.abc import Callable
@@ -24,34 +14,34 @@ ScheduleFunction = Callable[..., float]  # (t, T, **options) -> factor
 
 
 def constant(t: int, total: int) -> float:
-    """1."""
+    """The factor 1."""
     return 1.0
 
 
 def step(t: int, total: int, every: int = 10, gamma: float = 0.5) -> float:
-    """A factor gamma after each `every` rounds or steps."""
+    """A factor gamma after each `every` rounds or steps: gamma^floor((t - 1) / every)."""
     factor: float = gamma ** ((t - 1) // every)
     return factor
 
 
 def exponential(t: int, total: int, gamma: float = 0.98) -> float:
-    """A factor gamma each round or step."""
+    """A factor gamma each round or step: gamma^(t - 1)."""
     factor: float = gamma ** (t - 1)
     return factor
 
 
 def linear(t: int, total: int, floor: float = 0.0) -> float:
-    """A linear decrease to `floor`."""
+    """A linear decrease from 1 at t = 1 to `floor` after T."""
     return 1 - (1 - floor) * (t - 1) / total
 
 
 def cosine(t: int, total: int, floor: float = 0.0) -> float:
-    """Half a period of the cosine."""
+    """Half a period of the cosine from 1 to `floor`: floor + (1 - floor) (1 + cos(pi (t - 1) / T)) / 2."""
     return floor + (1 - floor) * (1 + math.cos(math.pi * (t - 1) / total)) / 2
 
 
 def warmup(t: int, total: int, length: int = 5) -> float:
-    """A linear increase over the first `length` rounds or steps."""
+    """A linear increase to 1 over the first `length` rounds or steps: t / length."""
     return min(t / length, 1.0)
 
 

@@ -147,15 +147,10 @@ def resolve_server_optimizer(value: Any) -> ServerOptimizer | None:
             raise ConfigError(f"server_optimizer {name!r} is {type(factory).__name__}, expected a class")
         check_options("server_optimizer", factory, options)
         made = factory(**options)
-    _try(made)
-    return made
-
-
-def _try(optimizer: Any) -> None:
-    """Makes two steps. Raises ConfigError if they do not return what is expected."""
     moments, delta_P = None, torch.linspace(-1, 1, 7)
-    for _ in range(2):
-        _, moments = _step(optimizer, delta_P, moments, ConfigError)
+    for _ in range(2):  # so that invalid results are errors before a run
+        _, moments = _step(made, delta_P, moments, ConfigError)
+    return made
 
 
 def _step(

@@ -5,11 +5,6 @@ class      int64 (n,)              (n, C)                    classification
 real       float32 (n,) or (n, d)  (n, 1) or (n, d)          regression
 binary     float32 (n, C), 0 or 1  (n, C)                    multi_label
 tokens     int64 (n, T)            (n, T, V)                 next_token
-
-cross_entropy        -log softmax(f)_y                                    of a class
-token_cross_entropy  its mean over the T tokens of a sample
-mse, mae, huber      (f - y)^2, |f - y|, or Huber's loss with delta 1, mean over the d targets of a sample
-bce                  -y log s(f) - (1 - y) log (1 - s(f)), s the logistic function, mean over the C labels
 """
 
 from collections.abc import Callable, Mapping
@@ -156,22 +151,22 @@ def token_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared difference of each sample."""
+    """Squared error (f - y)^2 of each sample, mean over its targets."""
     return F.mse_loss(outputs, targets.reshape(outputs.shape), reduction="none").flatten(1).mean(1)
 
 
 def mae(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean absolute difference of each sample."""
+    """Absolute error |f - y| of each sample, mean over its targets."""
     return F.l1_loss(outputs, targets.reshape(outputs.shape), reduction="none").flatten(1).mean(1)
 
 
 def huber(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Huber's loss of each sample."""
+    """Huber's loss with delta 1 of each sample, mean over its targets."""
     return F.huber_loss(outputs, targets.reshape(outputs.shape), reduction="none").flatten(1).mean(1)
 
 
 def bce(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean binary cross entropy of the labels of each sample."""
+    """Binary cross entropy of each sample's logits, mean over its labels."""
     return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").mean(1)
 
 

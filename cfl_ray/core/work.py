@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -288,6 +288,7 @@ class Replay:
 class Work:
     """One exchange. Fields that end in `_M` and parts that have a `take` are per client."""
 
+    is_per_client: ClassVar[bool] = True  # whether `ids_M` are ids of clients
     address: Address
     ids_M: np.ndarray
     tables: tuple[Tensor, ...] = field(repr=False)  # model tables (K, P) for the hosts
@@ -331,11 +332,6 @@ class Work:
     def state_owners(self) -> np.ndarray:
         """Ids of the clients whose state or deferred results this work uses."""
         return self.ids_M
-
-    @property
-    def is_per_client(self) -> bool:
-        """Whether `ids_M` are ids of clients."""
-        return True
 
     @property
     def models_per_client(self) -> int:
@@ -452,14 +448,11 @@ class CombineColumns(Work):
     The units of this work are ranges, not clients: `ids_M` are their first columns. Each is a part of the results.
     """
 
+    is_per_client = False
     stop_M: np.ndarray  # int64: stop column of each range
     part_M: np.ndarray  # int64: number of the part
     members: np.ndarray  # int64: clients whose results are combined
     function: Callable[[Iterable[np.ndarray]], np.ndarray]  # of blocks (n, f) of the range's columns
-
-    @property
-    def is_per_client(self) -> bool:
-        return False
 
     @property
     def state_owners(self) -> np.ndarray:
@@ -553,11 +546,8 @@ class EvaluateShared(Evaluate):
     For metrics that need more than the confusion matrix, the scores (M, num_scores) instead.
     """
 
+    is_per_client = False
     by_confusion: bool = True
-
-    @property
-    def is_per_client(self) -> bool:
-        return False
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         size = len(self.ids_M)

@@ -107,10 +107,10 @@ def checked_result(
     """
     array = result_of(rule, method, values, weight_n)
     where, count = f"aggregation rule {place_of(getattr(rule, method))}", len(array)
-    if not np.isfinite(array).all():
-        at = int(np.flatnonzero(~np.isfinite(array))[0])
-        raise RunError(f"{where} returned {array[at]} at position {at} of {count}, expected finite numbers")
-    if allowed and not ((array >= 0) & (array <= high)).all():
-        at = int(np.flatnonzero((array < 0) | (array > high))[0])
-        raise RunError(f"{where} returned {array[at]:g} at position {at} of {count}, expected {allowed}")
+    invalid, expected = ~np.isfinite(array), "finite numbers"
+    if allowed and not invalid.any():
+        invalid, expected = (array < 0) | (array > high), allowed
+    if invalid.any():
+        at = int(np.flatnonzero(invalid)[0])
+        raise RunError(f"{where} returned {array[at]:g} at position {at} of {count}, expected {expected}")
     return array
