@@ -34,11 +34,6 @@ class Scores:
         return self.table_MV[:, 0]
 
     @property
-    def accuracy_M(self) -> np.ndarray:
-        """Accuracy, if clients learn classes."""
-        return self.table_MV[:, 0]
-
-    @property
     def loss_M(self) -> np.ndarray:
         return self.table_MV[:, -1]
 

@@ -111,10 +111,10 @@ def resume(
     if (finished := finished_results(run_dir, experiment, open_trained)) is not None:
         return finished
     watcher = watcher or Watcher()
-    return _Launch(_on_cluster_of_now(experiment, watcher), watcher, on_ray, _path(run_dir), resumed=True).run()
+    return _Launch(_with_current_cluster(experiment, watcher), watcher, on_ray, _path(run_dir), resumed=True).run()
 
 
-def _on_cluster_of_now(experiment: Experiment, watcher: Watcher) -> Experiment:
+def _with_current_cluster(experiment: Experiment, watcher: Watcher) -> Experiment:
     """The experiment on the cluster that RAY_ADDRESS names: the one that its record names may be gone."""
     recorded, now = experiment.runtime.address, os.environ.get("RAY_ADDRESS")
     if recorded in (None, "auto", "local", now) or not now:  # these are not one cluster's
@@ -194,7 +194,7 @@ class _Launch:
             self._extend(self.extend)
         with contextlib.ExitStack() as lock:
             if self.resumed and self.run_dir is not None:
-                self._say_what_moved()
+                self._warn_of_moved_paths()
                 self.directory = self.run_dir.absolute()
                 lock.enter_context(RunDirectory(self.directory).hold())  # a live run cannot be resumed
                 withdraw_server(self.directory)  # the address that a killed driver left
@@ -233,7 +233,7 @@ class _Launch:
         self.watcher.started(setup, self.directory, run_info)
         return Driver(setup, self.session, self.directory, self.watcher, run_info, self.study).all_methods()
 
-    def _say_what_moved(self) -> None:
+    def _warn_of_moved_paths(self) -> None:
         for old, new in self.experiment.moved.items():
             self.watcher.warn(f"{old} of this run is not here; {new} takes its place, for the run directory has moved")
         if not Path(self.experiment.output).exists():
