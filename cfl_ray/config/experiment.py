@@ -25,7 +25,7 @@ from cfl_ray.config.evaluation import EvaluationConfig
 from cfl_ray.config.local import LocalConfig
 from cfl_ray.config.model import ModelConfig
 from cfl_ray.config.part import Kinds, keys_of, kinds_of
-from cfl_ray.config.paths import beside, from_record, moves_of, root_beside, to_record, with_replaced
+from cfl_ray.config.paths import from_record, moves_of, resolved_in, root_resolved_in, to_record, with_replaced
 from cfl_ray.config.privacy import PrivacyConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
@@ -271,7 +271,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     file: None for the built-in example, whose events follow the number of clients. A relative path in a file (a data
     folder, a Python file) is looked for in the file's folder, then in the working directory; those of overrides are
     relative to the working directory.
-    In the record of a run that has moved, recorded paths that do not exist are looked for beside its new place.
+    In the record of a run that has moved, recorded paths that do not exist are looked for next to its new place.
     """
     values, overrides = read_yaml(QUICKSTART if file is None else Path(file)), list(overrides)
     if "experiment" in values:
@@ -284,7 +284,9 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
         values = with_replaced(values, moved)
         written = from_record(text)
         written = {moved.get(path, path): old for path, old in ({path: path for path in moved} | written).items()}
-        values = with_known_credentials(root_beside(beside(values, Path(file).parent, Experiment), Path(file).parent))
+        values = with_known_credentials(
+            root_resolved_in(resolved_in(values, Path(file).parent, Experiment), Path(file).parent)
+        )
         if text.startswith(_RECORD):  # records of earlier versions have the keys of all kinds
             values = _without_keys_of_others(values)
     for override in overrides * 2:  # twice: an override whose key a later override of its kind drops is an error

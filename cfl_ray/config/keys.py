@@ -115,15 +115,15 @@ def _nearest(wanted: str, everything: list[KeySection]) -> str:
     """Returns the nearest valid name: first in the section of `wanted`, then at the top level, then in any section."""
     names = [name for section in everything for name in (section.name, *(key.name for key in section.keys)) if name]
     parent, _, last = wanted.rpartition(".")
-    beside = _beside(parent, names)
-    if beside and (parent or "did you mean" in did_you_mean(wanted, beside)):
-        return did_you_mean(wanted, beside)
+    siblings = _siblings(parent, names)
+    if siblings and (parent or "did you mean" in did_you_mean(wanted, siblings)):
+        return did_you_mean(wanted, siblings)
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
     near = difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)
-    return f" (did you mean {by_last[near[0]]!r}?)" if near else did_you_mean(wanted, beside or _beside("", names))
+    return f" (did you mean {by_last[near[0]]!r}?)" if near else did_you_mean(wanted, siblings or _siblings("", names))
 
 
-def _beside(parent: str, names: list[str]) -> list[str]:
+def _siblings(parent: str, names: list[str]) -> list[str]:
     return [name for name in names if _plain(name).rpartition(".")[0] == parent]
 
 

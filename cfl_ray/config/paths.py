@@ -1,7 +1,7 @@
 """Paths in a config: to data, and to Python files as `file.py:Name`.
 
 A YAML file may name files relative to its own folder. What a run records must be found from any folder, so the record
-has absolute paths; beside them it keeps the paths as they were written, which the config hash covers.
+has absolute paths, and also keeps the paths as they were written, which the config hash covers.
 """
 
 import json
@@ -22,7 +22,7 @@ _HEADER_LINES = 4
 _SQLITE = "sqlite:///"
 
 
-def beside(values: dict[str, Any], folder: Path, section: type[ConfigSection]) -> dict[str, Any]:
+def resolved_in(values: dict[str, Any], folder: Path, section: type[ConfigSection]) -> dict[str, Any]:
     """Returns the values of a section with every relative path that exists in `folder` as a path in `folder`.
 
     Paths are the keys that are marked `FILE`, and the file of every text of the form file.py:Name.
@@ -56,7 +56,7 @@ def _in_folder(folder: Path, file: str) -> str:
     return str(folder / file) if not path.is_absolute() and os.path.exists(folder / path) else file
 
 
-def root_beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+def root_resolved_in(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns the values with `folder` as `data.root`, if no root is given and `data.train_files` are there."""
     data = values.get("data")
     if not isinstance(data, dict) or data.get("root") is not None:
@@ -82,7 +82,7 @@ def to_record(
         here = Path.cwd()
     except FileNotFoundError:  # the folder in which the run was started is gone, and its files with it
         return "", values
-    absolute = beside(values, here, section)
+    absolute = resolved_in(values, here, section)
     changed = {new: written.get(old, old) for new, old in _changes(absolute, values)} | dict(written)
     if with_replaced(absolute, changed) != with_replaced(values, written):  # the same file, written in two ways
         return "", _with_absolute_places(values, here)

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from cfl_ray.config.experiment import PARTS, Experiment, explain, read_yaml, set_key, split_override
-from cfl_ray.config.paths import beside, from_record, paths_as_written, record_line, root_beside
+from cfl_ray.config.paths import from_record, paths_as_written, record_line, resolved_in, root_resolved_in
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError
 from cfl_ray.run_directory import RunDirectory
@@ -257,7 +257,7 @@ class Study(ConfigSection):
         except FileNotFoundError:  # the folder is gone, and with it what was relative to it
             return self
         before = self.model_dump(mode="json", by_alias=True)
-        values = _beside(before, here)
+        values = _resolved_in(before, here)
         written = paths_as_written(values, before) | self._written
         output = values["experiment"].get("output") or "runs"
         if isinstance(output, str):  # otherwise it is refused with the experiment
@@ -294,7 +294,7 @@ def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | Non
             "`cfl-ray run`"
         )
     folder = path.parent.resolve()
-    values = _beside(given, folder)
+    values = _resolved_in(given, folder)
     for override in overrides:
         for study in (given, values):
             _override(study, override)
@@ -308,26 +308,26 @@ def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | Non
         raise ConfigError(f"{file}: {error}") from None
 
 
-def _beside(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _resolved_in(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Returns a copy of a study's keys with every relative path that exists in `folder` as a path in it."""
     values: dict[str, Any] = copy.deepcopy(dict(given))
     settings, sweep = values.get("settings"), values.get("sweep")
     for section in (values["experiment"], *(settings.values() if isinstance(settings, dict) else ())):
         if isinstance(section, dict):
-            section.update(beside(section, folder, Experiment))
+            section.update(resolved_in(section, folder, Experiment))
     parameters = sweep.get("parameters") if isinstance(sweep, dict) else None
     if not isinstance(parameters, dict):
         return values
     for key, choices in parameters.items():
         if isinstance(choices, list):
-            parameters[key] = [_choice_beside(str(key).split("."), value, folder) for value in choices]
+            parameters[key] = [_choice_resolved_in(str(key).split("."), value, folder) for value in choices]
     return values
 
 
-def _choice_beside(path: list[str], value: Any, folder: Path) -> Any:
+def _choice_resolved_in(path: list[str], value: Any, folder: Path) -> Any:
     values: dict[str, Any] = {}
     set_key(values, path, value, "sweep")
-    section: Any = beside(values, folder, Experiment)
+    section: Any = resolved_in(values, folder, Experiment)
     for key in path:
         section = section[key]
     return section
@@ -335,14 +335,14 @@ def _choice_beside(path: list[str], value: Any, folder: Path) -> Any:
 
 def _find_roots(values: dict[str, Any], folder: Path) -> None:
     """Sets `data.root` to the folder of the study if `data.train_files` are there."""
-    values["experiment"] = root_beside(values["experiment"], folder)
+    values["experiment"] = root_resolved_in(values["experiment"], folder)
     shared = values["experiment"].get("data")
     if isinstance(shared, dict) and shared.get("root") is not None:
         return
     settings = values.get("settings")
     if isinstance(settings, dict):
         for name, section in settings.items():
-            settings[name] = root_beside(section, folder) if isinstance(section, dict) else section
+            settings[name] = root_resolved_in(section, folder) if isinstance(section, dict) else section
 
 
 def _override(values: dict[str, Any], override: str) -> None:

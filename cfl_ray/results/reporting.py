@@ -65,12 +65,12 @@ def _compared_runs(
         raise ConfigError(f"column {column!r} is one of published tables; name their file, too (--against)")
     runs = find_runs(paths, trust)
     if against is None:
-        return runs, *(_published_beside(Path(paths[0]), runs) if len(paths) == 1 else ((), ""))
+        return runs, *(_published_of(Path(paths[0]), runs) if len(paths) == 1 else ((), ""))
     published = load_published(against)
     return runs, compare_with(runs, published, column), published.paper.reference
 
 
-def _published_beside(
+def _published_of(
     folder: Path, runs: Sequence[FoundRun], warn: Callable[[str], None] = lambda text: None
 ) -> tuple[Sequence[Comparison], str]:
     """The published numbers that a study names beside ours, and the paper.
@@ -94,7 +94,7 @@ def report_at_the_end(folder: Path, runs: Callable[[], Sequence[FoundRun]], warn
     """Writes the page of a run or a study into its folder. A failure to draw it costs no results: it is a warning."""
     try:
         opened = runs()
-        write_report_of(opened, RunDirectory(folder).report, *_published_beside(folder, opened, warn))
+        write_report_of(opened, RunDirectory(folder).report, *_published_of(folder, opened, warn))
     except Exception as error:
         again = command("report", folder)
         warn(f"the report was not written: {type(error).__name__}: {error}; `{again}` tries it again")

@@ -97,7 +97,7 @@ class Journal:
                 "knowing which clients joined and left"
             ) from error
         if self.file is not None:
-            self.events = _beside(self.events, self.file.parent.parent)
+            self.events = _with_moved_shards(self.events, self.file.parent.parent)
 
     def add(self, *events: JournalEvent) -> None:
         """Appends events; they are on disk when this returns."""
@@ -127,7 +127,7 @@ class Journal:
         return last.round if last is not None and (last.stop == session or last.round > saved) else None
 
 
-def _beside(events: list[JournalEvent], run_dir: Path) -> list[JournalEvent]:
+def _with_moved_shards(events: list[JournalEvent], run_dir: Path) -> list[JournalEvent]:
     """The events with the shards of newcomers as seen from where the run directory is now."""
     uris = [event.shards.uri for event in events if event.shards]
     moved = moves_of(uris, read_text(RunDirectory(run_dir).config) or "", run_dir) if uris else {}

@@ -42,7 +42,7 @@ class Requests:
 
     # ---- for the thread of the round loop
 
-    def go_on_after(self, round: int) -> None:
+    def resume_after(self, round: int) -> None:
         """The run goes on after this round, the last one saved."""
         self.stop_after = self.journal.stop_after(self.session, round)
 

@@ -64,7 +64,7 @@ def checkpoint_store(setup: Setup, run_dir: Path | None, label: str) -> Checkpoi
     return CheckpointStore(run.method(label).path, hash, setup.experiment.runtime.keep_last)
 
 
-def leased_store(setup: Setup, run_dir: Path | None, label: str) -> CheckpointStore | None:
+def store_with_lease(setup: Setup, run_dir: Path | None, label: str) -> CheckpointStore | None:
     """The same, for the process that goes on with the run: a server that it replaces can no longer save."""
     if (store := checkpoint_store(setup, run_dir, label)) is not None:
         store.take_lease()
@@ -96,7 +96,7 @@ class InProcessSession:
 
     def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundReport]:
         self.backend = self._backend()
-        store = leased_store(self.setup, self.run_dir, label)
+        store = store_with_lease(self.setup, self.run_dir, label)
         self.loop = RoundLoop(self.setup, label, self.worker.network, self.backend, store)
         return self.loop.rounds()
 

@@ -28,7 +28,7 @@ from cfl_ray.runtime.on_ray.stall import Progress
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.runtime.session import leased_store
+from cfl_ray.runtime.session import store_with_lease
 from cfl_ray.setup.prepare import Setup
 from cfl_ray.system.allocator import return_large_arrays
 from cfl_ray.system.threads import one_thread
@@ -96,7 +96,7 @@ class ServerProcess:
         """Makes the method ready: before round 1, or after its newest checkpoint."""
         with self.replacing:
             self.loop, self.rounds = None, iter(())  # frees the last loop before the next one is made
-            store = leased_store(self.setup, self.run_dir, self.label)
+            store = store_with_lease(self.setup, self.run_dir, self.label)
             backend = RayBackend(self.pool, store.lease.shared if store else None)
             self.loop = RoundLoop(self.setup, self.label, self.network, backend, store, self.session)
             self.requests, self.rounds = self.loop.requests, self.loop.rounds()
