@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
         say(str(stopped))
     except UserError as error:
         _fail(str(error), error.exit_status)
-    except KeyboardInterrupt as error:  # possibly a second Ctrl-C, while the first one ends the run
+    except KeyboardInterrupt as error:  # possibly a second Ctrl-C, while the first Ctrl-C ends the run
         _fail(_message_of_interruption(error) or "stopped", Interrupted.exit_status)
     except OSError as error:
         _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
@@ -101,7 +101,7 @@ def _message_of_interruption(error: BaseException | None) -> str | None:
 def _fail(message: str, status: int) -> None:
     err.print(redact(f"error: {message}"), markup=False, soft_wrap=True, style="red")
     if status == Interrupted.exit_status and ("ray" in sys.modules or active_children()):
-        # Without the exit handlers, which may wait for processes; those of Ray and of a study end when this one does.
+        # Without the exit handlers, which may wait for processes; those of Ray and of a study end with this process.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -107,7 +107,7 @@ class Estimate:
 
     @property
     def warnings(self) -> list[str]:
-        """Keys that are valid and have no effect, or probably another one than was meant."""
+        """Keys that are valid and have no effect, or probably not the one that was meant."""
         clients = self.sizes.federation.clients
         wanted = {label: getattr(method, "num_clusters", None) or 0 for label, method in self.setup.methods.items()}
         empty = [
@@ -121,7 +121,7 @@ class Estimate:
 
 
 def estimate(experiment: Experiment, summary: FederationSummary | None = None) -> Estimate:
-    """Returns the estimate of an experiment. Raises ConfigError or DataError for one that a run refuses.
+    """Returns the estimate of an experiment. Raises ConfigError or DataError for an experiment that a run refuses.
 
     summary: the sizes of its federation, if they are known.
     """

@@ -1,4 +1,4 @@
-"""The command line's view of a run: a live one is asked through its server, any other is read from its files."""
+"""The command line's view of a run: a live run is asked through its server, any other is read from its files."""
 
 import os
 import sys
@@ -58,7 +58,7 @@ class RunStatus:
 
 
 def status(run_dir: Path) -> RunStatus:
-    """The status of a run, live or not. Raises ConfigError without a run, and for a live one with a foreign session."""
+    """The status of a run, live or not. Raises ConfigError without a run, and for a live run with a foreign session."""
     directory = _run(run_dir)
     experiment, live = config.load(directory.config), directory.is_live
     session = read_server_address(run_dir) if live else None
@@ -76,8 +76,8 @@ def status(run_dir: Path) -> RunStatus:
     score = primary_of(last.metrics) if last else "accuracy"
     shown = (score, f"{score}_local", "num_clusters", "epsilon")
     state = "live" if live else "finished" if finished else _ended(run_dir)
-    over = [one for one, progress in methods.items() if progress == "finished" or state == "stopped"]
-    early = {one: why_early(records_of[one], experiment.rounds, methods[one] == "finished") for one in over}
+    over = [label for label, progress in methods.items() if progress == "finished" or state == "stopped"]
+    early = {label: why_early(records_of[label], experiment.rounds, methods[label] == "finished") for label in over}
     recorded, seconds = records[-1].round if records else 0, _seconds_per_round(records)
     when, fault = answer.get("last_fault") or (None, None)
     return RunStatus(
@@ -106,7 +106,7 @@ def status(run_dir: Path) -> RunStatus:
             for label, progress in methods.items()
             if progress == "finished" and (why := why_diverged(records_of[label]))
         },
-        early={one: why for one, why in early.items() if why},
+        early={label: why for label, why in early.items() if why},
         pending=answer.get("pending", []),
         next=None if live or finished else command("resume", run_dir),
         driver=f"{session.host}, process {session.pid}" if live and session else None,
@@ -187,7 +187,7 @@ def _ended(run_dir: Path) -> str:
 
 
 def _cluster_events(records: list[RoundRecord]) -> Iterator[ClusterEvent]:
-    """Events of the clusters, the last one first."""
+    """Events of the clusters, the last event first."""
     for record in reversed(records):
         yield from (event for event in reversed(record.events) if event.event != "phase")
 

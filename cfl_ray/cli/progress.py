@@ -181,7 +181,7 @@ class Display(Watcher):
             self._line(f"{line}  {left}" if left else line)
 
     def _show(self, label: str, *more: str) -> None:
-        """Writes metrics and time left, and `more`, beside the bar of a method."""
+        """Writes metrics and time left, and `more`, next to the bar of a method."""
         shown = filter(None, [self.metrics.get(label), self.left.get(label), *more])
         self.progress.update(self.bars[label], metrics="  ".join(shown))
 

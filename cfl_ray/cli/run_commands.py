@@ -30,7 +30,7 @@ def run(
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="A run of this config with fewer rounds: this one begins with a copy of them.",
+            help="A run of this config with fewer rounds: this run begins with a copy of them.",
             show_default=False,
         ),
     ] = None,

@@ -185,7 +185,7 @@ def list_kinds(kinds: "Mapping[str, PartKind]", console: Console) -> None:
 
 
 def list_parts(kind: "PartKind", console: Console) -> None:
-    """Prints the parts of one kind with their parameters and defaults, and how to bring one's own."""
+    """Prints the parts of one kind with their parameters and defaults, and how to bring your own."""
     table = _folding("name", "from", "description", "parameters and defaults")
     for part in kind.parts():
         table.add_row(*map(escape, (part.name, part.origin, part.description, part.parameters or "none")))

@@ -135,7 +135,7 @@ def blocks(labels: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _group_axis(groups: Sequence[int]) -> tuple[Plot, list[Plot]]:
-    """An axis with the groups' names beside their rows, and lines between the groups."""
+    """An axis with the groups' names next to their rows, and lines between the groups."""
     axis = {"autorange": "reversed", "showgrid": False}
     rows = blocks(groups)
     if not 2 <= len(rows) <= MOST_BLOCKS:
@@ -153,7 +153,7 @@ def _changes_in_words(label: str, run: MethodRun) -> str:
         _, first_U, count_U = np.unique(
             before_R.astype(np.int64) << 32 | after_R, return_index=True, return_counts=True
         )
-        for place in np.argsort(first_U):  # of pairs that are equally frequent, the first one is named
+        for place in np.argsort(first_U):  # of pairs that are equally frequent, the first pair is named
             first = first_U[place]
             pairs[int(before_R[first]), int(after_R[first])] += int(count_U[place])
         last = round

@@ -204,7 +204,7 @@ def _label(axes: Axes, method: str, end: tuple[float, float], height: float, sty
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The ascending positions `wanted`, moved so that each is at least `gap` above the previous one.
+    """The ascending positions `wanted`, moved so that each is at least `gap` above the previous position.
 
     They stay within low..high if there is room for all.
     """

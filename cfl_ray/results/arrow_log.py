@@ -1,4 +1,4 @@
-"""Arrow streams that grow by a batch per round: record files of a method beside its lines of JSON."""
+"""Arrow streams that grow by a batch per round: record files of a method in addition to its lines of JSON."""
 
 import os
 from pathlib import Path

@@ -75,7 +75,7 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     first: dict[str, Experiment] = {}  # by the settings without seed
     for experiment in experiments:
         first.setdefault(settings_of(experiment), experiment)
-    names = dict(zip(first, names_of([(one.name, one) for one in first.values()]), strict=True))
+    names = dict(zip(first, names_of([(experiment.name, experiment) for experiment in first.values()]), strict=True))
     for run, experiment in zip(plain, experiments, strict=True):
         name = names[settings_of(experiment)]
         for label, result in recorded_run(run.absolute(), experiment).methods.items():
@@ -265,7 +265,7 @@ def _columns(chosen: list[str]) -> list[str]:
 
 
 def column_of(metric: str, metrics: Sequence[str]) -> str:
-    """The column of a metric in a table of `metrics`: METRIC; METRIC_over_clients for METRIC_std beside METRIC.
+    """The column of a metric in a table of `metrics`: METRIC; METRIC_over_clients for METRIC_std next to METRIC.
 
     In such a table, METRIC_std is the spread of METRIC over the seeds.
     """
@@ -289,7 +289,7 @@ def is_less_better(metric: str) -> bool:
 
 
 def _paired_tests(run_metrics: RunMetrics, metric: str) -> list[tuple[float, float]]:
-    """`paired_test` of each method against the best one of its experiment."""
+    """`paired_test` of each method against the best method of its experiment."""
     best = _best_methods(run_metrics, metric)
     values = {
         key: {seed: values_of_seed.get(metric, np.nan) for seed, values_of_seed in seeds.items()}

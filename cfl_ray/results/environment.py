@@ -1,4 +1,4 @@
-"""The environment of a run: what its results depend on to the last bit beside the config hash, in environment.json.
+"""The environment of a run: what its results depend on apart from the config hash, in environment.json.
 
 It is not in the config hash, because it is known only when hosts have started, and may differ between runs of an
 experiment. A run that is resumed keeps its engine, and warns of other changes.

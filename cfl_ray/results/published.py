@@ -1,4 +1,4 @@
-"""The numbers of runs beside those of published tables."""
+"""The numbers of runs next to those of published tables."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from cfl_ray.tracking.record import METRICS
 
 
 def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: str | None = None) -> list[Comparison]:
-    """Our numbers beside those of the tables, for each method that has a row there.
+    """Our numbers next to those of the tables, for each method that has a row there.
 
     A run of a study belongs to the column of its setting in the tables that the study repeats, another run to `column`,
     or to the only column. Raises ConfigError if the column is not known, if none of our runs is in the tables, and for

@@ -60,7 +60,7 @@ def report_page(
 def _compared_runs(
     paths: Sequence[str | Path], against: str | Path | None, column: str | None, trust: bool
 ) -> tuple[Sequence[FoundRun], Sequence[Comparison], str]:
-    """The runs, the published numbers beside theirs, and the paper."""
+    """The runs, the published numbers next to theirs, and the paper."""
     if column is not None and against is None:
         raise ConfigError(f"column {column!r} is one of published tables; name their file, too (--against)")
     runs = find_runs(paths, trust)
@@ -73,7 +73,7 @@ def _compared_runs(
 def _published_of(
     folder: Path, runs: Sequence[FoundRun], warn: Callable[[str], None] = lambda text: None
 ) -> tuple[Sequence[Comparison], str]:
-    """The published numbers that a study names beside ours, and the paper.
+    """The published numbers that a study names for comparison with ours, and the paper.
 
     Both are empty for a folder that is not a study, without the file of the numbers, or if none of our runs is in the
     tables. warn: receives a line if a published metric is not known.

@@ -92,7 +92,7 @@ class MethodResult:
 
     @property
     def diagnostics(self) -> dict[str, dict[int, Diagnostic]]:
-        """Values that the method reported beside its metrics (docs/metrics.md): {name: {round: diagnostic}}.
+        """Values that the method reported in addition to its metrics (docs/metrics.md): {name: {round: diagnostic}}.
 
         An array is listed only for evaluated rounds in which it differs from the array before, by the round in which
         the method reported it.

@@ -24,7 +24,7 @@ _LISTED, _SHOWN = 3, 60  # keys that a message names, letters of a value
 
 
 def write_config(directory: Path, experiment: Experiment, run_dir: Path | None = None) -> None:
-    """Writes config.yaml, without credentials. run_dir: where the directory will be moved; None: nowhere."""
+    """Writes config.yaml, without credentials. run_dir: the path after a later move; None: it stays."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode of `output`, a parent, follows the umask
     remember_credentials(experiment.to_dict())
     header = f"{_HASH}{experiment.config_hash}\n# format {FORMAT}\n{recorded_in(run_dir or directory)}"
@@ -101,7 +101,7 @@ def check_hash_of_run(directory: RunDirectory, experiment: Experiment) -> None:
         return
     rounds = config.load(directory.config).rounds
     shorter = rounds < experiment.rounds and experiment.model_copy(update={"rounds": rounds}).config_hash == hash
-    extend = f", where its runs can begin with the {rounds} rounds that are here (--extend)" if shorter else ""
+    extend = f", whose runs can begin with the {rounds} rounds that are here (--extend)" if shorter else ""
     raise ConfigError(
         f"{directory.path} belongs to another config: {differences(directory, experiment)}; "
         f"move it away, or choose another folder for the study{extend}"

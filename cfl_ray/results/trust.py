@@ -42,7 +42,7 @@ _CLUSTER, _MLFLOW = "the Ray cluster ", "MLflow at "
 def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Experiment:
     """The experiment in the record of a run. Imports nothing.
 
-    connects: whether the run's cluster and MLflow server will be used, beside its files.
+    connects: whether the run's cluster and MLflow server will be used, in addition to its files.
     Raises UntrustedError if the record names what this user did not sign on this machine, unless `trust`, and
     DataError if it is empty: an empty config would be another experiment, that of the defaults.
     """

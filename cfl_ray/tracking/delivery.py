@@ -59,7 +59,7 @@ class Cursor:
 
 
 def update_cursor(run_dir: Path, name: str, **values: Any) -> None:
-    """Changes values of the cursor file of a tracker; MLflow's has those of its `Destination` beside the cursor."""
+    """Changes values of the cursor file of a tracker; MLflow's also has those of its `Destination`."""
     file = RunDirectory(run_dir).cursor(name)
     write_json(file, (read_json(file) or {}) | values)
 

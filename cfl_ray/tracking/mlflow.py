@@ -202,7 +202,7 @@ def _refuse_links(folder: Path) -> None:
 def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
     """Returns a client and the id of the experiment.
 
-    An SQLite store is created if it does not exist, with its artifacts in the folder `mlartifacts` beside the file.
+    An SQLite store is created if it does not exist, with its artifacts in the folder `mlartifacts` next to the file.
     """
     set_defaults()
     from mlflow import MlflowClient
@@ -212,7 +212,7 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         private_folder(path.parent / "mlartifacts")
-    # Two processes that create the tables of a new file at the same time fail inside MLflow, so only one may at a time.
+    # Two processes that create the tables of a new file at the same time fail inside MLflow, so they take turns.
     with FileLock(f"{path}.lock", timeout=CREATION_SECONDS, mode=PRIVATE) if path else nullcontext():
         if path:
             _create_store(path)

@@ -17,9 +17,7 @@ def check_mlflow() -> None:
     installed = version("mlflow")
     if tuple(int(part) for part in installed.split(".")[:2]) < NEEDED:
         needed = ".".join(map(str, NEEDED))
-        raise ConfigError(
-            f"tracking.log_models needs MLflow {needed} or newer, found {installed}: pip install -U mlflow"
-        )
+        raise ConfigError(f"tracking.log_models needs MLflow {needed} or newer, got {installed}: pip install -U mlflow")
 
 
 def save_model(module: Any, example: np.ndarray, outputs: np.ndarray, folder: Path) -> None:

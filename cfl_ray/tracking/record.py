@@ -25,7 +25,7 @@ ROUND_METRICS = {
     "trained_share": "share of the clients that have trained",
     "accuracy_tuned": "P-tune(F): the same, of the P-server model after F local epochs",
     "accuracy_past": "the same as accuracy, of clients whose data have changed, on their data before the last change",
-    "accuracy_honest": "the same as accuracy over the clients that do not attack, where some do",
+    "accuracy_honest": "the same as accuracy over the clients that do not attack, if some do",
     "accuracy_std": "standard deviation over clients of the P-server accuracy",
     "accuracy_p10": "10th percentile over clients of the P-server accuracy",
     "macro_f1": "mean over clients of the macro-averaged F1 score, 0..1",
@@ -38,24 +38,24 @@ ROUND_METRICS = {
     "purity": "share of the clients that belong to the commonest true group of their cluster, 0..1",
     "correct_clients": "clients in the right cluster under the best matching of clusters to groups (Hungarian)",
     "clients_online": "clients that belong to the federation in the round, reachable or not",
-    "clients_joined": "clients that joined before the round, by schedule or on request; absent where none did",
-    "clients_left": "clients that left before the round, by schedule or on request; absent where none did",
+    "clients_joined": "clients that joined before the round, by schedule or on request; absent if none did",
+    "clients_left": "clients that left before the round, by schedule or on request; absent if none did",
     "cohort_size": "clients of the round: those that were selected and reached",
     "updates_rejected": "clients of the round whose data or updates were not valid",
     "clients_dropped": "clients that were selected and did not report",
     "clients_rejected": "clients that were excluded, also from evaluation, as their data or results are not valid",
     "clients_late": "clients that were excluded because their work took longer than runtime.round_deadline",
-    "clients_past_deadline": "clients that finished after clock.deadline; absent where none did",
-    "clients_surplus": "clients of an over-selected cohort that the round did not wait for; absent where none were",
+    "clients_past_deadline": "clients that finished after clock.deadline; absent if none did",
+    "clients_surplus": "clients of an over-selected cohort that the round did not wait for; absent if none were",
     "staleness": "mean number of server steps since the clients of an asynchronous round received their models",
-    "updates_stale": "updates that were discarded: staler than asynchronous.max_staleness; absent where none were",
+    "updates_stale": "updates that were discarded: staler than asynchronous.max_staleness; absent if none were",
     "virtual_seconds": "virtual time since the start of the run, in seconds (clock)",
     "mbit_down": "Mbit sent to a client so far, mean over the federation, 32 bits a float",
     "mbit_up": "Mbit sent by a client so far, mean over the federation, 32 bits a float",
     "epsilon": "epsilon of everything that a private run released so far, at its delta",
     "clip_norm": "C, the bound of the norm of a client's upload in the next round of a private run",
     "example_epsilon": "largest epsilon of any client's samples so far, with privacy.examples, at its delta",
-    "sums_lost": "secure sums that too few clients reported for; absent where none were",
+    "sums_lost": "secure sums that too few clients reported for; absent if none were",
     "round_seconds": "wall time of the round without its evaluation",
 }
 RUN_METRICS = {
@@ -128,7 +128,7 @@ def is_evaluated(metrics: Mapping[str, float]) -> bool:
 def check_metrics(names: Mapping[str, Any], of_task: Collection[str] = ()) -> None:
     """Raises ValueError for a name outside METRICS, since comparisons and notebooks rely on these names.
 
-    Metrics of a comparison are named METHOD/METRIC. of_task: names beside METRICS (`score_metrics_of`).
+    Metrics of a comparison are named METHOD/METRIC. of_task: names in addition to METRICS (`score_metrics_of`).
     """
     for name in names:
         if name.rpartition("/")[2] not in METRICS and name.rpartition("/")[2] not in of_task:
@@ -147,7 +147,7 @@ class RoundRecord:
     round: int  # rounds completed, 0 before the first
     metrics: Mapping[str, float]  # a metric that does not apply is absent; NaN and infinities: training diverged
     time_ms: int = field(default_factory=now_ms)  # stored with the record, so that a second delivery changes nothing
-    of_task: frozenset[str] = field(default=frozenset(), compare=False)  # names beside METRICS (`score_metrics_of`)
+    of_task: frozenset[str] = field(default=frozenset(), compare=False)  # also METRICS: `score_metrics_of`
     phase: str = ""  # of the method, in which the round began (docs/metrics.md); empty: not recorded
     events: tuple[ClusterEvent, ...] = ()  # splits, merges, births and deaths of clusters, and a change of the phase
 
@@ -196,7 +196,7 @@ class RoundRecord:
 
 def _count(name: str, value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**53:
-        raise ValueError(f"{name}: expected a whole number from 0 on, found {value!r:.80}")
+        raise ValueError(f"{name}: expected a whole number from 0 on, got {value!r:.80}")
     return value
 
 
@@ -206,7 +206,7 @@ def _number(name: str, value: object) -> float:
             return float(value)
     except OverflowError:
         pass
-    raise ValueError(f"{name}: expected a number, found {value!r:.80}")
+    raise ValueError(f"{name}: expected a number, got {value!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class RunEnd:
         """Returns the end that end.json holds. Raises ValueError for anything else."""
         status: Any = fields.get("status")
         if status not in get_args(EndStatus):
-            raise ValueError(f"status: expected {', '.join(get_args(EndStatus))}, found {status!r:.80}")
+            raise ValueError(f"status: expected {', '.join(get_args(EndStatus))}, got {status!r:.80}")
         summary = RoundRecord.from_fields(fields.get("summary"))
         return cls(status, summary, _count("time_ms", fields.get("time_ms")))
 

@@ -31,7 +31,7 @@ class RunLog:
         run_dir: str | Path,
         trackers: Mapping[str, Tracker] | None = None,  # by name
         warn: Callable[[str], None] = _warn_in_log,  # also called from other threads; the text has no credentials
-        of_task: Collection[str] = (),  # names of metrics beside METRICS (`score_metrics_of`) in the summary
+        of_task: Collection[str] = (),  # names of metrics in addition to METRICS (`score_metrics_of`) in the summary
         finish_seconds: float = 20.0,  # longest time without progress of a tracker for which `finish` waits
     ) -> None:
         self.run_dir, self._of_task = Path(run_dir).absolute(), frozenset(of_task)
@@ -43,7 +43,7 @@ class RunLog:
         ]
 
     def start(self, info: RunInfo) -> None:
-        """Opens the run. If the directory holds a run already, `info` is ignored and the recorded one stays."""
+        """Opens the run. If the directory holds a run already, `info` is ignored and the recorded info stays."""
         self.close()
         files = RunDirectory(self.run_dir)
         private_folder(files.artifacts)

@@ -77,7 +77,7 @@ def rejected_updates(records: Iterable[RoundRecord]) -> RejectedUpdates:
 
 
 def why_diverged(records: Sequence[RoundRecord]) -> str | None:
-    """Returns why a method ended without a usable model; None for a method that has one."""
+    """Returns why a method ended without a usable model; None for a method that has such a model."""
     if not records:
         return None
     last, size = records[-1], records[-1].metrics.get("cohort_size", 0)
@@ -91,7 +91,7 @@ def why_diverged(records: Sequence[RoundRecord]) -> str | None:
 
 
 def why_early(records: Sequence[RoundRecord], rounds: int, is_finished: bool) -> str | None:
-    """Returns after which round, and why, a method ended before `rounds`; None for one that did not.
+    """Returns after which round, and why, a method ended before `rounds`; None for a method that did not.
 
     is_finished: whether it has nothing left to do; otherwise it was asked to stop.
     """

@@ -26,7 +26,7 @@ def resolve_uri(tracking: Any, output: str | Path) -> str:
 def accepts_connection(uri: str, seconds: float = 2.0) -> bool:
     """Returns False for a server that refuses connections or does not answer within `seconds`.
 
-    True for a file, and for a server behind a proxy, where only a request can tell.
+    True for a file, and for a server behind a proxy, for which only a request can tell.
     """
     parts = split(uri)
     if parts.scheme not in ("http", "https") or not parts.hostname or _through_proxy(parts):
