@@ -60,6 +60,7 @@ class Experiment(ConfigSection):
     name: str = Field(
         "experiment",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        max_length=100,
         description="name of the experiment, the run directory and the MLflow run",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of every random draw")

@@ -62,11 +62,19 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
     return f"; valid: {', '.join(valid)}" if nearest is None else f" (did you mean {nearest!r}?)"
 
 
+_NAME = "^[A-Za-z0-9][A-Za-z0-9"  # begins the pattern of a name, which goes on with signs and ends with ]*$
+
+
 def what_is_wrong(problem: Mapping[str, Any]) -> str:
     """Returns the message of a problem of pydantic's ValidationError, with the value that was given."""
     what: str = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "list_type" and isinstance(problem["input"], str | int | float):
-        what = f"expected a list, write [{problem['input']}]"
+    given, pattern = problem["input"], str(problem.get("ctx", {}).get("pattern", ""))
+    if problem["type"] == "list_type" and isinstance(given, str | int | float):
+        what = f"expected a list, write [{given}]"
+    elif problem["type"] == "list_type" and isinstance(given, Mapping):
+        what = f"expected a list, write [{', '.join(f'{{{key}: ...}}' for key in given)}]"
+    elif pattern.startswith(_NAME):
+        what = f"expected ASCII letters, digits and {' '.join(pattern[len(_NAME) : -3])}, the first a letter or digit"
     ours = problem["type"] == "value_error"
     is_said = ours and (isinstance(problem["input"], dict) or re.search(r"\bgot\b", what))
     is_said = is_said or problem["type"] == "missing"  # its input is all that is around it

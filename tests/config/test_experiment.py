@@ -56,6 +56,9 @@ class TestErrors:
         "values, message",
         [
             ({"methods": "fedavg"}, r"^methods: expected a list, write \[fedavg\], got 'fedavg'$"),
+            ({"methods": {"ifca": {}}}, r"^methods: expected a list, write \[\{ifca: ...\}\], got \{'ifca': \{\}\}$"),
+            ({"name": "größe"}, "^name: expected ASCII letters, digits and _ . -, the first a letter or digit, got"),
+            ({"name": "x" * 101}, "^name: String should have at most 100 characters, got 'xxx"),
             ({"schedule": 5}, r"^schedule: expected a list, e\.g\. \[{round: 5}\], got 5$"),
             ({"fedavg": {"mu": 3}}, r"unknown key 'fedavg'; valid: .*; options of a method .* methods\.fedavg\.OPTION"),
             ({"round": 3}, r"unknown key 'round' \(did you mean 'rounds'\?\)"),
@@ -656,7 +659,10 @@ class TestMethods:
             ([{"ifca": {}, "stocfl": {}}], "methods: an entry must be a name, or one name with its options"),
             (["fedavg", "fedavg"], "methods: 'fedavg' is listed twice"),
             ([{"fedavg": {"label": "a"}}, {"ifca": {"label": "a"}}], "methods: 'a' is listed twice"),
-            ([{"fedavg": {"label": "../a"}}], "fedavg.label: String should match pattern .*, got '../a'"),
+            (
+                [{"fedavg": {"label": "../a"}}],
+                "fedavg.label: expected ASCII letters, digits and _ . = -, .*got '../a",
+            ),
             (["missing.py:Mine"], "method 'missing.py:Mine': there is no file /"),
             ([5], "unknown method '5'"),
         ],

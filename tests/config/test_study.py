@@ -68,7 +68,10 @@ REFUSED = {
         "two settings are named '1', as a text and as a number",
     ),
     "settings as a list": ({"settings": [1]}, "settings: Input should be a valid dictionary"),
-    "a name with a slash": ({"name": "a/b"}, "name: String should match pattern"),
+    "a name with a slash": (
+        {"name": "a/b"},
+        "name: expected ASCII letters, digits and _ . -, the first a",
+    ),
     "one seed": ({"seeds": 3}, "seeds: expected a list, write [3]"),
     "no seed": ({"seeds": []}, "seeds: List should have at least 1 item"),
     "a seed twice": ({"seeds": [1, 2, 1]}, "seed 1 is listed twice"),
