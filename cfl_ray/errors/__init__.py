@@ -11,7 +11,7 @@ from cfl_ray.errors.redaction import redact
 class UserError(Exception):
     """An error whose message says what is wrong, what the limit is and what to do. It is shown without a traceback.
 
-    The message has no credentials: those of URIs in it are hidden.
+    Credentials of URIs in the message are hidden.
     """
 
     exit_status = 1
@@ -57,7 +57,7 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """Returns ` (did you mean 'x'?)`, or the list of valid words when none is close."""
     word, valid = str(word), sorted(set(valid))
     close = difflib.get_close_matches(word, valid, n=3, cutoff=0.5)
-    # difflib counts the letters in common: adma has more of them in common with adamax than with adam
+    # difflib ranks by letters in common, by which adma is closer to adamax than to adam
     nearest = min(close, key=lambda candidate: _edits(word, candidate), default=None)
     return f"; valid: {', '.join(valid)}" if nearest is None else f" (did you mean {nearest!r}?)"
 
@@ -66,7 +66,7 @@ _NAME = "^[A-Za-z0-9][A-Za-z0-9"  # begins the pattern of a name, which goes on 
 
 
 def what_is_wrong(problem: Mapping[str, Any]) -> str:
-    """Returns the message of a problem of pydantic's ValidationError, with the value that was given."""
+    """Returns the message of a problem in pydantic's ValidationError, with the given value."""
     what: str = problem["msg"].removeprefix("Value error, ")
     given, pattern = problem["input"], str(problem.get("ctx", {}).get("pattern", ""))
     if problem["type"] == "list_type" and isinstance(given, str | int | float):
@@ -77,17 +77,17 @@ def what_is_wrong(problem: Mapping[str, Any]) -> str:
         what = f"expected ASCII letters, digits and {' '.join(pattern[len(_NAME) : -3])}, the first a letter or digit"
     ours = problem["type"] == "value_error"
     is_said = ours and (isinstance(problem["input"], dict) or re.search(r"\bgot\b", what))
-    is_said = is_said or problem["type"] == "missing"  # its input is all that is around it
+    is_said = is_said or problem["type"] == "missing"  # its input is the whole enclosing mapping
     return what if is_said else f"{what}, got {problem['input']!r}"
 
 
 def says_where(error: BaseException) -> bool:
-    """Whether the text of an error says where it arose, so that no line of this package belongs beside it."""
+    """Whether the text of an error says where it arose, so that messages add no line of this package to it."""
     return getattr(error, "says_where", False) is True
 
 
 def _edits(a: str, b: str) -> int:
-    """Least number of letters to insert, leave out or replace, or of neighbours to swap, that makes `b` of `a`."""
+    """Edit distance: least number of insertions, deletions, substitutions and swaps of neighbouring letters."""
     rows = [list(range(len(b) + 1))]
     for i in range(1, len(a) + 1):
         row = [i]

@@ -7,7 +7,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 HIDDEN = "***"
 _CHAR = r"""(?:[^\s'"]|['"](?=[^\s,:)\]}'"]))"""  # a quote ends a URI unless the URI goes on after it
 _URI = re.compile(rf"://{_CHAR}+")
-# Up to the last @, for a password that was typed by hand may contain anything; blanks only after USER:, and no port.
+# Up to the last @, since a typed password may contain any character; blanks only after USER:, unless a port follows.
 _USER = re.compile(rf"""://(?:[^/\s@:'"]*:(?!\d+[\s/'"])(?:(?!://)(?:{_CHAR}|[ \t])){{0,80}}@|{_CHAR}*@)""")
 # workflowType names the interface in which MLflow opens a page
 _QUERY = re.compile(rf"([?&;#](?!workflowType=machine_learning\b)[\w.~%-]+=)(?:(?![&;]){_CHAR})+")
@@ -23,7 +23,7 @@ _SECRETS_IN_ENVIRONMENT = (
 def redact(text: str, uri: str = "") -> str:
     """Returns `text` without credentials: the user, password and query values of every URI in it become ***.
 
-    uri: a URI whose secrets are hidden also where they stand alone in `text`, as in the message of an exception.
+    uri: a URI whose secrets are also hidden outside of URIs in `text`, as in the message of an exception.
     """
     for secret in sorted(_secrets(uri), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
@@ -47,7 +47,7 @@ def _secrets(uri: str) -> set[str]:
 
 
 def split(uri: str) -> SplitResult:
-    """The parts of a URI; empty ones where it is not valid, for example with an unclosed [ of an IPv6 address."""
+    """The parts of a URI; empty parts if it is invalid, for example with an unclosed [ of an IPv6 address."""
     try:
         return urlsplit(uri)
     except ValueError:

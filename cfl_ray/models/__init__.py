@@ -28,7 +28,7 @@ REGISTRY: dict[str, Callable[..., nn.Module]] = {
 }
 MODELS = Registry("model", REGISTRY, "cfl_ray.models")
 INPUT_NAMES = ("input_shape", "in_shape", "shape")  # a factory's parameter of this name gets the shape of a sample
-CLASS_NAMES = ("num_classes", "n_classes", "classes", "num_outputs")  # and of these names the number of classes
+CLASS_NAMES = ("num_classes", "n_classes", "classes", "num_outputs")  # these get the number of classes
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class ModelRecipe:
     """A network's factory with its arguments; calling the recipe returns a new module, in any process.
 
     The factory is called with all `options`, and with the shape of a sample and the number of classes if it has
-    parameters for them: parameters with the names above, or else its remaining parameters without a default, in this
-    order.
+    parameters for them: parameters named in INPUT_NAMES and CLASS_NAMES, or else its remaining parameters without a
+    default, in this order.
 
     num_classes: number of classes; if the targets are not classes, the number of outputs for each predicted number.
     dtype: type of the inputs: float32, or int64 for token ids.
@@ -53,7 +53,7 @@ class ModelRecipe:
     weights: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self) -> nn.Module:
-        """A new module, initialised as its layers do. Lazy layers get their sizes in a forward pass."""
+        """A new module with the initial weights of its layers. Lazy layers get their sizes in a forward pass."""
         positional, named = self._arguments()
         module = self.factory(*positional, **named)
         if not isinstance(module, nn.Module):
@@ -191,12 +191,12 @@ def recipe(
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
     """The tensors in a .safetensors file, by name. Reading runs no code. Raises ConfigError if it cannot be read."""
-    from safetensors.torch import load_file  # networks alone need no more than torch
+    from safetensors.torch import load_file  # imported here, so that networks need only torch
 
     if not file.is_file():
         raise ConfigError(f"model.weights: there is no file {file}")
     try:
-        # processes of a machine that get the recipe share the memory of such tensors
+        # processes on a machine that receive the recipe share the memory of such tensors
         return {name: FrozenParameter(tensor, requires_grad=False) for name, tensor in load_file(file).items()}
     except Exception as error:  # safetensors does not document which errors a damaged file raises
         raise ConfigError(

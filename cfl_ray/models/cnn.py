@@ -1,4 +1,4 @@
-"""Convolutional networks of the papers. The docstrings give the numbers of parameters by which they are identified."""
+"""Convolutional networks of the papers. Their docstrings give the parameter counts that identify them."""
 
 from torch import nn
 

@@ -18,7 +18,7 @@ _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
 
 
 def place_of(part: Any) -> str:
-    """The name of a function, method, class or object, for messages; with file and line if they are the user's."""
+    """The name of a function, method, class or object, for messages; with file and line if it is in a user's file."""
     source = _source(part)
     name: str = getattr(source, "__qualname__", repr(source)).rpartition("<locals>.")[2]
     file, line = _definition(source)
@@ -28,7 +28,7 @@ def place_of(part: Any) -> str:
 def failure_of(part: Any, error: Exception, where: str = "") -> str:
     """The text "NAME failed: ERROR", with the line of the user's file that led to the error.
 
-    where: words after the name that say what the part was called for.
+    where: text after the name that says what the part was called for.
     """
     return f"{place_of(part)}{where} failed: {explained(part, error)}"
 
@@ -54,7 +54,7 @@ def raised_at(part: Any, error: Exception) -> tuple[Path, int] | None:
 
 
 def described(value: Any) -> str:
-    """Type and shape of a value, in words."""
+    """Type and shape of a value, as text."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):  # an array or a tensor
         if not value.shape:
             return f"one number, {value}"
@@ -118,7 +118,7 @@ def as_number(value: Any) -> Any:
 def check_options(
     kind: str, part: Callable[..., Any], options: Mapping[str, Any], arguments: Sequence[str] = ()
 ) -> None:
-    """Raises ConfigError unless a part can be called with these positional arguments and these named options.
+    """Raises ConfigError unless a part can be called with these positional arguments and named options.
 
     kind: what the part is, or its config key, for messages. arguments: names of the arguments, for messages.
     """
@@ -166,7 +166,7 @@ def call_plugin(
 ) -> Any:
     """The result of a user's function. An exception in it becomes an `error` that names the function and the line.
 
-    where: words after the function's name that say what it was called for.
+    where: text after the function's name that says what it was called for.
     """
     try:
         return function(*arguments)

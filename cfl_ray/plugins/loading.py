@@ -118,7 +118,7 @@ def _neighbours_of(folder: Path) -> Iterator[None]:
 
 
 def _imported_from(folder: Path, before: set[str]) -> list[str]:
-    """Names of the modules in a folder, without this and installed packages, that were imported since `before`."""
+    """Names of the modules in a folder that were imported since `before`, without this and installed packages."""
     names = []
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None)

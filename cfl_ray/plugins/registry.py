@@ -22,7 +22,7 @@ class Registry(Generic[Part]):
     group: str  # entry-point group of installed packages, e.g. "cfl_ray.models"
 
     def find(self, reference: str) -> Part:
-        """The object of this name. Raises ConfigError if there is none (with the nearest name) or its import fails."""
+        """The object of this name. Raises ConfigError for an unknown name (with the nearest one) or a failed import."""
         if ":" in reference:
             return load_plugin(reference, self.kind)
         if reference in self.builtin:
@@ -34,7 +34,7 @@ class Registry(Generic[Part]):
         return installed[reference](self.kind)
 
     def resolve(self, part: Any) -> Part:
-        """The object of this name; an object that is not a name is returned as it is."""
+        """The object of this name; an object that is not a name is returned unchanged."""
         return self.find(part) if isinstance(part, str) else cast(Part, part)
 
     def names(self) -> list[str]:

@@ -1,9 +1,9 @@
-"""The accountant: epsilon of Gaussian releases to clients' data, by Google's dp-accounting.
+"""The accountant: epsilon of Gaussian releases of clients' data, by Google's dp-accounting.
 
-Every sum of a round is a Gaussian mechanism on the clients of the round, every signature such a mechanism on its
-client. Two federations are adjacent if the data of one client are removed, so that it uploads zeros ("poisson", "all"),
-or replaced by others ("fixed"). The latter moves a sum by up to 2 C: its noise multiplier is z / 2. A signature always
-counts as replaced.
+Every sum of a round is a Gaussian mechanism on the clients of the round; every signature is a Gaussian mechanism on
+its client. Two federations are adjacent if the data of a client are removed, so that it uploads zeros ("poisson",
+"all"), or replaced by other data ("fixed"). Replacement changes a sum by up to 2 C, so its noise multiplier is z / 2. A
+signature always counts as replaced.
 """
 
 from collections.abc import Callable
@@ -21,18 +21,18 @@ _FINE, _COARSE = (
     1e-3,
 )  # steps of the grid of privacy losses; a coarser grid gives a larger epsilon, never a smaller one
 _EXACT_BELOW = 2.0  # epsilon from which the coarse grid is at most a thousandth off
-_LARGEST_Z = 1e4  # a larger noise multiplier is no training
+_LARGEST_Z = 1e4  # no model can be trained with a larger noise multiplier
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the cohort of a round is drawn. reason: why there is no amplification, of the kind "all"."""
+    """How the cohort of a round is drawn. reason: why the kind "all" has no amplification."""
 
     kind: Kind
     population: int  # N
     cohort: float  # q N, expected clients of a round
     reason: str = ""
-    discrete: bool = False  # noise of whole numbers, which the clients add; of the kind "all"
+    discrete: bool = False  # noise of whole numbers, added by the clients; only of the kind "all"
 
     @property
     def rate(self) -> float:
@@ -41,7 +41,7 @@ class Sampling:
 
     @property
     def relation(self) -> str:
-        """The adjacent federations, in words."""
+        """The relation of adjacent federations, as text."""
         return "replace one client" if self.kind == "fixed" else "add or remove one client"
 
 
@@ -54,7 +54,7 @@ def _dp() -> Any:
 
 
 def accountant() -> tuple[Any, Any]:
-    """dp-accounting, and an accountant of Renyi moments of mechanisms on a data set with or without one record."""
+    """The module dp_accounting, and its accountant of Renyi moments for adding or removing a record."""
     dp = _dp()
     from dp_accounting.rdp import RdpAccountant
 
@@ -62,14 +62,14 @@ def accountant() -> tuple[Any, Any]:
 
 
 def epsilon(releases: Releases, sampling: Sampling, delta: float, signature_multiplier: float | None = None) -> float:
-    """The epsilon of everything that was released, at `delta`.
+    """The epsilon of all releases at `delta`.
 
-    signature_multiplier: of the noise on signatures; None: there are none.
+    signature_multiplier: noise multiplier of signatures; None: no signatures are released.
     """
     parts = [*((z, count, True) for z, count in releases.sampled.items())]
     parts += [(z, count, False) for z, count in releases.unsampled.items()]
     if releases.signatures and signature_multiplier is not None:
-        # a sum is moved by C, or by 2 C if `fixed`; a signature always by 2 C: _composed halves z of the latter kind
+        # a signature changes by up to 2 C, a sum by C, or by 2 C if `fixed`, for which _composed halves all z
         half = 1.0 if sampling.kind == "fixed" else 0.5
         parts.append((signature_multiplier * half, releases.signatures, False))
     if not parts:
@@ -101,7 +101,7 @@ def _composed(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, de
         accountant = PLDAccountant(relation.ADD_OR_REMOVE_ONE, value_discretization_interval=interval)
     for z, count, sampled in parts:
         event: Any = dp.GaussianDpEvent(z / 2 if sampling.kind == "fixed" else z)
-        if sampling.discrete:  # what it is bounded by: Theorem 14 of Canonne et al.
+        if sampling.discrete:  # its bound: Theorem 14 of Canonne et al.
             event = dp.ZCDpEvent(rho=1 / (2 * z**2), xi=0)
         if sampled and sampling.kind == "poisson" and sampling.rate < 1:
             event = dp.PoissonSampledDpEvent(sampling.rate, event)
@@ -112,9 +112,9 @@ def _composed(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, de
 
 
 def solved_multiplier(target: float, epsilon_of: Callable[[float], float]) -> float:
-    """The least noise multiplier, to 3 digits after the point of its logarithm, whose epsilon is at most `target`.
+    """The least noise multiplier, to within a factor of 1.001, whose epsilon is at most `target`.
 
-    epsilon_of: epsilon of the plan by noise multiplier. Raises ConfigError if no noise is enough.
+    epsilon_of: epsilon of the plan by noise multiplier. Raises ConfigError if no multiplier up to 1e4 is enough.
     """
     low, high = 0.01, 1.0
     while epsilon_of(high) > target:
@@ -133,7 +133,7 @@ def solved_multiplier(target: float, epsilon_of: Callable[[float], float]) -> fl
 
 
 def last_round(target: float, rounds: int, epsilon_after: Callable[[int], float]) -> int:
-    """The last round, at most `rounds`, after which epsilon is not above `target`; 0: not even after the first."""
+    """The last round, at most `rounds`, after which epsilon is at most `target`; 0: it is larger after round 1."""
     if epsilon_after(rounds) <= target:
         return rounds
     low, high = 0, rounds - 1

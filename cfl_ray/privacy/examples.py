@@ -1,7 +1,7 @@
-"""Privacy of single samples by DP-SGD: the account of each client, and what `cfl-ray check` says of it.
+"""Privacy of single samples by DP-SGD: the account of each client, and its text for `cfl-ray check`.
 
 Two data sets of a client are adjacent if one sample is removed. A local step is a Gaussian mechanism on a Poisson
-sample of the data, with the rate q = B / n; the steps of a client are composed by their Renyi moments.
+sample of the data, with the rate q = B / n; the Renyi moments of a client's steps are composed.
 """
 
 from functools import cache
@@ -15,14 +15,14 @@ from cfl_ray.privacy.accounting import accountant
 
 
 class ExampleAccount:
-    """The steps of every client so far, and the largest rate of any of them; part of every checkpoint."""
+    """The number of steps of each client so far and their largest rate; part of every checkpoint."""
 
     def __init__(self, noise_multiplier: float, delta: float, num_clients: int) -> None:
         self.noise_multiplier, self.delta = noise_multiplier, delta
         self.account_N2 = np.zeros((num_clients, 2))  # steps, rate
 
     def charge(self, ids_M: np.ndarray, local: LocalSGD, num_samples_M: np.ndarray, steps_M: np.ndarray) -> None:
-        """Enters local steps of these clients, each once."""
+        """Adds local steps of these clients; `ids_M` has no duplicates."""
         more = int(ids_M.max(initial=-1)) + 1 - len(self.account_N2)
         if more > 0:
             self.account_N2 = np.concatenate([self.account_N2, np.zeros((more, 2))])
@@ -47,7 +47,7 @@ def _epsilon(noise_multiplier: float, rate: float, steps: int, delta: float) -> 
 
 
 def delta_of(config: ExamplesConfig, num_samples_N: np.ndarray) -> float:
-    """Delta of every client. Raises ConfigError if it is not below 1 / n of the largest one."""
+    """Delta of all clients. Raises ConfigError unless it is below 1 / n of the largest client."""
     most = int(num_samples_N.max())
     delta = config.delta or max(most, 2) ** -1.1
     if delta >= 1 / most:
@@ -59,7 +59,7 @@ def delta_of(config: ExamplesConfig, num_samples_N: np.ndarray) -> float:
 
 
 def describe(config: ExamplesConfig, label: str, account: ExampleAccount, rounds: int) -> list[str]:
-    """The plan in words. account: after all rounds, for clients that take part in each."""
+    """The plan as lines of text. account: after all rounds, of clients that take part in every round."""
     epsilon_N = account.epsilon_N()
     low, high = int(epsilon_N.argmin()), int(epsilon_N.argmax())
     return [

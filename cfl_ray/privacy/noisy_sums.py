@@ -1,4 +1,4 @@
-"""Differential privacy of users: clipped uploads, noise on every sum, and nothing else for the server.
+"""Differential privacy of clients: the server receives only sums of clipped uploads, with noise on every sum.
 
     S_r = sum over clients i in row r of clip(W_i - w_i, C) + N(0, (z C)^2 I);        theta_r <- theta_r + S_r / D_r
 
@@ -7,14 +7,14 @@ most C if a client's data are removed. D_r is a constant, the expected number of
 share the clients; all clients have equal weights. With several exchanges, a round is a Gaussian mechanism with noise
 multiplier z / sqrt(exchanges).
 
-With secure aggregation, client i uploads whole numbers, and the noise is added by the clients, in shares of the t
-clients that have to report (P. Kairouz, Z. Liu, T. Steinke, The Distributed Discrete Gaussian Mechanism for Federated
-Learning with Secure Aggregation, ICML 2021, arXiv:2102.06387, Algorithm 1 without the rotation, Theorem 1):
+With secure aggregation, client i uploads whole numbers, and every client adds a share of the noise; the shares of the t
+clients that have to report are enough (P. Kairouz, Z. Liu, T. Steinke, The Distributed Discrete Gaussian Mechanism for
+Federated Learning with Secure Aggregation, ICML 2021, arXiv:2102.06387, Algorithm 1 without the rotation, Theorem 1):
 
     q_i = randomised rounding of L clip(W_i - w_i, C) / C, of d numbers, repeated until its norm is at most D
     D^2 = min((L + sqrt(d))^2, L^2 + d / 4 + L + sqrt(d) / 2),    y_i = q_i + N_Z(0, sigma^2),    sigma = z D / sqrt(t)
 
-The sum of t discrete Gaussians N_Z is as private as N(0, t sigma^2) but for terms below 10 t exp(-pi^2 sigma^2), which
+The sum of t discrete Gaussians N_Z is as private as N(0, t sigma^2) up to terms below 10 t exp(-pi^2 sigma^2), which
 are below the rounding of the account for sigma >= 3.
 
 H. B. McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018, arXiv:1710.06963. Adaptive
@@ -44,12 +44,12 @@ from cfl_ray.errors import ConfigError
 
 @dataclass(frozen=True)
 class Noise:
-    """Gaussian noise by random key. secret: of a dry run, which draws no noise, empty."""
+    """Gaussian noise from a random key. secret: the key; empty in a dry run, which draws no noise."""
 
     secret: bytes
 
     def seed(self, purpose: str) -> int:
-        """A seed of other draws, in 0 .. 2^63 - 1."""
+        """A seed for other draws, in 0 .. 2^63 - 1."""
         return int.from_bytes(hashlib.blake2b(self.secret + purpose.encode(), digest_size=8).digest(), "little") >> 1
 
     def normal(self, address: Address, index: int, size: int, purpose: str) -> np.ndarray:
@@ -80,17 +80,17 @@ class AdaptiveClip:
 class Privacy:
     """Clipping and noise of every round of a private run; constant."""
 
-    noise_multiplier: float  # z; after it was solved for a target
+    noise_multiplier: float  # z, given or solved for a target
     norm: float  # C of the first round
     cohort: float  # expected number of clients of a round, q N
     per_layer: bool = False
     adaptive: AdaptiveClip | None = None
     signatures: Signatures | None = None
-    noise_scale: float = 1.0  # of the noise that is added; below 1 in an extrapolation to larger cohorts
+    noise_scale: float = 1.0  # factor of the added noise; below 1 in an extrapolation to larger cohorts
 
     @property
     def sum_multiplier(self) -> float:
-        """z_D, the multiplier of the noise on sums: the count of adaptive clipping has its share of z."""
+        """z_D, noise multiplier of sums; above z with adaptive clipping, whose count is released too."""
         if self.adaptive is None:
             return self.noise_multiplier
         rest = self.noise_multiplier**-2 - (2 * self.adaptive.count_noise) ** -2
@@ -100,9 +100,10 @@ class Privacy:
         return rest**-0.5
 
     def share_of_noise(self, norm: int, least: int) -> int:
-        """Sigma of the noise of each client of a secure sum, of which so many have to report.
+        """Sigma of the noise that each client adds to a secure sum.
 
-        norm: bound of a client's whole numbers. Raises ConfigError for noise that cannot be drawn or accounted for.
+        norm: bound of the norm of a client's whole numbers. least: number of clients that have to report. Raises
+        ConfigError for noise that cannot be drawn or accounted for.
         """
         share = math.ceil(self.sum_multiplier * self.noise_scale * norm / least**0.5)
         if not 3 <= share <= 2**26:
@@ -114,7 +115,7 @@ class Privacy:
 
 
 def rounded_norm(unit: int, columns: int) -> int:
-    """D, bound of the norm of so many whole numbers, rounded from numbers of norm `unit`, L."""
+    """D, bound of the norm of `columns` whole numbers, rounded from numbers of norm `unit`, L."""
     root = columns**0.5
     return math.floor(min(unit + root, (unit**2 + columns / 4 + unit + root / 2) ** 0.5)) + 1
 
@@ -126,11 +127,11 @@ class Releases:
     # rounds by effective noise multiplier, 1 / sqrt(sum of 1 / z^2 over the releases of the round)
     sampled: Counter[float] = field(default_factory=Counter)  # with the cohort
     unsampled: Counter[float] = field(default_factory=Counter)  # with all clients
-    signatures_N: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # vectors of each client
+    signatures_N: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # number of vectors of each client
 
     @property
     def signatures(self) -> int:
-        """The most vectors of any client."""
+        """The largest number of vectors of a client."""
         return int(self.signatures_N.max(initial=0))
 
     def scaled(self, z: float) -> "Releases":
@@ -143,15 +144,15 @@ class Releases:
 
 
 class PrivateRun:
-    """The privacy of one method's run: its clipping norm, and what it has released. Changes from round to round."""
+    """The privacy state of a method's run, which changes from round to round: clipping norm and releases."""
 
     def __init__(self, privacy: Privacy, noise: Noise) -> None:
         self.privacy, self.noise = privacy, noise
         self.norm = privacy.norm  # C
         self.releases = Releases()
-        self._round = {True: 0.0, False: 0.0}  # sum of 1 / z^2 of the round at work: of the cohort, of all clients
+        self._round = {True: 0.0, False: 0.0}  # sum of 1 / z^2 of the current round: of the cohort, of all clients
 
-    # ---- one exchange
+    # ---- exchanges
 
     def clip(self, spec: ParamSpec, private: Columns | None) -> Clip:
         """The clipping of a client's upload. private: columns that are not uploaded."""
@@ -159,10 +160,10 @@ class PrivateRun:
         return Clip(self.norm, ends, private)
 
     def fixed(self, averaging: Averaging, models: int, num_clients: int | None) -> Averaging:
-        """The sums that take the place of means, with denominators that do not depend on the clients.
+        """Sums with constant denominators, which replace the means of `averaging`.
 
-        models: trained by each client. num_clients: of all clients, if all take part; None: a cohort does. Raises
-        PrivacyError for weights that differ, and for clients that are in several sums.
+        models: number of models that each client trains. num_clients: number of all clients, if all take part; None: a
+        cohort takes part. Raises PrivacyError for weights that differ, and for clients that are in several sums.
         """
         weight_E = averaging.weight_E * averaging.total_R[averaging.out_E]
         if len(weight_E) and not np.allclose(weight_E, weight_E[0], rtol=1e-9):
@@ -183,7 +184,7 @@ class PrivateRun:
         )
 
     def in_ring(self, secure: SecureSum, columns: int) -> SecureSum:
-        """The secure sum with noise of the clients. columns: numbers of all models of a client."""
+        """The secure sum to which clients add noise. columns: number of values in all models of a client."""
         norm = rounded_norm(secure.unit, columns)
         share = self.privacy.share_of_noise(norm, secure.least) if self.noise.secret else 0
         return replace(secure, clip=self.norm, noise=RingNoise(self.noise.secret, share, norm))
@@ -195,7 +196,7 @@ class PrivateRun:
     def noised(
         self, outcome: Outcome, averaging: Averaging, address: Address, columns: int, models: int, sampled: bool
     ) -> Outcome:
-        """The outcome with noise on the sum of every row, and in rows without any client; charges the release."""
+        """The outcome with noise on the sum of every row, also of rows without clients; charges the release."""
         privacy, means = self.privacy, dict[int, Tensor]()
         scale = privacy.sum_multiplier * self.norm * privacy.noise_scale
         for row in range(averaging.num_rows):
@@ -213,15 +214,16 @@ class PrivateRun:
     def _adapt(
         self, adaptive: AdaptiveClip, unclipped_M: np.ndarray, expected: float, address: Address, sampled: bool
     ) -> None:
-        """Moves C towards the quantile, by a count with noise. expected: number of clients."""
+        """Moves C towards the quantile, by a noisy count of unclipped uploads. expected: expected number of clients."""
         noise = adaptive.count_noise * self.privacy.noise_scale * self.noise.normal(address, -1, 1, "count")[0]
         share = 0.5 + (float((unclipped_M - 0.5).sum()) + noise) / expected
         self.norm *= math.exp(-adaptive.lr * (min(max(share, 0.0), 1.0) - adaptive.quantile))
         self._round[sampled] += (2 * adaptive.count_noise) ** -2
 
     def signatures_of(self, vectors_MF: Tensor, ids_M: np.ndarray, address: Address, what: str) -> Tensor:
-        """Vectors of single clients, clipped and with noise; charges a release of each. Raises PrivacyError without
-        `privacy.signatures`. A vector that is not finite counts as zeros.
+        """Vectors of single clients, clipped and with noise; charges a release of each.
+
+        Values that are not finite count as 0. Raises PrivacyError without `privacy.signatures`.
         """
         signatures = self.privacy.signatures
         if signatures is None:
@@ -246,7 +248,7 @@ class PrivateRun:
     # ---- rounds
 
     def end_round(self) -> None:
-        """Enters the releases of the round into `releases`."""
+        """Adds the releases of the round to `releases`."""
         for sampled, counts in ((True, self.releases.sampled), (False, self.releases.unsampled)):
             if inverse := self._round[sampled]:
                 counts[round(inverse**-0.5, 12)] += 1
@@ -262,7 +264,7 @@ class PrivateRun:
         }
 
     def restore(self, values: Mapping[str, Any], signatures_N: np.ndarray) -> None:
-        """The inverse. Raises KeyError, TypeError or ValueError for other values."""
+        """The inverse of `to_values`. Raises KeyError, TypeError or ValueError for invalid values."""
         self.norm = float(values["norm"])
         sampled, unsampled = (Counter({float(z): int(n) for z, n in values[key]}) for key in ("sampled", "unsampled"))
         self.releases = Releases(sampled, unsampled, signatures_N)

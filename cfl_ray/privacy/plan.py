@@ -1,4 +1,4 @@
-"""The privacy of one method's run, planned before it: noise, what the accountant may assume of sampling, budget."""
+"""The privacy plan of a method, made before its run: noise, sampling as the accountant may assume it, budget."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.privacy.accounting import Sampling, epsilon, last_round, solved_multiplier
 from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun, Releases, Signatures
 
-_ROUNDING = 1e-9  # of epsilon, relative
+_ROUNDING = 1e-9  # relative tolerance of epsilon
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class PrivacyPlan:
     sampling: Sampling
     delta: float
     target: float | None
-    rounds: tuple[Releases, ...]  # of the first rounds; every later round releases what the last of them does
+    rounds: tuple[Releases, ...]  # of the first rounds; every later round has the releases of the last of these
     reproducible: bool
     extrapolated: bool
 
     def after(self, rounds: int) -> Releases:
-        """The releases of a run of so many rounds."""
+        """The releases of a run of `rounds` rounds."""
         return self._more(Releases(), 0, rounds)
 
     def epsilon(self, releases: Releases) -> float:
@@ -40,14 +40,14 @@ class PrivacyPlan:
         return epsilon(releases, self.sampling, self.delta, multiplier)
 
     def last_round(self, releases: Releases, done: int, rounds: int) -> int:
-        """The last round, at most `rounds`, that the budget allows to a run that has made `done` of them."""
+        """The last round, at most `rounds`, that the budget allows to a run that has completed `done` rounds."""
         if self.target is None:
             return rounds
         limit = self.target * (1 + _ROUNDING)
         return done + last_round(limit, rounds - done, lambda more: self.epsilon(self._more(releases, done, more)))
 
     def _more(self, releases: Releases, done: int, rounds: int) -> Releases:
-        """The releases after so many rounds more than the `done` ones."""
+        """`releases`, those of the first `done` rounds, with those of the next `rounds` rounds."""
         planned = self.rounds[done : done + rounds]
         parts = [(releases, 1), *((part, 1) for part in planned), (self.rounds[-1], rounds - len(planned))]
         sampled, unsampled = Counter[float](), Counter[float]()
@@ -61,8 +61,8 @@ class PrivacyPlan:
 def plan_of(experiment: Experiment, num_clients: int, label: str, dry_run: Any) -> PrivacyPlan:
     """The plan of a method.
 
-    dry_run: makes rounds of the method with a `PrivateRun`, without training. Raises ConfigError for a method that
-    cannot be private, and for a budget that is exceeded in round 1.
+    dry_run: iterates over rounds of the method with a given `PrivateRun`, without training. Raises ConfigError for a
+    method that cannot be private, and for a budget that is exceeded in round 1.
     """
     config = experiment.private_clients
     assert config is not None
@@ -167,7 +167,7 @@ def _sampling(experiment: Experiment, config: PrivacyConfig, num_clients: int) -
 
 
 def describe(plan: PrivacyPlan, label: str, rounds: int) -> list[str]:
-    """The plan in words, for `cfl-ray check`."""
+    """The plan as lines of text, for `cfl-ray check`."""
     last = plan.last_round(Releases(), 0, rounds)
     privacy, sampling = plan.privacy, plan.sampling
     first = (
