@@ -21,7 +21,7 @@ def parse_ids(words: Iterable[str]) -> list[int]:
 
 
 def format_ids(ids: Sequence[int], limit: int = 8) -> str:
-    """Returns sorted ids in short, `3, 5-9`: at most `limit` ranges, and how many more ids there are."""
+    """Returns sorted ids as text, `3, 5-9`: at most `limit` ranges, then the number of further ids."""
     runs: list[list[int]] = []  # [first, last] of each range
     for client in sorted(ids):
         if runs and client == runs[-1][1] + 1:

@@ -64,7 +64,7 @@ class ColumnsConfig(ConfigSection):
     )
 
 
-NOT_IN_RECIPE = ("root", "download", "shards")  # keys that say where the samples are
+NOT_IN_RECIPE = ("root", "download", "shards")  # keys for the location of the samples
 
 
 class DataConfig(ConfigSection):
@@ -97,7 +97,7 @@ class DataConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _choose_view(self) -> Self:
-        """Replaces a null view by the view of the source, so that records have it; for arrays, it follows from them."""
+        """Replaces a null view by the view of the source, so that records have it; that of arrays is decided later."""
         if self.test.view is None and not isinstance(self, ArraysConfig | PluginDataConfig):
             object.__setattr__(self, "test", self.test.model_copy(update={"view": self._own_view()}))
         return self
@@ -109,7 +109,7 @@ class DataConfig(ConfigSection):
         return self.model_copy(update={"test": self.test.model_copy(update={"view": self._own_view(has_tests)})})
 
     def _own_view(self, has_tests: bool | None = None) -> str:
-        """The view whose test data have each client's own distribution. has_tests: None for what the source has."""
+        """The view whose test data have each client's own distribution. has_tests: None: as the source declares."""
         part = self.partition
         if isinstance(self, GeneratedConfig):
             return "cluster"

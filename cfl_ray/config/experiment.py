@@ -1,6 +1,6 @@
 """Experiments: read from strict YAML, written as the same YAML.
 
-Every key has one place, one default and one description; an unknown key is an error that names the nearest valid one.
+Every key has a single place, default and description; the error for an unknown key names the nearest valid key.
 """
 
 import copy
@@ -37,13 +37,13 @@ from cfl_ray.errors import ConfigError, did_you_mean, what_is_wrong
 from cfl_ray.security.credentials import redact_values, with_known_credentials
 from cfl_ray.system.files import read_text, sha256
 
-# Keys that say where and how an experiment runs: configs that differ in these alone are the same experiment.
+# Keys that do not define the experiment: configs that differ only in these describe the same experiment.
 # Of `runtime`, `engine`, `device` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients.
-# They are not hashed: what `auto` means is known only when hosts have started, and what a deadline excludes depends on
-# the clock, not on its value. `results/environment.py` keeps that of a run. `precision` changes results on purpose
-# and counts.
+# They are not hashed: `auto` is resolved only when hosts have started, and the clients that a deadline excludes depend
+# on the clock, not on its value. `results/environment.py` records these for a run. `precision` changes results on
+# purpose and is hashed.
 NOT_HASHED = {"runtime", "tracking", "output", "name"}
-_FORMAT = 2  # of the config hash; a new one for a default that changes
+_FORMAT = 2  # of the config hash; a new number for a changed default
 _RECORD = "# config hash "  # first line of the record of a run
 _MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may be repeated
 _DEEPEST, _LARGEST = 100, 10_000_000  # levels and values of a YAML file
@@ -128,7 +128,7 @@ class Experiment(ConfigSection):
 
     @property
     def events(self) -> list[EventConfig]:
-        """The schedule as single events: without processes of drift."""
+        """The schedule as single events, in which processes of drift are expanded."""
         return [single for event in self.schedule for single in event.single_events(self.seed)]
 
     @field_validator("model", mode="before")
@@ -181,7 +181,7 @@ class Experiment(ConfigSection):
     @property
     def targets(self) -> str:
         """Kind of the task's targets (`core.tasks`). Raises ConfigError for a task that cannot be used."""
-        from cfl_ray.core.tasks import resolve_task  # imports torch, for which `cfl-ray status` does not wait
+        from cfl_ray.core.tasks import resolve_task  # imports torch, which `cfl-ray status` does not need
 
         return resolve_task(self.task).targets
 
@@ -245,7 +245,7 @@ class Experiment(ConfigSection):
 
     @property
     def config_hash(self) -> str:
-        """12 hex digits: a hash of what decides a result, up to the rounding of engines and devices.
+        """12 hex digits: a hash of everything that decides a result, except the rounding of engines and devices.
 
         It covers the keys that differ from their defaults.
         """
@@ -290,7 +290,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
         )
         if text.startswith(_RECORD):  # records of earlier versions have the keys of all kinds
             values = _without_keys_of_others(values)
-    for override in overrides * 2:  # twice: an override whose key a later override of its kind drops is an error
+    for override in overrides * 2:  # twice, so that a key that a later override of the kind drops is an error
         key, value = split_override(override)
         set_key(values, key, value, f"override {override!r}")
     if file is None and not any(override.startswith("schedule") for override in overrides):
@@ -335,7 +335,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice; PyYAML itself would use the last value."""
+    """A loader that raises ValueError for a repeated key; PyYAML itself uses the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -377,7 +377,7 @@ _CURES = {  # words of PyYAML's message -> the cure
 
 
 def _in_one_line(error: yaml.MarkedYAMLError) -> str:
-    """Place, problem and cure of an error of PyYAML, in a line instead of several."""
+    """Place, problem and cure of a PyYAML error, on a single line."""
     problem, mark = str(error.problem), error.problem_mark
     place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
     cure = next((f"; {cure}" for words, cure in _CURES.items() if words in problem), "")
@@ -385,7 +385,7 @@ def _in_one_line(error: yaml.MarkedYAMLError) -> str:
 
 
 def _size_of(value: Any, known: dict[int, int], levels: int) -> int:
-    """Number of values in a value, with those that an alias repeats. Raises ValueError beyond the limits."""
+    """Number of nested values, each alias counted in full. Raises ValueError beyond the limits."""
     if not isinstance(value, dict | list):
         return 1
     if levels == 0:
@@ -409,7 +409,7 @@ def split_override(override: str) -> tuple[list[str], Any]:
 def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> None:
     """Sets the key at a path; `methods.LABEL.OPTION` sets an option of a method. Raises ConfigError.
 
-    Another kind of a part drops the keys that only other kinds have.
+    A change of a part's kind drops the keys that only other kinds have.
     where: the override or the parameter, for messages.
     """
     if path[0] == "methods" and path[1:] and isinstance(values.get("methods"), list):
@@ -454,7 +454,7 @@ def check_cohort(wanted: int, available: int) -> None:
 
 
 def check_buffer(buffer: int, concurrency: int | None) -> None:
-    """Raises ConfigError for a buffer of more updates than clients are at work. concurrency: None: not known yet."""
+    """Raises ConfigError if the buffer is larger than the concurrency. concurrency: None: not known yet."""
     if concurrency is not None and buffer > concurrency:
         raise ConfigError(
             f"asynchronous.buffer is {buffer}, but only {concurrency} clients are at work at a time "
@@ -481,7 +481,7 @@ def _hashed_method(entry: Any) -> Any:
     name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, None)
     if not isinstance(options, dict) or not options:
         return [name, options or {}]
-    from cfl_ray.core.method import Method  # imports torch, for which `cfl-ray status` does not wait
+    from cfl_ray.core.method import Method  # imports torch, which `cfl-ray status` does not need
 
     defaults = {item.name: item.default for item in fields(Method)}
     return [
@@ -491,7 +491,7 @@ def _hashed_method(entry: Any) -> Any:
 
 
 def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) -> LocalConfig:
-    """Returns the section `local` with some keys changed. Raises ConfigError, which says `where` they were given."""
+    """Returns the section `local` with some keys changed. Raises ConfigError with `where` in its message."""
     try:
         return LocalConfig(**(local.model_dump() | dict(changes)))
     except ValidationError as error:
@@ -503,7 +503,7 @@ PARTS = {path: kinds for path, info in keys_of(Experiment) if (kinds := kinds_of
 
 
 def _without_keys_of_others(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of an experiment without keys that only kinds other than those chosen have."""
+    """Returns the values of an experiment without the keys that only unchosen kinds have."""
     values = copy.deepcopy(values)
     for path, kinds in PARTS.items():
         section: Any = values
@@ -552,7 +552,7 @@ def explain(error: ValidationError, config: type[ConfigSection]) -> str:
 
 
 def _example(section: type[ConfigSection], kinds: Kinds[Any] | None, given: Any) -> str:
-    """A value that a section takes: the given one at a key that allows it, or else a key at its default."""
+    """An example of a section: a key that accepts the given value, with this value, or else a key at its default."""
     if kinds is not None:
         is_kind = isinstance(given, str) and given in kinds.builtin
         return as_yaml({kinds.key: given if is_kind else kinds.default})

@@ -1,4 +1,4 @@
-"""The keys of an experiment for their readers: meaning, values and default of each, read from the sections."""
+"""Documentation of the keys of an experiment: meaning, values and default of each, read from the sections."""
 
 import difflib
 import re
@@ -31,7 +31,7 @@ class Key:
     """A key of an experiment."""
 
     name: str  # dotted, `[]` after a list of sections: schedule[].join
-    meaning: str  # with the unit, if it has one
+    meaning: str  # with the unit, if any
     values: str  # type and range, or the choices
     default: str | None  # as it is written in YAML; None: the key is required
 
@@ -48,9 +48,9 @@ class KeySection:
 def sections(
     section: type[ConfigSection] = Experiment, name: str = "", meaning: str = "", kinds: Kinds[Any] | None = None
 ) -> Iterator[KeySection]:
-    """Returns this section and all sections in it, each before those that it contains.
+    """Yields this section and all sections in it, each before those that it contains.
 
-    kinds: the kinds of the part that the section belongs to; the keys of all kinds are returned. None: it is no part.
+    kinds: the kinds of the part that the section belongs to; the keys of all kinds are returned. None: no part.
     """
     keys, inner = [], []
     for field, info, of_kinds in _fields(section, kinds):
@@ -136,7 +136,7 @@ def _first_line(section: type[ConfigSection]) -> str:
 
 
 def _section_of(annotation: Any) -> tuple[type[ConfigSection] | None, bool]:
-    """Returns the section that a key holds, if it holds one, and whether it holds a list of them."""
+    """Returns the section that a key holds, None if it holds none, and whether it holds a list of sections."""
     is_list = typing.get_origin(annotation) is list
     inner = typing.get_args(annotation)[0] if is_list else annotation
     if typing.get_origin(inner) is types.UnionType:  # an optional section
@@ -165,7 +165,7 @@ def _plain_number(limit: float) -> str:
 
 
 def _type(annotation: Any, metadata: list[Any]) -> str:
-    """Returns a type in words, with the limits in `metadata`."""
+    """Returns a type as text, with the limits in `metadata`."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return " | ".join("null" if part is type(None) else _type(part, metadata) for part in arguments)

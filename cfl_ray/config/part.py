@@ -58,7 +58,7 @@ Section = TypeVar("Section", bound=ConfigSection)
 
 @dataclass(frozen=True)
 class Kinds(Registry[Any], Generic[Section]):
-    """The kinds of a part. As an annotation, pydantic chooses the section by the key `kind`; the first is the default.
+    """The kinds of a part. As an annotation, it makes pydantic choose the section by `key`; the first is the default.
 
     `builtin` has the `BuiltinKind` of each name.
     """

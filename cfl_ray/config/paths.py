@@ -76,11 +76,11 @@ def to_record(
     """Returns the line of a record that keeps the paths as written, and the values with absolute paths.
 
     values: of a whole config, the `section`; a relative path in them is relative to the working directory. written: the
-    paths as written of those that are absolute already.
+    paths as written, by absolute path, of paths that are absolute already.
     """
     try:
         here = Path.cwd()
-    except FileNotFoundError:  # the folder in which the run was started is gone, and its files with it
+    except FileNotFoundError:  # the folder in which the run was started no longer exists
         return "", values
     absolute = resolved_in(values, here, section)
     changed = {new: written.get(old, old) for new, old in _changes(absolute, values)} | dict(written)
@@ -101,7 +101,7 @@ def paths_as_written(absolute: dict[str, Any], values: dict[str, Any]) -> dict[s
 
 
 def _with_absolute_places(values: dict[str, Any], here: Path) -> dict[str, Any]:
-    """Returns the values with absolute paths of what a run writes beside its folder; they are not hashed."""
+    """Returns the values with absolute paths for the output, shards and MLflow's SQLite store; they are not hashed."""
     data, tracking = values["data"], values["tracking"]
     shards = data["shards"]
     if shards and "://" not in shards and not shards.startswith("~"):
@@ -114,15 +114,15 @@ def _with_absolute_places(values: dict[str, Any], here: Path) -> dict[str, Any]:
 
 
 def recorded_in(run_dir: Path) -> str:
-    """Returns the line of a record that keeps the run directory, so that its files are found after it has moved."""
+    """Returns the line of a record that keeps the run directory, so that its files can be located after a move."""
     return f"{_RECORDED_IN}{json.dumps(str(run_dir))}\n"
 
 
 def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
     """Returns new by old paths, for the absolute paths of a record that do not exist.
 
-    text: of the record; folder: where the record is now. A path moves if a file is at the same place relative to the
-    run directory.
+    text: of the record; folder: its present folder. A path is replaced if a file exists at the same place relative to
+    the present folder.
     """
     old, new = _header(text, _RECORDED_IN), folder.absolute()
     if not isinstance(old, str) or Path(old) == new:
@@ -147,7 +147,7 @@ def from_record(text: str) -> dict[str, str]:
 
 
 def _header(text: str, begins: str) -> Any:
-    """Returns what a line at the beginning of a record says; None if there is none, or it was edited."""
+    """Returns the value in the header line that starts with `begins`; None if it is missing or is not valid JSON."""
     for line in text.splitlines()[:_HEADER_LINES]:
         if line.startswith(begins):
             try:
@@ -158,12 +158,12 @@ def _header(text: str, begins: str) -> Any:
 
 
 def with_replaced(values: Any, new: Mapping[str, str]) -> Any:
-    """Returns the values with texts, keys as well as values, replaced as in `new`."""
+    """Returns the values with their texts (keys and values) replaced as in `new`."""
     return each_text(values, lambda text: new.get(text, text))
 
 
 def _changes(new: Any, old: Any) -> Iterator[tuple[str, str]]:
-    """The pairs of texts, keys as well as values, in which two configs of equal structure differ."""
+    """The pairs of texts (keys and values) in which two configs of equal structure differ."""
     if isinstance(new, dict):
         yield from _changes(list(new), list(old))
         yield from _changes(list(new.values()), list(old.values()))

@@ -41,7 +41,7 @@ class PaperConfig(ConfigSection):
 
     @property
     def reference(self) -> str:
-        """The paper on one line."""
+        """The paper on a single line."""
         return ", ".join([self.authors, self.title, self.venue, self.url])
 
 
@@ -101,7 +101,7 @@ class PublishedTable(ConfigSection):
         return self
 
     def number(self, row: str, column: str) -> PublishedNumber | None:
-        """Returns the published number of a method (row) in a setting (column); None if there is none."""
+        """Returns the published number of a method (row) in a setting (column); None if it was not published."""
         published = self.rows.get(row)
         if published is None or column not in published.values:
             return None
@@ -131,7 +131,7 @@ class PublishedTables(ConfigSection):
             raise ConfigError(explain(error, PublishedTables)) from None
 
     def table(self, name: str) -> PublishedTable:
-        """Returns a table. Raises ConfigError if there is none of this name."""
+        """Returns the table of this name. Raises ConfigError for an unknown name."""
         if name not in self.tables:
             raise ConfigError(f"no published table is called {name!r}{did_you_mean(name, list(self.tables))}")
         return self.tables[name]

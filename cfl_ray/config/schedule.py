@@ -111,17 +111,17 @@ class DataChangeConfig(ConfigSection):
         return self
 
     def of(self, positions: Sequence[int]) -> Self:
-        """The same change, at once, of the clients at these positions."""
+        """The same change without drift, for the clients at these positions."""
         clients = [self.clients[i] for i in positions]
         data_of = None if self.data_of is None else [self.data_of[i] for i in positions]
         return self.model_copy(update={"clients": clients, "data_of": data_of, "drift": None})
 
     def undone(self, round: int, positions: Sequence[int]) -> "DataChangeConfig":
-        """The change back to the data of `round`."""
+        """The change back to the data of `round`, for the clients at these positions."""
         return DataChangeConfig(clients=[self.clients[i] for i in positions], back_to=round)
 
     def sudden_changes(self, round: int, seed: int) -> Iterator[tuple[int, "DataChangeConfig"]]:
-        """Yields the single changes, and the rounds before which they happen, of the process that begins in `round`."""
+        """Yields (round before which it happens, single change) of the process that begins in `round`."""
         count, drift = len(self.clients), self.drift
         everyone = range(count)
         match drift:
@@ -141,7 +141,7 @@ class DataChangeConfig(ConfigSection):
     def _gradual_changes(self, over: int, round: int, seed: int) -> Iterator[tuple[int, "DataChangeConfig"]]:
         import numpy as np
 
-        from cfl_ray.core.rng import uniforms  # imports torch, for which `cfl-ray status` does not wait
+        from cfl_ray.core.rng import uniforms  # imports torch, which `cfl-ray status` does not need
 
         is_new_M = np.zeros(len(self.clients), bool)
         for past in range(over):
@@ -192,8 +192,8 @@ class EventConfig(ConfigSection):
 
 def check_schedule(events: Sequence[EventConfig], num_clients: int) -> None:
     """Raises ConfigError for clients that do not exist, join while they are online, or leave while they are offline."""
-    online: dict[int, int] = {}  # round of the last event of clients that joined
-    offline: dict[int, int] = {}  # the same, of those that left
+    online: dict[int, int] = {}  # round of the last event, by client that joined
+    offline: dict[int, int] = {}  # round of the last event, by client that left
     for event in sorted(events, key=lambda event: event.round):
         place = f"schedule, round {event.round}: client"
         if absent := [client for client in (*event.join, *event.leave) if not 0 <= client < num_clients]:

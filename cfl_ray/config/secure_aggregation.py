@@ -6,7 +6,7 @@ from cfl_ray.config.section import ConfigSection
 
 
 class SecureAggregationConfig(ConfigSection):
-    """Sums of masked uploads, of which the server sees no single one (docs/secure_aggregation.md)."""
+    """Sums of masked uploads; the server sees no single upload (docs/secure_aggregation.md)."""
 
     clip: float = Field(8.0, gt=0, description="c, bound of the absolute value of each number of a change W - w")
     levels: int = Field(2**22, ge=2, le=2**40, multiple_of=2, description="even: steps of the grid in -clip .. clip")

@@ -1,4 +1,4 @@
-"""Studies: methods x settings x seeds of one experiment, and sweeps over any of its keys."""
+"""Studies: methods x settings x seeds of an experiment, and sweeps over any of its keys."""
 
 import copy
 import hashlib
@@ -36,7 +36,7 @@ ALL_SETTINGS = "all"  # the setting of a study that names none
 _LONGEST_NAME = 100
 _EXACT = ConfigDict(ser_json_inf_nan="constants")  # .inf as it is, rather than as null
 _TAKEN = RunDirectory.names_in("study")
-# keys of an experiment that are the same in all runs of a study, and where they are given
+# keys of an experiment that are the same in all runs of a study, and what decides them
 _OF_STUDY = {"seed": "decided by the study's `seeds`", "name": "decided by the study's `name`"}
 _OF_ALL_RUNS = dict.fromkeys(("output", "tracking"), "the same in all runs of a study, a key of its `experiment`")
 
@@ -157,7 +157,7 @@ def _draw(values: list[Any] | RangeConfig, share: float) -> Any:
 
 
 class Study(ConfigSection):
-    """Methods x settings x seeds of one experiment; with `sweep`, also over values of its keys."""
+    """Methods x settings x seeds of an experiment; with `sweep`, also x values of its keys."""
 
     model_config = _EXACT
 
@@ -177,7 +177,7 @@ class Study(ConfigSection):
     )
     tables: list[str] = Field([], description="tables of the published numbers that this study repeats")
     sweep: SweepConfig | None = Field(None, description="values to try (cfl-ray sweep); null: none")
-    _written: dict[str, str] = PrivateAttr(default_factory=dict)  # paths as written, by absolute ones
+    _written: dict[str, str] = PrivateAttr(default_factory=dict)  # paths as written, by absolute path
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -250,22 +250,22 @@ class Study(ConfigSection):
     def located(self, base: Path | None = None) -> "Study":
         """Returns the study with `output`, and paths relative to the working directory, as absolute paths.
 
-        base: folder that a relative `output` is in; None: the working directory.
+        base: folder of a relative `output`; None: the working directory.
         """
         try:
             here = Path.cwd()
-        except FileNotFoundError:  # the folder is gone, and with it what was relative to it
+        except FileNotFoundError:  # the working directory no longer exists
             return self
         before = self.model_dump(mode="json", by_alias=True)
         values = _resolved_in(before, here)
         written = paths_as_written(values, before) | self._written
         output = values["experiment"].get("output") or "runs"
-        if isinstance(output, str):  # otherwise it is refused with the experiment
+        if isinstance(output, str):  # another type is an error of the experiment
             values["experiment"]["output"] = str((base or here) / Path(output).expanduser())
         return Study(**values)._with_written(written)
 
     def paths_of(self, experiment: Experiment) -> Experiment:
-        """Returns an experiment of this study, whose config hash covers paths as the study writes them."""
+        """Returns an experiment of this study; its config hash covers the paths as written in the study."""
         return experiment._from_record(self._written, {})
 
     def _with_written(self, written: dict[str, str]) -> "Study":
@@ -274,7 +274,7 @@ class Study(ConfigSection):
 
 
 def is_study_file(file: str | Path) -> bool:
-    """Returns whether a YAML file is a study, and no experiment. Raises ConfigError if it is no YAML."""
+    """Returns whether a YAML file is a study, not an experiment. Raises ConfigError for invalid YAML."""
     return "experiment" in read_yaml(Path(file))
 
 
@@ -283,7 +283,7 @@ def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | Non
 
     overrides: SECTION.KEY=VALUE, changes to the experiment of every run, also if a setting has the key. Relative
         paths are looked for in the file's folder, then in the working directory.
-    base: folder that a relative `output` is in; None: the working directory.
+    base: folder of a relative `output`; None: the working directory.
     """
     path = Path(file)
     given = with_known_credentials(read_yaml(path))
@@ -372,7 +372,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _override_method(sections: list[dict[str, Any]], path: list[str], value: Any, where: str) -> None:
-    """Sets an option of a method wherever the method is listed. Raises ConfigError if it is nowhere."""
+    """Sets an option of a method in each section that lists the method. Raises ConfigError if no section does."""
     errors = []
     listing = [section for section in sections if isinstance(section.get("methods"), list)]
     for section in listing:
@@ -416,7 +416,7 @@ def _yaml_copy(value: Any, where: str) -> Any:
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
     """Returns a copy of nested mappings with changes at any depth; lists are replaced.
 
-    Another kind of a part drops the keys that only other kinds have. path: of the mappings in an experiment.
+    A change of a part's kind drops the keys that only other kinds have. path: of the mappings in an experiment.
     """
     result = copy.deepcopy(dict(values))
     kinds = PARTS.get(path)
