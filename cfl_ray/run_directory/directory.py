@@ -24,31 +24,31 @@ from cfl_ray.security.signing import is_signed, sign
 from cfl_ray.system.files import PRIVATE, opened, read_json, sync, write_json
 
 Owner = Literal["run", "method", "study"]
-FORMAT = 3  # 2: reassignments.jsonl; 1, which has no line of its own in config.yaml: numerics.json, moves.jsonl
+FORMAT = 3  # 2: reassignments.jsonl; 1, without a format line in config.yaml: numerics.json, moves.jsonl
 _FORMAT_LINE = re.compile(rb"^# format ([0-9]{1,9})$", re.MULTILINE)
 _HEADER_BYTES = 1 << 10
 _PURPOSE = "names in the record of a run"
 
 
 def check_inside(key: str, name: str) -> None:
-    """Raises ConfigError for the name of a file or a folder, the value of a key, that is not inside the directory."""
+    """Raises ConfigError if `name`, the value of `key`, is not a file or folder inside the directory."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ConfigError(f"{key} must be a name in the directory of each method, got {name!r}")
 
 
 class UntrustedError(ConfigError):
-    """Code, a file or a server that is used only if the user says so."""
+    """Code, a file or a server that is used only if the user trusts it explicitly."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of the layout, or a folder if the name ends with a slash; of a `RunDirectory`, its path."""
+    """A file of the layout, or a folder if the name ends with a slash; its path if read from a `RunDirectory`."""
 
     name: str
     of: tuple[Owner, ...]  # kinds of folder that have it
     contents: str
     writer: str
-    before: tuple[str, ...] = ()  # its names in earlier formats; a folder that has one of them keeps it
+    before: tuple[str, ...] = ()  # names in earlier formats; a folder that has such a file keeps its name
 
     @overload
     def __get__(self, directory: None, owner: type) -> File: ...
@@ -62,7 +62,7 @@ class File:
 
 
 class RunDirectory:
-    """The directory of a run, of one of its methods, or of a study. Making the object touches no file."""
+    """The directory of a run, of one of its methods, or of a study. Creating the object accesses no file."""
 
     config = File(
         "config.yaml", ("run",), "the experiment, without credentials; locked while the run is live", "driver"
@@ -133,7 +133,7 @@ class RunDirectory:
 
     @classmethod
     def names_in(cls, owner: Owner) -> list[str]:
-        """The names at the top of such a folder."""
+        """The names at the top level of a folder of this kind."""
         return [
             file.name.rstrip("/") for file in cls.layout().values() if owner in file.of and "/" not in file.name[:-1]
         ]
@@ -157,7 +157,7 @@ class RunDirectory:
     # ---- trust
 
     def sign(self, names: Sequence[str]) -> None:
-        """Signs, for this directory, what the record of this user's run or study names outside it, and its links."""
+        """Signs, for this directory, its links and `names`, which the record of this user's run or study refers to."""
         names = [*names, *self._links()]
         if names and (signature := sign(_PURPOSE, self.path, names)):
             write_json(self.signature, {"names": names, "signature": signature})
@@ -165,7 +165,7 @@ class RunDirectory:
     def require_signed(self, names: Sequence[str], record: str = "folder", known: Sequence[str] = ()) -> None:
         """Raises UntrustedError for names, and for links, that this user has not signed for this directory.
 
-        record: what names them, for the message. known: names that need no signature.
+        record: the part that contains the names, for the message. known: names that need no signature.
         """
         names = [name for name in (*names, *self._links()) if name not in known]
         signed = self._signed() if names else []
@@ -179,7 +179,7 @@ class RunDirectory:
             )
 
     def _signed(self) -> list[str]:
-        """The names in signature.json; none if this user has not signed them for this directory."""
+        """The names in signature.json; empty if this user has not signed them for this directory."""
         with suppress(DataError):
             values = read_json(self.signature) or {}
             names = values.get("names")
@@ -204,11 +204,11 @@ class RunDirectory:
 
     @property
     def is_study(self) -> bool:
-        """Whether the folder is that of a study."""
+        """Whether the folder holds a study."""
         return self.study.is_file()
 
     def require_run(self) -> None:
-        """Raises ConfigError for a folder that holds no run, or a run in a format that this version does not know."""
+        """Raises ConfigError for a folder that holds no run, or a run in a format newer than `FORMAT`."""
         if self.is_run:
             if self.format > FORMAT:
                 raise ConfigError(
@@ -237,9 +237,10 @@ class RunDirectory:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Context in which no other process starts a run in this folder, which is made. Raises RunError if one does.
+        """Context in which no other process can start a run in this folder, which is created if it is missing.
 
-        If the run does not begin, and the folder holds nothing, it is removed again.
+        Raises RunError if another process starts or has started a run in it. If the run does not begin and the folder
+        is empty, it is removed.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -271,9 +272,9 @@ class RunDirectory:
     def sync_records(self) -> None:
         """Flushes the files that grow with the rounds to the disk.
 
-        The driver appends to them without waiting for the disk. A checkpoint of round r holds the report of round r,
-        and counts on all earlier rounds being recorded; so these files are flushed before it is written. What a power
-        failure cuts off is of round r or later, and is written again when the run continues.
+        The driver appends to them without waiting for the disk. A checkpoint of round r holds the report of round r and
+        requires the records of all earlier rounds, so these files are flushed before it is written. A power failure can
+        lose only records of round r or later, which are written again when the run continues.
         """
         for file in self.records:
             if file.exists():
@@ -284,6 +285,6 @@ class RunDirectory:
     # ---- a study
 
     def run_folders(self, containing: File | None = None) -> Iterator[Path]:
-        """The directories of a study's runs, or only those that contain a file; in no order."""
+        """The directories of a study's runs, or only those that contain a file; in no particular order."""
         name = (containing or RunDirectory.config).name
         return (file.parent for file in self.path.glob(f"*/*/seed-*/{name}"))

@@ -15,7 +15,7 @@ _LOCK_SECONDS = 2  # `is_held` holds the lock for an instant
 
 
 def command(verb: str, *words: object) -> str:
-    """Returns `cfl-ray VERB RUN`, or with other words, quoted for a shell."""
+    """Returns the command `cfl-ray VERB WORDS`, quoted for a shell."""
     return shlex.join(["cfl-ray", verb, *map(str, words)])
 
 

@@ -1,7 +1,7 @@
 """The address of a live run's server, for the command line: session.json in the run directory.
 
-It is signed by the user who runs it, for the folder it is in: Ray's replies are pickles, so neither a folder written by
-another user nor a copy of a session file must lead a command to a cluster.
+It is signed by the user of the run, for its folder: Ray's replies are pickles, so a command must not connect to a
+cluster that is named by another user's folder or by a copy of a session file.
 """
 
 import os
@@ -42,7 +42,7 @@ def cluster_address(configured: str | None) -> str | None:
 
 
 def publish_server(run_dir: Path, session: ServerAddress) -> None:
-    """Writes session.json, readable by its owner only. Without a key it is not written, and no live command works."""
+    """Writes session.json, readable by its owner only. Without a key it is not written, and live commands fail."""
     values = asdict(session)
     if signature := sign(_PURPOSE, run_dir, values):
         write_json(RunDirectory(run_dir).session, values | {"signature": signature})
@@ -54,7 +54,7 @@ def withdraw_server(run_dir: Path) -> None:
 
 
 def read_server_address(run_dir: Path) -> ServerAddress | None:
-    """The address in session.json, None if there is none.
+    """The address in session.json; None if the file does not exist.
 
     Raises ConfigError if another user wrote it, or if it was written for another folder.
     """
@@ -62,7 +62,7 @@ def read_server_address(run_dir: Path) -> ServerAddress | None:
     try:
         values = read_json(file)
     except DataError:
-        values = {}  # what cannot be read is not signed
+        values = {}  # an unreadable file is not signed
     if values is None:
         return None
     signature = values.pop("signature", "")

@@ -1,7 +1,7 @@
-"""Credentials of this user's URIs, found again where a record has hidden them.
+"""Credentials of this user's URIs, restored in URIs that a record has redacted.
 
-What a run records and prints has URIs without credentials (`redaction.py`). The whole URI is kept in
-`credentials.json` in the user's own folder, readable by the user alone, so that a run is resumed and its results are
+The records and messages of a run have URIs without credentials (`redaction.py`). The full URIs are kept in
+`credentials.json` in the user's folder, readable by the user alone, so that a run is resumed and its results are
 delivered without typing them again.
 """
 
@@ -23,15 +23,15 @@ def redact_values(values: Any) -> Any:
 
 
 def with_known_credentials(values: Any) -> Any:
-    """Returns JSON values with the credentials of every redacted URI that this user's are known of."""
+    """Returns JSON values in which every redacted URI has its credentials again, if they are known."""
     return each_text(values, lambda text: with_credentials(text) or text)
 
 
 def with_credentials(redacted_uri: str, *candidates: str | None) -> str | None:
     """Returns the URI with its credentials, or None if they are not known.
 
-    A URI that hides nothing is returned as it is; otherwise the candidates, MLFLOW_TRACKING_URI and the URIs that this
-    user has used before are compared.
+    A URI without hidden credentials is returned unchanged; otherwise it is compared with the candidates,
+    MLFLOW_TRACKING_URI and the URIs that this user has used before.
     """
     for uri in (*candidates, os.environ.get("MLFLOW_TRACKING_URI")):
         if uri and HIDDEN not in uri and redact(uri) == redacted_uri:
@@ -47,7 +47,7 @@ def hides(uri: str) -> bool:
 
 
 def remember_credentials(values: Any) -> None:
-    """Keeps the URIs with credentials among JSON values for `with_credentials`. Where that fails, nothing is kept."""
+    """Saves the URIs with credentials among JSON values for `with_credentials`. An OSError is ignored."""
     uris = {redact(text): text for text in texts_of(values) if "://" in text and not hides(text)}
     uris = {redacted: uri for redacted, uri in uris.items() if redacted != uri}
     if uris:

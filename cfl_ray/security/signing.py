@@ -1,8 +1,8 @@
-"""Signatures of this user, each for one folder: an HMAC with a key that only the user can read.
+"""Signatures of this user, each for a folder: an HMAC with a key that only the user can read.
 
 The key is CFL_RAY_KEY, or the content of the file that CFL_RAY_KEY_FILE names (a mounted secret), or a file in the
-user's own folder, which is made when it is needed. With the first two, a process with another home folder, such as a
-pod that takes over a run, knows the signatures.
+user's folder, which is created on first use. With the first two, a process with another home folder, such as a pod that
+takes over a run, can verify the signatures.
 """
 
 import hashlib
@@ -39,15 +39,16 @@ def is_signed(purpose: str, folder: Path, values: Any, signature: object) -> boo
 
 
 def _signatures(purpose: str, folder: Path, values: Any, key: bytes) -> list[str]:
-    """One for the path of the folder, which a run that another pod takes over keeps, and one for its inode, which a
-    folder keeps that is moved. A copy has neither.
+    """The signatures for the folder's path and for its inode; a copy of the folder matches neither.
+
+    The path is the same if another pod takes over a run, the inode is the same if the folder is moved.
     """
     signed = (["cfl_ray", purpose, place, values] for place in (str(folder.resolve()), folder.stat().st_ino))
     return [hmac.new(key, json.dumps(each, sort_keys=True).encode(), hashlib.sha256).hexdigest() for each in signed]
 
 
 def _given_key() -> bytes | None:
-    """The key of the environment. Raises ConfigError for one that cannot be read, or is too short."""
+    """The key of the environment; None if none is given. Raises ConfigError if it is unreadable or too short."""
     name = "CFL_RAY_KEY" if os.environ.get("CFL_RAY_KEY") else "CFL_RAY_KEY_FILE"
     value = os.environ.get(name)
     if not value:
@@ -74,7 +75,7 @@ def _key() -> bytes | None:
 
 
 def _new_key() -> bytes:
-    """A new key, written atomically. If another process has written a key meanwhile, that key."""
+    """A new key, written atomically; if another process has written a key meanwhile, that key."""
     private_folder(user_folder())
     file = user_folder() / "key"
     draft = file.with_name(f".key.{secrets.token_hex(8)}")
@@ -83,7 +84,7 @@ def _new_key() -> bytes:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as out:
             out.write(key)
         if file.exists() and _key() is None:
-            draft.replace(file)  # a key that was written in part
+            draft.replace(file)  # replaces an incomplete key
         else:
             with suppress(FileExistsError):
                 os.link(draft, file)

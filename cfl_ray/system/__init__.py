@@ -1,1 +1,1 @@
-"""Files and threads of this process and its machine: no federated learning."""
+"""Files, threads and limits of this process and its machine, independent of federated learning."""

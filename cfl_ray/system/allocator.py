@@ -8,15 +8,15 @@ _KEPT_BYTES, _LARGE_BYTES, _FREE_BYTES = 1 << 30, 1 << 20, 16 << 20
 
 
 def keep_freed_memory() -> None:
-    """Keeps what is freed, on hosts: fetching pages anew for every gradient takes a tenth of the time."""
+    """Keeps freed memory in the process, on hosts: fetching pages for every gradient takes a tenth of the time."""
     _set(trim=_KEPT_BYTES, mmap=_KEPT_BYTES)
 
 
 def return_large_arrays() -> None:
     """Returns each large array as soon as it is freed, on the server.
 
-    By default glibc keeps arrays of up to 32 MB, and what lies between them: several times the memory in use, if
-    arrays with a number for each of a million clients come and go.
+    By default glibc keeps arrays of up to 32 MB and the memory between them: several times the memory in use, if arrays
+    with a number for each of a million clients are allocated and freed.
     """
     _set(trim=_FREE_BYTES, mmap=_LARGE_BYTES)
 

@@ -30,7 +30,7 @@ def private_folder(path: Path) -> None:
 
 
 def open_private(path: Path, mode: str) -> BinaryIO:
-    """Opens a binary file without a buffer, and no link. A new file gets permissions for the user only."""
+    """Opens an unbuffered binary file, readable by the user only if it is new. Raises DataError for a link."""
     return cast("BinaryIO", open(path, mode, buffering=0, opener=no_link))
 
 
@@ -45,7 +45,7 @@ def no_link(name: str, flags: int) -> int:
 
 
 class _Umask:
-    """The umask of the process, and the number of threads that want it to be private."""
+    """The umask of the process, and the number of threads that need it to be private."""
 
     def __init__(self) -> None:
         self.lock, self.threads, self.before = threading.Lock(), 0, 0
@@ -86,7 +86,7 @@ _DEVICES = Path("/dev")  # /dev/stdout is a link; if a shell redirects it, to a 
 
 @contextmanager
 def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
-    """Context with the path of a draft file, which replaces `path` in one step at the end. An error removes the draft.
+    """Context with the path of a draft file, which replaces `path` atomically at the end. An error removes the draft.
 
     mode: PRIVATE for files of a run, SHARED for files that the user shares, such as exports. Raises ConfigError if
         `path` is a folder, a device or a pipe: replacing a device would remove it for all users of the machine.
@@ -97,7 +97,7 @@ def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
         raise ConfigError(f"{path} is a device or a pipe; name a file, which is written in one step")
     draft = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        draft.unlink(missing_ok=True)  # left by a process that died, or a link that another user put there
+        draft.unlink(missing_ok=True)  # left by a process that died, or a link that another user created
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield draft
         draft.replace(path)
@@ -107,7 +107,7 @@ def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, mode: int = PRIVATE) -> None:
-    """Replaces `path` by a text in one step, after the text is on the disk. mode: see `drafted`."""
+    """Replaces `path` by a text atomically, after the text is on the disk. mode: see `drafted`."""
     with drafted(path, mode) as draft, open(draft, "w", encoding="utf-8", opener=no_link) as file:
         file.write(text)
         file.flush()
@@ -123,7 +123,7 @@ def write_json(path: Path, value: dict[str, Any], mode: int = PRIVATE) -> None:
 def opened(path: Path, follow: bool = False) -> Iterator[BinaryIO | None]:
     """Context with the file open for reading, or None if it does not exist.
 
-    follow: whether the path may be a link, as a path that the user names; a file of a run is no link.
+    follow: whether the path may be a link: true for paths that the user names; files of a run are not links.
     Raises DataError if it cannot be read, or is a link, a folder, a device or a pipe: reading these may never end.
     """
     try:

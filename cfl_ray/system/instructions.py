@@ -1,6 +1,6 @@
 """Environment variables that fix a process's CPU instructions, so that results are equal on newer and older CPUs.
 
-Kernels for AVX2 and AVX-512 add up in different orders. Libraries choose their kernels when they are imported, so the
+Kernels for AVX2 and AVX-512 sum in different orders. Libraries choose their kernels when they are imported, so the
 variables must be set before the process starts.
 """
 

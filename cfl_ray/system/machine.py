@@ -26,8 +26,8 @@ def available_memory() -> int:
 def _cgroups(controller: str, membership: Path, root: Path) -> Iterator[Path]:
     """Yields the folders of this process's cgroups, from the innermost up to the root.
 
-    They are those of version 2 and of the given controller of version 1. membership: /proc/self/cgroup; in a container
-    its paths may lie above the root that the container has.
+    Includes cgroups of version 2 and, for the given controller, of version 1. membership: /proc/self/cgroup; in a
+    container its paths may lie above the container's root.
     """
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
@@ -59,7 +59,7 @@ def _left(cgroup: Path) -> int | None:
         statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         if (cgroup / "memory.max").exists():
             limit, use, cache = (cgroup / "memory.max").read_text().strip(), cgroup / "memory.current", "inactive_file"
-        else:  # version 1, whose limit is a very large number where there is none
+        else:  # version 1, in which a very large number means no limit
             limit, use, cache = (
                 (cgroup / "memory.limit_in_bytes").read_text().strip(),
                 cgroup / "memory.usage_in_bytes",

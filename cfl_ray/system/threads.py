@@ -1,4 +1,4 @@
-"""Computing with one thread: with more, the order of sums, and so the results, would depend on the number of cores."""
+"""Computation with one thread: with more, the order of sums, and so the results, depends on the number of cores."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
