@@ -39,7 +39,7 @@ def federation_from_arrays(
     Clients are numbered in the sorted order of their ids. The test data of a client are
         with x_test and test_clients: its own samples of x_test;
         with x_test only: all samples of x_test, or with view="label" those whose labels the client has;
-        without x_test: the share `holdout` of its own samples, which are then not trained on.
+        without x_test: the share `holdout` of its own samples, which are excluded from training.
 
     x: (n, *input), uint8 (divided by 255) or float (unchanged); with `vocabulary`, token ids: integers below it.
     y: integers 0..C-1, or as `targets` says. clients: integers or strings.
@@ -69,7 +69,7 @@ def federation_from_arrays(
     elif test is not None and test_clients is not None:
         test_owner = _test_owner(test_clients, names, len(test[0]))
         samples, index = _with_own_test_samples(x_, y_, client, group_N, test, test_owner)
-        test = None  # they are among the samples now
+        test = None  # now part of `samples`
     else:
         samples, index = _with_holdout(x_, y_, names, client, group_N, holdout, seed)
     if vocabulary is not None:
@@ -157,7 +157,7 @@ class ArrayFederation(IndexedFederation):
 def _index(
     train_N: np.ndarray, held_out_N: np.ndarray, group_N: np.ndarray, test_set: int, labels_NC: np.ndarray | None
 ) -> Index:
-    """Returns the index of clients whose rows stand client after client in a single file."""
+    """Returns the index of clients whose rows are stored client by client in a single file."""
     total_N = train_N + held_out_N
     n = len(train_N)
     return Index(
@@ -367,7 +367,7 @@ def _check_lengths(n: int, reference: str = "x", **arrays: np.ndarray) -> None:
 def _test_samples(
     x_test: Array | None, y_test: Array | None, x: np.ndarray, vocabulary: int | None, targets: str
 ) -> StoredSamples | None:
-    """Returns the checked test samples, None if there are none. x: the training inputs, of the same shape and type."""
+    """Returns the checked test samples; None if none are given. x: the training inputs, of the same shape and type."""
     if x_test is None and y_test is None:
         return None
     if x_test is None or y_test is None:

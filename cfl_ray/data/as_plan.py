@@ -61,7 +61,7 @@ def _stored(federation: ArrayFederation) -> _Rows:
 
 
 def _read(federation: Federation) -> _Rows:
-    """The rows of any federation, read by its methods. Raises DataError if these normalise the samples."""
+    """The rows of any federation, read by its methods. Raises DataError if the federation normalises samples."""
     if federation.normalize is not None:
         raise DataError(
             f"a {type(federation).__name__} normalises its samples itself, so its shards cannot be written; "

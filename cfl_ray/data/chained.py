@@ -21,7 +21,7 @@ class ChainedFederation(Federation):
         self.parts, first = parts, parts[0]
         self.shape, self.view, self.normalize = first.shape, first.view, first.normalize
         self.recipe = {"chained": [part.recipe for part in parts]}
-        # number of the first client, and of the first test set, of each part; at the end N, and T
+        # number of the first client, and of the first test set, of each part; the last entries are N and T
         self._first_client = np.cumsum([0, *(part.num_clients for part in parts)])
         self._first_test_set = np.cumsum([0, *(part.num_test_sets() for part in parts)])
         self.num_samples_N = np.concatenate([part.num_samples_N for part in parts])
@@ -94,7 +94,7 @@ class ChainedFederation(Federation):
         return part.test(id_in_part, max_images, seed)
 
     def _locate(self, client: int) -> tuple[Federation, int]:
-        """Returns the part with this client, and the client's id there."""
+        """Returns the part with this client, and the client's id in this part."""
         number = int(np.searchsorted(self._first_client, client, "right")) - 1
         if not 0 <= number < len(self.parts):
             raise IndexError(f"client {client} of {self.num_clients}")

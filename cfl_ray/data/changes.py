@@ -19,7 +19,7 @@ class DerivedData:
 
     source: int
     turns: int = 0  # quarter turns counter-clockwise, 0..3
-    labels: tuple[int, ...] = ()  # label y becomes labels[y]; empty: they are as they were
+    labels: tuple[int, ...] = ()  # label y becomes labels[y]; empty: unchanged
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class DataChange:
 
     round: int
     ids: tuple[int, ...]
-    turns: int = 0  # quarter turns, in addition to earlier ones
-    offset: int = 0  # offset of the labels, in addition to earlier ones
+    turns: int = 0  # quarter turns, in addition to earlier turns
+    offset: int = 0  # offset of the labels, in addition to earlier offsets
     data_of: tuple[int, ...] | None = None  # `ids` first get the present data of these clients; None: keep their own
-    swap: tuple[int, int] | None = None  # two labels that are exchanged, after all else
+    swap: tuple[int, int] | None = None  # two labels that are exchanged, after all other changes
     back_to: int | None = None  # `ids` first get the data that they had in this round; None: keep their present data
 
     def apply(self, in_round: Callable[[int], dict[int, DerivedData]], num_classes: int) -> dict[int, DerivedData]:
@@ -52,7 +52,7 @@ class DataChange:
         return derived | changed
 
     def _relabelled(self, labels: tuple[int, ...], num_classes: int) -> tuple[int, ...]:
-        """The present label for each label of the first round, after this change; empty if all are as they were."""
+        """The present label for each label of the first round, after this change; empty if all are unchanged."""
         same = tuple(range(num_classes))
         now = [(label + self.offset) % num_classes for label in labels or same]
         if self.swap is not None:
@@ -210,7 +210,7 @@ class ChangedFederation(Federation):
 
 
 class ChangingFederation(ChangedFederation):
-    """`base` with a schedule of changes: `at` gives the federation of a round, this object equals `base`."""
+    """`base` with a schedule of changes: `at` returns the federation of a round; this object itself equals `base`."""
 
     def __init__(self, base: Federation, changes: Sequence[DataChange]) -> None:
         super().__init__(base, {})

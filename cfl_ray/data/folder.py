@@ -24,7 +24,7 @@ from cfl_ray.system import files
 PREPARE_AGAIN = "delete the folder and run `cfl-ray prepare` again"
 _Read = TypeVar("_Read")
 _CACHE_GB = 50.0  # limit of the cache without CFL_RAY_CACHE_GB
-_IN_USE_SECONDS = 3600  # files that were read in this time are not removed
+_IN_USE_SECONDS = 3600  # files that were read within this time are not removed
 _PAUSES = (0.5, 1.0, 2.0)  # seconds before each further attempt to read a remote file
 _FILESYSTEM_ERRORS = (pa.ArrowException, OSError, ValueError, ImportError)
 
@@ -86,7 +86,7 @@ class Folder:
             if not cached.is_file() or cached.stat().st_size != size:
                 return False
             with suppress(OSError):  # another user's file
-                os.utime(cached, ns=(time.time_ns(), cached.stat().st_mtime_ns))  # used now
+                os.utime(cached, ns=(time.time_ns(), cached.stat().st_mtime_ns))  # marks it as used now
             return True
 
         if not is_there():

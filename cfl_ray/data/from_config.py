@@ -86,7 +86,7 @@ def build(
 
 
 def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardFederation:
-    """Returns the shards of a federation that is not made of shards, written into a folder below `shards` or reused."""
+    """Returns the shards of a federation without shards, written into a folder below `shards` or reused."""
     folder = Folder(str(shards)).child(f"{name}-{_hash(federation.recipe)}")
     if read_manifest(folder) is None:
         write_shards(folder.uri, plan_of(federation), federation.recipe, federation.normalize)
@@ -126,8 +126,9 @@ def _min_median_max(sizes: np.ndarray) -> tuple[int, float, int]:
 
 
 def _undivided(data: DataConfig, seed: int, targets: str) -> tuple[Federation | None, Source | None]:
-    """Returns (federation, None) if the source's samples have clients, (None, source) for samples of a function
-    without clients, and (None, None) for the sources that `locate` returns.
+    """Returns the federation if the source's samples have clients, and the source if a function returned samples.
+
+    Both are None for the sources that `locate` returns.
     """
     if isinstance(data, GeneratedConfig):
         return _generated(data, seed), None
@@ -169,7 +170,7 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: 
 
 
 def _code_of(registry: Registry[Any], kind: Any) -> str:
-    """Returns the sha256 of the file that defines a plugin; if there is no file, the plugin's name."""
+    """Returns the sha256 of the file that defines a plugin; without a file, the plugin's name."""
     part = registry.resolve(kind)
     try:
         source = inspect.unwrap(part.func if isinstance(part, partial) else part)

@@ -18,7 +18,7 @@ from cfl_ray.errors import DataError
 
 @dataclass(frozen=True)
 class _Hub:
-    """A data set of the Hugging Face hub: parquet files of one configuration."""
+    """A data set of the Hugging Face hub: the parquet files of a configuration."""
 
     repository: str
     folder: str  # folder of its parquet files, which is the configuration's name
@@ -66,7 +66,7 @@ def _located(name: str, data: DataConfig) -> Source:
         if not data.download:
             raise
     _open_torchvision(name, roots(data)[0], train=True, download=True)
-    if _TORCHVISION[name].by_split:  # the test part is a file of its own
+    if _TORCHVISION[name].by_split:  # the test part is a separate file
         _open_torchvision(name, roots(data)[0], train=False, download=True)
     return _find(name, data)
 

@@ -22,7 +22,7 @@ CLASSES = 62
 
 
 def read(train: list[Path], test: list[Path], progress: Progress | None) -> Images:
-    """Returns LEAF's images as uint8. Nothing is lost, since LEAF's pixels are 8-bit values divided by 255."""
+    """Returns LEAF's images as uint8, without loss, since LEAF's pixels are 8-bit values divided by 255."""
     train_x, train_y, client = _part(train, _images_of, progress)
     test_x, test_y, _ = _part(test, _images_of, progress) if test else (None, None, None)
     return Images(train_x, train_y, test_x, test_y, num_classes=CLASSES, client=client)
@@ -89,7 +89,7 @@ def _check(file: Path, user: str, count: int, x: np.ndarray, y: np.ndarray) -> N
 
 # --- text ---------------------------------------------------------------------------------------
 
-# The characters of Shakespeare's plays in LEAF's models/utils/language_utils.py. Other characters have no number there.
+# The characters of Shakespeare's plays in LEAF's models/utils/language_utils.py, which has no number for others.
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 LENGTH = 80  # characters before the character to predict
 MAX_WORDS = 25  # words of a tweet that LEAF's stacked LSTM reads

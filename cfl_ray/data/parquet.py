@@ -26,7 +26,7 @@ def read(
 ) -> Images:
     """Returns the images of these files in file order. Raises DataError naming the file and row of unusable data.
 
-    num_classes: None for the largest label plus one. pixels: False decodes only the first image, for its shape.
+    num_classes: None for the largest label + 1. pixels: False decodes only the first image, for its shape.
     """
     parts = [part for part in (train, test) if part]
     if not isinstance(columns.label, str):

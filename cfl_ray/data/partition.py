@@ -44,7 +44,7 @@ def divide(
     elif isinstance(partition, DirichletConfig):
         parts = _dirichlet(y, clients, partition, min_samples, rng)
     else:
-        assert isinstance(partition, ClassesConfig)  # one client per writer: `writers`
+        assert isinstance(partition, ClassesConfig)  # `writers` divides by writer
         parts = _classes(y, clients, partition, min_samples, rng)
     sizes = np.array([len(part) for part in parts])
     if sizes.min() < min_samples:
@@ -195,8 +195,8 @@ def _classes(
 ) -> list[np.ndarray]:
     """Returns parts in which each class is split among its owners: evenly, up to one sample, or in random shares.
 
-    Random shares are drawn again until every client has at least `min_samples` samples; `divide` tells which client
-    has too few after the last draw.
+    Random shares are drawn again until every client has at least `min_samples` samples; after the last draw,
+    `divide` raises DataError for a client with too few.
     """
     labels = np.unique(y)
     owners = _owners(len(labels), clients, partition, rng)
@@ -214,7 +214,7 @@ def _classes(
 
 
 def _shares(rows: np.ndarray, owners: int, alpha: float | None, rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns the rows of each owner of a class; with an alpha, one each and Dirichlet shares of the others."""
+    """Returns the rows of each owner of a class; with an alpha, one row each and Dirichlet shares of the other rows."""
     if alpha is None:
         return np.array_split(rows, owners)
     others = max(len(rows) - owners, 0)

@@ -248,7 +248,7 @@ def _test_sets(
 def _test_rows(group: Group, true_group: int, data: DataConfig, seed: int) -> np.ndarray:
     images = group.variant.images
     assert images.test_y is not None and group.test_rows is not None  # checked for views with shared test sets
-    if data.test.view in ("label", "all"):  # label: later, a client's labels choose among all images
+    if data.test.view in ("label", "all"):  # label: a client's labels later select among all images
         rows = np.arange(len(images.test_y))
     elif data.partition.kind == "writer" and data.shift.kind == "none" and images.test_group is not None:
         rows = np.flatnonzero(images.test_group == true_group)

@@ -13,7 +13,7 @@ Rounds = tuple[int, ...]
 def distinct_rounds(
     federation: Federation, round: int, ids_M: np.ndarray, rounds_M: Sequence[Sequence[int]]
 ) -> tuple[tuple[Rounds, ...], np.ndarray]:
-    """The rounds of each client in which its data differ, and its number of samples in all of them, int64 (M,).
+    """The rounds of each client in which its data differ, and its number of samples in these rounds, int64 (M,).
 
     If several rounds have equal data, only the latest is returned, or `round` if these are the present data.
     Raises ValueError for rounds outside 0 .. round.

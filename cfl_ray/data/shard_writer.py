@@ -17,7 +17,7 @@ from cfl_ray.data.shards import MANIFEST, ShardFile, ShardManifest, index_schema
 from cfl_ray.errors import DataError
 from cfl_ray.system.files import sha256, sync
 
-FILE_BYTES = 64 << 20  # approximate bytes of pixels in one file; a client is never split between two files
+FILE_BYTES = 64 << 20  # approximate bytes of pixels per file; a client is never split between two files
 
 
 def write_shards(

@@ -107,7 +107,7 @@ def open_shards(path: str | Path, verify: bool = False) -> "ShardFederation":
 
 
 def read_manifest(folder: Folder) -> ShardManifest | None:
-    """Returns the manifest of a folder, None if there is none. Raises DataError for an invalid manifest."""
+    """Returns the manifest of a folder; None if the file does not exist. Raises DataError for an invalid manifest."""
     content = folder.read(MANIFEST)
     if content is None:
         return None
@@ -122,7 +122,7 @@ def read_manifest(folder: Folder) -> ShardManifest | None:
 
 
 class ShardFederation(IndexedFederation):
-    """A federation of shards. Its pickle is its path; a file is mapped when one of its clients is first read."""
+    """A federation of shards. Its pickle is its path; a file is mapped when a client in it is first read."""
 
     def __init__(self, uri: str, verify: bool = False) -> None:
         local = Folder(uri).local

@@ -165,7 +165,7 @@ def _group(variant: Variant, labels: list[int] | None = None) -> Group:
 
 
 def _natural(images: Images, group: int) -> Group:
-    """Returns a group that the data set itself names. Test images without a group are tested by every group."""
+    """Returns a group that the data set itself names. If test images have no groups, every group is tested on all."""
     if images.test_y is None:
         test_rows = None
     elif images.test_group is None:

@@ -40,7 +40,7 @@ def read_hf(
 ) -> Images:
     """Returns the samples of data sets that `Dataset.save_to_disk` wrote into these folders.
 
-    The input column contains images, or lists of equal length: of numbers, or of token ids if there is a vocabulary.
+    The input column contains images, or lists of equal length: of numbers, or of token ids if `vocabulary` is given.
     """
     parts = [_saved(folder) for folder in (train, test) if folder is not None]
     inputs = [_lists_or_images(part, columns.image, vocabulary) for part in parts]
@@ -54,7 +54,7 @@ def images_of(
     vocabulary: int | None,
     targets: str = "class",
 ) -> Images:
-    """Returns the samples of a training part and, if there are two, a test part, with labels, clients and groups."""
+    """Returns the samples of a training part and, if given, a test part, with labels, clients and groups."""
     if len(parts) == 2 and inputs[0].shape[1:] != inputs[1].shape[1:]:
         raise DataError(
             f"{parts[1][0]} holds inputs of shape {inputs[1].shape[1:]}, {parts[0][0]} of {inputs[0].shape[1:]}; "

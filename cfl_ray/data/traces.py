@@ -40,7 +40,7 @@ def read_trace(path: str | Path, num_clients: int) -> tuple[np.ndarray, np.ndarr
 def read_devices(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
     """Returns (seconds of training per sample, bit/s both ways), float64 (R,), of the devices in a CSV or parquet file.
 
-    Its columns are those of FedScale: computation, ms of a forward pass per sample, of which training takes three; and
+    Its columns are those of FedScale: computation, ms of a forward pass per sample, a third of a training pass; and
     communication, kbit/s. Raises DataError naming the file, the row and the value of an unusable device.
     """
     file, table = _table(path, "clock.file", DEVICE_COLUMNS)
