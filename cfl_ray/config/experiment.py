@@ -290,7 +290,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
         )
         if text.startswith(_RECORD):  # records of earlier versions have the keys of all kinds
             values = _without_keys_of_others(values)
-    for override in overrides * 2:  # twice, so that a key that a later override of the kind drops is an error
+    for override in overrides * 2:  # twice, so that a key dropped by a later override of the kind is an error
         key, value = split_override(override)
         set_key(values, key, value, f"override {override!r}")
     if file is None and not any(override.startswith("schedule") for override in overrides):

@@ -126,9 +126,9 @@ def _min_median_max(sizes: np.ndarray) -> tuple[int, float, int]:
 
 
 def _undivided(data: DataConfig, seed: int, targets: str) -> tuple[Federation | None, Source | None]:
-    """Returns the federation if the source's samples have clients, and the source if a function returned samples.
+    """Returns the federation if the source's samples have clients, or the source of a function without clients.
 
-    Both are None for the sources that `locate` returns.
+    The other is None; both are None for the sources that `locate` returns.
     """
     if isinstance(data, GeneratedConfig):
         return _generated(data, seed), None

@@ -47,7 +47,7 @@ class PrivacyPlan:
         return done + last_round(limit, rounds - done, lambda more: self.epsilon(self._more(releases, done, more)))
 
     def _more(self, releases: Releases, done: int, rounds: int) -> Releases:
-        """`releases`, those of the first `done` rounds, with those of the next `rounds` rounds."""
+        """`releases`, those of the first `done` rounds, plus those of the next `rounds` rounds."""
         planned = self.rounds[done : done + rounds]
         parts = [(releases, 1), *((part, 1) for part in planned), (self.rounds[-1], rounds - len(planned))]
         sampled, unsampled = Counter[float](), Counter[float]()

@@ -157,7 +157,10 @@ class RunDirectory:
     # ---- trust
 
     def sign(self, names: Sequence[str]) -> None:
-        """Signs, for this directory, its links and `names`, which the record of this user's run or study refers to."""
+        """Signs `names` and the links in this directory, for this directory.
+
+        names: the things outside the directory that the record of this user's run or study names.
+        """
         names = [*names, *self._links()]
         if names and (signature := sign(_PURPOSE, self.path, names)):
             write_json(self.signature, {"names": names, "signature": signature})
