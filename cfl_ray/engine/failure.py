@@ -22,7 +22,7 @@ _IN_TEXT = re.compile(r"out of memory|can't allocate memory|(CUDA|HIP|XPU|cuDNN|
 class ClientFailure(Exception):
     """Work on one client failed. The message names the client and the stage."""
 
-    says_where = True  # see `core.errors.says_where`
+    says_where = True  # see `cfl_ray.errors.says_where`
     may_be_machine = False  # see `may_be_machine`; an attribute, since causes are lost on the way to another process
 
 
