@@ -6,7 +6,7 @@ import math
 import numpy as np
 import scipy
 
-_BLOCK = 1 << 16  # clients that are counted at a time, so that no array of all of them is made
+_BLOCK = 1 << 16  # clients that are counted at a time, to avoid temporary arrays of all clients
 
 
 def agreement(true_M: np.ndarray, cluster_M: np.ndarray) -> dict[str, float]:
@@ -17,7 +17,7 @@ def agreement(true_M: np.ndarray, cluster_M: np.ndarray) -> dict[str, float]:
 
     Returns "ari" (adjusted Rand index), "nmi" (normalised mutual information), "purity" (share of clients that belong
     to the largest group of their cluster, 0..1), and "correct_clients" (number of clients whose cluster is matched with
-    their group, for the best one-to-one matching of clusters and groups). All are those of scikit-learn, bit for bit.
+    their group, for the best one-to-one matching of clusters and groups). All equal scikit-learn's, bit for bit.
     """
     count_GK = _contingency(true_M, cluster_M)
     return dict(_agreement(count_GK.tobytes(), len(count_GK)))
@@ -72,7 +72,7 @@ def _adjusted_rand_index(count_GK: np.ndarray, group_G: np.ndarray, size_K: np.n
 
 
 def _entropy(size_C: np.ndarray) -> float:
-    """As `sklearn.metrics.cluster.entropy`, of the sizes of the parts instead of every client's part."""
+    """As `sklearn.metrics.cluster.entropy`, from the sizes of the parts instead of the labels of all clients."""
     if len(size_C) == 1:
         return 0.0
     total = size_C.sum()

@@ -6,9 +6,9 @@ from cfl_ray.clustering.agglomerative import by_lowest_member
 
 
 def row_gap(distance_MM: np.ndarray) -> float:
-    """The median over rows of the middle of a row's largest gap between its sorted distances to others.
+    """The median over rows of the midpoint of the largest gap between a row's sorted distances to other clients.
 
-    A row without a gap counts with its largest distance. Returns 0 for fewer than two clients.
+    A row without a gap contributes its largest distance. Returns 0 for fewer than two clients.
     """
     count = len(distance_MM)
     if count < 2:
@@ -23,7 +23,7 @@ def row_gap(distance_MM: np.ndarray) -> float:
 
 
 def dbscan(distance_MM: np.ndarray, eps: float) -> np.ndarray:
-    """int64 (M,): clusters by DBSCAN, numbered by lowest member. A client without neighbours is a cluster."""
+    """Clusters by DBSCAN, int64 (M,), numbered by lowest member. A client without neighbours is a cluster."""
     from sklearn.cluster import DBSCAN  # imported here: loading it takes a second, and hosts do not need it
 
     label_M = DBSCAN(eps=max(eps, 1e-300), min_samples=2, metric="precomputed").fit_predict(distance_MM)

@@ -111,7 +111,7 @@ def _plus_plus(
 
 
 def renumbered(cluster_S: np.ndarray, before_S: np.ndarray, num_clusters: int) -> np.ndarray:
-    """The clusters with numbers that as many clients as possible had before; -1 in `before_S`: none."""
+    """The clusters, renumbered so that as many clients as possible keep their number; -1 in `before_S`: none."""
     shared_KK = np.zeros((num_clusters, num_clusters))
     known = before_S >= 0
     np.add.at(shared_KK, (cluster_S[known], before_S[known]), 1)

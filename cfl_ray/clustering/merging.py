@@ -63,7 +63,7 @@ class Merged:
         return float(np.fmax.reduce(highest))
 
     def merged_rows(self, founded: np.ndarray) -> list[int]:
-        """The new clusters that several old clusters form, without counting the clusters `founded` in this round."""
+        """The new clusters formed of several old clusters, not counting the clusters `founded` in this round."""
         return [row for row, parts in enumerate(self.parts) if len(np.setdiff1d(parts, founded)) > 1]
 
     def models(self, models_KP: Tensor, average: bool) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from cfl_ray.clustering.agglomerative import by_lowest_member
 from cfl_ray.clustering.kmeans import kmeans
 
-_DIRECTIONS = 3  # 2-means starts from the two sides of each of so many principal directions
+_DIRECTIONS = 3  # principal directions; 2-means starts from the two sides of each
 _ITERATIONS = 30
 _FEWEST = 4  # rows of a pair of clusters; with fewer, the test cannot tell two clusters from one
 
@@ -88,9 +88,9 @@ def merge_insignificant(
 ) -> tuple[np.ndarray, float]:
     """Clusters, int64 (S,), after merges, and the highest p-value of the pairs that remain; 1 if there is no pair.
 
-    As long as a pair's p-value is above `level`, the pair with the highest is merged and gets the lower of its two
-    numbers; other numbers stay. Rows of cluster -1 are left out. Pairs of fewer than 4 rows are not merged: the test
-    would always take them for one cluster.
+    While a pair's p-value is above `level`, the pair with the highest p-value is merged and gets the lower of its two
+    numbers; other numbers are kept. Rows of cluster -1 are left out. Pairs of fewer than 4 rows are not merged, because
+    the test would always take them for one cluster.
     """
     cluster_S = cluster_S.copy()
 

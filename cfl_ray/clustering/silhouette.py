@@ -17,7 +17,7 @@ def silhouettes(distance: np.ndarray, Z: np.ndarray, most: int = MOST) -> np.nda
     """Mean silhouettes of cuts of a tree, float64: at index K of the cut into K clusters; NaN for K < 2.
 
     The silhouette of a signature is (b - a) / max(a, b). a is its mean distance to the other members of its cluster, b
-    to the members of the nearest other cluster. It is 0 for a signature that is alone in its cluster.
+    to the members of the nearest other cluster. The silhouette is 0 for the only signature of a cluster.
 
     distance: condensed distances of S signatures. Z: their tree of merges. most: the highest K, at most S - 1.
     """

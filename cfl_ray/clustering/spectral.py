@@ -1,4 +1,4 @@
-"""Clients on leading singular vectors, and spectral clustering by their interactions. S is the number of clients."""
+"""Coordinates of clients on leading singular vectors, and spectral clustering by interactions. S: number of clients."""
 
 import numpy as np
 import scipy

@@ -9,7 +9,7 @@ from cfl_ray.clustering.silhouette import best_cut
 from cfl_ray.core.method import option
 
 CUTS = ("silhouette", "median", "gap")
-_GAP = 20  # the largest gap is searched between the heights of so many last merges
+_GAP = 20  # the largest gap is sought among the heights of this many last merges
 
 
 @dataclass(frozen=True)

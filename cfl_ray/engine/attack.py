@@ -27,10 +27,10 @@ UPLOAD = ("upload_P", "start_P", "draw")  # arguments of a user's attack
 
 @dataclass(frozen=True)
 class Attack:
-    """Which clients attack, how, and from which round on. The default is no attack."""
+    """The attacking clients, their attack, and its first round. The default is no attack."""
 
-    # label_flip, sign_flip, scaled, gaussian, colluders or, of the user, a function f(upload_P, start_P, draw) or an
-    # object with a method `upload` like it, a method `labels(y, num_classes, draw)`, or both
+    # label_flip, sign_flip, scaled, gaussian or colluders; or a user's attack: a function f(upload_P, start_P, draw) or
+    # an object with a method `upload` of this signature, a method `labels(y, num_classes, draw)`, or both
     kind: Any = "none"
     clients: frozenset[int] = frozenset()
     scale: float = 1.0

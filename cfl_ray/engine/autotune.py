@@ -49,21 +49,21 @@ class Division:
         return chunk_size(self.cohort, engine, self.one_by_one)
 
     def together(self, engine: str, network: Network) -> int:
-        """Number of clients that the engine is given at once: of several chunks on a GPU, else of one."""
+        """Number of clients passed to the engine at once: of several chunks on a GPU, otherwise of one chunk."""
         if self.one_by_one or not mixes_chunks(engine, network):
             return self.size(engine)
         return max(self.size(engine), min(self.cohort, _TOGETHER))
 
 
 def device_name(device: str) -> str:
-    """The device in words: "cpu", or the name of the GPU of this process."""
+    """The device as text: "cpu", or "cuda" with the name of this process's GPU."""
     return f"cuda, {torch.cuda.get_device_name()}" if device == "cuda" else device
 
 
 def cache_key(network: Network, local: LocalSGD, division: Division, device: str = "cpu") -> str:
     """Key of a measurement: equal keys share a choice.
 
-    device: name of the device of the hosts. The network may be on another device: the server has no GPU.
+    device: name of the hosts' device. The network may be on another device, because the server has no GPU.
     """
     device += "" if network.precision == "float32" else f", {network.precision}"
     learning = [network.task.name] if not network.task.is_classification else []
@@ -79,7 +79,7 @@ def cache_key(network: Network, local: LocalSGD, division: Division, device: str
 
 
 def structure(module: nn.Module) -> str:
-    """Digest of what a network computes: its modules, their settings, and the code of those that are not PyTorch's."""
+    """Digest of a network's computation: its modules, their settings, and the code of modules outside PyTorch."""
     parts = [re.sub(r" at 0x[0-9a-f]+", "", repr(module)), *(f"{n} {tuple(p.shape)}" for n, p in _tensors(module))]
     for name, part in module.named_modules():
         kind = type(part)
@@ -100,7 +100,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _code(code: CodeType) -> str:
-    """The instructions of a function and of those defined in it, with their names and constants."""
+    """The instructions, names and constants of a function and of the functions defined in it."""
     constants = [_code(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
@@ -108,11 +108,11 @@ def _code(code: CodeType) -> str:
 def measure(network: Network, federation: Federation, local: LocalSGD, seed: int, division: Division) -> EngineChoice:
     """Times a few local steps of a few clients, and the sum of their results, with every engine that applies to them.
 
-    Each engine is given chunks of the size that it has in a run, or on a GPU vmap batches of several chunks; there the
-    samples are on the device, and times end when it is done. An engine with a `no_gain` (vectorised) comes last,
-    against the fastest of the others. On a CPU it is timed only if it may win, because importing `torch.func` costs
-    each host 1.2 s of CPU: if a chunk takes the fastest of the others at least 2 ms per step, and a client at most
-    0.5 ms. CPU ms per client, of the fastest other engine and vectorised, with clients per chunk:
+    Each engine receives chunks of the size used in a run; on a GPU, vmap batches of several chunks, with the samples on
+    the device and times that include the completion of its work. An engine with a `no_gain` (vectorised) is timed last,
+    against the fastest other engine. On a CPU it is timed only if it may win, because importing `torch.func` costs each
+    host 1.2 s of CPU: if the fastest other engine takes at least 2 ms per step for a chunk, and at most 0.5 ms for a
+    client. CPU ms per client of the fastest other engine and of vectorised, with clients per chunk:
 
         MLP 64-64-10, batches of 32, 5 clients (quickstart)     manual 0.41     vectorised 1.29    not timed
         MLP 64-64-10, batches of 5, 12 clients                  manual 0.40     vectorised 0.64    not timed
@@ -166,7 +166,7 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
 
 
 def why_not(engine: str, network: Network, federation: Federation, local: LocalSGD) -> str | None:
-    """Reason why an engine can train no client of the federation; None if it can train that with the fewest samples."""
+    """Reason why an engine can train no client; None if it can train the client with the fewest samples."""
     sizes = federation.num_samples_N[federation.num_samples_N > 0]
     size = int(sizes.min()) if len(sizes) else 1
     x = torch.zeros(1, *network.input_shape, dtype=network.dtype).expand(size, *network.input_shape)
@@ -176,7 +176,7 @@ def why_not(engine: str, network: Network, federation: Federation, local: LocalS
 
 
 def _why_not_timed(name: str, network: Network, seconds: float, tasks: Sequence[TrainingTask]) -> str | None:
-    """Reason why an engine cannot train a chunk, or cannot win over one with `seconds` per client; None if it may.
+    """Reason why an engine cannot train a chunk, or cannot beat an engine with `seconds` per client; None if it may.
 
     The engine is tried on two clients: the network may have an operation that vmap does not support.
     """
@@ -192,7 +192,7 @@ def _why_not_timed(name: str, network: Network, seconds: float, tasks: Sequence[
 
 @dataclass(frozen=True)
 class _Run:
-    """The work of one engine: clients per chunk, and what is done with a chunk."""
+    """The measured work of one engine: clients per chunk, and the function applied to each chunk."""
 
     size: int
     do: Callable[[Sequence[TrainingTask]], object]
@@ -203,7 +203,7 @@ class _Run:
 
 
 def _sum_of(engine: Engine, network: Network, tasks: Sequence[TrainingTask]) -> HostSums:
-    """The mean of all changes, summed as in a chunk; without the rows of clients if the engine can do that."""
+    """The mean of all changes, summed as in a chunk; without the rows of clients if the engine supports it."""
     sums, total = ChunkSums(_mean_of(tasks)), HostSums()
     if engine.train_sums is not None and engine.together(network):
         for _, batch in engine.train_sums(network, tasks):
@@ -225,7 +225,7 @@ def _mean_of(tasks: Sequence[TrainingTask]) -> Averaging:
 
 
 def _valid_clients(federation: Federation, most: int) -> list[tuple[int, tuple[Tensor, Tensor]]]:
-    """The first clients with valid training data, and these data. Raises DataError if there are none."""
+    """The first `most` clients with valid training data, and their samples. Raises DataError if there are none."""
     valid: list[tuple[int, tuple[Tensor, Tensor]]] = []
     reasons: list[str] = []
     for client in range(federation.num_clients):
@@ -244,10 +244,10 @@ def _valid_clients(federation: Federation, most: int) -> list[tuple[int, tuple[T
 
 
 def _seconds(runs: Mapping[str, _Run], tasks: Sequence[TrainingTask], network: Network) -> dict[str, float]:
-    """Least seconds per client of each run, after a first chunk. They are interleaved, so that all meet the same load.
+    """Least seconds per client of each run, after a warm-up chunk. Runs are interleaved, so that all have equal load.
 
-    Runs for which the memory of the device is too small are left out; for the sequential engine, that is an error. Runs
-    that are clearly slower than the fastest are made once, and no further ones begin after `_BUDGET` seconds.
+    Runs that do not fit into the memory of the device are left out; if the sequential engine does not fit, the error is
+    raised. Runs that are clearly slower than the fastest are timed once; after `_BUDGET` seconds, no run is repeated.
     """
     began = time.perf_counter()
     clock = time.perf_counter if network.device.type == "cuda" else time.thread_time  # other processes do not count
@@ -274,6 +274,6 @@ def _seconds(runs: Mapping[str, _Run], tasks: Sequence[TrainingTask], network: N
 
 
 def _synchronise(network: Network) -> None:
-    """Waits until a GPU has done what it was given."""
+    """Waits until a GPU has completed its queued work; no effect on a CPU."""
     if network.device.type == "cuda":
         torch.cuda.synchronize(network.device)

@@ -1,4 +1,4 @@
-"""Division of an exchange into chunks of some clients each, and assembly of their results."""
+"""Division of an exchange into chunks of clients, and assembly of their results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from cfl_ray.engine.secure_sums import secure_means, unmasked
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some clients of an exchange, which one host works on."""
+    """Clients of an exchange that are processed together on one host."""
 
     index_m: np.ndarray  # their positions among the M clients of the work
     row: int = 0  # the output row that its first client is averaged into
@@ -23,11 +23,11 @@ class Chunk:
 
 
 def chunks_of(work: Work, size: int, num_samples_M: np.ndarray | None = None) -> list[Chunk]:
-    """The clients, `size` at a time, sorted by the output row that they are averaged into.
+    """Chunks of `size` clients, sorted by the output row that they are averaged into.
 
-    A client that trains several models stays in one chunk with all of them.
-    Depends on the work alone and not on hosts, because sums are rounded within a chunk.
-    num_samples_M: training samples of each client, for the costs; None: the chunks cost the same.
+    All models of a client are in the same chunk.
+    The chunks depend only on the work, not on the hosts, because sums are rounded within a chunk.
+    num_samples_M: training samples of each client, for the costs; None: equal costs.
     """
     count = len(work.ids_M)
     out_M, order_M, averaging = np.zeros(count, np.int64), np.arange(count), work.averaging
@@ -49,15 +49,15 @@ def chunks_of(work: Work, size: int, num_samples_M: np.ndarray | None = None) ->
 
 
 def limited_size(num_clients: int, chunks: int, most: int) -> int:
-    """Clients of a chunk if a large cohort makes `chunks` of them, enough for many hosts, but at most `most`.
+    """Clients per chunk, at most `most`, such that a large cohort has at least `chunks` chunks, enough for many hosts.
 
-    More only if there would be more chunks than an exact sum can have terms.
+    The limits are exceeded only if there would be more chunks than the terms that an exact sum can have.
     """
     return max(-(-num_clients // exact.MAX_TERMS), min(max(1, num_clients // chunks), most))
 
 
 def gather(chunks: Sequence[ChunkResult], size: int) -> dict[str, np.ndarray]:
-    """Per-client arrays (M, ...) from those of the chunks, in any order."""
+    """Per-client arrays (M, ...) from the arrays of the chunks, which may be in any order."""
     if not chunks:
         return {}
     arrays: dict[str, np.ndarray] = {}
@@ -79,12 +79,12 @@ def exclusions_of(chunks: Sequence[ChunkResult]) -> dict[int, Exclusion]:
 
 
 def fallbacks_of(chunks: Sequence[ChunkResult]) -> frozenset[str]:
-    """Why clients were not trained by the chosen engine, one line for each reason."""
+    """Reasons why clients were not trained by the chosen engine, each a line."""
     return frozenset().union(*(chunk.fallbacks for chunk in chunks))
 
 
 def outcome_of(work: Work, chunks: Sequence[ChunkResult], changes: Mapping[int, Tensor]) -> Outcome:
-    """The outcome of an exchange: its chunks' arrays in one, and weighted means from the sums of changes."""
+    """The outcome of an exchange: the merged arrays of its chunks, and weighted means from the sums of changes."""
     arrays = gather(chunks, len(work.ids_M))
     excluded, fallbacks = exclusions_of(chunks), fallbacks_of(chunks)
     if not isinstance(work, Train | AverageDeferred) or work.averaging is None:

@@ -31,7 +31,7 @@ def with_client_state(start_P: Tensor, client_state: ClientState | None, value: 
 
 
 def starting_row(start_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
-    """The row with which a client begins to train that received `start_P` and keeps `value`."""
+    """The initial row for the training of a client that received `start_P` and keeps `value`."""
     if client_state is None or value is None or client_state.resumed is None:
         return with_client_state(start_P, client_state, value)
     row_P = start_P.clone()
@@ -40,7 +40,7 @@ def starting_row(start_P: Tensor, client_state: ClientState | None, value: Tenso
 
 
 def predicting_row(received_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
-    """The row with which a client predicts that received `received_P` and keeps `value`."""
+    """The row for the predictions of a client that received `received_P` and keeps `value`."""
     row_P = with_client_state(received_P, client_state, value)
     if client_state is None or value is None or client_state.share == 1:
         return row_P
@@ -54,10 +54,10 @@ def stored_velocity(value: Tensor | None, client_state: ClientState, start_P: Te
 
 
 class ClientStateStore:
-    """Client states by (name, client), with a record of which were added, changed or dropped.
+    """Client states by (name, client), with a record of added, changed and dropped states.
 
-    A value that was saved is a `SavedState`. The type of another is up to the backend, and has the attribute `nbytes`:
-    a tensor in this process, an object reference on Ray.
+    A saved value is a `SavedState`. The backend defines the type of other values, which has the attribute `nbytes`: a
+    tensor in this process, an object reference on Ray.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class ClientStateStore:
 
     def begin(self, work: Work) -> None:
         """Drops deferred results of other rounds."""
-        now = (work.address.round, work.address.exchange < 0)  # evaluation has exchanges of its own
+        now = (work.address.round, work.address.exchange < 0)  # evaluation has separate exchanges
         if now != self._round:
             self._round, self._deferred = now, {}
 
@@ -107,7 +107,7 @@ class ClientStateStore:
                 self._forgotten.add(key)
 
     def move(self, entries: Mapping[ClientStateKey, Any]) -> None:
-        """Takes the values, which did not change, from another place."""
+        """Replaces values by equal values stored in another place; they do not count as changed."""
         self._values.update(entries)
 
     def in_files(self) -> set[str]:
@@ -137,7 +137,7 @@ class ClientStateStore:
         return self._values.keys()
 
     def changed(self, everything: bool = False) -> dict[ClientStateKey, int]:
-        """Bytes of the values that changed since the last call, or of all, in a fixed order."""
+        """Bytes, in order of the keys, of the values changed since the last call; everything: of all values."""
         changed, self._changed, self.unsaved = sorted(self._values if everything else self._changed), set(), 0
         return {key: self._values[key].nbytes for key in changed}
 
@@ -147,6 +147,6 @@ class ClientStateStore:
         return forgotten
 
     def restore(self, entries: Iterable[tuple[ClientStateKey, Any]]) -> None:
-        """Takes over the values of a checkpoint."""
+        """Replaces all values by the values of a checkpoint."""
         self._values, self._changed, self._forgotten, self.unsaved = dict(entries), set(), set(), 0
         self._names = {name for name, _ in self._values}

@@ -17,7 +17,7 @@ from cfl_ray.nn.network import Network
 
 @dataclass(frozen=True)
 class ClientView:
-    """One client and its data, on the host that reads them."""
+    """A client and its data, on the host that reads the data."""
 
     client: int
     x: Tensor  # float32 (n, *shape): normalised training samples
@@ -34,7 +34,7 @@ class ClientView:
     def gradient(self, row_P: Tensor, batch: int = 2048, samples: slice = slice(None)) -> Tensor:
         """Gradient (trained columns,) of the mean loss over training samples at a model, without dropout.
 
-        batch: most samples of a pass; fewer if the memory of the device is too small. samples: these alone.
+        batch: most samples of a pass; fewer if the memory of the device is too small. samples: the samples used.
         """
         self.network.load(row_P)
         self.network.module.eval()
@@ -62,7 +62,7 @@ class ClientView:
             grads = torch.autograd.grad(loss, self.network.params, materialize_grads=True)
             part = torch.cat([g.reshape(-1) for g in grads])
             total = part if total is None else total.add_(part)
-        assert total is not None  # a client without samples is excluded before
+        assert total is not None  # a client without samples was excluded earlier
         return total.cpu()
 
     def outputs(self, row_P: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def check_instructions(wanted: str | None, where: str) -> None:
 
 
 def model() -> str:
-    """The name of the CPU, e.g. "AMD EPYC"; that of its architecture if the system does not say."""
+    """The name of the CPU, e.g. "AMD EPYC"; the name of its architecture if the system reports none."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")

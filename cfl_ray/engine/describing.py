@@ -1,4 +1,4 @@
-"""Losses of models on clients' data, and the vectors with which clients describe themselves."""
+"""Losses of models on clients' data, and vectors that describe clients."""
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ from cfl_ray.engine.validation import ANY_POWER, invalid_value_reason
 
 @torch.no_grad()
 def losses(chunk: OpenChunk[Losses]) -> Arrays:
-    """Mean training loss of each model on each client's data, which are read once; a model is loaded once.
+    """Mean training loss of each model on each client's data. Data are read once, and models are loaded once.
 
-    Clients share no batch: the result of one does not depend on the others in the chunk.
+    Clients share no batch, so the result of a client does not depend on the other clients in the chunk.
     """
     work, network, arrays, parts = chunk.work, chunk.network, chunk.empty(), {}
     for index in range(len(chunk)):
@@ -40,7 +40,7 @@ def losses(chunk: OpenChunk[Losses]) -> Arrays:
 
 
 def describe(chunk: OpenChunk[Describe]) -> Arrays:
-    """The vector of each client, padded to the longest; a sketch of it if the work asks for that."""
+    """The vector of each client, or its sketch if `work.sketch` is set, padded to the longest."""
     work, arrays = chunk.work, chunk.empty()
     features = [torch.zeros(0)] * len(chunk)
     for index in range(len(chunk)):
@@ -64,7 +64,7 @@ def describe(chunk: OpenChunk[Describe]) -> Arrays:
 
 
 def _frozen_logits(chunk: OpenChunk[Losses], x_of: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Logits of the frozen model of each client on its samples, by position in the chunk; empty without any."""
+    """Logits of each client's frozen model on its samples, by position in the chunk; empty without frozen models."""
     frozen = chunk.work.frozen_model
     logits: dict[int, Tensor] = {}
     if frozen is not None:
@@ -75,7 +75,7 @@ def _frozen_logits(chunk: OpenChunk[Losses], x_of: dict[int, Tensor]) -> dict[in
 
 
 def _drawn(work: Losses, client: int, size: int) -> Tensor | None:
-    """Which of a client's `size` samples are used, ascending: the same in all rounds; None: all."""
+    """Indices of the samples used, ascending, the same in all rounds; None: all `size` samples."""
     if work.max_samples is None or work.max_samples >= size:
         return None
     order = stream(work.address.seed, 0, 0, client, "choice").permutation(size)

@@ -1,16 +1,16 @@
-"""Exact samples of the discrete Gaussian: whole numbers x with probabilities proportional to exp(-x^2 / (2 sigma^2)).
+"""Exact samples of the discrete Gaussian: integers x with probabilities proportional to exp(-x^2 / (2 sigma^2)).
 
 C. Canonne, G. Kamath, T. Steinke, The Discrete Gaussian for Differential Privacy, NeurIPS 2020, arXiv:2004.00010,
-Algorithms 1 to 3, for a whole sigma, with t = sigma in Algorithm 3. No probability is rounded: whole numbers are drawn
-and compared. Deviations: many samples at a time; samples beyond 33 sigma, of a probability below 1e-236, are rejected,
-so that squares fit into 64 bits.
+Algorithms 1 to 3, for an integer sigma, with t = sigma in Algorithm 3. No probability is rounded: integers are drawn
+and compared. Deviations: many samples are drawn at a time; samples beyond 33 sigma, of a probability below 1e-236, are
+rejected, so that squares fit into 64 bits.
 """
 
 import numpy as np
 
 LARGEST_SIGMA = 2**26
 _FAR = 32  # sigmas
-_BLOCK = 1 << 15  # samples that are in the cache together
+_BLOCK = 1 << 15  # samples drawn at a time, so that they fit into the cache
 
 
 def discrete_gaussian(draw: np.random.Generator, sigma: int, size: int) -> np.ndarray:
@@ -47,7 +47,7 @@ def _exp(draw: np.random.Generator, p_n: np.ndarray, q: int) -> np.ndarray:
 
 
 def _exp_of_whole(draw: np.random.Generator, p_n: np.ndarray) -> np.ndarray:
-    """True with probability exp(-p), bool (n,), for whole p >= 0."""
+    """True with probability exp(-p), bool (n,), for integers p >= 0."""
     true_n, k = np.ones(len(p_n), bool), 1
     while len(alive := np.flatnonzero(true_n & (p_n >= k))):
         true_n[alive] = _exp(draw, np.ones(len(alive), np.int64), 1)

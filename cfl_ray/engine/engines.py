@@ -1,4 +1,4 @@
-"""The engines: the ways in which a host trains its clients.
+"""The engines: implementations of local training on a host.
 
 An engine is a module of this package with the functions that `Engine` lists, and an entry of `ENGINES`. All results
 equal those of the sequential engine up to rounding. Clients that an engine cannot train are trained sequentially.
@@ -18,37 +18,37 @@ from cfl_ray.nn.network import Network
 
 
 class TrainedBatch(Protocol):
-    """Clients that were trained in one go, for results that are only added up."""
+    """Clients that were trained together and whose results are only summed."""
 
     tasks: Sequence[TrainingTask]
     losses: list[float]
 
     def invalid_reason(self, index: int) -> str | None:
-        """Reason why the update of one client is not valid; None for a valid one."""
+        """Reason why the update of a client is not valid; None if it is valid."""
 
     def change(self, weights: Mapping[int, float]) -> Tensor:
-        """Sum (P,) of w_i (W_i - start_i) over some clients, given as the weight w_i of each."""
+        """Sum (P,) of w_i (W_i - start_i) over the clients i of `weights`, with the weights w_i."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The functions of an engine. Clients are trained one at a time unless it says otherwise."""
+    """The functions of an engine. By default, clients are trained one at a time."""
 
-    # reason, in one line, why the engine cannot train the network or, with tasks, these clients together on its loss
+    # reason, a line, why the engine cannot train the network or, with tasks, these clients together on its loss
     cannot: Callable[[Network, Sequence[TrainingTask]], str | None]
     train: Callable[[Network, Iterable[TrainingTask]], Iterator[TrainingResult]]  # each from its own start, in order
-    # whether the clients of a chunk are trained in one go, on a GPU those of several chunks
+    # whether the clients of a chunk are trained together, on a GPU the clients of several chunks
     together: Callable[[Network], bool] = lambda network: False
-    # trains clients without computing the model of each; yields the number of the first client of a batch, and the
-    # batch. None: the engine cannot do that
+    # trains clients without computing their models; yields the number of the first client of a batch, and the batch.
+    # None: not supported
     train_sums: Callable[[Network, Iterable[TrainingTask]], Iterator[tuple[int, TrainedBatch]]] | None = None
-    # reason why it cannot win over an engine with these seconds per step, given the clients of a chunk; such an engine
-    # is measured last, and only without a reason. None: it is measured with the others
+    # reason why it cannot beat an engine with these seconds per step, given the clients of a chunk; an engine with this
+    # function is measured last, and only without a reason. None: it is measured with the others
     no_gain: Callable[[Network, float, int], str | None] | None = None
     chunk_size: Callable[[int], int] = partial(limited_size, chunks=128, most=8)  # clients of a chunk, for a cohort
 
     def why_not(self, network: Network, tasks: Sequence[TrainingTask]) -> str | None:
-        """Reason, in one line, why the engine cannot train the network or these clients together; None if it can."""
+        """Reason, a line, why the engine cannot train the network or these clients together; None if it can."""
         if self.train is not sequential.train and any(task.objective is not None for task in tasks):
             return "only sequential has a loss on features"
         if self.train is not sequential.train and any(task.local.examples is not None for task in tasks):
@@ -90,8 +90,8 @@ def chunk_size(num_clients: int, engine: str, one_by_one: bool = False) -> int:
 
 
 def mixes_chunks(engine: str, network: Network) -> bool:
-    """Whether clients of several chunks are trained in one go.
+    """Whether clients of several chunks are trained together.
 
-    Not with batch statistics: they need equal batches and steps, which a chunk has or not.
+    Not with batch statistics: they need equal batches and steps, which are checked chunk by chunk.
     """
     return ENGINES[engine].together(network) and network.memory.measurable and not network.batch_statistics

@@ -80,7 +80,7 @@ def client_scores(
 
 
 def _tuning_task(chunk: OpenChunk[EvaluateClients], index: int, start_P: Tensor) -> TrainingTask | None:
-    """The training before the test; None, and the client is excluded, if its data are not valid."""
+    """The task of training before the test. If the client's data are not valid, excludes it and returns None."""
     work, samples = chunk.work, chunk.device_samples(index)
     if samples is None:
         return None
@@ -99,7 +99,7 @@ def _tuning_task(chunk: OpenChunk[EvaluateClients], index: int, start_P: Tensor)
 class _Mixtures:
     """Predictors by mixtures of all models of table 0.
 
-    Units that are tested one after another on the same test set share the probabilities of its samples.
+    Consecutive tests on the same test set share the probabilities of its samples.
     """
 
     def __init__(self, chunk: OpenChunk[EvaluateClients] | OpenChunk[EvaluateShared]):

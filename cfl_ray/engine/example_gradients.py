@@ -1,4 +1,4 @@
-"""Gradients of DP-SGD: those of single samples are clipped, and their sum has noise.
+"""Gradients of DP-SGD: gradients of single samples are clipped, and noise is added to their sum.
 
     g = (sum over samples j of the batch of clip(grad loss_j, C) + N(0, (z C)^2)) / B
 
@@ -16,7 +16,7 @@ from cfl_ray.engine.local_steps import LocalGradient
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.network import Network
 
-_FLOATS = 1 << 26  # of the gradients of single samples that are in memory together
+_FLOATS = 1 << 26  # of gradients of single samples that are in memory at a time
 
 
 class ExampleGradient(LocalGradient):
@@ -53,7 +53,7 @@ class ExampleGradient(LocalGradient):
                 noise = torch.from_numpy(self.draw.standard_normal(tuple(tensor.shape))).mul_(scale)
                 tensor += noise.to(tensor)
         loss_B = torch.cat(losses)
-        # of a batch without samples, the loss of the step before
+        # a batch without samples has the loss of the previous step
         self.losses.append(loss_B.mean() if len(loss_B) else (self.losses or [torch.zeros(())])[-1])
         return [tensor.div_(self.expected) for tensor in total]
 
@@ -66,7 +66,7 @@ class ExampleGradient(LocalGradient):
         grads = [found[name] for name in self.names]
         norm_b = torch.stack([grad_bX.flatten(1).double().square().sum(1) for grad_bX in grads]).sum(0).sqrt()
         factor_b = (self.settings.clip / norm_b.clamp(min=1e-300)).clamp(max=1.0)
-        factor_b = torch.where(factor_b < 1, factor_b * (1 - 1e-6), factor_b)  # rounding does not exceed the norm
+        factor_b = torch.where(factor_b < 1, factor_b * (1 - 1e-6), factor_b)  # so that rounding cannot exceed the norm
         for grad_bX in grads:
             shape = (-1, *[1] * (grad_bX.ndim - 1))
             grad_bX.mul_(factor_b.to(grad_bX).view(shape))

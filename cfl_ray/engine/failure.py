@@ -1,10 +1,11 @@
-"""Errors in the work on a client, with the client at which they occurred, and whose errors they are.
+"""Errors in the work on a client, with the client, and whether the machine or the user caused them.
 
-These may be of the machine, so on Ray the work is tried again elsewhere, a bounded number of times: files that cannot
-be read or are damaged (OSError, pyarrow's errors, DataError), memory, also of the GPU, and errors of CUDA and cuDNN.
+The machine may cause these errors: files that cannot be read or are damaged (OSError, pyarrow's errors, DataError),
+lack of memory, also on the GPU, and errors of CUDA and cuDNN. On Ray the work is then retried elsewhere, a bounded
+number of times.
 
-All others are of the user's making and end the run: exceptions in a method, a model or data, such as TypeError,
-ValueError and shapes that do not fit; ConfigError and RunError.
+All other errors are the user's and end the run: exceptions in a method, a model or data, such as TypeError, ValueError
+and shapes that do not fit; ConfigError and RunError.
 """
 
 import re
@@ -15,7 +16,7 @@ from typing import Self
 from cfl_ray.errors import DataError, UserError
 
 _MACHINE = (OSError, MemoryError, DataError)
-# of a RuntimeError, as torch's errors of accelerators are too; importing torch takes seconds
+# text of a RuntimeError: accelerator errors of torch are also RuntimeErrors, and importing torch takes seconds
 _IN_TEXT = re.compile(r"out of memory|can't allocate memory|(CUDA|HIP|XPU|cuDNN|MIOpen) error|CUBLAS_STATUS")
 
 
@@ -32,14 +33,14 @@ def may_be_machine(error: BaseException | None) -> bool:
         return error.may_be_machine
     if isinstance(error, _MACHINE) or (isinstance(error, RuntimeError) and _IN_TEXT.search(str(error))):
         return True
-    # by name, since a machine with PyTorch alone can use the engines (benchmarks/gpu.py)
+    # by name, because the engines also work without pyarrow (benchmarks/gpu.py)
     return any(base.__module__ == "pyarrow.lib" for base in type(error).__mro__)
 
 
 class naming_client:
     """Context manager that raises any exception of its block as a `ClientFailure` with this client and stage.
 
-    what: the kind of thing that the number is of, if not a client.
+    what: the kind of unit that `client` numbers, if not a client.
     """
 
     def __init__(self, client: int, stage: str, what: str = "client"):
@@ -54,7 +55,7 @@ class naming_client:
         if not isinstance(error, Exception) or isinstance(error, ClientFailure):
             return
         last = traceback.extract_tb(trace)[-1]
-        where = "" if isinstance(error, UserError) else f" ({last.name}, line {last.lineno})"  # that says it itself
+        where = "" if isinstance(error, UserError) else f" ({last.name}, line {last.lineno})"  # a UserError says it
         failure = ClientFailure(f"{self.what} {self.client} failed while {self.stage}: {error}{where}")
         failure.may_be_machine = may_be_machine(error)
         raise failure from error

@@ -11,13 +11,13 @@ from cfl_ray.engine.engines import ENGINES
 from cfl_ray.errors import DataError
 from cfl_ray.system.files import SHARED, read_json, write_json
 
-_MEASURE_SECONDS = 600.0  # by another process; filelock's Timeout is an OSError
+_MEASURE_SECONDS = 600.0  # longest wait for another process; filelock's Timeout is an OSError
 
 
 def kept_choice(file: Path, key: str, measured: Callable[[], EngineChoice]) -> EngineChoice:
-    """The choice that the file has for this key; otherwise the measured one, which is kept there.
+    """The choice stored in the file for this key; without one, measures and stores the choice.
 
-    If the file cannot be written or read, the engine is measured.
+    If the file cannot be read or written, the engine is measured.
     """
     with _alone(file):
         known = {}

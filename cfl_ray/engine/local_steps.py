@@ -1,7 +1,7 @@
-"""Local steps of one client: their order and their parts, which the engines that train one client at a time share.
+"""Local steps of one client, shared by the engines that train one client at a time.
 
-An engine brings its gradient (`LocalGradient`) and the tensors that it moves: all parameters as a list of tensors, or
-as one flat row.
+An engine provides its gradient (`LocalGradient`) and the tensors that it updates: all parameters as a list of tensors,
+or as a flat row.
 """
 
 from abc import ABC, abstractmethod
@@ -21,8 +21,9 @@ from cfl_ray.nn.network import Network
 class LocalGradient(ABC):
     """Gradients of one client's loss on the batches of the current step.
 
-    All gradients of a batch in a step use the same dropout masks and other draws, so that they are of one function.
-    w_P: present trained parameters; load: replaces them; parts_of: the tensors of such a row that a step moves.
+    All gradients of a batch in a step use the same dropout masks and other draws, so they belong to the same function.
+    w_P: returns the current trained parameters; load: replaces them; parts_of: splits such a row into the tensors that
+    a step updates.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class LocalGradient(ABC):
 
     @abstractmethod
     def of_batch(self, batch: int) -> list[Tensor]:
-        """Gradient at the present parameters on one batch of the step. The next one may reuse its memory."""
+        """Gradient at the current parameters on one batch of the step. The next gradient may reuse its memory."""
 
     def direction_of(self, local_step: LocalStep) -> list[Tensor]:
-        """The direction of a local step. The loss of the step is that of its first gradient."""
+        """The direction of a local step. The loss of the step is the loss of its first gradient."""
         w_P, past = self.w_P().clone(), len(self.losses)
 
         def gradient(row_P: Tensor, batch: int) -> Tensor:
@@ -64,7 +65,7 @@ class LocalGradient(ABC):
         return self.parts_of(direction_P)
 
     def moved_companion(self, row_P: Tensor) -> Tensor | None:
-        """The second model (P,), with the buffers of `row_P`; None without one."""
+        """The second model (P,), with the buffers of `row_P`; None without a second model."""
         return torch.cat([*self.companion, row_P[self.network.spec.trained :]]) if self.companion else None
 
     def step_losses(self, trace: int) -> list[float]:
@@ -72,7 +73,7 @@ class LocalGradient(ABC):
         return [float(loss) for loss in self.losses[:trace]]
 
     def masks(self, batch: int, samples: int) -> list[Tensor]:
-        """The masks of the dropout layers for a batch of so many samples."""
+        """The masks of the dropout layers for a batch with this number of samples."""
         if self.noise is None:
             return []
         if batch not in self._masks:
@@ -81,7 +82,7 @@ class LocalGradient(ABC):
         return self._masks[batch]
 
     def draws(self, batch: int) -> AbstractContextManager[object]:
-        """Context of a forward pass, in which functions of PyTorch draw random numbers."""
+        """Context for a forward pass, which seeds PyTorch's generators if the pass draws from them."""
         if not self.network.random_forward:
             return nullcontext()
         if batch not in self._seeds:
@@ -96,7 +97,7 @@ class LocalUpdate(Protocol):
         """Adds weight decay to the gradients, in place."""
 
     def apply(self, params: list[Tensor], step: list[Tensor], lr: float) -> None:
-        """Moves the parameters, in place."""
+        """Updates the parameters, in place."""
 
 
 def take_steps(
@@ -106,13 +107,13 @@ def take_steps(
     params: list[Tensor],
     proximal: Sequence["ProximalGradient"],
 ) -> None:
-    """The local steps of one client, on these parameters."""
+    """Takes the local steps of one client on `params`, in place."""
     local, batches = task.local, task.batches_on(gradient.network.device)
     for number in range(task.steps):
         gradient.begin([next(batches) for _ in range(task.batches_per_step)])
         step = gradient.of_batch(0) if task.local_step is None else gradient.direction_of(task.local_step)
         with torch.no_grad():
-            if local.clips:  # decay is part of the optimiser's step, and proximal terms of the gradient
+            if local.clips:  # weight decay belongs to the optimiser's step, proximal terms to the gradient
                 for term in proximal:
                     term.add_to(step)
                 _clip(step, local)
@@ -135,7 +136,7 @@ def _clip(step: list[Tensor], local: LocalSGD) -> None:
 
 
 class OptimizerUpdate:
-    """Steps of a `torch.optim` optimiser on these parameters. Weight decay is among its own options."""
+    """Steps of a `torch.optim` optimiser on `params`. Weight decay is an option of the optimiser."""
 
     def __init__(self, local: LocalSGD, params: list[Tensor]):
         assert local.optimizer is not None
@@ -164,13 +165,13 @@ class SGDUpdate:
         self.local, self.velocity = local, velocity
 
     def decay(self, step: list[Tensor], params: list[Tensor], skip: int | None = None) -> None:
-        """Adds weight decay to the gradients, in place, except to that of tensor `skip`."""
+        """Adds weight decay to the gradients, in place, except for tensor `skip`."""
         if self.local.weight_decay:
             chosen = [index for index in range(len(params)) if index != skip]
             torch._foreach_add_([step[i] for i in chosen], [params[i] for i in chosen], alpha=self.local.weight_decay)
 
     def apply(self, params: list[Tensor], step: list[Tensor], lr: float | None = None) -> None:
-        """Moves the parameters, in place. lr: None for that of `local`."""
+        """Updates the parameters, in place. lr: None: `local.lr`."""
         if self.local.momentum:
             if self.velocity is None:
                 self.velocity = step
@@ -184,9 +185,9 @@ class SGDUpdate:
 class ProximalGradient:
     """Gradient of (weight / 2) ||w - anchor||^2 on some parts of the parameters.
 
-    anchor_P: row of the anchor. It moves in place, so the row is the engine's own if `term.follow` is not 0.
+    anchor_P: row of the anchor; it must be a copy if `term.follow` is not 0, because the anchor then moves in place.
     params, anchors: these parts of the parameters and of the anchor.
-    parts_of: the same parts of a step.
+    parts_of: returns the same parts of a step.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class ProximalGradient:
     def of_tensors(
         cls, network: Network, term: Proximal[Tensor], params: Sequence[Tensor], skip: int | None = None
     ) -> "ProximalGradient":
-        """For steps that are lists of tensors, one for each of `params`. skip: number of a tensor to leave out."""
+        """For steps that are lists of tensors, parallel to `params`. skip: number of a tensor to leave out."""
         inside = [tensor for tensor in network.tensors_in(term.columns) if tensor != skip]
         anchor_P = term.anchor.to(network.device, copy=term.follow > 0)
         anchors, parts = network.views(anchor_P), [params[i].detach() for i in inside]
@@ -211,7 +212,7 @@ class ProximalGradient:
 
     @classmethod
     def of_row(cls, network: Network, term: Proximal[Tensor], w_P: Tensor, first: int = 0) -> "ProximalGradient":
-        """For steps that are one row.
+        """For steps that are a single row.
 
         w_P: the parameters from column `first` on; tensors before it are left out.
         """
@@ -220,7 +221,7 @@ class ProximalGradient:
             start, stop = starts[tensor] - first, starts[tensor + 1] - first
             if start < 0:
                 continue
-            joined = ranges.pop().start if ranges and ranges[-1].stop == start else start  # neighbours are joined
+            joined = ranges.pop().start if ranges and ranges[-1].stop == start else start  # adjacent ranges are joined
             ranges.append(slice(joined, stop))
         anchor_P = term.anchor.clone() if term.follow else term.anchor
         anchors = [anchor_P[first:][part] for part in ranges]
@@ -238,7 +239,7 @@ class ProximalGradient:
 
 
 def moved_anchor(proximal: Sequence[ProximalGradient], network: Network, row_P: Tensor) -> Tensor | None:
-    """The anchor (P,) that moves, with the buffers of `row_P`; None if none does."""
+    """The moved anchor (P,), with the buffers of `row_P`; None if no anchor moves."""
     trained = network.spec.trained
     moving = (term.anchor_P for term in proximal if term.term.follow)
     return next((torch.cat([anchor_P[:trained], row_P[trained:]]) for anchor_P in moving), None)

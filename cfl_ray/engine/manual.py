@@ -3,8 +3,8 @@
 Most of the time of a step on a small network is spent between the operations: PyTorch needs 3 to 8 microseconds per
 call, records a graph, allocates, and updates one tensor after another. Here the network's operations, recorded once
 (`nn.graph`), compute in NumPy on arrays that are allocated once, and the parameters and their gradients are two
-flat rows, so that an update is one operation. One client is trained at a time, because the arrays of several would not
-fit into the cache. The result equals that of `sequential` up to rounding.
+flat rows, so that an update is one operation. Clients are trained one at a time, because the arrays of several clients
+would not fit into the cache. The result equals that of `sequential` up to rounding.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.passes import Passes, passes_of, why_no_passes
 
-_MAX_BATCH = 256  # activations of larger batches leave the cache
+_MAX_BATCH = 256  # activations of larger batches do not fit into the cache
 
 
 def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
@@ -64,7 +64,7 @@ def _train_one(
     proximal = [ProximalGradient.of_row(network, term, w_P) for term in task.proximal]
     gradient = _Gradient(network, passes, task, frozen_BC)
     if task.local.optimizer is not None:
-        if not task.local.optimizer.elementwise:  # it may treat each tensor by itself
+        if not task.local.optimizer.elementwise:  # it may treat each tensor separately
             params, gradient.parts_of = network.views(w_P), network.views
             proximal = [ProximalGradient.of_tensors(network, term, params) for term in task.proximal]
         update = OptimizerUpdate(task.local, params)
@@ -76,7 +76,7 @@ def _train_one(
 
 
 class _Gradient(LocalGradient):
-    """Gradients by the written-out passes, as one row or by tensor."""
+    """Gradients by the written-out passes, as a single row or tensor by tensor."""
 
     def __init__(self, network: Network, passes: Passes, task: TrainingTask, frozen_BC: Tensor | None):
         super().__init__(network, task, lambda: passes.w_P, passes.w_P.copy_, _whole)

@@ -15,7 +15,7 @@ _NOT_FINITE = "no finite responsibilities: its losses under all models are not f
 def sample_weights(chunk: OpenChunk[Train], index: int) -> Tensor | None:
     """The weights (n,) of a client's samples in the loss of the model that its entry `index` trains.
 
-    None if all samples count the same. The entries of a client share one E step.
+    None: equal weights. The entries of a client share an E step.
     """
     work, mixture = chunk.work, chunk.work.mixture
     if mixture is None:
@@ -28,7 +28,7 @@ def sample_weights(chunk: OpenChunk[Train], index: int) -> Tensor | None:
             chunk.responsibilities[chunk.client(first)] = found_nK, y_n
     responsibility = chunk.responsibilities.get(chunk.client(index))
     if responsibility is None:
-        return None  # its data are not valid, which its training task finds as well
+        return None  # its data are not valid: `training_task` returns no task
     if not torch.isfinite(responsibility[0]).all():
         chunk.exclude(index, f"its losses give {_NOT_FINITE}")
         return None
@@ -66,7 +66,7 @@ def fit(chunk: OpenChunk[FitMixture]) -> Arrays:
 def _losses(
     chunk: OpenChunk[Train] | OpenChunk[FitMixture], mixture: Mixture, indices: "list[int] | range"
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Losses (n, K), and targets, on the CPU, of the clients with valid data; a model is loaded once."""
+    """Losses (n, K) and targets, on the CPU, of the clients with valid data. Models are loaded once."""
     network, parts = chunk.network, dict[int, tuple[Tensor, Tensor]]()
     for index in indices:
         if samples := chunk.device_samples(index):

@@ -1,4 +1,4 @@
-"""A chunk while a worker carries it out: its clients' models, stored values and valid samples."""
+"""A chunk during its execution by a worker: its clients' models, stored values and valid samples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,18 +35,18 @@ class KeptByClients:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains single clients with an engine; those that it cannot train, sequentially."""
+    """Trains single clients with an engine, or sequentially if the engine cannot train them."""
 
     network: Network
     engine: str
-    fallbacks: set[str] = field(default_factory=set)  # why clients were trained sequentially, one line for each reason
+    fallbacks: set[str] = field(default_factory=set)  # reasons why clients were trained sequentially, each a line
 
     def __call__(self, task: TrainingTask) -> TrainingResult:
         """Trains one client. Raises DeviceMemoryError if the memory of the device is too small for it."""
         return train_alone(self.network.memory, task, self._train)
 
     def fall_back(self, reason: str) -> None:
-        """Notes why clients are trained sequentially."""
+        """Records why clients are trained sequentially."""
         self.fallbacks.add(f"{self.engine} gives way to {SEQUENTIAL} for some clients: {reason}")
 
     def _train(self, task: TrainingTask) -> TrainingResult:
@@ -59,7 +59,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class OpenChunk(Generic[W]):
-    """A chunk while it is carried out. `index` is the position of a client in it."""
+    """A chunk during its execution. `index` is the position of a client in the chunk."""
 
     work: W
     network: Network
@@ -74,7 +74,7 @@ class OpenChunk(Generic[W]):
     excluded: dict[int, Exclusion] = field(default_factory=dict)
     # of a mixture, by client: responsibilities (n, K) and targets, on the CPU
     responsibilities: dict[int, Samples] = field(default_factory=dict)
-    _on_device: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # as long as the chunk is carried out
+    _on_device: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # rows used so far, by table and row
 
     def __len__(self) -> int:
         return len(self.work.ids_M)
@@ -92,28 +92,28 @@ class OpenChunk(Generic[W]):
     # ---- models
 
     def model(self, rows: Rows, index: int) -> Tensor:
-        """The model (P,) of one client under this use of a table."""
+        """The model (P,) that `rows` assigns to a client."""
         return self.row(rows.table, int(rows.row_M[index]))
 
     def on_device(self, rows: Rows, index: int) -> Tensor:
-        """The same, on the network's device."""
+        """The model (P,), on the network's device."""
         key = rows.table, int(rows.row_M[index])
         if key not in self._on_device:
             self._on_device[key] = self.device_row(*key)
         return self._on_device[key]
 
     def on_device_of(self, other_P: Tensor, rows: Rows, index: int) -> Tensor:
-        """The same, on the device of another row."""
+        """The model (P,), on the device of another row."""
         return self.model(rows, index) if other_P.device.type == "cpu" else self.on_device(rows, index)
 
     def frozen(self, index: int) -> Tensor | None:
         return None if self.work.frozen_model is None else self.on_device(self.work.frozen_model, index)
 
     def stored_value(self, index: int) -> Tensor | None:
-        """The stored value of one client, if it has one."""
+        """The stored value of a client; None without a value."""
         return self.stored.get(index) if isinstance(self.stored, Mapping) else self.stored[index]
 
-    # ---- training samples: None, and the client is excluded, if they are not valid
+    # ---- training samples: if they are not valid, the client is excluded and the result is None
 
     def samples(self, index: int) -> Samples | None:
         """Training samples of a client, with the labels it trains on."""
@@ -121,7 +121,7 @@ class OpenChunk(Generic[W]):
         return None if samples is None else self._with_labels(index, samples)
 
     def device_samples(self, index: int) -> Samples | None:
-        """The same, on the network's device if the cache has room for them."""
+        """Training samples, on the network's device if the cache has room for them."""
         client = self.client(index)
         key = client, self.data.data_version(client)
         samples = self.cache.get(key)

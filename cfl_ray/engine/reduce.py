@@ -14,15 +14,15 @@ _BLOCK = 1 << 22  # values of deferred results that are stacked at a time
 
 
 class ChunkSums:
-    """Weighted sums of the changes W - w of one chunk, float32, with w the model that the client was sent.
+    """Weighted sums of the changes W - w of one chunk, float32, with w the model that was sent to the client.
 
-    The clients of a chunk are always added in the same order, so the rounding is always the same.
+    The clients of a chunk are added in a fixed order, so the rounding is always the same.
     """
 
     def __init__(self, averaging: Averaging, clip: Clip | None = None, models: int = 1):
         self.clip, self.models = clip, models
         self.unclipped: dict[int, bool] = {}  # whether an upload was within the norm, by entry
-        self._waiting: dict[int, Tensor] = {}  # changes of the client at work, which are clipped together
+        self._waiting: dict[int, Tensor] = {}  # changes of the current client, which are clipped together
         self.terms_of: dict[int, list[tuple[int, float]]] = {}  # by client: (output row, weight)
         entries = zip(averaging.out_E.tolist(), averaging.client_E.tolist(), averaging.weight_E.tolist(), strict=True)
         for out, client, weight in entries:
@@ -44,7 +44,7 @@ class ChunkSums:
             self.finish()
 
     def finish(self) -> None:
-        """Clips and adds the changes that wait for further models of their client."""
+        """Clips and adds the pending changes of the current client."""
         if self.clip is None or not self._waiting:
             return
         within = clip_together(self.clip, list(self._waiting.values()))
@@ -77,15 +77,15 @@ def clip_together(clip: Clip, changes: Sequence[Tensor]) -> bool:
         if factor < 1:
             within = False
             for change_P in changes:
-                change_P[begin:end].mul_(factor * (1 - 1e-6))  # 1e-6: rounding does not exceed the norm
+                change_P[begin:end].mul_(factor * (1 - 1e-6))  # 1e-6: so that rounding cannot exceed the norm
         begin = end
     return within
 
 
 class HostSums:
-    """Exact sums of the changes of chunks of one exchange, on a host or of all hosts: by output row `exact` totals.
+    """Exact sums of the chunks of an exchange, on one host or all hosts: `exact` totals by output row.
 
-    Those of masked uploads are int64 (P + 1,), which are added modulo 2^64, so that they are right modulo 2^b.
+    Totals of masked uploads are int64 (P + 1,). They are added modulo 2^64, so they are correct modulo 2^b.
     """
 
     def __init__(self, totals: Mapping[int, Tensor] | None = None) -> None:
@@ -102,7 +102,7 @@ class HostSums:
             exact.add_(total_2P, change_P)
 
     def values(self) -> dict[int, Tensor]:
-        """The sums, float32 (P,) by output row; those of masked uploads as they are."""
+        """The sums, float32 (P,) by output row; totals of masked uploads are unchanged."""
         return {out: exact.value(total) if total.is_floating_point() else total for out, total in self.totals.items()}
 
     def merge(self, totals: Mapping[int, Tensor]) -> None:
@@ -114,16 +114,17 @@ class HostSums:
 def weighted_means(
     work: Train | AverageDeferred, changes: Mapping[int, Tensor], valid_M: np.ndarray
 ) -> tuple[dict[int, Tensor], np.ndarray]:
-    """Weighted means of the valid clients' models, float32 (P,) by output row, and the weight of each row that arrived.
+    """Weighted means of the valid clients' models, float32 (P,) by output row, and the arrived weight of each row.
 
-    For the clients i of a row, with weights p_i and the models w_i that they were sent:
+    For the clients i of a row, with weights p_i and the models w_i that were sent to them:
 
         mean = w + sum_i (p_i / p) (w_i - w) + sum_i p_i (W_i - w_i) / p        p = sum_i p_i, the weight that arrived
 
-    with w the first of the models w_i. `changes` are the last sums before the division, float32 (P,) by output row. The
-    weights are added up here, in the order of the clients, and never rounded.
+    with w the first of the models w_i. `changes` are the sums of the last term before the division, float32 (P,) by
+    output row. The weights are summed here, in the order of the clients, and never rounded.
 
-    Of averages of changes, the last term alone; with fixed totals, which are the weights' scale, p = 1.
+    For averages of changes, the mean is the last term alone. With fixed totals, by which the weights are already
+    divided, p = 1.
     """
     assert work.averaging is not None
     averaging = work.averaging.subset(valid_M[work.averaging.client_E])
@@ -140,7 +141,7 @@ def weighted_means(
         out, row = divmod(pair, len(table_KP))
         if arrived_R[out] > 0:
             shares.setdefault(out, []).append((row, weight / arrived_R[out]))
-    means_RP = torch.empty(len(shares), table_KP.shape[1])  # one table, which `Updates` need not copy
+    means_RP = torch.empty(len(shares), table_KP.shape[1])  # a single table, so that `Updates` need not copy
     means = dict(zip(sorted(shares), means_RP, strict=True))
     for out, ((first, _), *others) in shares.items():
         first_P = table_KP[first].double()
@@ -152,7 +153,7 @@ def weighted_means(
 
 
 def combine_columns(work: CombineColumns, deferred: Mapping[int, Tensor] | Sequence[Tensor]) -> np.ndarray:
-    """The value (1, ...) of the work's function for one range of columns. deferred: of all members, these columns."""
+    """The value (1, ...) of the work's function for one range of columns. deferred: these columns of all members."""
     (start,), (stop,), count = work.ids_M.tolist(), work.stop_M.tolist(), len(work.members)
     width = max(_BLOCK // count, 1)
     blocks = (

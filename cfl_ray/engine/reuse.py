@@ -1,9 +1,9 @@
-"""Reuse of test results and losses: a model that did not change is not tested again on data that did not change.
+"""Reuse of test results and losses: an unchanged model is not tested again on unchanged data.
 
-Such a result depends on the values of the model and on the samples alone, neither on the round nor on other clients:
-reuse changes no bit of any metric. It applies to the model of a cluster without participants in a round, to the models
-that clients choose from (those of the evaluation before), to personal models of clients that did not train, and to the
-initial model.
+Such a result depends only on the values of the model and on the samples, not on the round or on other clients, so reuse
+changes no bit of any metric. It applies to the model of a cluster without participants in a round, to the models that
+clients choose from (the models of the previous evaluation), to personal models of clients that did not train, and to
+the initial model.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,8 +31,8 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.calling import described, place_of
 
-_OWN_MODEL = -1  # in the place of a row: the client state is the whole model
-_NO_MODEL = -2  # in the place of a row: there is no such model
+_OWN_MODEL = -1  # instead of a row: the client state is the whole model
+_NO_MODEL = -2  # instead of a row: no such model
 _NO_LIMIT = 2**62  # samples
 
 
@@ -40,7 +40,7 @@ class _Model(NamedTuple):
     """The first part of a result's key: the kind of work, checksums of its models, and the limit of its samples."""
 
     kind: str
-    models: bytes  # one model, or all that vote
+    models: bytes  # a single model, or all voting models
     frozen: bytes
     limit: int | None = None
 
@@ -54,12 +54,12 @@ class _Results:
     arrays: dict[str, np.ndarray]  # (U, ...)
 
     def find(self, ids_M: np.ndarray, version_M: np.ndarray) -> np.ndarray:
-        """Position of each unit, int64 (M,); -1 for an unknown one."""
+        """Position of each unit, int64 (M,); -1 for an unknown unit."""
         at_M = np.minimum(np.searchsorted(self.ids_U, ids_M), len(self.ids_U) - 1)
         return np.where((self.ids_U[at_M] == ids_M) & (self.version_U[at_M] == version_M), at_M, -1)
 
     def updated(self, other: "_Results") -> "_Results":
-        """These results; of units that both have, those of `other`."""
+        """These results and those of `other`, which replace these for shared units."""
         ids_U, first_U = np.unique(np.concatenate([other.ids_U, self.ids_U]), return_index=True)
         version_U = np.concatenate([other.version_U, self.version_U])[first_U]
         arrays = {name: np.concatenate([array, self.arrays[name]])[first_U] for name, array in other.arrays.items()}
@@ -73,8 +73,8 @@ _Group = tuple[_Model, np.ndarray]  # a model, and its units as positions among 
 class ReusingBackend:
     """A backend that carries out tests and comparisons of models only if their result is not known.
 
-    It keeps the results of the latest two evaluations: scores, not models. Work of a training round uses what is known
-    and adds nothing.
+    It keeps the results of the latest two evaluations: scores, not models. Work of a training round uses known results
+    and adds none.
 
     attackers: clients whose training labels may depend on the round.
     """
@@ -83,14 +83,14 @@ class ReusingBackend:
     federation: Federation
     attackers: np.ndarray
     latest: dict[_Model, _Results] = field(default_factory=dict)
-    before: dict[_Model, _Results] = field(default_factory=dict)  # of the evaluation before
+    before: dict[_Model, _Results] = field(default_factory=dict)  # of the previous evaluation
     _present: Federation | None = None
     _evaluated: int = -1  # round of the latest evaluation
     _checksums: dict[int, tuple[Tensor, dict[int, bytes]]] = field(default_factory=dict)  # as `RayBackend._rows`
     _phase: tuple[int, bool] | None = None
     _changes: int = 0  # of client states
-    # by name of a client state: the number of the change that each client's is from, int32 (N,); below 0: it was
-    # dropped; 0: as it was at the start
+    # by name of a client state: number of the latest change of each client's state, int32 (N,); below 0: the state was
+    # dropped; 0: unchanged since the start
     _change_N: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -104,7 +104,7 @@ class ReusingBackend:
         return self._losses(work) if isinstance(work, Losses) else self._tests(work)  # type: ignore[arg-type]
 
     def _begin(self, work: Work) -> None:
-        """Forgets what holds no longer."""
+        """Drops outdated checksums and results."""
         address = work.address
         phase = (address.round, address.exchange < 0)
         if phase != self._phase:
@@ -168,7 +168,7 @@ class ReusingBackend:
     # ---- losses
 
     def _losses(self, work: Losses) -> Outcome:
-        """Those of unknown models are computed, for the clients for which any of them is unknown."""
+        """The losses; computed for the models and clients with an unknown loss, otherwise reused."""
         assert self._present is not None
         used_M = np.minimum(self._present.num_samples_N[work.ids_M], work.max_samples or _NO_LIMIT)
         frozen = b""
@@ -205,7 +205,7 @@ class ReusingBackend:
     def _known(
         self, model: _Model, ids_M: np.ndarray, version_M: np.ndarray
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Arrays (U, ...) of what is known of a model, and the position of each unit in them; -1 for an unknown one."""
+        """Known results (U, ...) of a model, and the position of each unit in them; -1 for an unknown unit."""
         known = [results for kept in (self.latest, self.before) if (results := kept.get(model)) is not None]
         if not known:
             return {}, np.full(len(ids_M), -1)
@@ -231,7 +231,7 @@ class ReusingBackend:
     # ---- client states
 
     def _changes_of(self, name: str) -> np.ndarray:
-        """Number of the change that each client's state of this name is from, int32 (N,)."""
+        """Number of the latest change of each client's state of this name, int32 (N,)."""
         change_N = self._change_N.get(name)
         if change_N is None or len(change_N) < self.federation.num_clients:
             known_N, change_N = change_N, np.zeros(self.federation.num_clients, np.int32)
@@ -272,7 +272,7 @@ class ReusingBackend:
 
 
 def _is_reusable(work: Work) -> bool:
-    """Whether the result depends on models and present data alone."""
+    """Whether the result depends only on models and the current data."""
     if not len(work.ids_M) or work.replay is not None:
         return False
     if isinstance(work, Losses):

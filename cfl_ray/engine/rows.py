@@ -1,4 +1,4 @@
-"""Rows and samples of several clients in one tensor on the device; a row that several of them use is copied once."""
+"""Rows and samples of several clients in a tensor on the device; a row that several clients use is copied once."""
 
 from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
@@ -12,7 +12,7 @@ RowLookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
 def rows_on(device: torch.device, rows: Sequence[Tensor], copies: bool = True) -> Tensor:
     """These rows (m, P) on the device. Rows with the same address in memory are the same.
 
-    copies: each is a copy of its own, which may be changed; otherwise they may share memory.
+    copies: each row is a separate copy, which may be changed; False: rows may share memory.
     """
     number_of: dict[int, int] = {}
     which_m = [number_of.setdefault(row_P.data_ptr(), len(number_of)) for row_P in rows]
@@ -27,9 +27,9 @@ def rows_on(device: torch.device, rows: Sequence[Tensor], copies: bool = True) -
 
 
 def padded(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One tensor (m, n, ...) on the device of parts (n_i, ...), padded with zeros.
+    """The parts (n_i, ...), padded with zeros, as a tensor (m, n, ...) on the device.
 
-    If all parts are elsewhere, they are copied to the device at once.
+    If no part is on the device, they are copied to it in one transfer.
     """
     most, first = max(map(len, parts)), parts[0]
     target = next((part.device for part in parts if part.device == device), first.device)
@@ -40,7 +40,7 @@ def padded(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 class DeviceRows:
-    """Rows of a work's tables on the device, copied there once while anything uses them."""
+    """Rows of a work's tables on the device. A row is copied once and kept while it is in use."""
 
     def __init__(self, device: torch.device, lookup: RowLookup):
         self.device, self.lookup = device, lookup

@@ -1,4 +1,4 @@
-"""Clients' training samples on the device, so that they are copied there once and not in every round."""
+"""Cache of clients' samples on the device, so that they are copied once and not in every round."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -9,7 +9,7 @@ from cfl_ray.nn.device_memory import DeviceMemory
 
 Samples = tuple[Tensor, Tensor]  # x (n, *shape), y (n,)
 
-_SHARE = 0.3  # of the memory that is free at the first client
+_SHARE = 0.3  # of the memory that is free when the first client is added
 
 
 class SampleCache:
@@ -23,7 +23,7 @@ class SampleCache:
     def __init__(self, memory: DeviceMemory, limit: int | None = None):
         self.memory, self.limit = memory, limit
         self.used = 0  # bytes
-        self._kept: OrderedDict[Hashable, tuple[Samples, int]] = OrderedDict()  # with the count of changes in place
+        self._kept: OrderedDict[Hashable, tuple[Samples, int]] = OrderedDict()  # with the number of in-place changes
         memory.caches.append(self.clear)
 
     def get(self, key: Hashable) -> Samples | None:
@@ -34,11 +34,11 @@ class SampleCache:
         samples, version = self._kept[key]
         if samples[0]._version == version:
             return samples
-        self._drop(key)  # a network that begins with an operation in place has changed them
+        self._drop(key)  # changed by a network that begins with an in-place operation
         return None
 
     def add(self, key: Hashable, samples: Samples) -> Samples:
-        """The samples: on the device and kept if they fit, else as they are."""
+        """The samples: moved to the device and kept if they fit, otherwise unchanged."""
         if self.limit is None:
             self.limit = int(_SHARE * self.memory.free())
         x, y = samples

@@ -1,4 +1,4 @@
-"""Scores of a model. Those of classes come from its confusion matrix, so that they can be restricted to any labels."""
+"""Scores of a model. Classification scores come from its confusion matrix, so they can be restricted to any labels."""
 
 from collections.abc import Callable, Sequence
 
@@ -57,7 +57,7 @@ def values(task: Task, predict: Logits, x: Tensor, y: Tensor) -> np.ndarray:
 
 
 def confusion_of(logits: Tensor, y: Tensor, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same, of outputs (n, C)."""
+    """The counts and losses of `confusion`, from outputs (n, C)."""
     counts_CC = torch.bincount(y * num_classes + logits.argmax(1), minlength=num_classes**2)
     loss_n = cross_entropy(logits, y, reduction="none").double()
     loss_C = torch.zeros(num_classes, dtype=torch.float64).index_add_(0, y, loss_n)
@@ -69,7 +69,7 @@ def scores(
 ) -> tuple[float, float, float]:
     """Accuracy, macro-F1 and mean loss over the test samples whose label is in the bool `labels_C` (None: all).
 
-    Macro-F1 averages over the classes that occur among the true or predicted ones, as scikit-learn's `f1_score` does.
+    Macro-F1 averages over the classes that occur as true or predicted class, as scikit-learn's `f1_score` does.
     All three are NaN without such a sample.
     """
     counts = confusion_CC if labels_C is None else confusion_CC * labels_C[:, None]

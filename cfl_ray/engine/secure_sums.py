@@ -38,7 +38,7 @@ class SecureChunkSums(ChunkSums):
         self._waiting[client] = upload_P - sent_P.to(upload_P.device)
 
     def finish(self) -> None:
-        """Clips, quantises, masks and adds the upload of the client at work."""
+        """Clips, quantises, masks and adds the upload of the current client."""
         if not self._waiting:
             return
         if self.clip is not None:
@@ -47,7 +47,7 @@ class SecureChunkSums(ChunkSums):
         self._upload(next(iter(self._waiting)) // self.models * self.models)
 
     def finish_all(self) -> None:
-        """Adds the last upload, and zeros of the clients without a valid one."""
+        """Adds the last upload, and zeros for the clients without a valid upload."""
         self.finish()
         for first in list(self._missing):
             self._upload(first)
@@ -62,7 +62,7 @@ class SecureChunkSums(ChunkSums):
         del self._missing[first]
 
     def _numbers(self, client: int) -> Tensor:
-        """The whole numbers (R, P + 1) of the client at work, with its noise."""
+        """The quantised upload (R, P + 1) of the current client, with its noise."""
         at, noise = self.address, self.secure.noise
         draws = {}
         for out in {out for entry in self._waiting for out, _ in self.terms_of.get(entry, ())}:
@@ -84,9 +84,9 @@ class SecureChunkSums(ChunkSums):
 
 
 def secure_means(work: Train | AverageDeferred, sums: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], np.ndarray]:
-    """`reduce.weighted_means` from sums (P + 1,) without masks: c sum_i q_i / sum_i u_i, and sum_i u_i / L.
+    """`reduce.weighted_means` from unmasked sums (P + 1,): c sum_i q_i / sum_i u_i, and sum_i u_i / L.
 
-    Of a private run, c sum_i q_i / (L D_r), with the constant D_r of the row.
+    In a private run: c sum_i q_i / (L D_r), with the constant D_r of the row.
     """
     assert work.averaging is not None and work.secure is not None
     secure, means, arrived_R = work.secure, dict[int, Tensor](), np.zeros(work.averaging.num_rows)
@@ -119,7 +119,7 @@ def mask(secure: SecureSum, address: Address, client: int, neighbour_X: np.ndarr
 def unmasked(
     secure: SecureSum, address: Address, ids_M: np.ndarray, arrived_M: np.ndarray, totals: Mapping[int, Tensor]
 ) -> dict[int, Tensor]:
-    """The sums (P + 1,), int64 with sign, by output row, of those clients that arrived; empty if they cannot be read.
+    """The sums (P + 1,), signed int64, by output row, of the arrived clients; empty if they cannot be unmasked.
 
     totals: sums of their uploads, of all rows.
     """
@@ -139,13 +139,13 @@ def unmasked(
 
 
 def _pair_mask(secure: SecureSum, address: Address, client: int, other: int, shape: tuple[int, int]) -> Tensor:
-    """The mask that a client adds for a neighbour: that of the pair, negative for the higher id."""
+    """The mask that a client adds for a neighbour: the pair's mask, negated for the higher id."""
     words = _words(secure, address, min(client, other), max(client, other), shape)
     return words if client < other else words.neg_()
 
 
 def _words(secure: SecureSum, address: Address, low: int, high: int, shape: tuple[int, int]) -> Tensor:
-    """Uniform elements of the ring, int64, for a pair of clients, or one client as both."""
+    """Uniform elements of the ring, int64, for a pair of clients; low = high for a client's own mask."""
     draw = stream(address.seed, address.round, address.exchange, low, f"secure/mask/{high}").bit_generator
     count = math.prod(shape)
     if secure.bits > 32:

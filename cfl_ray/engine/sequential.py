@@ -1,6 +1,6 @@
 """The sequential engine: one client after another.
 
-It is the definition of local training; the tests compare the other engines with it.
+It defines local training; tests compare the other engines with it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ from cfl_ray.nn.network import Network
 
 
 def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
-    """None: it trains every network."""
+    """None: this engine trains every network."""
     return None
 
 
@@ -48,7 +48,7 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
 
 
 def frozen_logits(network: Network, task: TrainingTask) -> Tensor | None:
-    """Logits (n, C) of the frozen model, which do not change during training; None without one."""
+    """Logits (n, C) of the frozen model, which do not change during training; None without a frozen model."""
     return None if task.frozen_P is None else network.logits_of(task.frozen_P, task.x)
 
 

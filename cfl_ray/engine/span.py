@@ -12,15 +12,14 @@ smaller than D, a step costs H n^2 instead of H n D, and the weights are compute
 Momentum, weight decay and proximal terms are linear in the same terms. The result equals that of `sequential` up to
 rounding.
 
-Several clients share two products (`SpanBatch`). With N the samples of all clients, X W_0^T is one product for all that
-start from one model. A weighted sum of their changes is another, without the weights of any single client:
+The clients of a batch (`SpanBatch`) share two products. With N the samples of all clients, X W_0^T is one product for
+all clients with the same start. A weighted sum of their changes is the other, without the weights of single clients:
 
     sum_i w_i (W_i - W_0) = sum_i w_i (a_i - 1) W_0 + C^T diag(w) X         C (N, H), X (N, D)
 
-Clients form such batches. On a CPU, the steps between the products are made
-one client after another, on arrays that fit into the cache, with the passes of the manual engine for all that follows
-the first layer. On a GPU, they are made for all clients of a vmap batch at once (`engine.span_together`), and a batch
-has as many clients as the memory allows.
+On a CPU, the steps between the products are computed client by client, on arrays that fit into the cache, with the
+passes of the manual engine for the layers after the first. On a GPU, they are computed for all clients of a vmap batch
+at once (`engine.span_together`), and a batch has as many clients as the memory allows.
 """
 
 from collections import defaultdict
@@ -42,7 +41,7 @@ from cfl_ray.nn.network import Network
 from cfl_ray.nn.passes import Passes, passes_of, why_no_passes
 
 _MAX_SAMPLES_PER_INPUT = 0.5  # n / D up to which the shortcut can be faster
-_BATCH_SAMPLES = 2048  # samples of all clients of a batch on a CPU; more make no product faster
+_BATCH_SAMPLES = 2048  # samples of all clients of a batch on a CPU; larger products are not faster
 
 
 def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
@@ -58,7 +57,7 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
 
 
 def _network_without_shortcut(network: Network) -> str | None:
-    """Reason why the first layer's weights are no combination of start, anchors and inputs; None if they are."""
+    """Reason why the first layer's weights are not a combination of start, anchors and inputs; None if they are."""
     if len(network.spec.shapes[0]) != 2:  # before its operations are recorded
         return "its first parameter is not the weights of a linear layer"
     if network.dropouts or network.random_forward:
@@ -73,7 +72,7 @@ def _network_without_shortcut(network: Network) -> str | None:
 
 
 def _training_without_shortcut(task: TrainingTask) -> str | None:
-    """The same of the local training: it must be full-batch SGD of several steps on few samples."""
+    """Reason why local training is not full-batch SGD of several steps on few samples; None if it is."""
     if not task.local.is_sgd:
         return "local training is not plain SGD: another optimiser, clipped gradients or a learning rate by step"
     if task.trace:
@@ -101,12 +100,12 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
 
 
 def _together(network: Network) -> bool:
-    """Whether the steps are made for all clients of a batch at once, as a vmap batch."""
+    """Whether the steps are computed for all clients of a batch at once, as a vmap batch."""
     return network.device.type != "cpu"
 
 
 def batches(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[tuple[int, "SpanBatch"]]:
-    """Trains all tasks, some at a time. Yields the number of the first task of a batch, and the batch."""
+    """Trains all tasks in batches. Yields the number of the first task of a batch, and the batch."""
     if not _together(network):
         yield from _small_batches(network, list(tasks))
         return
@@ -133,9 +132,9 @@ def _small_batches(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[
 
 
 class SpanBatch:
-    """Trained clients. The first layer's weights of each are coefficients, and computed only on request.
+    """Trained clients. Their first-layer weights are kept as coefficients and computed on request.
 
-    Arrays are transposed in comparison with the formulas above: the samples are the last axis, as in the manual engine.
+    Arrays are transposed relative to the formulas above: the samples are the last axis, as in the manual engine.
     """
 
     def __init__(self, network: Network, tasks: Sequence[TrainingTask]):
@@ -179,7 +178,7 @@ class SpanBatch:
     def _outputs(self) -> dict[tuple[int, int], Tensor]:
         """The first layer's outputs (H, n) of every client under its start and anchors, by client and row.
 
-        A row is identified by its address in memory. One that several clients use is multiplied once.
+        A row is identified by its address in memory. A row that several clients use is multiplied once.
         """
         rows: dict[int, Tensor] = {}
         users: dict[int, list[int]] = defaultdict(list)
@@ -197,7 +196,7 @@ class SpanBatch:
         return outputs
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The samples of some clients, without a copy if they are all."""
+        """The samples of some clients in a tensor, without a copy if these are all clients."""
         return self.x_ND if len(parts) == len(self.tasks) else torch.cat(list(parts))
 
     def _train(
@@ -255,7 +254,7 @@ class SpanBatch:
         return row_P
 
     def invalid_reason(self, index: int) -> str | None:
-        """Reason why the update of one client is not valid; None for a valid one.
+        """Reason why the update of a client is not valid; None if it is valid.
 
         The first layer's weights are computed only if a bound on them is not below the limit:
         |W| <= sum_j |a_j| max |W_j| + max_h sum_n |C_nh| max |X|.
@@ -276,7 +275,7 @@ class SpanBatch:
         return self.largest[row_P.data_ptr()]
 
     def change(self, weights: Mapping[int, float]) -> Tensor:
-        """Sum (P,) of w_i (W_i - start_i) over some clients, given as the weight w_i of each."""
+        """Sum (P,) of w_i (W_i - start_i) over the clients i of `weights`, with the weights w_i."""
         indices = sorted(weights)
         weight_m = torch.tensor([weights[index] for index in indices], device=self.device)
         parts = [self.slices[index] for index in indices]
@@ -293,7 +292,7 @@ class SpanBatch:
         return change_P
 
     def _coefficients(self, weights: Mapping[int, float]) -> list[tuple[Tensor, float]]:
-        """Starts and anchors with their coefficients in the weighted sum of changes, without those of 0."""
+        """Starts and anchors with their nonzero coefficients in the weighted sum of changes."""
         rows: dict[int, Tensor] = {}
         coefficients: dict[int, float] = defaultdict(float)
         for index, weight in weights.items():
@@ -312,7 +311,7 @@ def _terms(network: Network, task: TrainingTask) -> list[tuple[Tensor, float]]:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """The product a @ b.T.
 
-    On a CPU by oneDNN if PyTorch has it: twice as fast as MKL (`torch.mm`) on AMD processors.
+    On a CPU with oneDNN if PyTorch has it: twice as fast as MKL (`torch.mm`) on AMD processors.
     """
     if _linear is None or a.device.type != "cpu":
         return torch.mm(a, b.T)
@@ -320,7 +319,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _onednn_linear() -> Any:
-    """The operation of PyTorch that multiplies by oneDNN; None if there is none."""
+    """PyTorch's matrix product with oneDNN; None if it is not available."""
     available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return torch.ops.mkldnn._linear_pointwise if available else None
 

@@ -1,7 +1,7 @@
 """The steps of the span engine for many clients at once, for devices on which few large operations are fast.
 
-The formulas are those of `engine.span`. Clients of unequal numbers of samples are padded: a sample that is not there is
-0 and has weight 0, so its column of C stays 0.
+The formulas are those of `engine.span`. Clients with fewer samples are padded: a padding sample is 0 and has weight 0,
+so its column of C stays 0.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from cfl_ray.nn.graph import Parameter
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.passes import passes_of
 
-# Letters here, beside those of `core.params`: H outputs of the first layer, D its inputs, N padded samples of all
+# Letters in addition to those of `core.params`: H outputs of the first layer, D its inputs, N padded samples of all
 # clients, J the start and the anchors, Q parameters after the first layer's weights.
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Trained clients: of each, the coefficients of the first layer's weights, and the other parameters."""
+    """Trained clients: the coefficients of their first-layer weights, and their other parameters."""
 
     x_ND: Tensor
     c_HN: Tensor
@@ -37,13 +37,13 @@ class Coefficients:
 def train_together(
     network: Network, tasks: Sequence[TrainingTask], terms: Sequence[Sequence[tuple[Tensor, float]]]
 ) -> Coefficients:
-    """Trains all tasks together. terms: of each client, its start and anchors with the weights of their terms."""
+    """Trains all tasks together. terms: start and anchors of each client, with the weights of their proximal terms."""
     device, local = network.device, tasks[0].local
     x_mnD = padded([task.x.flatten(1) for task in tasks], device)
     gradient = _Rest(network, tasks, x_mnD.shape[1])
     z_mJnH = _outputs(network, terms, x_mnD)
     gram_mnn = torch.bmm(x_mnD, x_mnD.mT)
-    weight_J = torch.tensor([weight for _, weight in terms[0]], device=device)  # that of the start is 0
+    weight_J = torch.tensor([weight for _, weight in terms[0]], device=device)  # 0 for the start
     decay = local.weight_decay + sum(weight for _, weight in terms[0])
     size = network.spec.ends[0]
     w_mQ = rows_on(device, [task.start_P for task in tasks])[:, size : network.spec.trained].contiguous()
@@ -79,7 +79,7 @@ def train_together(
 
 
 def _outputs(network: Network, terms: Sequence[Sequence[tuple[Tensor, float]]], x_mnD: Tensor) -> Tensor:
-    """The first layer's outputs (m, J, n, H) under the start and the anchors of each client, row by distinct row."""
+    """The first layer's outputs (m, J, n, H) under the start and the anchors of each client, by distinct rows."""
     shape = network.spec.shapes[0]
     z_mJnH = x_mnD.new_empty(len(terms), len(terms[0]), x_mnD.shape[1], shape[0])
     for j in range(len(terms[0])):

@@ -33,7 +33,7 @@ class TrainingTask:
     frozen_P: Tensor | None = None  # a frozen model whose logits are added
     velocity: Tensor | None = None  # initial momentum buffer (trained columns,); None: zeros
     weight_n: Tensor | None = None  # weights of the samples in the loss of a batch, on the CPU; None: 1 for all
-    only_summed: bool = False  # whether the result is only added up: its row may then stay on the device
+    only_summed: bool = False  # whether the result is only summed; its row may then stay on the device
 
     @property
     def batches_per_step(self) -> int:
@@ -42,7 +42,7 @@ class TrainingTask:
 
     @property
     def tail(self) -> int:
-        """Number of steps of one local epoch, at most all; the train loss is the mean over the last ones."""
+        """Number of steps of one local epoch, at most all; the train loss is the mean over this many last steps."""
         per_epoch = int(self.local.batches_of(len(self.y), self.batches_per_step))
         return min(self.steps, max(per_epoch // self.batches_per_step, 1))
 
@@ -56,7 +56,7 @@ class TrainingTask:
         return self.local.batches(len(self.y), self.steps * self.batches_per_step, draw, self.batches_per_step)
 
     def batches_on(self, device: torch.device) -> Iterator[BatchIndex]:
-        """The same; for another device than the CPU as tensors there, which are copied in one go."""
+        """The indices of `batches`; for a device other than the CPU, as tensors on it, copied in one transfer."""
         batches = self.batches()
         if device.type == "cpu":
             return batches

@@ -1,4 +1,4 @@
-"""Local training of the clients of a chunk: who is trained together, and what becomes of the results."""
+"""Local training of the clients of a chunk: selection of clients to train together, and use of the results."""
 
 import itertools
 from collections import deque
@@ -35,7 +35,7 @@ Members = dict[int, int]  # positions of a chunk's clients, by their number in a
 class Ahead:
     """Results of clients of several chunks that are trained together, in the order of the chunks.
 
-    Rows, or batches with the chunk's clients in them if the engine adds up results without their rows.
+    Each result is a `TrainingResult`; from an engine with `train_sums`, a batch with the chunk's members in it.
     """
 
     def __init__(self, results: Iterator[tuple[OpenChunk[Train], Any]]):
@@ -60,7 +60,7 @@ class Ahead:
 
 
 def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Arrays:
-    """Trains the clients of a chunk. ahead: of clients that are trained together with those of other chunks."""
+    """Trains the clients of a chunk. ahead: results of clients trained across chunks, if any."""
     work, arrays = chunk.work, chunk.empty()
     averages = None if work.averaging is None else chunk_sums(work, chunk.network.spec.size)
     summed = set() if averages is None else _add_sums(chunk, averages, arrays, ahead)
@@ -85,7 +85,7 @@ def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Array
             chunk.kept.states[index] = client_state_value(work.client_state, result)
         if work.defer_aggregation:
             chunk.kept.deferred[index] = upload_P.cpu().clone()
-        if work.local_test_samples:  # last: it may load another row into the network
+        if work.local_test_samples:  # last, because it may load another row into the network
             if result.companion_P is not None:
                 row_P = predicting_row(row_P, work.client_state, chunk.kept.states.get(index))
             logits = scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))
@@ -108,7 +108,7 @@ def _close(averages: ChunkSums, arrays: Arrays) -> None:
 
 
 def average_deferred(chunk: OpenChunk[AverageDeferred], sums: HostSums) -> Arrays:
-    """Adds up results that an earlier exchange left on the hosts."""
+    """Sums the deferred results of an earlier exchange, which are kept on the hosts."""
     assert isinstance(chunk.stored, Mapping)
     averages, arrays = chunk_sums(chunk.work, chunk.network.spec.size), chunk.empty()
     for index in sorted(chunk.stored):
@@ -118,11 +118,11 @@ def average_deferred(chunk: OpenChunk[AverageDeferred], sums: HostSums) -> Array
     return arrays | {"valid": np.isin(np.arange(len(chunk)), list(chunk.stored))}
 
 
-# ---- clients whose results are only added up
+# ---- clients whose results are only summed
 
 
 def _add_sums(chunk: OpenChunk[Train], averages: ChunkSums, arrays: Arrays, ahead: Ahead | None) -> set[int]:
-    """Trains the clients whose results the engine adds up without their rows. Returns their positions."""
+    """Trains the clients whose changes the engine sums without computing their rows. Returns their positions."""
     summed: set[int] = set()
     if ENGINES[chunk.train_one.engine].train_sums is None:
         return summed
@@ -147,7 +147,7 @@ def _add_sums(chunk: OpenChunk[Train], averages: ChunkSums, arrays: Arrays, ahea
 def _summed_together(
     chunks: Sequence[OpenChunk[Train]],
 ) -> Iterator[tuple[OpenChunk[Train], tuple[TrainedBatch, Members]]]:
-    """Trains the honest clients whose results are only added up. Yields the batches of each chunk."""
+    """Trains the honest clients whose results are only summed. Yields the batches of each chunk."""
     places: list[tuple[OpenChunk[Train], int]] = []
 
     def tasks() -> Iterator[TrainingTask]:
@@ -170,16 +170,16 @@ def _summed_together(
 
 
 def _uses_rows(work: Train) -> bool:
-    """Whether more is done with the clients' rows than adding them up and testing them."""
+    """Whether the clients' rows are used for more than sums and tests."""
     used = (work.trace, work.features, work.client_state, work.upload_distances, work.defer_aggregation, work.clip)
     return any(used) or work.secure is not None
 
 
-# ---- clients whose results are used one by one
+# ---- clients whose results are used individually
 
 
 def _results(chunk: OpenChunk[Train], summed: set[int], ahead: Ahead | None) -> Iterator[TrainingResult]:
-    """Trains the clients of a chunk that are not summed. Engines reuse the memory of a result for the next one."""
+    """Trains the clients of a chunk that are not in `summed`. The next result may reuse the memory of a result."""
     rest = [index for index in range(len(chunk)) if index not in summed]
     if ahead is None or ENGINES[chunk.train_one.engine].train_sums is not None:
         ahead = Ahead(_trained_together([(chunk, rest)]))
@@ -207,7 +207,7 @@ def _results(chunk: OpenChunk[Train], summed: set[int], ahead: Ahead | None) -> 
 def _trained_together(
     parts: Sequence[tuple[OpenChunk[Train], Iterable[int]]],
 ) -> Iterator[tuple[OpenChunk[Train], TrainingResult]]:
-    """Trains those of these clients of each chunk that the engine trains together."""
+    """Trains the given clients of each chunk, except those that the engine does not train together."""
     places: deque[tuple[OpenChunk[Train], int]] = deque()
 
     def tasks() -> Iterator[TrainingTask]:
@@ -224,7 +224,7 @@ def _trained_together(
 
 
 def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int, TrainingTask]:
-    """The tasks, by position, that the engine trains together: of valid clients that it can train, as a whole."""
+    """Tasks, by position, of the valid clients that the engine can train together; empty if it cannot."""
     trainer = chunk.train_one
     engine = ENGINES[trainer.engine]
     if chunk.work.chained or not engine.together(chunk.network):
@@ -243,7 +243,7 @@ def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int
 
 
 def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
-    """The task of one client; None, and the client is excluded, if its data are not valid."""
+    """The task of a client. If its data are not valid, excludes the client and returns None."""
     samples = chunk.device_samples(index)
     weight_n = None if samples is None else mixtures.sample_weights(chunk, index)
     if samples is None or index in chunk.excluded:
@@ -276,7 +276,7 @@ def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
 
 
 def _attacked(chunk: OpenChunk[Train], result: TrainingResult) -> TrainingResult:
-    """The result; of an attacker, with its forged upload."""
+    """The result, with a forged upload if the client attacks."""
     work, client = chunk.work, chunk.client(result.index)
     if not chunk.attack.attacks(client, work.address):
         return result
@@ -285,7 +285,7 @@ def _attacked(chunk: OpenChunk[Train], result: TrainingResult) -> TrainingResult
 
 
 def _invalid_reason(network: Network, result: TrainingResult) -> str | None:
-    """Reason why a result is not valid; None for a valid one."""
+    """Reason why a result is not valid; None if it is valid."""
     trained, forged_P = network.spec.trained, result.replacement_P
     if result.largest is None:
         reason = invalid_update_reason(result.row_P, trained)

@@ -12,9 +12,9 @@ INPUT_POWER, WEIGHT_POWER, ANY_POWER = 16, 14, 20
 
 
 def invalid_data_reason(x: Tensor, y: Tensor, shape: DataShape, least: int = 1) -> str | None:
-    """Reason why samples are not valid, to follow "its data have"; None for valid ones.
+    """Reason why samples are not valid, to follow "its data have"; None if they are valid.
 
-    Finds errors that training does not report: another shape of the same size, labels outside 0 .. C-1, a single NaN.
+    Detects errors that training does not report: another shape of the same size, labels outside 0 .. C-1, a single NaN.
     least: smallest number of samples.
     """
     if x.dtype != shape.dtype or y.dtype != shape.target_dtype:
@@ -61,18 +61,18 @@ def invalid_value_reason(values: Tensor, power: int) -> str | None:
 
 
 def _beyond(largest: float, power: int) -> str | None:
-    """Reason why values are not valid whose largest absolute value this is."""
+    """Reason why values with this largest absolute value are not valid; None if they are."""
     if largest < 2**power:
         return None
     return f"values up to {largest:.3g}, beyond 2^{power}" if math.isfinite(largest) else "values that are not finite"
 
 
 def invalid_update_reason(row_P: Tensor, trained: int) -> str | None:
-    """Reason why a row (P,) of weights (its first `trained` columns) and buffers is not valid; None for a valid one."""
+    """Reason why a row (P,) of weights (its first `trained` columns) and buffers is not valid; None if it is valid."""
     return invalid_value_reason(row_P[:trained], WEIGHT_POWER) or invalid_value_reason(row_P[trained:], ANY_POWER)
 
 
 def invalid_largest_reason(largest: tuple[float, float]) -> str | None:
-    """The same, from the largest absolute values of the weights and of the buffers."""
+    """`invalid_update_reason`, from the largest absolute values of the weights and of the buffers."""
     weights, buffers = largest
     return _beyond(weights, WEIGHT_POWER) or _beyond(buffers, ANY_POWER)

@@ -1,4 +1,4 @@
-"""The vectorised engine: many clients at once, as a vmap batch: their rows in one matrix, and one `torch.func.vmap`.
+"""The vectorised engine: trains many clients as a vmap batch, with their rows in a matrix and one `torch.func.vmap`.
 
 The result equals that of `sequential` up to rounding.
 """
@@ -19,8 +19,8 @@ from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.vmap_batches import in_batches, train_alone
 from cfl_ray.nn.network import Network
 
-# On a CPU: a step of a vmap batch costs about a millisecond before any arithmetic, however few its clients, and loses
-# if the arithmetic takes longer than the calls.
+# On a CPU, a step of a vmap batch costs about 1 ms before any arithmetic, whatever its number of clients, and is slower
+# than other engines if the arithmetic takes longer than the calls.
 _BATCH_SECONDS, _LONG_STEP_SECONDS = 2e-3, 5e-4
 
 
@@ -30,7 +30,7 @@ def chunk_size(num_clients: int) -> int:
 
 
 def no_gain(network: Network, seconds: float, clients: int) -> str | None:
-    """Reason why a vmap batch of `clients` cannot win over another engine with `seconds` per step; None if it may."""
+    """Reason why a vmap batch of `clients` cannot beat another engine with `seconds` per step; None if it may."""
     if network.device.type != "cpu" or (seconds <= _LONG_STEP_SECONDS and seconds * clients >= _BATCH_SECONDS):
         return None
     return f"no gain on a CPU for {clients} clients in a chunk and {1e3 * seconds:.2f} ms per step"
@@ -76,9 +76,9 @@ def _normalises_in_bf16(network: Network, modules: Sequence[nn.Module]) -> bool:
 
 
 def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingResult]:
-    """Trains all tasks, on a GPU as many in a vmap batch as its memory allows, elsewhere all of them.
+    """Trains all tasks: on a GPU in vmap batches as large as its memory allows, otherwise in one vmap batch.
 
-    A client that is left alone is trained by the sequential engine.
+    The client of a batch of one is trained by the sequential engine.
     """
 
     def alone(task: TrainingTask) -> list[TrainingResult]:
@@ -98,7 +98,7 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
 def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[TrainingResult]:
     """Trains all tasks as one vmap batch. Clients with fewer steps or smaller batches are padded and masked.
 
-    Results come back from the device in one copy, unless they are only added up.
+    Results are copied from the device in one transfer, unless they are only summed.
     """
     plan = _Plan(network, tasks)
     rows_mP = rows_on(network.device, [task.start_P for task in tasks])
@@ -130,7 +130,7 @@ def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[Trainin
 
 
 def _largest(rows_mP: Tensor, trained: int) -> list[tuple[float, float]]:
-    """Largest absolute values of each row's weights and buffers, in one copy; NaN if any value is."""
+    """Largest absolute values of each row's weights and buffers, in one transfer; NaN if any value is NaN."""
     parts = [part for part in (rows_mP[:, :trained], rows_mP[:, trained:]) if part.shape[1]]
     bounds = [torch.stack(torch.aminmax(part, dim=1)).abs().amax(0) for part in parts]
     if len(bounds) == 1:
@@ -160,7 +160,7 @@ class _Plan:
         self.traced: list[Tensor] = []  # losses (m,) of the first steps
 
     def _frozen_logits(self, network: Network, tasks: Sequence[TrainingTask]) -> Tensor | None:
-        """Logits (m, n, C) of the frozen models; None without one."""
+        """Logits (m, n, C) of the frozen models; None without frozen models."""
         logits = [logits_nC for task in tasks if (logits_nC := sequential.frozen_logits(network, task)) is not None]
         return padded(logits, self.device) if logits else None
 
@@ -187,8 +187,8 @@ class _Plan:
 
 
 def _indices(tasks: Sequence[TrainingTask]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of all L batches: sample indices (L, m, B), their weights (L, m, B), numbers of samples (L, m), and which
-    clients have such a batch, bool (L, m). A client without such a batch has 0 samples.
+    """For all L batches: sample indices (L, m, B), their weights (L, m, B), numbers of samples (L, m), and whether the
+    client has this batch, bool (L, m). A client without the batch has 0 samples.
     """
     per_client = [[np.arange(len(task.y)) if batch is None else batch for batch in task.batches()] for task in tasks]
     steps = max(map(len, per_client))
@@ -222,9 +222,9 @@ def _train_rows(
     proximal: list["_ProximalGradients"],
     companion: list[Tensor],
 ) -> Tensor:
-    """Local steps on all rows, momentum buffers and the second models (m, trained columns), if there are any, in place.
+    """Takes the local steps in place on all rows, momentum buffers and second models (m, trained columns).
 
-    Returns the mean loss (m,) over the last local epochs.
+    Returns the mean loss (m,) over each client's last local epoch.
     """
     local, trained, local_step, batches_per_step = (
         tasks[0].local,
@@ -256,7 +256,7 @@ def _train_rows(
         if optimizer is not None:
             _optimizer_step(optimizer, step, active, local.lr_at(number, tasks[0].steps))
         elif velocity is not None:
-            if local.persist:  # the buffer of a client that has no further step stays
+            if local.persist:  # the buffer of a client without a further step is kept
                 step = velocity.copy_(torch.where(active[:, None], local.momentum * velocity + step, velocity))
             else:
                 step = velocity.mul_(local.momentum).add_(step)
@@ -274,7 +274,7 @@ def _train_rows(
 
 
 def _learning_rate(tasks: Sequence[TrainingTask], number: int, device: torch.device) -> float | Tensor:
-    """Learning rate of step `number`: one for all clients, or (m, 1) if it follows the number of their steps."""
+    """Learning rate of step `number`: a float for all clients, or (m, 1) if it depends on their numbers of steps."""
     local = tasks[0].local
     if local.step_schedule is None:
         return local.lr
@@ -283,7 +283,7 @@ def _learning_rate(tasks: Sequence[TrainingTask], number: int, device: torch.dev
 
 
 def _optimizer_step(optimizer: torch.optim.Optimizer, step_mP: Tensor, active_m: Tensor, lr: float) -> None:
-    """One step of all rows, the parameter of the optimiser; the rows of clients without a further step stay."""
+    """Takes a step on all rows, the optimiser's parameter; rows of clients without a further step are kept."""
     (group,) = optimizer.param_groups
     (rows_mP,) = group["params"]
     before_mP = rows_mP.clone()
@@ -372,7 +372,7 @@ class _ProximalGradients:
             self.anchor_mP[:, start:stop] = torch.where(now[:, None], moved, self.anchor_mP[:, start:stop])
 
     def moved(self, rows_mP: Tensor) -> Tensor | None:
-        """The present anchors (m, P), with the buffers of `rows_mP`; None if they do not move."""
+        """The moved anchors (m, P), with the buffers of `rows_mP`; None if they do not move."""
         if not self.term.follow:
             return None
         return torch.cat([self.anchor_mP[:, : self.trained], rows_mP[:, self.trained :]], 1)

@@ -1,7 +1,6 @@
-"""Training in vmap batches: as many clients in one go as the memory of the device holds.
+"""Training in vmap batches: as many clients at once as fit into the memory of the device.
 
-A vmap batch is not the unit of the sums: these are formed chunk by chunk (`engine.chunks`), client after client,
-whatever the vmap batches were.
+Vmap batches do not affect sums, which are formed chunk by chunk (`engine.chunks`) and client by client.
 """
 
 import itertools
@@ -25,9 +24,9 @@ class DeviceMemoryError(ClientFailure):
 
 
 def train_alone(memory: DeviceMemory, task: TrainingTask, train: Callable[[TrainingTask], Result]) -> Result:
-    """Trains one client; if the memory is too small, again without what is kept there for other clients.
+    """Trains one client; if the memory is too small, retries after dropping the caches on the device.
 
-    Raises DeviceMemoryError if the client does not fit even then.
+    Raises DeviceMemoryError if the client still does not fit.
     """
     with suppress(torch.OutOfMemoryError):
         return train(task)
@@ -47,7 +46,7 @@ def train_alone(memory: DeviceMemory, task: TrainingTask, train: Callable[[Train
 
 
 def kind_of(tasks: Sequence[TrainingTask]) -> Hashable:
-    """Key of the memory that one of these clients needs, with its samples rounded up to a power of two."""
+    """Key of the memory that a client of `tasks` needs, with its samples rounded up to a power of two."""
     first = tasks[0]
     samples = max(len(task.y) for task in tasks)
     batch = max(int(first.local.batch_of(len(task.y), first.batches_per_step)) for task in tasks)
@@ -64,11 +63,11 @@ def in_batches(
     alone: Callable[[TrainingTask], Result],
     engine: str,
 ) -> Iterator[tuple[list[TrainingTask], Result]]:
-    """Trains all tasks, as many in one go as the memory allows. Yields each vmap batch with its result, in order.
+    """Trains all tasks, as many at once as the memory allows. Yields each vmap batch with its result, in order.
 
-    A batch that runs out of memory is trained again in halves: every random draw has its key, so nothing changes.
+    A batch that runs out of memory is trained again in halves. Random draws have keys, so the results do not change.
     alone: trains a client that does not fit as a batch of one.
-    engine: engines need different amounts of memory.
+    engine: name of the engine, because engines need different amounts of memory.
     """
     source, waiting = iter(tasks), list[TrainingTask]()
     while True:

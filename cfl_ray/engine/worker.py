@@ -1,6 +1,6 @@
 """Carries out chunks of exchanges; the same code runs in `simulate` and on a client host.
 
-`core.work` defines the kinds of work and the form of their results; here is which module does each kind.
+`core.work` defines the kinds of work and the form of their results; `_arrays` selects the module for each kind.
 """
 
 from collections.abc import Iterable, Iterator
@@ -56,16 +56,16 @@ class Worker:
     ) -> tuple[ChunkResult, KeptByClients]:
         """Carries out a chunk. Returns its result and the values that its clients keep; adds weighted sums to `sums`.
 
-        stored: client states or, if the work uses deferred results, those; by position.
+        stored: client states, or deferred results if the work uses them, by position.
         """
         return next(self.run_all([(work, index_m, stored)], row, sums))
 
     def run_all(
         self, cuts: Iterable[Cut], row: RowLookup, sums: HostSums
     ) -> Iterator[tuple[ChunkResult, KeptByClients]]:
-        """Carries out chunks of one exchange, in order, and yields what `run` returns.
+        """Carries out the chunks of an exchange in order. Yields the results of `run`.
 
-        On a GPU, clients of several chunks are trained together if the engine does that.
+        On a GPU, clients of several chunks are trained together if the engine supports it.
         """
         if self._sampled is not self.federation:
             self.samples.clear()
@@ -95,7 +95,7 @@ class Worker:
 
 
 def _arrays(chunk: OpenChunk[Any], sums: HostSums, ahead: training.Ahead | None) -> Arrays:
-    """Carries out one chunk. ahead: of clients that are trained together with those of other chunks."""
+    """Carries out a chunk. Returns its arrays. ahead: results of clients trained across chunks, if any."""
     match chunk.work:
         case Train():
             return training.train(chunk, sums, ahead)

@@ -1,4 +1,4 @@
-"""Memory of a device: what is free, and how many clients fit into a vmap batch."""
+"""Memory of a device: free memory, and the number of clients that fit into a vmap batch."""
 
 import gc
 from collections.abc import Callable, Hashable
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-PROBE = 4  # clients of the vmap batch in which the need of one client is measured
+PROBE = 4  # clients of the vmap batch that measures the need of one client
 _USED = 0.7  # share of the free memory that a vmap batch fills; the rest is for unequal clients and fragments
 
 
@@ -24,14 +24,14 @@ class _Known:
     """Memory that vmap batches of one kind of client need."""
 
     need: int  # bytes of one client
-    limit: int | None = None  # most clients, once a larger vmap batch did not fit
+    limit: int | None = None  # most clients, after a larger vmap batch did not fit
 
 
 class DeviceMemory:
     """Memory of a device that this process may use.
 
-    share: of the device's memory, at most 1; the other client hosts on the device have the rest.
-    most: clients of a vmap batch; None: as many as fit.
+    share: of the device's memory, at most 1; the rest is for other client hosts on the device.
+    most: most clients of a vmap batch; None: as many as fit.
     """
 
     def __init__(self, device: torch.device, share: float = 1.0, most: int | None = None):
@@ -39,16 +39,16 @@ class DeviceMemory:
         self.known: dict[Hashable, _Known] = {}
         self._before = 0
         self.largest = 0  # clients of the largest vmap batch that was trained
-        self.caches: list[Callable[[], None]] = []  # functions that drop what is cached on the device
+        self.caches: list[Callable[[], None]] = []  # functions that clear caches on the device
         self.samples: dict[str, int] = {}  # most samples of a forward pass that fitted, by its name
 
     @property
     def measurable(self) -> bool:
-        """Whether vmap batches are as large as the memory allows; otherwise an engine gets one chunk at a time."""
+        """Whether the memory limits vmap batches; otherwise an engine receives one chunk at a time."""
         return self.device.type == "cuda"
 
     def free(self) -> int:
-        """Bytes that this process can still use, with those that PyTorch's allocator reuses; 0 if not measurable."""
+        """Bytes free for this process, including the reserve of PyTorch's allocator; 0 if not measurable."""
         if not self.measurable:
             return 0
         free, total = torch.cuda.mem_get_info(self.device)
@@ -70,21 +70,21 @@ class DeviceMemory:
         return torch.cuda.max_memory_allocated(self.device) - self._before
 
     def drop_caches(self) -> None:
-        """Drops what is cached on the device."""
+        """Clears the caches on the device and releases their memory."""
         for drop in self.caches:
             drop()
         self.release()
 
     def release(self) -> None:
-        """Gives back what PyTorch's allocator holds for reuse, and what an error left behind."""
+        """Releases memory that PyTorch's allocator holds for reuse, and garbage of an earlier error."""
         if self.measurable:
             gc.collect()
             torch.cuda.empty_cache()
 
     def in_batches_of(self, name: str, size: int, run: Callable[[int], Result]) -> Result:
-        """`run(size)`; if the memory is too small, with half as many samples at a time until it is enough.
+        """The result of `run(size)`, with `size` halved until the memory is sufficient.
 
-        name: of the operation, for which the number that fitted is remembered.
+        name: of the operation, for which the size that fitted is remembered.
         """
         size = min(size, self.samples.get(name, size))
         while True:
@@ -110,7 +110,7 @@ class DeviceMemory:
         return kind in self.known
 
     def fitted(self, kind: Hashable, size: int) -> None:
-        """Notes the peak of a vmap batch of `size` clients as the need of such clients."""
+        """Records the peak of a vmap batch of `size` clients as the need of such clients."""
         self.known[kind] = _Known(max(self.peak() // size, 1))
 
     def did_not_fit(self, kind: Hashable, size: int) -> None:

@@ -1,9 +1,9 @@
 """The operations of a network's forward pass, recorded while it runs.
 
-A forward pass in training mode runs once on a batch of two samples and once on three samples, under a mode that sees
-every function of PyTorch with its arguments: in modules, in functional form and as methods. Control flow of Python that
-depends on shapes is followed (`torch.fx.symbolic_trace` stops at loops over `x.size()`). The two recordings must agree,
-and the first axis of every activation must be the batch: then the operations hold for any batch.
+A forward pass in training mode runs once on a batch of two samples and once on three samples, under a mode that
+intercepts every PyTorch function with its arguments: in modules, in functional form and as methods. Python control flow
+that depends on shapes is followed (`torch.fx.symbolic_trace` stops at loops over `x.size()`). The two recordings must
+agree, and the first axis of every activation must be the batch: then the operations hold for any batch.
 """
 
 from collections import Counter
@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from cfl_ray.nn.network import Network
 
 _BATCHES = (2, 3)
-# functions of an activation that return no tensor, and depend on no number in it
+# functions of an activation that return no tensor and do not depend on its values
 _QUERIES = {"size", "dim", "ndim", "shape", "dtype", "device", "numel", "__len__", "is_contiguous", "stride", "layout"}
 _QUERIES |= {"is_floating_point", "ndimension", "nelement", "is_cuda", "requires_grad", "element_size", "is_complex"}
 _QUERIES |= {"is_nested", "is_sparse"}
-# functions that return their argument if nothing is to be done
+# functions that return their argument itself if they have no effect
 _CONVERSIONS = {
     "contiguous",
     "float",
@@ -42,7 +42,7 @@ DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
 
 
 class Unsupported(Exception):
-    """The reason why a network has no graph, with the place in it."""
+    """The reason why a network has no graph, with the module that causes it."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Call:
-    """An operation that makes an activation.
+    """An operation that returns an activation.
 
-    args, kwargs: those of the function, with `Value`, `Parameter`, `Buffer` and `Mask` in the place of tensors.
+    args, kwargs: arguments of the function, with `Value`, `Parameter`, `Buffer` and `Mask` in place of tensors.
     """
 
-    name: str  # of the function, without the underscore of its form in place
+    name: str  # of the function, without the underscore of an in-place function
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -103,7 +103,7 @@ class Call:
         return [reference.index for reference in self.references if isinstance(reference, Value)]
 
     def unsupported(self, reason: str) -> Unsupported:
-        """The error that this operation has no implementation."""
+        """The error that this operation is not supported."""
         return _unsupported(self.place, self.name, reason)
 
     def _literals(self) -> object:
@@ -111,7 +111,7 @@ class Call:
         return None if self.name in RESHAPES else (self.args, self.kwargs)
 
     def agrees(self, other: "Call") -> bool:
-        """Whether this operation on another batch is the same."""
+        """Whether `other`, recorded on another batch, is the same operation."""
         same = self.name == other.name and self.inputs == other.inputs and self.output == other.output
         return same and self._literals() == other._literals()
 
@@ -127,13 +127,13 @@ class Graph:
 
     @property
     def users(self) -> Counter[int]:
-        """How often each activation is used; the output once more."""
+        """Number of uses of each activation; the output has an additional use."""
         return Counter([index for call in self.calls for index in call.inputs] + [self.output])
 
     def first_linear(self) -> Call | None:
-        """The linear layer that alone uses the samples, flattened, and whose weights are the first parameter.
+        """The linear layer that is the only user of the flattened samples and has the first parameter as weights.
 
-        None if there is none, or if something else uses these weights.
+        None without such a layer, or if another operation uses these weights.
         """
         users, value = self.users, 0
         weights = [reference for call in self.calls for reference in call.references if reference == Parameter(0)]
@@ -149,9 +149,9 @@ class Graph:
         return None
 
     def evaluated(self, after: Call, value: Tensor, parameters: Mapping[int, Tensor]) -> Tensor:
-        """The output, given the result of the call `after` on which it depends alone. Differentiable.
+        """The output as a differentiable function of `value`, the result of the call `after`, and the parameters.
 
-        parameters: the trained tensors by number.
+        The output must not depend on earlier activations in any other way. parameters: the trained tensors by number.
         """
         values = {after.output: value}
 
@@ -216,7 +216,7 @@ def _record(network: Network, batch: int) -> Graph:
 
 @dataclass
 class _Recorder(TorchFunctionMode):
-    """Records the functions that are called with activations among their arguments."""
+    """Records function calls with activations among their arguments."""
 
     network: Network
     x: Tensor
@@ -224,7 +224,7 @@ class _Recorder(TorchFunctionMode):
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     last_channels: set[int] = field(default_factory=set)
     values: dict[int, int] = field(default_factory=dict)  # activations by id of the tensor
-    overwritten: set[int] = field(default_factory=set)  # ids of tensors whose memory has other values by now
+    overwritten: set[int] = field(default_factory=set)  # ids of tensors whose memory was overwritten
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def naming_modules(self, module: nn.Module) -> Iterator[None]:
-        """Within it, `place` is the name of the module whose forward pass runs."""
+        """Context in which `place` is the name of the module whose forward pass runs."""
         names, stack = {id(child): name for name, child in module.named_modules()}, [""]
 
         def enter(child: nn.Module, _: object) -> None:
@@ -338,7 +338,7 @@ def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _out_of_place(call: Call) -> Call:
-    """The same operation with a result of its own."""
+    """The out-of-place form of an operation. Raises Unsupported if there is none."""
     kwargs = {key: value for key, value in call.kwargs.items() if key != "inplace"}
     name = call.function.__name__
     if name.endswith("_") and not name.endswith("__"):

@@ -32,7 +32,7 @@ class AddressedDropout(nn.Module):
     def regular(self, batches: list[int]) -> bool:
         """Whether all inputs of the trials with these batch sizes begin with the batch and agree in their other axes.
 
-        True as well for a layer that has no call.
+        Also true for a layer that is never called.
         """
         shapes = self.trial or []
         return {shape[:1] for shape in shapes} <= {(batch,) for batch in batches} and (
@@ -84,6 +84,6 @@ def replace_layers(module: nn.Module, keep: Collection[str] = (), path: str = ""
 
 
 def _halves(pool: nn.MaxPool2d) -> bool:
-    """Whether a pooling layer is what `HalvingMaxPool` computes."""
+    """Whether `HalvingMaxPool` computes the same as this pooling layer."""
     pairs = ((pool.kernel_size, 2), (pool.stride, 2), (pool.padding, 0), (pool.dilation, 1))
     return all(value in (want, (want, want)) for value, want in pairs) and not (pool.ceil_mode or pool.return_indices)

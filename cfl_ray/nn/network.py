@@ -1,4 +1,4 @@
-"""One network per process, whose trained parameters any row (P,) can be loaded into."""
+"""The network of a process, into which rows (P,) of parameters and buffers are loaded."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ _TEST_BATCH_CPU = 256  # activations of a small batch stay in the cache (twice a
 def _channels_last(x: Tensor) -> Tensor:
     """A copy with channels-last strides.
 
-    Also for one channel, where `Tensor.contiguous` keeps the strides because both layouts are the same in memory, while
+    Also for a single channel: both layouts are then the same in memory, so `Tensor.contiguous` keeps the strides, but
     kernels are selected by strides.
     """
     return torch.empty_like(x, memory_format=torch.channels_last).copy_(x)
@@ -40,7 +40,7 @@ def _laid_out(x: Tensor, channels_last: bool) -> Tensor:
 
 
 def _suits_channels_last(module: nn.Module) -> bool:
-    """Whether a CPU computes its convolutions faster in that layout."""
+    """Whether a CPU computes the module's convolutions faster in channels-last layout."""
     return any(isinstance(m, nn.Conv2d) and m.out_channels >= _WIDE for m in module.modules())
 
 
@@ -52,7 +52,7 @@ def new_module(factory: Callable[[], nn.Module], seed: int, index: int) -> nn.Mo
 
 
 def template_of(factory: Callable[[], nn.Module], seed: int) -> nn.Module | None:
-    """The first module under `seed`, of which `Network` makes copies that share the memory of frozen parameters.
+    """The first module under `seed`, whose copies in `Network` share the memory of frozen parameters.
 
     None if no parameter is frozen.
     """
@@ -73,12 +73,12 @@ class Network:
     factory:      builds the module; called once per independent initialisation.
     input_shape:  shape of one sample.
     dtype:        of the inputs: float32, or int64 for token ids.
-    task:         what it learns.
-    precision:    of the passes in training: float32, tf32 or bf16. Parameters are float32 in any case.
+    task:         the learning task.
+    precision:    of the passes in training: float32, tf32 or bf16. Parameters are always float32.
     memory_share: of the device's memory that this process may use.
     seed:         of the run: frozen parameters are those of the first model under it.
-    template:     a module of the factory, with these frozen parameters; the network's own module is a copy that shares
-                  their memory. None: the factory makes it.
+    template:     a module of the factory with these frozen parameters; the network's module is a copy that shares their
+                  memory. None: the factory builds the module.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Network:
     def new_model(self, seed: int, index: int) -> Tensor:
         """Row (P,) of the `index`-th independent initialisation under `seed`.
 
-        Raises ConfigError if its trained parameters and buffers are not those of the first model.
+        Raises ConfigError if its trained parameters or buffers differ from those of the first model.
         """
         module = self._build(seed, index)
         self._check_layout(module, "in another call of its factory")
@@ -156,13 +156,13 @@ class Network:
 
     @torch.no_grad()
     def _trial_forward(self) -> None:
-        """Sets what the engines need to know, by forward passes in training mode. They change buffers of the module.
+        """Sets these attributes by forward passes in training mode, which change buffers of the module.
 
         output_shape:     shape of the output for one sample.
         random_forward:   whether a forward pass in training draws from PyTorch's global generator: functional dropout,
-                          that of attention and recurrent layers, noise. Dropout layers that masks by sample do not
-                          suit (their inputs begin with another axis than the batch, or differ in shape) are among them.
-        batch_statistics: whether there are batch statistics.
+                          dropout of attention and recurrent layers, noise; also dropout layers that cannot have masks
+                          by sample, because the first axis of their inputs is not the batch or their shapes differ.
+        batch_statistics: whether the network has layers with batch statistics.
         """
         dropouts = self._dropouts_of(self.module)
         for layer in dropouts.values():
@@ -188,7 +188,7 @@ class Network:
 
     @torch.no_grad()
     def why_not_batch_of(self, size: int) -> str | None:
-        """The error of a forward pass in training mode on so many samples; None if it succeeds."""
+        """The error of a forward pass in training mode on `size` samples; None if it succeeds."""
         module = self._new_module().train()
         try:
             with torch.random.fork_rng(devices=[]):
@@ -265,7 +265,7 @@ class Network:
 
     @contextmanager
     def draws_from(self, seed: int) -> Iterator[None]:
-        """Within it, PyTorch's global generators draw from this seed; afterwards they are as before."""
+        """Context in which PyTorch's global generators have this seed; their states are restored at its end."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             yield

@@ -23,7 +23,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass
 class Buffers:
-    """Arrays that are allocated once, by name and shape. Shapes of a name share memory: only the latest is valid."""
+    """Arrays that are allocated once, by name and shape. Arrays of a name share memory: only the latest is valid."""
 
     memory: dict[str, Tensor] = field(default_factory=dict)
     views: dict[tuple[str, tuple[int, ...]], Array] = field(default_factory=dict)
@@ -44,12 +44,12 @@ class Buffers:
 
 
 class Operation:
-    """An operation with its arrays. `backward` belongs to the `forward` before it."""
+    """An operation with its arrays. `backward` refers to the latest `forward`."""
 
     uses_output = False  # whether `backward` reads the output, which the next operation may therefore not overwrite
-    returns_input = False  # whether the output has the memory of the input
+    returns_input = False  # whether the output shares the memory of the input
     overwrites_grad = False  # whether `backward` overwrites the gradient that it is given
-    returns_grad = False  # whether gradients at the inputs have memory of the gradient at the output
+    returns_grad = False  # whether gradients at the inputs share memory with the gradient at the output
 
     def __init__(self) -> None:
         self.buffers = Buffers()
@@ -296,7 +296,7 @@ class MaxPool(Layer):
         return grad_x
 
     def _divide(self, grad: Tensor, first: Tensor, second: Tensor, grads: tuple[Tensor, Tensor]) -> None:
-        """Gives the gradient of each maximum to the first value if it is not smaller, else to the second."""
+        """Assigns the gradient of each maximum to the first value if it is not smaller, otherwise to the second."""
         takes = torch.from_numpy(self.buffers.get("takes", tuple(grad.shape)))
         torch.ge(first, second, out=takes)  # as 0 and 1 in float32, which is faster than with bool
         torch.mul(grad, takes, out=grads[0])
@@ -368,7 +368,7 @@ class DrawnDropout(Dropout):
     """Dropout whose mask is drawn from PyTorch's global generator in every pass, as by `functional.dropout`.
 
     draw: the function of PyTorch, with its options. last_channels: whether its argument is in channels-last format,
-        which decides which number is drawn for which value.
+        which determines the order of the drawn numbers.
     """
 
     def __init__(self, draw: Callable[[Tensor], Tensor], wide: bool, last_channels: bool):
@@ -383,7 +383,7 @@ class DrawnDropout(Dropout):
 
 
 class Reshape(Layer):
-    """From one shape of a sample to another, without a change of the order of its values.
+    """Changes the shape of each sample, not the order of its values.
 
     wide, wide_out: whether the input and the output are images in the layout (B, H, W, C).
     """
@@ -464,8 +464,8 @@ class Differentiated(Join):
     """Any other function of PyTorch, differentiated by autograd.
 
     function:   takes the activations, then the trained tensors.
-    wide:       for each input whether it is an image in the layout (B, H, W, C); None: the function treats every
-                number by itself, so that the layout does not matter.
+    wide:       for each input whether it is an image in the layout (B, H, W, C); None: the function is elementwise, so
+                the layout does not matter.
     needs:      for each input whether its gradient is needed.
     parameters: trained tensors, each with its gradient.
     """
@@ -513,7 +513,7 @@ class Differentiated(Join):
 
 
 def tensor_of(x: Array, wide: bool) -> Tensor:
-    """An activation (B, ...) as PyTorch has it, a view."""
+    """An activation in PyTorch's layout (B, ...), as a view."""
     return torch.from_numpy(x.transpose(0, 3, 1, 2) if wide else np.moveaxis(x, -1, 0))
 
 

@@ -1,8 +1,8 @@
 """Forward and backward passes over a network's graph.
 
-The passes of the operations in `nn.operations` are written out; every other function is differentiated by autograd,
-on its own. Gradients are added up at activations with several users. Biases and activation functions are applied after
-a max pooling that follows them, to a quarter of the values: they are monotone, so both orders select the same values.
+The passes of the operations in `nn.operations` are written out; every other function is differentiated separately by
+autograd. Gradients are summed at activations with several users. Biases and activation functions are applied after a
+max pooling that follows them, to a quarter of the values: they are monotone, so both orders select the same values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,7 @@ from cfl_ray.nn.operations import (
     tensor_of,
 )
 
-# functions that treat every number by itself, and need no certain order of the axes
+# elementwise functions, for which the order of the axes does not matter
 _ELEMENTWISE = {"gelu", "silu", "elu", "selu", "celu", "mish", "leaky_relu", "relu6", "hardtanh", "hardswish"}
 _ELEMENTWISE |= {"hardsigmoid", "softplus", "softsign", "logsigmoid", "exp", "log", "sqrt", "abs", "neg", "clamp"}
 _ELEMENTWISE |= {"add", "sub", "mul", "div", "rsub", "pow"}
@@ -59,7 +59,7 @@ _ELEMENTWISE |= {"add", "sub", "mul", "div", "rsub", "pow"}
 
 @dataclass
 class Step:
-    """An operation with the numbers of the activations that it takes and makes."""
+    """An operation with the numbers of its input and output activations."""
 
     operation: Layer | Join
     inputs: tuple[int, ...]
@@ -120,7 +120,7 @@ class Passes:
         self.buffers = Buffers()
 
     def arranged(self, x: Tensor) -> Array:
-        """All samples of a client, so that a batch of rows is quickly brought into the network's layout."""
+        """All samples of a client, arranged so that batches are converted quickly to the network's layout."""
         x = x.permute(0, 2, 3, 1) if self.wide_input else x
         array: Array = x.contiguous().numpy()
         return array
@@ -167,7 +167,7 @@ class Passes:
     ) -> tuple[np.floating, Array]:
         """The mean loss, and its gradient at the outputs `z` (H, B) of the first operation that has parameters.
 
-        z may be overwritten. The gradients of all parameters but those of that operation are written into `g_P`.
+        z may be overwritten. Writes the gradients of all parameters except those of that operation into `g_P`.
         """
         first = self.back[-1].step
         outputs = self._forward(self.steps[self.steps.index(first) + 1 :], {first.output: z})
@@ -175,7 +175,7 @@ class Passes:
         return loss, self._backward(self.back[:-1], grad)[first.output]
 
     def _forward(self, steps: Sequence[Step], known: Mapping[int, Array]) -> Array:
-        """The outputs of the network, by these steps from the activations that are known."""
+        """The outputs of the network, computed by these steps from known activations."""
         values: list[Any] = [known.get(index) for index in range(self.num_values)]
         for step in steps:
             inputs = step.inputs
@@ -206,7 +206,7 @@ class Passes:
         return np.float32(loss.item()), array_of(grad, self.wide_output)
 
     def _backward(self, plan: Sequence[_Back], grad: Array) -> list[Any]:
-        """Writes the gradients of the parameters, from that at the outputs. Returns those of the activations."""
+        """Writes the gradients of the parameters. Returns those of the activations. grad: gradient at the outputs."""
         grads: list[Any] = [None] * self.num_values
         grads[self.output] = grad
         for back in plan:
@@ -234,7 +234,7 @@ class Passes:
 
 @dataclass
 class _Steps:
-    """Makes the steps of a graph."""
+    """Builds the steps of a graph."""
 
     network: Network
     graph: Graph
@@ -305,7 +305,7 @@ class _Steps:
         self.steps.append(Step(operations[-1], inputs, call.output))
 
     def _append(self, operation: Layer | Join, inputs: tuple[int, ...]) -> int:
-        """Adds a step that makes a further activation, with one user. Returns its number."""
+        """Adds a step with a new activation that has a single user. Returns the number of the activation."""
         index = len(self.shapes)
         self.shapes.append(())
         self.trained.append(True)
@@ -314,7 +314,7 @@ class _Steps:
         return index
 
     def _before_pool(self, index: int) -> list[Step]:
-        """Takes out the biases and activation functions that make an activation, as far as nothing else uses them."""
+        """Removes and returns the last bias and activation steps of an activation, as far as nothing else uses them."""
         moved: list[Step] = []
         while self.users[index] == 1:
             made = self._maker(index)
@@ -372,7 +372,7 @@ class _Steps:
     # ---- memory
 
     def may_overwrite(self, index: int) -> bool:
-        """Whether nothing but its only user needs the memory of an activation."""
+        """Whether an activation has a single user and nothing else needs its memory."""
         made = self._maker(index)
         if made is None or self.users[index] > 1 or made.operation.uses_output:
             return False
@@ -407,7 +407,7 @@ class _Steps:
         return plan
 
 
-# ---- operations that are written out: functions with PyTorch's signatures. None: not with these arguments
+# ---- operations that are written out: functions with PyTorch's signatures. None: not supported for these arguments
 
 _WrittenOut = Callable[..., Sequence[Layer | Join] | None]
 

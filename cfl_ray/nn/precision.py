@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def products_in(precision: str) -> Iterator[None]:
-    """Within it, float32 products and convolutions on a GPU use TF32 if `precision` is "tf32", else float32.
+    """Context in which float32 products and convolutions on a GPU use TF32 if `precision` is "tf32", else float32.
 
     PyTorch itself allows TF32 in convolutions by default. The setting has no effect on a CPU.
     """

@@ -18,13 +18,14 @@ def shared_tensor(array: np.ndarray) -> Tensor:
 
 
 class FrozenParameter(nn.Parameter):
-    """A parameter that is not trained. Copies of it share its memory; so do processes that get it from Ray's object
-    store, since its pickle hands its bytes to the store as they are.
+    """A parameter that is not trained. Copies share its memory, as do processes that get it from Ray's object store.
+
+    Its pickle passes its bytes to the store unchanged.
     """
 
     @classmethod
     def replace_in(cls, module: nn.Module) -> None:
-        """Makes the frozen parameters of a module such parameters, in place; those of other classes stay."""
+        """Converts the frozen parameters of a module to this class, in place; parameters of other classes are kept."""
         for parameter in module.parameters():
             if not parameter.requires_grad and type(parameter) is nn.Parameter:
                 if not _is_dense(parameter):
