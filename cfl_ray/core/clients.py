@@ -517,8 +517,10 @@ class Clients:
     def fit_mixture(self, received: Sent, mixture: Mixture, *, steps: int = 1) -> np.ndarray:
         """Each client's mixture weights, float64 (M, K), after E and M steps on its training samples without training.
 
-        NaN for a client whose data are not valid.
+        NaN for a client whose data are not valid. Raises ValueError if `steps` is below 1.
         """
+        if steps < 1:
+            raise ValueError(f"fit_mixture: steps must be at least 1, got {steps}")
         if not len(self):
             return np.zeros((0, len(received.models_KP)))
         tables = (received.models_KP,)

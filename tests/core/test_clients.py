@@ -212,5 +212,11 @@ class TestStatistics:
         assert losses_MK.argmin(1).tolist() == [1, 1, 0] and losses_MK[1, 0] == np.inf
 
 
+def test_a_mixture_needs_a_step():
+    models_KP = torch.zeros(2, P)
+    with pytest.raises(ValueError, match="fit_mixture: steps must be at least 1, got 0"):
+        clients(backend=Recorder()).fit_mixture(clients().broadcast(models_KP), None, steps=0)
+
+
 def test_weights_of_clients():
     assert clients().weights().tolist() == [40, 60, 90] and clients().weights("uniform").tolist() == [1, 1, 1]
