@@ -17,7 +17,7 @@ from cfl_ray.privacy.plan import PrivacyPlan
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_report import RoundDraft
-from cfl_ray.runtime.run_plan import RunPlan
+from cfl_ray.setup.run_plan import RunPlan
 from cfl_ray.system.files import open_private
 
 _BYTES = 32

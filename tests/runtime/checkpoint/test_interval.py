@@ -7,7 +7,7 @@ import pytest
 from cfl_ray import simulate
 from cfl_ray.checkpoint import store
 from cfl_ray.checkpoint.interval import CheckpointInterval
-from cfl_ray.runtime.run_plan import RunPlan
+from cfl_ray.setup.run_plan import RunPlan
 
 
 class Clock:
