@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -55,8 +56,11 @@ class MethodRecorder:
         if report.round <= self.last_round:
             return
         run_only = {*RUN_METRICS, *self.of_newcomers}
-        metrics = {name: value for name, value in report.metrics.items() if name not in run_only}
-        of_task = of_task_in(self.setup).union(numbers)
+        # every report brings names of its own: records, which stay in memory, share them
+        metrics = {sys.intern(name): value for name, value in report.metrics.items() if name not in run_only}
+        of_task = of_task_in(self.setup).union(map(sys.intern, numbers))
+        if self.records and self.records[-1].of_task == of_task:
+            of_task = self.records[-1].of_task
         record = RoundRecord(report.round, metrics, report.time_ms, of_task, report.phase, report.events)
         self.records.append(record)
         if self.run_log is not None:

@@ -1,6 +1,7 @@
 """The end of a method is written beside the rounds of the next one, and its errors are not lost."""
 
 import json
+import pickle
 import re
 import threading
 
@@ -10,6 +11,8 @@ from cfl_ray import Experiment, simulate
 from cfl_ray.errors import RunError
 from cfl_ray.runtime import launch, recorder
 from cfl_ray.runtime.driver import params_of
+from cfl_ray.runtime.round_report import RoundReport
+from cfl_ray.setup.prepare import prepare
 from cfl_ray.tracking import read_end, read_info
 
 
@@ -85,3 +88,15 @@ def test_parameters_of_a_run_are_those_that_have_an_effect_on_it():
         "evaluation.every",
     }
     assert plain.keys() - found.keys() == {"local.epochs", "cohort.fraction"}  # others take their place
+
+
+def test_records_share_the_names_that_every_report_brings_anew(experiment):
+    """As from a server in another process, whose reports are unpickled."""
+    setup = prepare(experiment(methods=["fedavg"]))
+    kept = recorder.MethodRecorder(setup, "fedavg", None, None)
+    for round in (1, 2):
+        made = RoundReport("running", round, {"accuracy": 0.5, "own number": 1.0}, numbers=("own number",))
+        kept.add(pickle.loads(pickle.dumps(made)))
+    first, second = kept.records
+    assert [id(name) for name in first.metrics] == [id(name) for name in second.metrics]
+    assert first.of_task is second.of_task and "own number" in first.of_task
