@@ -1,4 +1,4 @@
-"""Evaluation of a round: the three protocols, and the agreement of the clusters found with the true groups."""
+"""Evaluation of a round: the three protocols, and the agreement of the clusters with the true groups."""
 
 from dataclasses import dataclass, replace
 
@@ -17,8 +17,8 @@ from cfl_ray.core.work import Address, Backend, EvaluateClients, EvaluateShared,
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.scoring import scores
 
-_BLOCK = 1 << 16  # clients that are counted at a time
-_EXCHANGE = -1  # of all evaluations: exchanges of training count from 1
+_BLOCK = 1 << 16  # clients counted at a time
+_EXCHANGE = -1  # number of every evaluation exchange; training exchanges count from 1
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Scores:
     """Test results of M clients, NaN for a client without test images."""
 
     ids_M: np.ndarray
-    table_MV: np.ndarray  # the metrics of the task, then the loss: accuracy, macro-F1 and loss of classes
+    table_MV: np.ndarray  # the metrics of the task, then the loss; for classes: accuracy, macro-F1, loss
 
     @property
     def primary_M(self) -> np.ndarray:
-        """The first metric of the task: accuracy of classes."""
+        """The first metric of the task; accuracy for classes."""
         return self.table_MV[:, 0]
 
     @property
@@ -49,11 +49,11 @@ class Evaluator:
     task: Task = CLASSIFICATION
 
     def chosen(self, online: np.ndarray) -> np.ndarray:
-        """The clients to evaluate: all that are online, or the same random sample every time."""
+        """The clients to evaluate: all online clients, or the same random sample every time."""
         wanted, total = self.settings.clients, self.federation.num_clients
         if wanted is None or len(online) <= wanted:
             return online
-        for asked in (2 * wanted, 20 * wanted, total):  # the more are offline, the more have to be drawn
+        for asked in (2 * wanted, 20 * wanted, total):  # more draws if too many of the drawn clients are offline
             sample = stream(self.seed, 0, 0, -1, "evaluated").choice(total, min(total, asked), replace=False)
             at = np.minimum(np.searchsorted(online, sample), len(online) - 1)
             chosen = sample[online[at] == sample][:wanted]
@@ -62,7 +62,7 @@ class Evaluator:
         return np.sort(chosen)
 
     def scores(self, serving: Serving, clients: Clients) -> Scores:
-        """P-server: each client with the model that it would predict with now; NaN if the method has none for it."""
+        """P-server: scores of the model that each client predicts with now; NaN for a client without a model."""
         known_M = serving.row_M >= 0
         found_MV = np.full((len(clients), self._num_scores), np.nan)
         if known_M.any():
@@ -78,18 +78,18 @@ class Evaluator:
 
     @property
     def _by_label(self) -> bool:
-        """Whether each client needs a test on the images of its labels: for metrics that are not those of counts."""
+        """Whether each client needs a test on the images of its labels: for metrics not computed from counts."""
         return self.federation.view == "label" and not self.task.by_confusion
 
     def tuned_scores(self, serving: Serving, clients: Clients, local: LocalSGD) -> Scores:
-        """P-tune(F): the same after F local epochs; of a mixture, only the model of `row_M` is tuned and tested."""
+        """P-tune(F): the same after F local epochs; of a mixture, only model `row_M` is tuned and tested."""
         tune = replace(local, epochs=self.settings.tuned_epochs, steps=None, examples=None)
         return self.scores(replace(serving, weight_MK=None, tune=tune), clients)
 
     def _personal(self, serving: Serving, clients: Clients) -> Scores:
-        """Every client tests a model of its own on its own test data."""
+        """Scores from a separate test of each client's model on the client's test data."""
         steps_M = serving.tune.steps_of(clients.num_samples_M) if serving.tune else None
-        order = np.argsort(serving.row_M, kind="stable")  # clients that share a model side by side
+        order = np.argsort(serving.row_M, kind="stable")  # clients that share a model are adjacent
         work = EvaluateClients(
             Address(self.seed, clients.round, _EXCHANGE),
             clients.ids_M[order],
@@ -112,12 +112,12 @@ class Evaluator:
         return Scores(clients.ids_M, found_MV)
 
     def _shared(self, serving: Serving, clients: Clients) -> Scores:
-        """Clients that share a test set and a model, or mixture, share its counts: each pair is tested once."""
+        """Scores from one test of each pair of a test set and a model (or mixture), shared by the pair's clients."""
         test_set_M = self.federation.test_set_of(clients.ids_M)
         if serving.weight_MK is None:
             pairs, pair_M = np.unique(np.stack([serving.row_M, test_set_M], 1), axis=0, return_inverse=True)
             row_U, test_set_U, weight_UK = *pairs.T, None
-        else:  # side by side by test set, so that they share what the models make of it
+        else:  # sorted by test set, so that its pairs share the outputs of the models
             pairs, pair_M = np.unique(np.c_[test_set_M, serving.weight_MK], axis=0, return_inverse=True)
             row_U, test_set_U, weight_UK = np.zeros(len(pairs), np.int64), pairs[:, 0].astype(np.int64), pairs[:, 1:]
         pair_M = pair_M.reshape(-1)
@@ -154,14 +154,14 @@ def _frozen_rows(serving: Serving, count: int) -> Rows | None:
 
 
 def initial_scores(evaluator: Evaluator, initial_P: Tensor, clients: Clients) -> Scores:
-    """Scores of the common initial model, which clients hold that never trained."""
+    """Scores of the common initial model, which clients hold before their first training."""
     return evaluator.scores(Serving(initial_P[None], clients.first_row()), clients)
 
 
 def score_metrics(scores: Scores, task: Task = CLASSIFICATION) -> dict[str, float]:
-    """Means over the clients that were tested, and the spread of the first metric; NaN if none was.
+    """Means over the tested clients, and the spread of the first metric; NaN if no client was tested.
 
-    A client whose first metric is not defined counts as not tested; of other metrics, undefined values are left out.
+    A client whose first metric is undefined counts as not tested; undefined values of other metrics are excluded.
     """
     tested = ~np.isnan(scores.primary_M)
     table_MV = scores.table_MV[tested] if tested.any() else np.full((1, scores.table_MV.shape[1]), np.nan)
@@ -179,15 +179,15 @@ def score_metrics(scores: Scores, task: Task = CLASSIFICATION) -> dict[str, floa
 
 
 def mean_of_defined(values_M: np.ndarray) -> float:
-    """Mean of the values that are defined; NaN if none is."""
+    """Mean of the values that are not NaN; NaN if all are."""
     defined = ~np.isnan(values_M)
     return float(np.nanmean(values_M)) if defined.any() else float("nan")
 
 
 def cluster_vectors(state: State, online: np.ndarray, scores: Scores) -> tuple[np.ndarray, np.ndarray] | None:
-    """(mean of the first metric over the tested clients of each cluster, clients of each that are online), (K,) each.
+    """(mean first metric of the tested clients, number of online clients) of each cluster, (K,) each.
 
-    NaN for a cluster without tested clients. None below two clusters.
+    The mean is NaN for a cluster without tested clients. None if there are fewer than two clusters.
     """
     count = state.num_clusters
     if count < 2:
@@ -201,7 +201,7 @@ def cluster_vectors(state: State, online: np.ndarray, scores: Scores) -> tuple[n
 
 
 def cluster_metrics(state: State, online: np.ndarray, group_N: np.ndarray | None) -> dict[str, float]:
-    """Number and sizes of the clusters of the clients online, and their agreement with the true groups."""
+    """Number and largest share of the online clients' clusters, and their agreement with the true groups."""
     size_K = _sizes(state.assign_N, online, state.num_clusters)
     if not size_K.any():
         return {}
@@ -210,9 +210,9 @@ def cluster_metrics(state: State, online: np.ndarray, group_N: np.ndarray | None
         "largest_cluster_share": float(size_K.max() / size_K.sum()),
     }
     if group_N is not None:
-        everyone = len(online) == len(group_N)  # no copies then
+        everyone = len(online) == len(group_N)  # avoids copies
         group_M, assign_M = (array_N if everyone else array_N[online] for array_N in (group_N, state.assign_N))
-        known_M = (assign_M != UNASSIGNED) & (group_M >= 0)  # newcomers may come without a true group
+        known_M = (assign_M != UNASSIGNED) & (group_M >= 0)  # newcomers may have no true group
         if not known_M.all():
             group_M, assign_M = group_M[known_M], assign_M[known_M]
         metrics |= agreement(group_M, assign_M) if len(group_M) else {}
@@ -220,9 +220,9 @@ def cluster_metrics(state: State, online: np.ndarray, group_N: np.ndarray | None
 
 
 def _sizes(assign_N: np.ndarray, online: np.ndarray, count: int) -> np.ndarray:
-    """Number of clients online in each cluster, int64 (K,), counted in blocks. count: K, or less."""
+    """Number of online clients in each cluster, int64 (K,), counted in blocks. count: at most K."""
     size_K = np.zeros(count + 1, np.int64)
     for at in range(0, len(online), _BLOCK):
         more_K = np.bincount(assign_N[online[at : at + _BLOCK]] + 1, minlength=len(size_K))
         size_K = more_K + np.pad(size_K, (0, len(more_K) - len(size_K)))
-    return size_K[1:]  # without those in no cluster
+    return size_K[1:]  # without unassigned clients

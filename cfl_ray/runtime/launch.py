@@ -45,12 +45,12 @@ def run(
 
     experiment: None runs the built-in example.
     run_dir: where files go; None makes a new folder below `experiment.output`.
-    replay: directory of another run of this experiment, whose requested joins and leaves happen here too.
-    extend: directory of a run of this experiment with fewer `rounds`. This run begins with a copy of its rounds, and
-        gives what it would have given without.
+    replay: directory of another run of this experiment, whose requested joins and leaves are repeated in this run.
+    extend: directory of a run of this experiment with fewer `rounds`. This run begins with a copy of its rounds; the
+        results are the same as without `extend`.
 
     Raises ConfigError for bad input and for a folder that belongs to another config, RunError if the run cannot
-    continue (everything saved stays), RunStopped if a request ended it early.
+    continue (saved rounds are kept), RunStopped if a request ended it early.
     """
     return _Launch(
         experiment or config.load(),
@@ -117,7 +117,7 @@ def resume(
 def _with_current_cluster(experiment: Experiment, watcher: Watcher) -> Experiment:
     """The experiment on the cluster that RAY_ADDRESS names: the one that its record names may be gone."""
     recorded, now = experiment.runtime.address, os.environ.get("RAY_ADDRESS")
-    if recorded in (None, "auto", "local", now) or not now:  # these are not one cluster's
+    if recorded in (None, "auto", "local", now) or not now:  # no other specific cluster is recorded
         return experiment
     watcher.warn(f"resumed on the cluster at {now} (RAY_ADDRESS); runtime.address of the run is {recorded}")
     return experiment.model_copy(update={"runtime": experiment.runtime.model_copy(update={"address": now})})
@@ -131,10 +131,10 @@ def run_of_study(
     watcher: Watcher | None = None,
     extend: Path | None = None,
 ) -> Results:
-    """Begins a run of a study, or continues it.
+    """The results of a run of a study, which is started or continued.
 
     hosts: number of client hosts on the Ray cluster; None: in this process.
-    extend: directory of the same run with fewer rounds, with which a new one begins.
+    extend: directory of the same run with fewer rounds, which a new run copies first.
     """
     on_ray = hosts is not None
     if on_ray:
@@ -175,8 +175,8 @@ class _Launch:
     resumed: bool = False
     replay: Path | None = None
     extend: Path | None = None
-    study: StudyPlace | None = None  # that the run belongs to
-    directory: Path | None = field(default=None, init=False)  # the run directory, once it is known to be this run's
+    study: StudyPlace | None = None  # of the run; None: not part of a study
+    directory: Path | None = field(default=None, init=False)  # set once it is known to belong to this run
     session: Session | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -246,14 +246,14 @@ class _Launch:
         if not self.on_ray:
             return InProcessSession(setup, self.directory)
         if cluster_address(self.experiment.runtime.address) is None and "ray" not in sys.modules:
-            # read when ray is imported: a cluster started for this run is never open to other users
+            # Ray reads it when it is imported; it keeps other users out of a cluster that is started for this run
             os.environ.setdefault("RAY_AUTH_MODE", "token")
-        from cfl_ray.runtime.on_ray.session import RaySession  # imports ray, which `simulate` does without
+        from cfl_ray.runtime.on_ray.session import RaySession  # imports ray, which `simulate` does not need
 
         return RaySession(setup, self.directory, self.watcher.warn)
 
     def _new_directory(self) -> Path:
-        """The run directory, not yet made. Raises ConfigError if it holds a run or a study."""
+        """The run directory, not yet created. Raises ConfigError if it holds a run or a study."""
         directory = (self.run_dir or new_run_dir(self.experiment)).absolute()
         if RunDirectory(directory).is_study:
             raise ConfigError(f"{directory} is the folder of a study; choose another folder for the run")
@@ -270,7 +270,7 @@ class _Launch:
         )
 
     def _keep_environment(self, directory: Path, now: Environment) -> None:
-        """Writes the environment in which a run begins; warns of changes if it goes on."""
+        """Writes the environment of a new run; warns of changes since then in a resumed run."""
         if self.resumed and (before := read_environment(directory)) is not None:
             for line in before.changes(now):
                 self.watcher.warn(line)
@@ -279,14 +279,14 @@ class _Launch:
         write_environment(directory, now)
 
     def _begin_directory(self, directory: Path, setup: Setup) -> None:
-        """Copies the replayed events, and writes config.yaml last: it makes the folder a run."""
+        """Copies the replayed events, then writes config.yaml, which marks the folder as a run."""
         if self.replay is not None:
             for label in setup.methods:
                 copy_events(RunDirectory(self.replay).method(label).path, RunDirectory(directory).method(label).path)
         write_config(directory, self.experiment)
 
     def _check_replay(self, replay: Path) -> None:
-        """Raises ConfigError if `replay` is no run of this experiment."""
+        """Raises ConfigError if `replay` is not a run of this experiment."""
         run = RunDirectory(replay)
         if not run.is_run:
             raise ConfigError(f"replay: {replay} holds no run: there is no {run.config}")
@@ -297,7 +297,7 @@ class _Launch:
             raise ConfigError("replay: name a run_dir; what happens in a run is kept there")
 
     def _extend(self, earlier: Path) -> None:
-        """Makes the run directory with the rounds of an earlier run, after which this one goes on."""
+        """Creates the run directory with the rounds of an earlier run, after which this run continues."""
         if not self.keep:
             raise ConfigError("extend: name a run_dir; the rounds of the earlier run are copied there")
         check_extension(earlier, self.experiment)

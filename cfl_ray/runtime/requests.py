@@ -20,9 +20,9 @@ from cfl_ray.runtime.round_report import Status
 
 
 class Requests:
-    """Requests to one method of one run. Raises ConfigError for a request that is refused; it is not journaled.
+    """Requests to one method of one run. Raises ConfigError for a refused request, which is not journaled.
 
-    recorded: the last round whose metrics are recorded; its population is fixed even if it is computed again.
+    recorded: the last round whose metrics are recorded; its population is fixed even if the round is computed again.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class Requests:
         self.label, self.journal, self.rounds, self.session = label, journal, rounds, session
         self.lock = threading.RLock()
         self.status: Status = "starting"
-        self.round = 0  # the round at work
+        self.round = 0  # the round in progress
         self.settled = recorded  # the last round whose population is fixed
         self.fixed = ""  # why clients cannot join or leave on request; empty: they can
-        self.stop_after: int | None = None  # the round after which the run ends, as was asked
-        self.federations = [(0, federation)]  # (first round, federation); the last one has all granted newcomers
+        self.stop_after: int | None = None  # the round after which a request ends the run
+        self.federations = [(0, federation)]  # (first round, federation); the last has all granted newcomers
         for event in journal.events:
             if event.shards:
                 self.federations.append((event.round, grown(self.federations[-1][1], event.shards.open())))
@@ -47,16 +47,16 @@ class Requests:
         self.stop_after = self.journal.stop_after(self.session, round)
 
     def stopped(self, round: int) -> None:
-        """The run was stopped within a round that was to be finished; `round` is the last one saved."""
+        """Journals that the run was stopped within a round; `round` is the last saved round."""
         with self.lock:
             self.journal.add(JournalEvent(round, stop=self.session))
 
     def federation(self, round: int) -> Federation:
-        """The federation in a round."""
+        """The federation in `round`."""
         return next(federation for first, federation in reversed(self.federations) if first <= round)
 
     def take_up(self, round: int) -> list[JournalEvent]:
-        """The joins and leaves before `round`; later requests are for later rounds."""
+        """The joins and leaves before `round`, whose population is fixed from now on."""
         with self.lock:
             self.settled = max(self.settled, round)
             while len(self.federations) > 1 and self.federations[1][0] <= round:
@@ -64,24 +64,24 @@ class Requests:
             return [event for event in self.journal.until(round) if event.round == round]
 
     def set_population(self, population: Population) -> None:
-        """The present population, against which requests are checked."""
+        """Sets the population against which requests are checked."""
         self.population = copy(population)
 
     def set_status(self, status: Status, round: int) -> None:
-        """The present status of the run, and its round."""
+        """Sets the status and round of the run."""
         self.status, self.round = status, round
 
     # ---- for any thread
 
     def join(self, ids: Sequence[int]) -> str:
-        """Known clients that are offline join. Returns what will happen, for the user."""
+        """Grants that known offline clients join. Returns a line for the user that names the round."""
         with self.lock:
             round = self._next()
             self._check("join", ids, round)
             return self._grant(JournalEvent(round, join=tuple(sorted(ids))), "join")
 
     def join_shards(self, shards: JoinedShards, added: Federation) -> str:
-        """All clients of `added` join as newcomers, with the next free ids. Returns what will happen."""
+        """Grants that all clients of `added` join as newcomers with the next free ids. Returns a line for the user."""
         with self.lock:
             round, known = self._next(), self.federations[-1][1]
             whole = grown(known, added)
@@ -91,7 +91,7 @@ class Requests:
             return answer
 
     def leave(self, ids: Sequence[int]) -> str:
-        """Clients that are online leave. Returns what will happen."""
+        """Grants that online clients leave. Returns a line for the user."""
         with self.lock:
             round = self._next()
             self._check("leave", ids, round)
@@ -100,7 +100,7 @@ class Requests:
             return self._grant(event, "leave")
 
     def stop(self) -> str:
-        """Ends the run after the present round. Raises RunError if no round is running."""
+        """Ends the run after the present round. Returns a line for the user. Raises RunError if no round is running."""
         with self.lock:
             if self.status not in ("running", "evaluating", "saving"):
                 raise RunError(f"{self.label} is not running just now; ask again in a moment")
@@ -119,7 +119,7 @@ class Requests:
     # ---- checks
 
     def _next(self) -> int:
-        """The first round whose population is open; not before a journaled event, which stays as it was granted."""
+        """The first round whose population can change, not before the last journaled event, which stays as granted."""
         if self.fixed:
             raise ConfigError(f"{self.label}: clients cannot join or leave: {self.fixed}")
         last = max((event.round for event in self.journal.events if not event.stop), default=0)
@@ -173,7 +173,7 @@ class Requests:
                 ) from None
 
     def _trial(self, *more: JournalEvent) -> Population:
-        """A copy of the population with all granted events and `more`, to advance on trial."""
+        """A copy of the population with all granted events and `more`, which a check can advance."""
         trial = copy(self.population)
         for event in (*self.journal.events, *more):
             if event.round > self.population.round and not event.stop:

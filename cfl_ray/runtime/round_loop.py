@@ -1,9 +1,9 @@
-"""The round loop of a method: `RoundLoop.rounds` is a whole run, read from top to bottom.
+"""The round loop of a method; `RoundLoop.rounds` shows a whole run from top to bottom.
 
-Plain Python, so that it runs in this process as well as inside a Ray actor. What a fault loses, whatever line it hits:
-nothing. A round is a pure function of the state before it and of (seed, round), a checkpoint is complete or absent, and
-a granted request is on disk before it is acknowledged; so the next process begins at the newest checkpoint and repeats
-the rounds since then, with the same results. A round that was saved and not yet recorded is reported again.
+Plain Python, so that it runs in this process or inside a Ray actor. A fault at any line loses no results: a round is a
+pure function of the previous state, seed and round, a checkpoint is complete or absent, and a granted request is on
+disk before it is acknowledged. The next process starts from the newest checkpoint and repeats the later rounds with the
+same results. A round that was saved but not recorded is reported again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,14 +46,14 @@ from cfl_ray.setup.prepare import Setup
 from cfl_ray.setup.run_plan import RunPlan
 from cfl_ray.tracking import read_records
 
-_NO_LIMIT = 2**62  # test samples of a client that has its own
+_NO_LIMIT = 2**62  # test samples of a client with its own test data
 
 
 class RoundLoop:
-    """One method on one federation: as it was after its newest checkpoint, or before round 1.
+    """One method on one federation, restored from its newest checkpoint, or before round 1.
 
-    session: names the driver's session, which a request to stop ends. Raises RunError for checkpoints that cannot be
-    used.
+    session: name of the driver's session, which a request to stop ends. Raises RunError if there are checkpoints but
+    none can be used.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class RoundLoop:
             self.privacy.draw_cohorts(self.membership.population, self.requests)
         self.participation = Participation(setup, label, network.spec, self.membership)
         self.num_scores = len(setup.task.score_names)  # of one client
-        self.fallbacks: set[str] = set()  # why clients were not trained by the chosen engine, as noted so far
+        self.fallbacks: set[str] = set()  # reasons noted so far why the chosen engine did not train clients
         self.status: Status = "starting"
-        self.round = 0  # the round at work, or the last one
+        self.round = 0  # the round in progress, or the last round
         checkpoint = store.load(self._decoded) if store else None
         self.saved = checkpoint.round if checkpoint else 0  # the last round with a checkpoint
         self.membership.restore(self.saved)
@@ -108,9 +108,9 @@ class RoundLoop:
     # ---- the loop
 
     def rounds(self) -> Iterator[RoundReport]:
-        """The report of the round that is restored (0: none is), then of each round when it is complete.
+        """Yields the report of the restored round (round 0: none), then of each round when it is complete.
 
-        Raises what the method raises.
+        Errors of the method propagate.
         """
         yield self.restored
         while self.status == "running":
@@ -128,7 +128,7 @@ class RoundLoop:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Context of a round's work: an error that a retry would not cure ends the run."""
+        """Context of a round's work; a UserError, which a retry would not cure, ends the run."""
         try:
             yield
         except UserError as error:
@@ -142,7 +142,7 @@ class RoundLoop:
         self.requests.set_status(status, round)
 
     def _close(self, round: int) -> None:
-        """Goes on to the round after `round`, which is complete, unless it is the last or a request ends the run."""
+        """Sets the status after the complete `round`: finished, stopped on request, or running the next round."""
         if round >= self.plan.rounds:
             self._enter("finished", round)
         elif self.stops_after(round) and round:
@@ -157,11 +157,11 @@ class RoundLoop:
     def _report(self, draft: RoundDraft) -> RoundReport:
         reported, stop = self.diagnostics.reported, self.stops_after(draft.round)
         if draft.scores_MV is not None:
-            self.diagnostics = RoundDiagnostics()  # they go out with this round
+            self.diagnostics = RoundDiagnostics()  # `reported` goes out with this round
         return draft.report(self.status, stop, reported)
 
     def trained(self, backend: InProcessBackend) -> TrainedMethod:
-        """The trained method: after its last round, or after the last one that was saved."""
+        """The trained method after its last saved round; after its last round if no files are kept."""
         round = self.saved if self.store else self.round
         return TrainedMethod(
             self.label,
@@ -181,7 +181,7 @@ class RoundLoop:
     # ---- before the first round
 
     def _first(self) -> Snapshot:
-        """The method before round 1."""
+        """The snapshot before round 1."""
         num_clients = self.membership.federation.num_clients
         start = start_of(self.experiment, self.label, self.network, num_clients)
         unknown_N2 = np.full((num_clients, 2), np.nan, np.float32)
@@ -199,7 +199,7 @@ class RoundLoop:
         return snapshot
 
     def _restored(self, snapshot: Snapshot, checkpoint: Checkpoint | None) -> RoundReport:
-        """Restores what is not in the attributes of this loop, and reports the round again that was saved last."""
+        """The report of the last saved round. Restores the parts of the snapshot that other objects hold."""
         notes: tuple[str, ...] = ()
         if checkpoint is not None:
             if self.server is not None:
@@ -222,7 +222,7 @@ class RoundLoop:
     # ---- the steps of a round
 
     def _change_membership(self, draft: RoundDraft) -> None:
-        """Carries out the schedule and requests: newcomers bring shards, clients leave, join, or get other data."""
+        """Applies the schedule and the requests: shards of newcomers, clients that leave or join, changes of data."""
         round = draft.round
         if (grown := self.membership.grow(round)) is not None:
             self.backend.use(grown)
@@ -250,7 +250,7 @@ class RoundLoop:
             draft.notes.append(f"data changed: {listed(change.data_changed)}")
 
     def _train(self, cohort: Cohort, received: Received | None, draft: RoundDraft) -> None:
-        """The method's round with its cohort."""
+        """Runs the method's round with its cohort."""
         before = self.state
         if self.server is not None:
             self.server.begin()
@@ -274,9 +274,9 @@ class RoundLoop:
         self.diagnostics.take(draft, stats.diagnostics)
 
     def _save_and_close(self, draft: RoundDraft) -> None:
-        """Saves the round if the plan, the interval or a request to stop says so, and goes on to the next one."""
+        """Saves the round if the plan, the interval, the state budget or a request to stop requires it; closes it."""
         round = draft.round
-        with self.requests.lock:  # until here a request to stop is granted for this round, from here on for a later one
+        with self.requests.lock:  # a request to stop applies to this round if granted before, else to a later round
             is_due = self.interval is not None and self.interval.is_due()
             unsaved = self.backend.client_states.unsaved if self.store else 0
             is_due |= unsaved > self.experiment.runtime.state_budget
@@ -314,8 +314,9 @@ class RoundLoop:
     # ---- parts of the steps
 
     def clients_of(self, ids: np.ndarray, round: int, stats: RoundStats, *, test_locally: bool = False) -> Clients:
-        """These clients in this round, as a method works with them. test_locally: whether each tests its model after
-        training (P-local).
+        """The clients in this round, in the form that a method uses.
+
+        test_locally: whether each client tests its model after training (P-local).
         """
         experiment, present = self.experiment, self.membership.present
         own_tests = present.view == "holdout"
@@ -345,7 +346,7 @@ class RoundLoop:
         return local if self.examples is None else replace(local, examples=self.examples.noise)
 
     def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
-        """Makes a new array if any score changes: a checkpoint compares with the array saved last."""
+        """Sets scores in a new array, because a checkpoint compares with the array that was saved last."""
         if len(ids):
             self.local_scores_N2 = self.local_scores_N2.copy()
             self.local_scores_N2[ids] = scores

@@ -1,4 +1,4 @@
-"""A session carries out one experiment, method after method: in this process, or on a Ray cluster."""
+"""Sessions, which run the methods of an experiment one after another: in this process, or on a Ray cluster."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -37,22 +37,22 @@ _BACKEND_PARTS = ["client_states", *(name for name, _ in getmembers(Backend, isf
 
 
 class Session(Protocol):
-    """Carries out the methods of one experiment, as the driver asks."""
+    """Runs the methods of one experiment for the driver."""
 
     def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundReport]:
-        """One method, as `RoundLoop.rounds`: the round that is restored, then each round when it is complete.
+        """Yields the reports of one method, as `RoundLoop.rounds`.
 
-        record_wait: called with each line that says what a round waits for (hosts, or a server without progress).
+        record_wait: called with a line for the user when a round waits for hosts or for a server without progress.
         """
 
     def about(self) -> tuple[dict[str, str], Environment]:
-        """Hosts, device, engine, CPU and PyTorch of this session, in words; and its environment."""
+        """(hosts, device, engine, CPU and PyTorch of this session as text, its environment)."""
 
     def trained(self) -> Callable[[], TrainedMethod] | None:
-        """Opens what the present method has learned if it is in this process; None: it is in checkpoints only."""
+        """A function that returns the present method as trained; None: the method is only in checkpoints."""
 
     def close(self) -> None:
-        """Frees what the session holds; it cannot be used afterwards."""
+        """Frees the session's resources; the session cannot be used afterwards."""
 
 
 def checkpoint_store(setup: Setup, run_dir: Path | None, label: str) -> CheckpointStore | None:
@@ -72,7 +72,7 @@ def store_with_lease(setup: Setup, run_dir: Path | None, label: str) -> Checkpoi
 
 
 class InProcessSession:
-    """A session in this process, for notebooks, debugging and tests: the same numbers as on Ray."""
+    """A session in this process, for notebooks, debugging and tests, with the same results as on Ray."""
 
     def __init__(self, setup: Setup, run_dir: Path | None):
         self.setup, self.run_dir = setup, run_dir
@@ -81,7 +81,7 @@ class InProcessSession:
         self.settings.enter_context(one_thread())
         self.settings.enter_context(products_in(setup.experiment.runtime.precision))
         self.device = compute_device(setup.experiment, has_gpu=True)
-        # of a study, several runs may share a GPU
+        # several runs of a study may share a GPU
         self.worker = setup.worker(self.device, memory_share=min(setup.experiment.runtime.gpus_per_host or 1.0, 1.0))
         self.choice = engine_choice(
             setup,
@@ -101,7 +101,7 @@ class InProcessSession:
         return self.loop.rounds()
 
     def _backend(self) -> Any:
-        """A new backend. Raises ConfigError for a plugin that is no backend."""
+        """A new backend. Raises ConfigError for a plugin that is not a backend."""
         runtime = self.setup.experiment.runtime
         part, options = (
             next(iter(runtime.backend.items())) if isinstance(runtime.backend, dict) else (runtime.backend, {})
