@@ -1,4 +1,4 @@
-"""The backend over Ray: chunks go to hosts as they become free; models and sums cross once per host."""
+"""The Ray backend: chunks go to hosts as they become free; models and sums are transferred once per host."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, StoredValue
 
-# of values that the clients of a call keep: they are in the heap of the host until the call ends. On a GPU, whose host
+# most bytes that the clients of a call keep, in the heap of the host until the call ends; more on a GPU, whose host
 # trains the clients of a call together
 _LEFT_BYTES, _LEFT_BYTES_GPU = 1 << 25, 1 << 29
-# of work in a call, at least: a call costs the server and the host about a millisecond each, and the server makes one
-# for each of the other hosts meanwhile
+# least seconds of work in a call, and per host: a call costs the server and the host about a millisecond each, and the
+# server makes a call for each of the other hosts in the meantime
 _CALL_SECONDS, _SERVER_SECONDS = 0.01, 0.001
-_IN_CALL_BYTES = 1 << 16  # of models that travel in a call itself; fetching an object costs a host half a millisecond
-_WITH_RESULT_BYTES = 1 << 23  # of the sums of all chunks, up to which each call returns its own
+_IN_CALL_BYTES = 1 << 16  # models up to this size are sent in the call; fetching an object costs a host 0.5 ms
+_WITH_RESULT_BYTES = 1 << 23  # size of the sums of all chunks up to which each call returns its sums
 
 
 @dataclass
 class RayBackend:
     """Backend over a pool of hosts.
 
-    shared: the directory of the method's files; None: there are none.
+    shared: the directory of the method's files; None: no files are kept.
     """
 
     pool: Pool
     shared: SharedDirectory | None = None
     # clients that took too long: not tried again in this round
     late: dict[int, Exclusion] = field(default_factory=dict)
-    node_of_file: dict[int, str] = field(default_factory=dict)  # the first that fetched a file of clients
-    # by table: the table, and the rows that were put
+    node_of_file: dict[int, str] = field(default_factory=dict)  # first node that fetched a file of clients
+    # by id of a table: the table, and references to the rows in the object store
     _rows: dict[int, tuple[Tensor, dict[int, ray.ObjectRef[Any]]]] = field(default_factory=dict)
     _round: tuple[int, bool] | None = None
     _seconds_of_cost: dict[type[Work], float] = field(default_factory=dict)  # of one host, in the last such exchange
@@ -84,12 +84,12 @@ class RayBackend:
         return self._seconds_of_cost.get(type(work))
 
     def least_cost(self, work: Work) -> float:
-        """The cost of a call that is worth its overhead; 0 if that is not known."""
+        """The least cost of a call that is worth its overhead; 0: not known."""
         seconds = self.seconds_of_cost(work)
         return max(_CALL_SECONDS, _SERVER_SECONDS * len(self.pool.hosts)) / seconds if seconds else 0.0
 
     def row(self, table: Tensor, row: int) -> ray.ObjectRef[Any]:
-        """A model in the object store: put once per round, however many exchanges and hosts use it."""
+        """The reference of a model in the object store, where it is put once per round for all exchanges and hosts."""
         _, refs = self._rows.setdefault(id(table), (table, {}))
         if row not in refs:
             refs[row] = ray.put(table[row].numpy())
@@ -118,11 +118,10 @@ class RayBackend:
 
 
 class Exchange:
-    """One exchange over the hosts: its calls, and what they have returned so far.
+    """One exchange over the hosts: its calls, and their results so far.
 
-    The steps of `run`: `_chunks` cuts the work into chunks, `Dispatch` makes calls of them (`start`) and hands over
-    what they return (`receive`), the sums of the hosts are added up (`_collect`). `exclude` fills in clients without a
-    result.
+    The steps of `run`: `_chunks` cuts the work into chunks, `Dispatch` makes calls from chunks (`start`) and passes on
+    their returns (`receive`), `_collect` adds up the sums of the hosts. `exclude` records clients without a result.
     """
 
     def __init__(self, backend: RayBackend, work: Work, number: int):
@@ -132,9 +131,9 @@ class Exchange:
         self.skipped: list[ChunkResult] = []  # of excluded clients
         self.states: dict[int, StoredValue] = {}  # by client
         self.deferred: list[dict[int, StoredValue]] = []  # of each part of a result: by client
-        # what the work leaves with its clients, and whether the values of a call are packed
-        self.left: list[tuple[dict[int, StoredValue], bool, int]] = []  # and the bytes of a value
-        self.node_of: dict[ray.ObjectRef[Any], str] = {}  # of what calls under way will leave
+        # values that the work leaves with clients: (by client, whether those of a call are packed, bytes of a value)
+        self.left: list[tuple[dict[int, StoredValue], bool, int]] = []
+        self.node_of: dict[ray.ObjectRef[Any], str] = {}  # of the values that calls in progress will leave
         self.left_bytes = 0  # of each client
         if isinstance(work, Train):
             size = work.tables[work.start.table].shape[1]
@@ -149,7 +148,7 @@ class Exchange:
                     self.left.append((self.deferred[-1], nbytes <= PACKED_BYTES, nbytes))
                 self.left_bytes += 4 * size
         self.cost = 0.0  # of all chunks
-        self.received_cost = 0.0  # of those of which the results are here
+        self.received_cost = 0.0  # of the chunks whose results were received
         self.return_sums = False  # whether calls return their sums; otherwise these are collected from the hosts
         self.sums = HostSums()
         self.changes: dict[int, Tensor] = {}  # float32 (P,) by output row: sums over all hosts
@@ -173,21 +172,21 @@ class Exchange:
         clients = self.deferred[0] if self.deferred else ()
         deferred = {client: tuple(part[client] for part in self.deferred) for client in clients}
         self.backend.client_states.keep(self.work, self.states, deferred)
-        results = [*self.results, *self.skipped]  # a client that was excluded in the end is excluded
+        results = [*self.results, *self.skipped]  # `skipped` last: exclusions override results
         return outcome_of(self.work, results, self.changes or self.sums.values())
 
     @property
     def collects(self) -> bool:
-        """Whether hosts keep the sums of what they have done until they are collected."""
+        """Whether hosts keep their sums until these are collected."""
         return self.work.averaging is not None and not self.return_sums
 
     @property
     def stays_on_hosts(self) -> bool:
-        """Whether sums or values of clients stay on hosts, so that a host that dies loses what it has done."""
+        """Whether sums or values of clients stay on hosts, so that the work of a host that dies is lost."""
         return self.collects or bool(self.left)
 
     def _returns_sums(self, chunks: int) -> bool:
-        """Whether sums are small, and nothing stays on the hosts that would be made again with them."""
+        """Whether calls return their sums: if these are small and no values of clients stay on the hosts."""
         work = self.work
         if self.left or not isinstance(work, Train | AverageDeferred) or work.averaging is None:
             return False
@@ -214,7 +213,7 @@ class Exchange:
         return [i for i, client in enumerate(self.work.ids_M.tolist()) if client in self.backend.late]
 
     def _home(self, chunk: Chunk) -> int | None:
-        """The host that alone serves the chunk's clients; None: any host may."""
+        """The only host that serves the chunk's clients; None: any host."""
         per_host = self.setup.experiment.runtime.clients_per_host
         return int(self.work.ids_M[chunk.index_m[0]]) // per_host if per_host and self.work.is_per_client else None
 
@@ -228,7 +227,7 @@ class Exchange:
         return [] if files is None or len(firsts) < len(chunks) else files.tolist()
 
     def _nodes(self, chunks: Sequence[Chunk]) -> list[str]:
-        """The node that has fetched the data of each chunk; "" if none of those with hosts has."""
+        """The node that has fetched the data of each chunk; "" if no node with a host has."""
         nodes = {host.node for host in self.backend.pool.hosts}
         of_file = {file: node for file, node in self.backend.node_of_file.items() if node in nodes}
         self.backend.node_of_file = of_file
@@ -237,7 +236,7 @@ class Exchange:
     # ---- calls
 
     def start(self, host: Host, chunks: Sequence[Chunk]) -> list[ray.ObjectRef[Any]]:
-        """Starts the call that does these chunks on a host. Returns its references; the first one is waited for."""
+        """The references of a new call with these chunks on a host; the first is ready when the call has ended."""
         for file in self._files(chunks):
             self.backend.node_of_file.setdefault(file, host.node)
         work, index_m = self.work, np.concatenate([chunk.index_m for chunk in chunks])
@@ -246,7 +245,7 @@ class Exchange:
         sources = list(dict.fromkeys(source for parts in stored.values() for source, _ in parts))
         argument_of = {source: at for at, source in enumerate(sources)}
         places = {i: [(argument_of[source], position) for source, position in parts] for i, parts in stored.items()}
-        # in a list they stay references, to be fetched one at a time
+        # Ray passes references in a list unresolved; the host fetches them in turn
         arguments: list[Any] = [sources] if isinstance(work, CombineColumns) else sources
         uses = {(rows.table, row) for rows in order.rows() for row in set(rows.row_M.tolist())}
         models = self._models(sorted(uses))
@@ -260,19 +259,19 @@ class Exchange:
         return made
 
     def _models(self, uses: list[tuple[int, int]]) -> dict[tuple[int, int], ray.ObjectRef[Any] | np.ndarray]:
-        """Models by (table, row): small ones themselves, others as references."""
+        """Models by (table, row): the values if they are small in total, otherwise references."""
         tables = self.work.tables
         if sum(tables[table][row].nbytes for table, row in uses) <= _IN_CALL_BYTES:
             return {(table, row): tables[table][row].numpy() for table, row in uses}
         return {(table, row): self.backend.row(tables[table], row) for table, row in uses}
 
     def seconds(self, chunks: Sequence[Chunk]) -> float | None:
-        """The time after which a host at work on these chunks is ended; None: no limit. Of a chain: of all clients."""
+        """Seconds after which the host of these chunks is ended; None: no limit. A chain has that of all clients."""
         deadline = None if isinstance(self.work, CombineColumns) else self.setup.experiment.runtime.round_deadline
         return deadline and deadline * (len(chunks[0].index_m) if self.work.chained else len(chunks))
 
     def usual_seconds(self, chunks: Sequence[Chunk]) -> float | None:
-        """The time that such chunks took so far; None: not known."""
+        """Seconds that such chunks took so far; None: not known."""
         seconds = self.backend.seconds_of_cost(self.work)
         if seconds is None and self.results:  # the first exchange of its kind: by its calls so far
             seconds = sum(result.seconds for result in self.results) / max(self.received_cost, 1e-9)
@@ -284,7 +283,10 @@ class Exchange:
         return ids
 
     def instead(self, chunk: Chunk) -> list[Chunk]:
-        """The chunks in the place of one that took too long: of each client; none if it has one client."""
+        """The chunks that replace a chunk that took too long: one per client, or the whole chain.
+
+        Empty if the chunk is such a replacement; then its clients are excluded.
+        """
         work = self.work
         if not chunk.alone:
             parts = [chunk.index_m] if work.chained else chunk.index_m[:, None]
@@ -300,7 +302,7 @@ class Exchange:
     # ---- returns
 
     def receive(self, chunks: Sequence[Chunk], returns: list[Any]) -> None:
-        """Keeps the result of a call, and the references to what it left with the clients."""
+        """Stores the result of a call, and the references to the values that it left with the clients."""
         (result, totals), *refs = returns
         self.results.append(result)
         self.received_cost += sum(chunk.cost for chunk in chunks)
@@ -317,7 +319,7 @@ class Exchange:
             kept.update({client: value for client, value, valid in entries if valid})
 
     def _collect(self, dispatch: Dispatch) -> None:
-        """Adds the sums of all hosts. The chunks of a host that dies before are to be done again."""
+        """Adds up the sums of all hosts. The chunks of a host that dies before this are put back."""
         done, dispatch.done = dispatch.done, {}
         hosts = [self.backend.pool.host(number) for number in done]
         rows = [self._output_rows(dispatch.schedule, numbers) for numbers in done.values()]
@@ -330,7 +332,7 @@ class Exchange:
                 self.changes = {out: shared_tensor(sum_P) for out, sum_P in sums.items()}
                 return
             except RayError:
-                pass  # which host it was is determined below
+                pass  # the loop below determines which host was lost
         for position, (host, _) in enumerate(collected.rows_of):
             try:
                 totals = collected.of_host(position)
@@ -351,13 +353,13 @@ class Exchange:
         return rows
 
     def exclude(self, index_m: np.ndarray, exclusions: list[Exclusion]) -> None:
-        """Goes on without these clients."""
+        """Records empty results for these clients, with the reasons."""
         arrays = self.work.take(index_m).empty_result(self.setup.federation.shape.num_classes)
         self.skipped.append(ChunkResult(index_m, arrays, dict(enumerate(exclusions))))
 
 
 def _late_reason(chunk: Work, client: int, seconds: float | None) -> str:
-    """Why one client is excluded for taking too long; in a chain it cannot be told which one did."""
+    """The reason to exclude a client that took too long, or all of a chain, in which the slow client is not known."""
     who = ""
     if not chunk.is_per_client:
         who = f"the test on its test set {client} "

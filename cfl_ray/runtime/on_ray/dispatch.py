@@ -1,4 +1,4 @@
-"""The calls of one exchange: made on hosts as they become free, and again when a host dies or takes too long."""
+"""The calls of one exchange: made on hosts as they become free, and repeated if a host dies or takes too long."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.stall import LOOK_SECONDS, duration
 
-_CALLS_PER_HOST = 2  # one at work, one waiting, so that the host never waits for the server
-# a chunk that failed on so many hosts, or so many times, ends the run: more than one bad host could do alone
+_CALLS_PER_HOST = 2  # one running, one queued, so that the host never waits for the server
+# a chunk that failed on so many hosts, or so many times, ends the run; a single bad host cannot reach these limits
 _FAILED_HOSTS, _FAILED_TIMES = 3, 6
 _NAMED = 5  # clients in a message
 
@@ -33,7 +33,7 @@ class _CallUnderWay:
 
 
 class Calls(Protocol):
-    """How the calls of an exchange are made, and what becomes of their results."""
+    """Makes the calls of an exchange and receives their results."""
 
     @property
     def stays_on_hosts(self) -> bool: ...
@@ -53,24 +53,24 @@ class Dispatch:
     schedule: Schedule
     calls: Calls
     under_way: dict[ray.ObjectRef[Any], _CallUnderWay] = field(default_factory=dict)  # by first return
-    # by host number: the first returns of its calls, in their order; when it could begin its present one; the chunks
-    # that hosts which are still alive have done
+    # by host number: the first returns of its calls, in their order; the time when its present call could begin; the
+    # chunks that it has done, if it is alive
     of_host: dict[int, deque[ray.ObjectRef[Any]]] = field(default_factory=dict)
     since: dict[int, float] = field(default_factory=dict)
     done: dict[int, list[int]] = field(default_factory=dict)
-    failed: dict[int, list[int]] = field(default_factory=dict)  # numbers of the hosts that a chunk failed on
+    failed: dict[int, list[int]] = field(default_factory=dict)  # by chunk: numbers of the hosts that it failed on
     limited: bool = False  # whether any call has a time limit
-    # by slow call: the seconds after which it is named next, and as what it was named last
+    # by slow call: the seconds after which it is reported next, and the last report
     told: dict[ray.ObjectRef[Any], tuple[float, str]] = field(default_factory=dict)
-    chunks_done: dict[int, int] = field(default_factory=dict)  # by host: of its present call, when it was asked last
+    chunks_done: dict[int, int] = field(default_factory=dict)  # by host: of its present call, at the last query
     _known: int = -1  # `pool.changes` when `_hosts` was made
     _hosts: list[int] = field(default_factory=list)  # numbers of all hosts
-    _ready: list[int] = field(default_factory=list)  # numbers of those that are ready
+    _ready: list[int] = field(default_factory=list)  # numbers of the ready hosts
 
     def run(self) -> None:
-        """Makes all calls. Afterwards `done` says which chunks stay on each host that is still alive.
+        """Makes all calls. Afterwards `done` has the chunks whose results stay on each live host.
 
-        Raises ObjectLostError when something that the calls need (client state) was lost with its node.
+        Raises ObjectLostError if an object that the calls need (client state) was lost with its node.
         """
         free = self._all_free()
         while self.schedule or self.under_way:
@@ -84,16 +84,16 @@ class Dispatch:
                 free = self._all_free()
 
     def lost(self, host: Host, error: Exception) -> None:
-        """Restarts a host that died; the chunks that it had or has done have to be done again."""
+        """Restarts a host that died; the chunks that it was given or has done are put back."""
         self._take_back(host)
         self.pool.lost(host, error)
 
     # ---- handing out
 
     def _all_free(self) -> list[Host]:
-        """All hosts that are ready, in the order of their number of calls; waits for one if none has a call."""
+        """The ready hosts by number of calls, ascending; waits for a host if no call is in progress."""
         hosts = [host for host in self.pool.hosts if host.starting is None] if self.under_way else self.pool.ready()
-        # hosts that were added later may wait for room for hours: they are no home of any chunk yet
+        # hosts that were added later may wait for room for hours, so they are not the home of a chunk yet
         expected = [host for host in self.pool.hosts if host.starting is None or not host.added]
         self._known, self._hosts = self.pool.changes, [host.number for host in expected]
         self._ready = [host.number for host in hosts]
@@ -103,7 +103,7 @@ class Dispatch:
         return len(self.of_host.get(host.number, ()))
 
     def _hand_out(self, free: list[Host]) -> None:
-        """Gives each of these hosts a call, and only then each a second one."""
+        """Gives each of these hosts a first call, then each a second call."""
         for calls in range(_CALLS_PER_HOST):
             for host in free:
                 if self._calls_of(host) > calls or host.starting is not None:
@@ -126,7 +126,7 @@ class Dispatch:
     # ---- ends
 
     def _end(self, ref: ray.ObjectRef[Any]) -> _CallUnderWay | None:
-        """Takes in a call that ended; None if it was taken back meanwhile, or its host died."""
+        """Handles a call that ended and returns it; None if it was taken back before, failed, or its host died."""
         call = self.under_way.pop(ref, None)
         if call is None:
             return None
@@ -138,7 +138,7 @@ class Dispatch:
             self.calls.receive(chunks, [ray.get(ref), *call.returns[1:]])
         except RayTaskError as error:  # before RayError: a lost argument makes an error that is both
             cause = error.cause
-            # of an object that is there, and that this host did not get
+            # a fetch that timed out: the object exists, but this host did not get it
             if isinstance(cause, ObjectLostError) and not isinstance(cause, ObjectFetchTimedOutError):
                 raise cause from error
             if not may_be_host(error):
@@ -148,7 +148,7 @@ class Dispatch:
             self._take_back(call.host)
             self.pool.failed(call.host, as_user_error(error))
             return None
-        except RayError as error:  # the host is gone, or its result
+        except RayError as error:  # the host or its result is lost
             self.schedule.put_back(call.numbers)
             self.lost(call.host, error)
             return None
@@ -157,7 +157,7 @@ class Dispatch:
         return call
 
     def _count_failure(self, call: _CallUnderWay, error: UserError) -> None:
-        """Raises RunError if the work of a call has failed too often. It counts for every chunk of the call."""
+        """Counts a failure for every chunk of the call. Raises RunError if a chunk has failed too often."""
         for number in call.numbers:
             hosts = self.failed.setdefault(number, [])
             hosts.append(call.host.number)
@@ -166,7 +166,7 @@ class Dispatch:
                 raise RunError(f"{error}; the same work failed {len(hosts)} times, on hosts {on}") from error
 
     def _take_back(self, host: Host) -> None:
-        """Chunks that were under way or done on a host that is gone are to be done again."""
+        """Puts back the chunks that were in progress or done on a lost host."""
         self.chunks_done.pop(host.number, None)
         for ref in self.of_host.pop(host.number, ()):
             self.schedule.put_back(self.under_way.pop(ref).numbers)
@@ -175,18 +175,18 @@ class Dispatch:
     # ---- calls that take too long
 
     def _due(self) -> list[tuple[float, ray.ObjectRef[Any]]]:
-        """(time at which it is due, call) of the present call of every host, if that has a limit."""
+        """(due time, call) of every present call of a host that has a time limit."""
         present = [(number, refs[0]) for number, refs in self.of_host.items() if refs] if self.limited else []
         limits = [(self.since[number], self.under_way[ref].seconds, ref) for number, ref in present]
         return [(since + seconds, ref) for since, seconds, ref in limits if seconds is not None]
 
     def _seconds_left(self) -> float:
-        """Seconds until the first call will have taken too long, at most until the next look at slow ones."""
+        """Seconds until the first call reaches its limit, at most those until the next check for slow calls."""
         due = min((when for when, _ in self._due()), default=float("inf"))
         return min(LOOK_SECONDS, max(0.0, due - time.monotonic()))
 
     def _end_late(self) -> None:
-        """Ends the hosts whose time is up. The parts of their calls come first, so that little else is done in vain."""
+        """Ends the hosts whose time is up. The parts of their calls run first, so that little other work is wasted."""
         for when, ref in self._due():
             if time.monotonic() < when or ray.wait([ref], timeout=0)[0]:
                 continue
@@ -201,9 +201,9 @@ class Dispatch:
     # ---- calls that make no progress
 
     def _watch(self) -> None:
-        """Names hosts that are slow, and replaces those that make no progress.
+        """Reports slow hosts, and replaces hosts that make no progress.
 
-        Raises RunStopped if a user asks to stop meanwhile, RunError for work that was given up too often.
+        Raises RunStopped if a user asks to stop in the meantime, RunError for work that was given up too often.
         """
         rule, self.pool.looks = self.pool.stall_rule, self.pool.looks + 1
         slow, named = [], []
@@ -227,7 +227,7 @@ class Dispatch:
         self.pool.slow, self.pool.named = "; ".join(slow), "; ".join(named)
 
     def _has_progressed(self, call: _CallUnderWay) -> bool:
-        """Whether a host has done chunks of its call since it was asked last; its time counts anew then."""
+        """Whether a host has done chunks of its call since the last query; if so, its time starts again."""
         before, done = self.chunks_done.get(call.host.number, 0), self.pool.chunks_done(call.host)
         if done is None or done <= before:
             return False

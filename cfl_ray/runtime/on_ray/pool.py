@@ -25,22 +25,22 @@ from cfl_ray.setup.prepare import Setup, engine_choice
 _PLACE_SECONDS = 300  # for a host to start while others are ready
 _FIRST_HOST_SECONDS = 900  # runtime.wait_for_hosts: auto, before a run has had a host: machines take minutes to boot
 _STEP_SECONDS = 1.0  # of a wait for hosts
-# after the loss of a node, until the cluster knows of it: Ray's health checks fail five times, 10 s and a pause of 3 s
+# from the loss of a node until the cluster detects it: five of Ray's health checks fail, each 10 s and a pause of 3 s
 _NODE_SECONDS = 120
-# of a wait, after which the user hears of it (again): longer than hosts take to start if there is room
+# of a wait, after which the user is notified (again): longer than hosts take to start if the cluster has room
 _TELL_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
 _MEASURE_SECONDS = 600  # for a host to measure its engines
-_ANSWER_SECONDS = 1.0  # for a host that is asked how far its call is
+_ANSWER_SECONDS = 1.0  # for a host to report the progress of its call
 _LOOK_SECONDS = 1.0  # between looks for new room on the cluster, which take about a millisecond
 
 
 @dataclass
 class Host:
-    """A host as the pool sees it."""
+    """The pool's record of a host."""
 
     number: int
     actor: Any
-    starting: ray.ObjectRef[Any] | None  # answers when the host is ready; None from then on
+    starting: ray.ObjectRef[Any] | None  # resolved when the host is ready; None from then on
     retry: RetryPolicy
     node: str = ""
     pid: int = 0
@@ -59,7 +59,7 @@ class Pool:
 
     setup: Setup
     choice: EngineChoice | None = None
-    kept_engine: str | None = None  # that the run had before it was interrupted
+    kept_engine: str | None = None  # engine of the run before it was interrupted
     device: str = "cpu"
     hosts: list[Host] = field(default_factory=list)
     exchanges: int = 0  # begun
@@ -69,18 +69,18 @@ class Pool:
     notes: list[str] = field(default_factory=list)  # one line for each host that was lost or added, until read
     last_fault: tuple[float, str] | None = None  # (seconds since 1970, the fault)
     not_started: set[int] = field(default_factory=set)  # numbers of hosts that failed when they started
-    had_hosts: bool = False  # whether the run has had a host that was ready
-    waiting: str = ""  # what a run without hosts waits for; empty while it has hosts. Read by other threads
-    stop_asked: Callable[[], bool] = lambda: False  # whether a wait for hosts is to end, as a user asked
-    slow: str = ""  # the hosts that make no progress, in words; read by other threads
-    named: str = ""  # the same as they were named last, each time after twice as long
-    looks: int = 0  # at work under way: grows while the thread of the rounds is alive
+    had_hosts: bool = False  # whether any host of the run has been ready
+    waiting: str = ""  # the wait of a run without hosts, as text; empty while it has hosts. Read by other threads
+    stop_asked: Callable[[], bool] = lambda: False  # whether a user has asked to stop, which ends a wait for hosts
+    slow: str = ""  # the hosts that make no progress, as text; read by other threads
+    named: str = ""  # the same as reported last; the time between reports doubles
+    looks: int = 0  # at work in progress: grows while the thread of the rounds is alive
     kinds: dict[tuple[str, str], None] = field(default_factory=dict)  # (instructions, PyTorch) of hosts, in order
-    federation_ref: ray.ObjectRef[Any] | None = None  # of the federation, if it is no longer that of the setup
+    federation_ref: ray.ObjectRef[Any] | None = None  # of the federation, if it is not that of `setup_ref`
     _next_look: float = 0.0
 
     def start(self, started: Sequence[StartedHost], setup_ref: ray.ObjectRef[Any]) -> None:
-        """Takes these hosts and, once one is ready, settles on an engine."""
+        """Adds these hosts and, once a host is ready, chooses the engine."""
         self.setup_ref = setup_ref
         self.hosts = [self._host(number, host) for number, host in enumerate(started)]
         self.ready()
@@ -89,7 +89,7 @@ class Pool:
             host.actor.set_engine.remote(self.choice.engine)
 
     def use(self, federation: Federation) -> None:
-        """Makes hosts work on this federation from their next chunk on, also those that start later."""
+        """Makes hosts use this federation from their next chunk on, including hosts that start later."""
         if federation is self.setup.federation:
             return
         self.setup, self.federation_ref = replace(self.setup, federation=federation), ray.put(federation)
@@ -117,12 +117,12 @@ class Pool:
         engine = self.choice.engine if self.choice else "sequential"
         return start_host(self.setup.experiment.runtime, self.setup_ref, engine, pause, self.federation_ref)
 
-    # ---- hosts that start: none gets work before it is ready, since it may wait for room on the cluster for ever
+    # ---- starting hosts: a host gets no work before it is ready, since it may wait for room on the cluster forever
 
     def ready(self) -> list[Host]:
-        """The hosts that are ready; waits for the first one.
+        """The ready hosts; waits for the first host.
 
-        Raises RunError if the wait takes too long, RunStopped if a user asks to stop meanwhile.
+        Raises RunError if the wait takes too long, RunStopped if a user asks to stop in the meantime.
         """
         while not (ready := self._ready()):
             if not self.hosts:
@@ -134,9 +134,9 @@ class Pool:
         return [host for host in self.hosts if host.starting is None]
 
     def _wait_for_hosts(self, starting: list[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
-        """Those of these hosts that have started, as soon as there is one.
+        """The references in `starting` of hosts that have started; waits for the first host.
 
-        None if it takes long and others are ready.
+        Empty if the wait takes too long and other hosts are ready. Otherwise raises as `ready`.
         """
         needed, began, told = not self._ready(), time.monotonic(), 0
         limit = self._limit() if needed else _PLACE_SECONDS
@@ -185,7 +185,7 @@ class Pool:
         return len({host.node for host in self.ready()})
 
     def wait(self, calls: list[ray.ObjectRef[Any]], seconds: float | None = None) -> list[ray.ObjectRef[Any]]:
-        """Those of `calls` that ended, as soon as there is one; none after `seconds`, or when a host has started."""
+        """The ended `calls`, as soon as a call ends; empty after `seconds`, or when a host has started."""
         starting = {host.starting: host for host in self.hosts if host.starting}
         refs = [*calls, *starting]
         ended, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
@@ -200,7 +200,7 @@ class Pool:
         return [ref for ref in ended if ref not in starting]
 
     def _take_in(self, host: Host) -> None:
-        """Takes note that a host has started, or failed to."""
+        """Records that a host has started, or failed to start."""
         ref, self.changes = host.starting, self.changes + 1
         assert ref is not None
         try:
@@ -227,11 +227,11 @@ class Pool:
             host.added = False
 
     def environments(self) -> list[HostEnvironment]:
-        """Those of all hosts that are ready."""
+        """The environments of the ready hosts."""
         return [host.environment for host in self.hosts if host.environment is not None]
 
     def _note_other_environment(self, host: Host) -> None:
-        """Notes, once for each kind, that a host computes other bits than the first one."""
+        """Notes, once for each kind of environment, that a host may compute other last bits than the first host."""
         there = host.environment
         assert there is not None
         kind = (there.instructions, there.torch)
@@ -247,12 +247,12 @@ class Pool:
 
     @property
     def stall_rule(self) -> StallRule:
-        """When hosts that make no progress are named and replaced."""
+        """The limits after which hosts that make no progress are reported and replaced."""
         runtime = self.setup.experiment.runtime
         return StallRule(runtime.stall_warning, runtime.stall_limit)
 
     def chunks_done(self, host: Host) -> int | None:
-        """The chunks that a host has done of its present call; None if it does not answer."""
+        """Number of chunks that a host has done of its present call; None if the host does not answer."""
         try:
             done: int = ray.get(host.actor.chunks_done.remote(), timeout=_ANSWER_SECONDS)
             return done
@@ -260,7 +260,7 @@ class Pool:
             return None
 
     def next_exchange(self) -> int:
-        """A number that no exchange of these hosts had before. New room on the cluster is used from here on."""
+        """A new exchange number. Starts hosts if the cluster has new room."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
             self._refill()
@@ -268,9 +268,9 @@ class Pool:
         return self.exchanges
 
     def _refill(self) -> None:
-        """Starts hosts that the config asks for, or that there is room for. The round does not wait for them.
+        """Starts missing hosts: as many as the config asks for, or as fit. The round does not wait for them.
 
-        Those that the config asks for are started without room, too: an autoscaler then knows that they are missing.
+        Hosts that the config asks for are started even without room, so that an autoscaler adds machines.
         """
         runtime, asked_for = self.setup.experiment.runtime, hosts_asked_for(self.setup)
         wanted = asked_for or room(runtime, ray.cluster_resources())
@@ -292,11 +292,11 @@ class Pool:
         return next(host for host in self.hosts if host.number == number)
 
     def failed(self, host: Host, error: Exception) -> None:
-        """Replaces a host on which work failed that may succeed elsewhere, or goes on without it."""
+        """Restarts a host whose work failed but may succeed elsewhere, or continues without the host."""
         self.lost(host, error, "failed")
 
     def lost(self, host: Host, error: Exception, what: str = "died") -> None:
-        """Restarts a host that died, or goes on without it."""
+        """Restarts a host that died, or continues without it."""
         decision = host.retry.decide(progress=self.finished)
         if not decision.granted:
             self.given_up.append(host.node)
@@ -307,16 +307,16 @@ class Pool:
         self.fault(f"host {host.number} {what} ({short_reason(error)}); {decision}, its work is done again")
 
     def _written_off(self) -> int:
-        """Number of hosts that were given up although their node is alive; others are started again elsewhere.
+        """Number of hosts given up on nodes that are alive or not known; hosts of lost nodes are started elsewhere.
 
-        Asked late, since the cluster notices the loss of a node some time after the loss of its hosts.
+        Computed late, because the cluster detects the loss of a node some time after the loss of its hosts.
         """
         there = alive(node for node in self.given_up if node)
         self.given_up = [node for node in self.given_up if not node or node in there]  # a node does not come back
         return len(self.given_up)
 
     def _node_is_lost(self, host: Host) -> bool:
-        """Whether the last host was lost with its node. The cluster is given time to notice it."""
+        """Whether the last host was lost with its node. Waits up to `_NODE_SECONDS` until the cluster detects it."""
         if not host.node or host.node == ray.get_runtime_context().get_node_id():
             return False
         deadline = time.monotonic() + _NODE_SECONDS
@@ -325,12 +325,12 @@ class Pool:
         return not alive([host.node])
 
     def end(self, host: Host, why: str) -> None:
-        """Restarts a host that may well be alive; this does not count as a retry."""
+        """Restarts a host that may be alive; this does not count as a retry."""
         self._start_again(host)
         self.fault(f"host {host.number} {why} and was started again")
 
     def _start_again(self, host: Host, pause: float = 0.0) -> None:
-        """pause: seconds that the new process waits before it does anything; the others do not wait for it."""
+        """Replaces the process of a host. pause: seconds that the new process waits first; other hosts do not wait."""
         self.changes += 1
         ray.kill(host.actor)
         started = self._start_another(pause)
@@ -338,7 +338,7 @@ class Pool:
         host.retry.started()
 
     def _give_up(self, host: Host, why: str, node_lost: bool = False) -> None:
-        """Goes on without a host. Raises RunError for the last one, unless only its node was lost."""
+        """Continues without a host. Raises RunError for the last host, unless it was lost with its node."""
         self.changes += 1
         ray.kill(host.actor)
         self.hosts.remove(host)
@@ -347,7 +347,7 @@ class Pool:
         self.fault(f"host {host.number} {why}; going on with {len(self.hosts)} hosts")
 
     def fault(self, line: str) -> None:
-        """Notes a fault for the user, and as the last one."""
+        """Records a fault as a note for the user and as the last fault."""
         self.notes.append(line)
         self.last_fault = time.time(), line
 

@@ -1,10 +1,10 @@
-"""Which chunks of an exchange a host is given next. Knows nothing of Ray.
+"""The choice of the chunks that a host is given next. Independent of Ray.
 
-A call has several chunks if there are few hosts or chunks are short, and fewer and fewer towards the end, so that
-calls are few and all hosts end together (guided self-scheduling: C. Polychronopoulos and D. Kuck, IEEE Transactions on
-Computers 36(12), 1987). Chunks of one output row whose data are on one node make a group. Within a group the largest
-chunks come first. A host stays with a group while that has chunks left, so that it adds up few rows; of the others it
-prefers those whose data are on its node.
+A call has several chunks if hosts are few or chunks are short, and ever fewer towards the end, so that calls are few
+and all hosts end together (guided self-scheduling: C. Polychronopoulos and D. Kuck, IEEE Transactions on Computers
+36(12), 1987). A group is the chunks of one output row whose data are on one node. Within a group the largest chunks
+come first. A host stays with a group while the group has chunks left, so that it adds up few rows; then it prefers
+groups whose data are on its node.
 """
 
 from collections import deque
@@ -14,15 +14,15 @@ from heapq import heapify, heappop, heappush
 from cfl_ray.engine.chunks import Chunk
 
 Group = tuple[int, str]  # output row, and the node that has the data; "": every node, or none
-_CALLS = 3  # a host is given at most this part of its share of the cost that is left, in one call
+_CALLS = 3  # a call has at most 1 / _CALLS of the host's share of the remaining cost
 
 
 class Schedule:
-    """The chunks that no host has, or that have to be done again.
+    """The chunks that no host was given yet, or that have to be done again.
 
     together: whether a call may have several chunks. homes: the only host that may do a chunk, by chunk; None: any.
-    least: the cost from which on a call is worth its own overhead. nodes: the node that has the data of a chunk, by
-    chunk; "": every node, or none that is known. most: clients of a call of several chunks, at most.
+    least: the least cost of a call that is worth its overhead. nodes: the node that has the data of a chunk, by chunk;
+    "": every node, or not known. most: the largest number of clients in a call of several chunks.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Schedule:
         # by node: (-cost left, group); an entry may be out of date
         self._heaps: dict[str, list[tuple[float, Group]]] = {}
         self._at_home: dict[int, deque[int]] = {}  # chunks by home
-        self._group_of: dict[int, Group] = {}  # that a host was given last
+        self._group_of: dict[int, Group] = {}  # by host: the group that it was given last
         self._urgent: deque[int] = deque()  # before all others
         for number in sorted(range(len(self.chunks)), key=lambda number: (self.chunks[number].cost, -number)):
             self._insert(number)
@@ -67,7 +67,7 @@ class Schedule:
         self.cost_left += chunk.cost
 
     def put_back(self, numbers: Sequence[int]) -> None:
-        """These chunks have to be done again."""
+        """Puts back these chunks, which have to be done again."""
         for number in numbers:
             self._insert(number)
             group = self.chunks[number].row, self.nodes[number]
@@ -75,7 +75,7 @@ class Schedule:
                 heappush(self._heaps.setdefault(group[1], []), (-self._group_cost[group], group))
 
     def add_urgent(self, chunks: Sequence[Chunk], home: int | None) -> None:
-        """New chunks, each of which comes next, in a call of its own."""
+        """Adds new chunks before all others, each in a separate call."""
         first = len(self.chunks)
         self.chunks.extend(chunks)
         self.homes.extend([home] * len(chunks))
@@ -85,10 +85,9 @@ class Schedule:
     def next_for(
         self, host: int, ready: Sequence[int], hosts: Sequence[int] | None = None, node: str = ""
     ) -> list[int]:
-        """Takes the chunks of the next call of a host; none if there is nothing for it to do.
+        """Takes the chunks of the next call of a host; empty if there is no work for it.
 
-        ready: numbers of the hosts that are ready, `host` among them. hosts: with those that are starting. node: of the
-            host.
+        ready: numbers of the ready hosts, including `host`. hosts: the same and the starting hosts. node: of the host.
         """
         if urgent := self._next_urgent(host, ready, hosts or ready):
             return urgent
@@ -109,16 +108,16 @@ class Schedule:
         return taken
 
     def _even(self, hosts: int) -> float:
-        """The least cost of a call, such that all hosts have the same number of calls of at least `least`."""
+        """The cost of a call that gives all hosts the same number of calls of at least `least`; 0 without `least`."""
         if not self.least:
             return 0.0
         of_host = self.total / hosts
         return of_host / max(1, int(of_host / self.least))
 
     def _group_for(self, host: int, node: str) -> Group:
-        """The group that the host was given last, or else the one with the largest cost left.
+        """The group that the host was given last, otherwise the group with the largest remaining cost.
 
-        Those with data on its own node, or on every node, come before those with data elsewhere.
+        Groups with data on the host's node, or on every node, come before groups with data elsewhere.
         """
         if (group := self._group_of.get(host)) in self._groups:
             assert group is not None
@@ -129,7 +128,7 @@ class Schedule:
         return group
 
     def _top(self, node: str) -> tuple[float, Group] | None:
-        """The entry of the group with the largest cost left on a node; None if nothing is left there."""
+        """The entry of the group with the largest remaining cost on a node; None if the node has no group left."""
         heap = self._heaps.get(node, [])
         while heap:
             cost, group = heap[0]
@@ -170,7 +169,7 @@ class Schedule:
 
     @staticmethod
     def _may(host: int, home: int | None, ready: Sequence[int], hosts: Sequence[int]) -> bool:
-        """Whether a host may do a chunk; one stands in for a home that was given up or has not been there."""
+        """Whether a host may do a chunk. A ready host replaces a home that was given up or never started."""
         if home is None or home == host:
             return True
         return home not in hosts and ready[home % len(ready)] == host
