@@ -1,10 +1,9 @@
-"""Requests granted to a live run: an append-only journal beside the checkpoints of the method that was running.
+"""Requests granted to a live run: an append-only journal next to the checkpoints of the running method.
 
     events.jsonl   {"round": 8, "join": [40, 41], "leave": [], "shards": {"uri": ..., "digest": ...}, "stop": null}
 
-An event is on disk before it is acknowledged, and takes effect before the round it names begins; a stop, after that
-round. A server that is restarted reads here what happened before its checkpoint and what is to happen after it; so does
-a replay.
+An event is on disk before it is acknowledged. A join or leave takes effect before the named round, a stop after it. A
+restarted server reads the events before and after its checkpoint from the journal; so does a replay.
 """
 
 import json
@@ -31,7 +30,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 @dataclass(frozen=True)
 class JoinedShards:
-    """The shards of newcomers: where they are, and the digest of their content."""
+    """The shards of newcomers: their URI, and the digest of their content."""
 
     uri: str
     digest: str
@@ -54,8 +53,8 @@ class JournalEvent:
     round: _Count
     join: tuple[_Count, ...] = ()
     leave: tuple[_Count, ...] = ()
-    shards: JoinedShards | None = None  # data of newcomers that the federation did not have
-    stop: str | None = None  # the session that ends after `round`; a run that is resumed then, or replayed, goes on
+    shards: JoinedShards | None = None  # data of newcomers that are new to the federation
+    stop: str | None = None  # the session that ends after `round`; a resumed or replayed run continues
 
     @property
     def change(self) -> PopulationChange:
@@ -68,7 +67,7 @@ class JournalEvent:
 
     @classmethod
     def from_line(cls, line: bytes) -> "JournalEvent":
-        """The event in a line. Raises ValueError if it holds none."""
+        """The event in a line. Raises ValueError if the line is not an event."""
         event: JournalEvent = _EVENT.validate_json(line, strict=True)
         if event.shards is None:
             return event
@@ -82,13 +81,13 @@ _EVENT = TypeAdapter(JournalEvent)
 class Journal:
     """The events of one method of one run, oldest first. directory: None keeps them in memory only.
 
-    Where the run directory has moved, shards that are not where they were are looked for beside its new place.
+    If the run directory has moved, missing shards are looked for at the same path relative to the new directory.
     """
 
     def __init__(self, directory: Path | None):
         self.file = RunDirectory(directory).events if directory else None
         content = (read_file(self.file) if self.file else None) or b""
-        self.size = content.rfind(b"\n") + 1  # a crash tore what follows, which was never acknowledged
+        self.size = content.rfind(b"\n") + 1  # the rest is an incomplete event from a crash, never acknowledged
         try:
             self.events = [JournalEvent.from_line(line) for line in content[: self.size].split(b"\n")[:-1]]
         except ValidationError as error:
@@ -114,14 +113,14 @@ class Journal:
         self.events.extend(events)
 
     def until(self, round: int) -> list[JournalEvent]:
-        """Joins and leaves up to those before `round`."""
+        """The joins and leaves of all rounds up to `round`."""
         return [event for event in self.events if event.round <= round and not event.stop]
 
     def stop_after(self, session: str, saved: int = 0) -> int | None:
-        """The round after which this session ends; None: it was not asked to.
+        """The round after which this session ends on request; None: no request.
 
-        saved: the last round saved. If an earlier session was asked to end after a later one, it died before: what
-        was granted to it holds for this one.
+        saved: the last saved round. A stop of an earlier session after a later round, before which that session died,
+        applies to this session.
         """
         last = next((event for event in reversed(self.events) if event.stop), None)
         return last.round if last is not None and (last.stop == session or last.round > saved) else None
@@ -148,7 +147,7 @@ def grown_by(federation: Federation, events: Iterable[JournalEvent]) -> Federati
 
 
 def copy_events(source: Path, target: Path) -> int:
-    """Copies the joins and leaves of a run to one that has not begun. Returns the number of events."""
+    """Copies the joins and leaves of a run to a run that has not begun. Returns the number of events."""
     events = [event for event in Journal(source).events if not event.stop]
     if events:
         Journal(target).add(*events)

@@ -1,4 +1,4 @@
-"""A run from its files, with what its methods have learned: finished, stopped, or live."""
+"""Loading of a finished, stopped or live run from its files, with its trained methods."""
 
 from collections.abc import Callable
 from functools import cache
@@ -31,14 +31,14 @@ def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: b
 
     def setup() -> Setup:
         if experiment is None:
-            load_record(directory, trust)  # the data are read, wherever the record says that they are
+            load_record(directory, trust)  # checks trust in the paths of the record, which are read now
         return prepare(of_run)
 
     return recorded_run(directory, of_run, opener(directory, setup))
 
 
 def opener(run_dir: Path, setup: Callable[[], Setup]) -> Callable[[str], TrainedMethod]:
-    """A function that opens what a method of a run has learned, by label. setup: of the run; called once, then."""
+    """A function from a label to the trained method of a run. setup: makes the run's setup, once, on first use."""
 
     @cache
     def prepared() -> Setup:

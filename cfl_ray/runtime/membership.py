@@ -1,4 +1,4 @@
-"""The federation and its population as a round sees them: from the schedule, and from requests to the live run."""
+"""The federation and its population in a round, from the schedule and from requests to the live run."""
 
 import math
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class MembershipChange:
 
     left: np.ndarray
     joined: np.ndarray
-    data_changed: np.ndarray  # clients online whose data are others from this round on
+    data_changed: np.ndarray  # online clients whose data change in this round
 
 
 class Membership:
-    """The clients of the federation, those that are online, and the cohort of a round.
+    """The clients of the federation, the online clients, and the cohort of a round.
 
     federation: with the shards of all newcomers so far. present: the same with the data of the present round.
     """
@@ -47,7 +47,7 @@ class Membership:
         self.requests.set_population(self.population)
 
     def grow(self, round: int) -> Federation | None:
-        """Takes up the requests for this round. Returns the federation if it grew: newcomers brought their shards."""
+        """Takes up the requests for this round. Returns the federation if newcomers brought shards, otherwise None."""
         for event in self.requests.take_up(round):
             self.population.add(event.change, self.requests.federation(round).num_clients)
         if (federation := self.requests.federation(round)) is self.federation:
@@ -56,7 +56,7 @@ class Membership:
         return federation
 
     def advance(self, round: int) -> MembershipChange:
-        """Lets clients leave and join before this round."""
+        """Applies the changes before this round, and returns them."""
         self.present = self.federation.at(round)
         joined, left = self.population.advance(round)
         self.requests.set_population(self.population)
@@ -64,12 +64,12 @@ class Membership:
         return MembershipChange(left, joined, changed[self.population.is_online_N[changed]])
 
     def cohort(self, round: int) -> tuple[Cohort, int]:
-        """The cohort of this round, before it is known who finishes first, and how many of it the round waits for."""
+        """(cohort of this round with over-selection, number of its clients that the round waits for)."""
         return drawn_cohort(self.experiment.cohort, self.population, self.available(), round)
 
     @property
     def concurrency(self) -> int:
-        """Clients at work at a time in asynchronous rounds."""
+        """Number of clients that train at the same time in asynchronous rounds."""
         return self.experiment.asynchronous.concurrency or wanted_clients(self.experiment.cohort, self.population)
 
     def reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
@@ -79,7 +79,7 @@ class Membership:
 
 
 def wanted_clients(settings: CohortConfig, population: Population) -> int:
-    """M, clients of a round without over-selection."""
+    """M, the number of clients of a round without over-selection."""
     online = len(population.online)
     return min(settings.clients or count_of(settings.fraction, online), online)
 
@@ -87,7 +87,7 @@ def wanted_clients(settings: CohortConfig, population: Population) -> int:
 def drawn_cohort(
     settings: CohortConfig, population: Population, availability: Availability, round: int
 ) -> tuple[Cohort, int]:
-    """The cohort of a round, with over-selection, and how many of its clients the round waits for."""
+    """(cohort of a round with over-selection, number of its clients that the round waits for)."""
     wanted, factor, poisson = wanted_clients(settings, population), settings.over_selection, settings.sampling
     clients = settings.clients if factor == 1 else math.ceil(wanted * factor - 1e-9)
     cohort = population.draw(round, settings.fraction, clients, availability, settings.dropout, poisson == "poisson")

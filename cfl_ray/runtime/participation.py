@@ -1,6 +1,4 @@
-"""The clients that take part in a round: its cohort, those of it that count in virtual time, or those whose updates
-arrive.
-"""
+"""The clients of a round: its cohort, the part of it that counts in virtual time, or clients whose updates arrive."""
 
 import numpy as np
 from torch import Tensor
@@ -28,7 +26,7 @@ class Participation:
             self.flights = None if setup.asynchrony is None else Flights.none(setup.asynchrony, time)
 
     def cohort(self, draft: RoundDraft, state: State) -> tuple[Cohort, Received | None]:
-        """The clients whose updates the server waits for; of an asynchronous round, also what they have received."""
+        """The clients whose updates the server waits for; in an asynchronous round also the models they received."""
         round, membership = draft.round, self.membership
         if self.flights is None:
             cohort, wanted = membership.cohort(round)
@@ -72,12 +70,12 @@ class Participation:
             self.flights.advance(draft.round, before, after)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """In the form that a checkpoint stores; empty without a clock."""
+        """The virtual time and the clients in flight, for a checkpoint; empty without a clock."""
         parts = (self.time, self.flights)
         return {name: value for part in parts if part is not None for name, value in part.to_tensors().items()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over what `to_tensors` returned."""
+        """Restores the output of `to_tensors`."""
         for part in (self.time, self.flights):
             if part is not None:
                 part.restore(tensors)

@@ -1,4 +1,4 @@
-"""The privacy of a method's run at work, with the key of its noise and the account of its releases."""
+"""The privacy of a method's run in progress: the key of its noise and the account of its releases."""
 
 import os
 import secrets
@@ -31,10 +31,10 @@ def key_of(noise: str, seed: int, store: CheckpointStore | None) -> bytes:
 
 
 class RunPrivacy:
-    """The privacy of a method's run: its plan, and what it has released so far.
+    """The privacy of a method's run: its plan, and its releases so far.
 
-    Its noise is drawn from the seed, if the plan says so, or from the key of the run. A process that continues the run
-    draws the same noise: a sum that is computed again is released once.
+    The noise is drawn from the seed, if the plan says so, or from the key of the run. A process that continues the run
+    draws the same noise, so a sum that is computed again is a single release.
     """
 
     def __init__(self, plan: PrivacyPlan, seed: int, store: CheckpointStore | None):
@@ -43,7 +43,7 @@ class RunPrivacy:
         self.run = PrivateRun(plan.privacy, Noise(key))
 
     def draw_cohorts(self, population: Population, requests: Requests) -> None:
-        """Draws cohorts by the key, too; if they amplify the privacy, the clients of the run do not change."""
+        """Makes cohorts depend on the key; if they amplify the privacy, requests to join or leave are refused."""
         if self.plan.sampling.kind != "all":
             requests.fixed = "the account of privacy assumes cohorts of the clients of the start"
         population.cohort_seed = self.run.noise.seed("cohort")
@@ -55,7 +55,7 @@ class RunPrivacy:
     def end_round(self, draft: RoundDraft, plan: RunPlan, rounds: int) -> None:
         """Enters the releases of the round into the account. Raises RunError beyond the budget.
 
-        rounds: of the experiment; the plan has fewer if the budget ends before.
+        rounds: of the experiment; the plan has fewer if they would exceed the budget.
         """
         self.run.end_round()
         if not plan.evaluates(draft.round):
@@ -92,7 +92,7 @@ class RunExamples:
 
 
 def _key(file: Path) -> bytes:
-    """The key in the file, which is written if there is none, or not a whole one."""
+    """The key in the file. A new key is written if the file is absent or its key incomplete."""
     try:
         with open_private(file, "rb") as source:
             key = source.read()

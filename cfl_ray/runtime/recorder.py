@@ -1,4 +1,4 @@
-"""The record of one method while it runs: its files, and the log that trackers are served from."""
+"""The record of one method while it runs: its files, and the log that feeds the trackers."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from cfl_ray.tracking.record import EndStatus, score_metrics_of
 
 
 class MethodRecorder:
-    """Receives the reports of a method, and at its end writes what follows from all of them.
+    """Records the reports of a method, and at its end writes the summary, figures and tables.
 
     directory: of the method; None: nothing is written. run_log: started; None without a directory.
     """
@@ -38,13 +38,13 @@ class MethodRecorder:
 
     @property
     def last_round(self) -> int:
-        """The last round that is recorded; 0: none."""
+        """The last recorded round; 0: none."""
         return self.records[-1].round if self.records else 0
 
     def add(self, report: RoundReport) -> None:
         """Records a round in each file that does not have it.
 
-        A round that is replayed after a fault may be in all of them, or in some if a power failure has cut the others.
+        A round that is replayed after a fault may be in all files, or in some if a power failure truncated the others.
         """
         if not report.metrics:
             return
@@ -67,7 +67,7 @@ class MethodRecorder:
             self.run_log.log(record)
 
     def summarise(self, last: RoundReport) -> None:
-        """Works out the metrics of the whole run, after its last round."""
+        """Computes the metrics of the whole run, after its last round."""
         clustered = any("num_clusters" in record.metrics for record in self.records)
         self.summary = summarise(
             self.records,
@@ -79,7 +79,7 @@ class MethodRecorder:
         self.summary |= {name: last.metrics[name] for name in self.of_newcomers if name in last.metrics}
 
     def finish(self, warn: Callable[[str], None]) -> None:
-        """Writes figures, tables and the end. A run that is killed before does so when it is resumed."""
+        """Writes figures, tables and the end. A run that was killed before this writes them when it is resumed."""
         status: EndStatus = "FAILED"
         try:
             if self.directory is not None:
@@ -97,7 +97,7 @@ class MethodRecorder:
         if files.diagnostics.exists():
             with drafted(files.artifact(files.diagnostics)) as draft:
                 shutil.copyfile(files.diagnostics, draft)
-        if files.events.exists():  # who joined and left on request
+        if files.events.exists():  # joins and leaves on request
             write_text(files.artifact(files.events), redact(files.events.read_text()))
         write_text(files.artifact(files.config), redact(self.setup.experiment.to_yaml()))
 
@@ -110,7 +110,7 @@ def of_task_in(setup: Setup) -> frozenset[str]:
 def finish(
     run_log: RunLog | None, status: EndStatus, summary: Mapping[str, float], warn: Callable[[str], None]
 ) -> None:
-    """Records the end. A failure to do so hides no other failure."""
+    """Records the end. A failure to do so is raised only for a finished run, otherwise it is a warning."""
     if run_log is None:
         return
     try:
@@ -123,6 +123,6 @@ def finish(
 
 def write_figures(directory: Path, records_by_method: Mapping[str, Sequence[RoundRecord]]) -> None:
     """Writes the figures of these methods."""
-    from cfl_ray.report import figures  # imports matplotlib: half a second that no run waits for at its start
+    from cfl_ray.report import figures  # imports matplotlib, which takes 0.5 s: not at the start of a run
 
     figures.write_figures(directory, records_by_method)

@@ -1,4 +1,4 @@
-"""The arrays that go out with an evaluated round: those that the method has reported, of clusters, and label counts."""
+"""The arrays that go out with an evaluated round: reported by the method, of clusters, and label counts."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -17,34 +17,34 @@ from cfl_ray.tracking.record import cluster_diagnostics_of
 
 
 class RoundDiagnostics:
-    """Of the arrays of each name, the last one that was reported goes out with the next evaluated round.
+    """The last array reported under each name, which goes out with the next evaluated round.
 
-    A method may report a function in the place of an array; it is called by `resolve`, before a checkpoint is saved or
-    the models are gone.
+    A method may report a function instead of an array; `resolve` calls it before a checkpoint is saved or the models
+    are freed.
     """
 
     def __init__(self, restored: tuple[ReportedDiagnostic, ...] = ()):
         self.arrays = {reported.name: reported for reported in restored}
-        self._deferred: dict[str, tuple[int, Diagnostics]] = {}  # not made yet: (round, reported there)
+        self._deferred: dict[str, tuple[int, Diagnostics]] = {}  # not computed yet: (round, reported in it)
 
     def take(self, draft: RoundDraft, reported: Diagnostics) -> None:
-        """Takes the arrays that were reported in a round; numbers are metrics of the round."""
+        """Adds the arrays that were reported in a round; numbers become metrics of the round."""
         draft.add_numbers(reported)
         self._deferred |= dict.fromkeys(reported.names, (draft.round, reported))
 
     def resolve(self) -> None:
-        """Makes the arrays that were taken since the last time."""
+        """Computes the arrays added since the last call."""
         made = {name: ReportedDiagnostic(name, round, of.array(name)) for name, (round, of) in self._deferred.items()}
         self.arrays, self._deferred = self.arrays | made, {}
 
     @property
     def reported(self) -> tuple[ReportedDiagnostic, ...]:
-        """The arrays that are made."""
+        """The computed arrays."""
         return tuple(self.arrays.values())
 
 
 def of_clusters(label: str, primary: str, state: State, online: np.ndarray, scores: Scores) -> Diagnostics:
-    """Score and size of every cluster; nothing below two clusters."""
+    """Score and size of every cluster; empty if there are fewer than two clusters."""
     diagnostics = Diagnostics(label)
     if vectors := cluster_vectors(state, online, scores):
         for name, vector_K in zip(cluster_diagnostics_of(primary), vectors, strict=True):
@@ -64,9 +64,9 @@ class CountLabels:
 
 @dataclass
 class LabelCounts:
-    """Label counts of the clients whose similarity a method has reported, so that the report can compare the two.
+    """Label counts of the clients whose similarity a method has reported, for a comparison in the report.
 
-    A client is asked once, and again when its data have changed.
+    A client's labels are counted once, and again when its data have changed.
     """
 
     num_classes: int
@@ -77,7 +77,7 @@ class LabelCounts:
         return ids[sample_of(ids, MOST_VALUES // self.num_classes, seed)]
 
     def of(self, clients: Clients, federation: Federation) -> tuple[np.ndarray, Tensor]:
-        """Ids of those of the clients whose data are valid, and their counts (M, C)."""
+        """(ids, label counts (M, C)) of the clients whose data are valid."""
         key_of = {client: (client, federation.data_version(client)) for client in clients.ids_M.tolist()}
         missing = clients.select(np.array([key not in self.known for key in key_of.values()], bool))
         new_MC, valid_M = missing.describe(CountLabels(self.num_classes))
@@ -89,6 +89,6 @@ class LabelCounts:
 
 
 def compared_clients(reported: Iterable[ReportedDiagnostic]) -> np.ndarray:
-    """Ids, ascending, of the clients in matrices of clients by clients."""
+    """Ascending ids of the clients in client-by-client matrices."""
     ids = [matrix.diagnostic.labels[0] for matrix in reported if matrix.diagnostic.axes == (CLIENTS, CLIENTS)]
     return np.unique(np.concatenate(ids)) if ids else np.zeros(0, np.int64)

@@ -30,7 +30,7 @@ from cfl_ray.tracking.record import LABEL_COUNTS, PAST_SCORES, taken_names
 class RoundEvaluation:
     """Evaluates the rounds of one method.
 
-    initial_P: the common first model, which a client holds that has not trained yet.
+    initial_P: the common initial model, which a client holds before its first training.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class RoundEvaluation:
     def add_to(
         self, draft: RoundDraft, state: State, local_scores_N2: np.ndarray, diagnostics: RoundDiagnostics
     ) -> None:
-        """Tests the clients online with the models of `state`, and adds the results to the draft of the round.
+        """Tests online clients with the models of `state`, and adds the results to the draft of the round.
 
-        local_scores_N2: P-local of every client after its last training, NaN before the first one.
+        local_scores_N2: P-local of every client after its last training, NaN before its first training.
         """
         online, present = self.membership.population.online, self.membership.present
         self.evaluator.federation = present
@@ -101,7 +101,7 @@ class RoundEvaluation:
         return self.evaluator.scores(serving, clients).table_MV
 
     def _local_metrics(self, local_scores_N2: np.ndarray, clients: Clients) -> dict[str, float]:
-        """P-local over all clients, and over those that have trained; the others hold the initial model."""
+        """P-local over all clients, and over trained clients; untrained clients hold the initial model."""
         score_M = local_scores_N2[clients.ids_M, 0].astype(np.float64)
         trained = ~np.isnan(score_M)
         metrics = {f"{self.primary}_local_trained": float(score_M[trained].mean())} if trained.any() else {}
@@ -127,7 +127,7 @@ class RoundEvaluation:
         return metrics
 
     def _tests_on_past_data(self, draft: RoundDraft, serving: Serving, clients: Clients) -> Diagnostics:
-        """Tests clients on the data that they had before their last change."""
+        """Scores of clients on the data that they had before their last change. Adds the mean to the draft."""
         diagnostics = Diagnostics(self.label, seed=self.seed)
         federation = self.membership.federation
         changed_N = np.zeros(federation.num_clients, np.int64)  # round of the last change; 0: none
@@ -144,7 +144,7 @@ class RoundEvaluation:
         return diagnostics
 
     def _labels_of_compared(self, round: int, stats: RoundStats, diagnostics: RoundDiagnostics) -> Diagnostics:
-        """Training labels of the clients of whom the method has reported a matrix; attackers might lie about theirs."""
+        """Label counts of the clients in the method's reported matrices, without attackers, which might lie."""
         labels, population = Diagnostics(self.label, seed=self.seed), self.membership.population
         ids = compared_clients(diagnostics.reported)
         ids = ids[population.is_online_N[ids] & ~np.isin(ids, self.attackers)]

@@ -1,4 +1,4 @@
-"""The draft of a round, which its steps fill in, and the report that is made of it."""
+"""The draft of a round, which its steps fill in, and the report made from it."""
 
 import time
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ _LISTED = 8  # clients that a note names
 
 @dataclass(frozen=True)
 class RoundReport:
-    """The metrics of a round, and the status after it; of round 0: before the first one."""
+    """The metrics of a round, and the status after it. Round 0: before the first round."""
 
     status: Status
     round: int
@@ -31,10 +31,10 @@ class RoundReport:
     time_ms: int = 0
     stop: bool = False  # a request ends the run here
     numbers: tuple[str, ...] = ()  # names in `metrics` of the method's diagnostics
-    diagnostics: tuple[ReportedDiagnostic, ...] = ()  # arrays since the evaluated round before; empty: not evaluated
-    phase: str = ""  # of the method, in which the round began; empty: no round yet
+    diagnostics: tuple[ReportedDiagnostic, ...] = ()  # arrays since the last evaluated round; empty: not evaluated
+    phase: str = ""  # of the method when the round began; empty: no round yet
     events: tuple[ClusterEvent, ...] = ()  # of clusters, and a change of the phase
-    fallbacks: tuple[str, ...] = ()  # why clients were not trained by the chosen engine, if not reported before
+    fallbacks: tuple[str, ...] = ()  # new reasons why the chosen engine did not train clients
 
     @property
     def finished(self) -> bool:
@@ -44,7 +44,7 @@ class RoundReport:
 
 @dataclass
 class RoundDraft:
-    """A round at work: its steps add what they find out."""
+    """A round in progress, to which its steps add their results."""
 
     round: int
     phase: str  # of the method, before the round
@@ -60,14 +60,12 @@ class RoundDraft:
     assign_before_N: np.ndarray | None = None  # clusters of the clients before the round
 
     def add_numbers(self, diagnostics: Diagnostics) -> None:
-        """The numbers that a method has reported are metrics of the round."""
+        """Adds the numbers that the method has reported to the metrics of the round."""
         self.metrics |= diagnostics.numbers
         self.numbers += [name for name in diagnostics.numbers if name not in self.numbers]
 
     def exclude(self, stats: RoundStats) -> None:
-        """Counts the clients that were excluded, and notes them: all that were excluded for the same reason together,
-        once per round.
-        """
+        """Counts the excluded clients, and notes them: one note per reason, each exclusion once per round."""
         clients_of: dict[str, list[int]] = {}
         for client, exclusion in sorted(stats.excluded.items()):
             if self.stats is stats or self.stats.excluded.get(client) != exclusion:
@@ -118,6 +116,6 @@ class RoundDraft:
 
 
 def listed(ids: np.ndarray) -> str:
-    """Clients in a note: all of a few, or the first of many and their number."""
+    """Clients as text for a note: all ids if they are few, otherwise the first ids and the number of the others."""
     shown = ", ".join(map(str, ids[:_LISTED].tolist()))
     return f"clients {shown}" + (f" and {len(ids) - _LISTED} more" if len(ids) > _LISTED else "")

@@ -1,4 +1,4 @@
-"""The content of a checkpoint beside the client states, as tensors and JSON values, and back."""
+"""Conversion of a checkpoint's content, except client states, to tensors and JSON values, and back."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -45,7 +45,7 @@ class _Diagnostic(_Strict):
 class _Report(_Strict):
     metrics: dict[str, float]
     time_ms: int
-    # (client, cluster) of the clients reassigned, in checkpoints of formats 1 and 2 of the run directory
+    # (client, cluster) of the reassigned clients, in checkpoints of formats 1 and 2 of the run directory
     moved: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = []
     numbers: list[str] = []
     diagnostics: list[_Diagnostic] = []
@@ -57,7 +57,7 @@ class _Report(_Strict):
 class _Values(_Strict):
     """The JSON values."""
 
-    state: dict[str, Any]  # fields of the method's state that are no tensors
+    state: dict[str, Any]  # fields of the method's state that are not tensors
     traffic: _Traffic
     report: _Report
     frozen: str = ""
@@ -66,7 +66,7 @@ class _Values(_Strict):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A method after a round. Its report is for a driver that is killed before it recorded the round."""
+    """A method after a round. The report is sent again if the driver was killed before it recorded the round."""
 
     state: State
     traffic: Traffic
@@ -164,13 +164,13 @@ class Snapshot:
 
 
 def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Takes the tensors whose names begin so out of those of a checkpoint."""
+    """The tensors whose names begin with `prefix`, removed from `tensors`, by the rest of the name."""
     names = [name for name in tensors if name.startswith(prefix)]
     return {name.removeprefix(prefix): tensors.pop(name) for name in names}
 
 
 def _read_reassigned(tensors: dict[str, Tensor], report: _Report) -> Reassigned:
-    """The clients reassigned in the round, taken out of the tensors. Raises ValueError for values of another kind."""
+    """The clients reassigned in the round, removed from `tensors`. Raises ValueError for invalid values."""
     if not tensors.keys() & set(_REASSIGNED):
         return Reassigned.of(report.moved)
     reassigned = Reassigned(*(tensors.pop(name).numpy() for name in _REASSIGNED))
@@ -185,7 +185,7 @@ def _diagnostic_tensors(reported: ReportedDiagnostic) -> dict[str, Tensor]:
 
 
 def _read_diagnostic(header: _Diagnostic, tensors: dict[str, Tensor]) -> ReportedDiagnostic:
-    """The inverse; takes the tensors out of those of a checkpoint."""
+    """The inverse; removes the tensors from `tensors`."""
     first = f"{_DIAGNOSTICS}{header.name}."
     labels = tuple(tensors.pop(f"{first}labels{axis}").numpy() for axis in range(len(header.axes)))
     value = tensors.pop(f"{first}value").numpy()

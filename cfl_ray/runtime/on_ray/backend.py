@@ -89,7 +89,7 @@ class RayBackend:
         return max(_CALL_SECONDS, _SERVER_SECONDS * len(self.pool.hosts)) / seconds if seconds else 0.0
 
     def row(self, table: Tensor, row: int) -> ray.ObjectRef[Any]:
-        """The reference of a model in the object store, where it is put once per round for all exchanges and hosts."""
+        """The reference of a model, which is put into the object store once per round for all exchanges and hosts."""
         _, refs = self._rows.setdefault(id(table), (table, {}))
         if row not in refs:
             refs[row] = ray.put(table[row].numpy())

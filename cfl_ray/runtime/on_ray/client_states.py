@@ -1,7 +1,7 @@
 """Client states on Ray: in the object store until a checkpoint, then in its files, which the hosts write and read.
 
-The server knows the place of each value. No value passes through it if hosts have the run directory; otherwise the
-server writes the files, values stay in the object store, and it puts those of a checkpoint there.
+The server keeps the place of each value. If hosts have the run directory, no value passes through the server. Otherwise
+the server writes the files, values stay in the object store, and the server puts the values of a checkpoint there.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class RayClientStates(ClientStateStore):
         self._has_directory: dict[str, bool] = {}  # by node
 
     def places(self, work: Work, host: Host) -> dict[int, tuple[Place, ...]]:
-        """Places of the values that `work` uses, by position, which this host can read: of each part of a value.
+        """Places, readable by this host, of the parts of each value that `work` uses, by position.
 
-        For work that combines columns, of one part of every member for each range, range after range.
+        For `CombineColumns`: the place of a part of every member for each range, range after range.
         """
         values = self.of(work)
         if isinstance(work, CombineColumns):
@@ -76,9 +76,9 @@ class RayClientStates(ClientStateStore):
             super().move(entries)
 
     def write(self, files: Sequence[StateFile]) -> list[Any]:
-        """Writes values to these files, on hosts: each on the node that has its first value, if there is a choice.
+        """Writes these files on hosts, each preferably on the node of its first value. Returns their entries.
 
-        A file whose host is lost, or that no host can write, is written here.
+        The server writes a file whose host is lost, or that no host can write.
         """
         queues: dict[str, deque[int]] = {}  # numbers of files, by node
         for number, file in enumerate(files):
@@ -107,7 +107,7 @@ class RayClientStates(ClientStateStore):
                     idle.append(host)
                     if isinstance(error.cause, UserError):
                         failure = failure or error.cause
-                except RayError:  # the host is gone: the next exchange starts it again
+                except RayError:  # the host is lost: the next exchange restarts it
                     pass
         if failure is not None:
             raise failure
@@ -120,7 +120,7 @@ class RayClientStates(ClientStateStore):
         return [host for host in self.pool.hosts if host.starting is None]
 
     def _shares(self, host: Host) -> bool:
-        """Whether a host has the run directory, too."""
+        """Whether a host also has the run directory."""
         if self.shared is None:
             return False
         if host.node not in self._has_directory:
@@ -137,7 +137,7 @@ def _has_file(value: SavedState) -> bool:
 
 
 def _order(value: StoredValue | SavedState) -> tuple[Any, ...]:
-    """Values of a node, and of an object, come side by side."""
+    """A sort key by which values of the same node and object are adjacent."""
     if isinstance(value, SavedState):
         return "", b"", value.entry or (), value.row
     return value.node, value.ref.binary(), (), value.position or 0

@@ -1,7 +1,7 @@
-"""The totals of all hosts in one: added up by the server or, if they are large, by the hosts in a tree.
+"""The sum of the totals of all hosts: added up by the server or, if they are large, by the hosts in a tree.
 
-Totals are exact (`engine.exact`), so any tree gives the same bits. Hosts of a node combine theirs in its object store,
-then nodes combine in groups; the server receives one float32 row for each output row, however many hosts there are.
+Totals are exact (`engine.exact`), so any tree gives the same bits. Hosts of a node combine their totals in its object
+store, then nodes combine in groups; the server receives one float32 row per output row for any number of hosts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import ray
 from cfl_ray.runtime.on_ray.pool import Host
 
 _GROUP = 4  # totals that one call combines
-# The limit of a wait for totals is for hosts that hang: it has nothing to do with how long training takes.
+# limit of a wait for totals, for hosts that hang; independent of the time of training
 _WAIT_SECONDS, _WAIT_BYTES_PER_SECOND = 120.0, 5e6
-_SMALL_BYTES = 32_000_000  # up to which the server adds up all totals: calls would take longer
+_SMALL_BYTES = 32_000_000  # size up to which the server adds up all totals: calls would take longer
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ class Collected:
 
     @property
     def use_tree(self) -> bool:
-        """Whether the hosts combine them: if they are large and there are more than two, or hosts elsewhere."""
+        """Whether hosts combine the totals: if these are large, from more than two hosts or from another node."""
         here = ray.get_runtime_context().get_node_id()
         elsewhere = any(host.node != here for host, _ in self.rows_of)
         return self.bytes > _SMALL_BYTES and (len(self.rows_of) > 2 or elsewhere)
 
     def of_host(self, position: int) -> dict[int, Any]:
-        """Totals float64 (2, P) by output row of one host. Raises what `ray.get` raises if the host is lost."""
+        """Totals float64 (2, P) by output row of a host. Raises the error of `ray.get` if the host is lost."""
         _, rows = self.rows_of[position]
         totals = ray.get(self.refs[position], timeout=self.seconds)
         return {out: total_2P for out, total_2P in zip(rows, totals, strict=True) if total_2P is not None}
 
     def by_tree(self) -> dict[int, Any]:
-        """Sums, float32 (P,), by output row. Raises what `ray.get` raises if any host is lost."""
+        """Sums, float32 (P,), by output row. Raises the error of `ray.get` if any host is lost."""
         totals: dict[int, list[_Total]] = defaultdict(list)
         for (host, rows), refs in zip(self.rows_of, self.refs, strict=True):
             for out, ref in zip(rows, refs, strict=True):
@@ -70,7 +70,7 @@ class Collected:
 
 
 def _combined(totals: list[_Total]) -> ray.ObjectRef[Any]:
-    """One sum, float32 (P,), of all totals of an output row: first within each node, then between nodes."""
+    """The sum, float32 (P,), of all totals of an output row: first within each node, then between nodes."""
     by_node: dict[str, list[_Total]] = defaultdict(list)
     for total in totals:
         by_node[total.host.node].append(total)

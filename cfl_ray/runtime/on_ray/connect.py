@@ -1,4 +1,4 @@
-"""Joining or starting a Ray cluster, and its errors in words that a user can act on. Importing this is light."""
+"""Joining or starting a Ray cluster, with errors that a user can act on. Fast to import."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ _WAIT_VARIABLE = "RAY_gcs_server_port_wait_time_s"
 
 
 def connect(address: str | None, hosts: int | None = None, instructions: str | None = None) -> bool:
-    """Joins the cluster at `address` (or RAY_ADDRESS), or starts one for this run on loopback.
+    """Joins the cluster at `address` (or RAY_ADDRESS), or starts a cluster for this run on loopback.
 
     instructions: those of a cluster that is started (runtime.cpu_capability).
     Returns whether a cluster was started. Raises ConfigError if the cluster cannot be joined.
@@ -58,9 +58,9 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
 
 
 def session_folder() -> Path:
-    """The folder of the sessions of this user's clusters, in one that only the user can enter: Ray opens it to all.
+    """The session folder of this user's clusters, which Ray opens to all, in a folder that only the user can enter.
 
-    Its path is short, for that of a socket in it has at most 107 bytes. Raises ConfigError if it is another user's.
+    The path is short, because a socket path in it has at most 107 bytes. Raises ConfigError if others can enter it.
     """
     folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"cfl_ray-{os.geteuid()}"
     with suppress(FileExistsError):
@@ -75,7 +75,7 @@ def session_folder() -> Path:
 
 @contextmanager
 def _loopback_only() -> Iterator[None]:
-    """Makes Ray listen on 127.0.0.1 alone; otherwise it replaces that address by the one that other machines reach."""
+    """Context in which Ray listens on 127.0.0.1 only; otherwise Ray replaces it by an address that others can reach."""
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         yield
@@ -84,7 +84,7 @@ def _loopback_only() -> Iterator[None]:
 
 
 def join_cluster(address: str, loopback: bool = False) -> None:
-    """Joins a cluster. Raises within seconds if there is none, or the token is refused; Ray tries for minutes."""
+    """Joins a cluster. Raises within seconds (Ray tries for minutes) if there is none or it refuses the token."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
@@ -95,11 +95,11 @@ def join_cluster(address: str, loopback: bool = False) -> None:
             ray.init(address=address, **_QUIET)
     finally:
         if before is None:
-            del os.environ[_WAIT_VARIABLE]  # it would also bound the start of this run's own cluster
+            del os.environ[_WAIT_VARIABLE]  # it would also limit the start of this run's cluster
 
 
 def as_user_error(error: RayTaskError) -> UserError:
-    """The error of an actor that a user can act on."""
+    """An actor's error as an error that a user can act on."""
     cause = error.cause
     if isinstance(cause, UserError):
         return cause

@@ -64,8 +64,8 @@ class HostProcess:
         )
 
     def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
-        """Works on this federation from now on. If it cannot be opened here, every chunk raises why, for nothing waits
-        for this call.
+        """Uses this federation from now on. If it cannot be opened, the later calls of `work` raise the error, because
+        no process waits for this call.
         """
         try:
             federation = fetch(packed[0])
@@ -89,13 +89,13 @@ class HostProcess:
     ) -> Any:
         """Does the chunks of a call. Returns their result and totals, and the values that they leave with the clients.
 
-        work: that of all clients of the call; `cuts` divides it into chunks.
-        models: the rows that the call uses; those behind references are fetched at most once per exchange.
-        packed: for each kind of value that the work leaves, whether those of all clients are one object.
+        work: of all clients of the call; `cuts` divides it into chunks.
+        models: the rows that the call uses; a reference is fetched at most once per exchange.
+        packed: for each kind of value that the work leaves, whether the values of all clients are one object.
         return_sums: whether to return the totals (2, P) by output row now; otherwise they stay here until `collect`.
         places: by position in the call, the argument in `stored`, and the position in it, of each part of a client's
-            state or deferred result. For work that combines columns, by range and member, and `stored` is one list of
-            references: the values may be too many to be here together.
+            state or deferred result. For `CombineColumns`, by range and member, and `stored` is a list of references,
+            because all values together may not fit into memory.
         """
         if self.failure:
             raise self.failure
@@ -139,9 +139,9 @@ class HostProcess:
         return whole, *left
 
     def _fetch_files(self, clients: np.ndarray) -> None:
-        """Fetches the files of the call's clients while the first ones train.
+        """Fetches the files of the call's clients while the first clients train.
 
-        A failure is met again, and raised, by the chunk that needs the file.
+        A failure is ignored here; the chunk that needs the file raises it.
         """
         federation = self.worker.federation
         if federation.files_of(clients) is not None:
@@ -158,7 +158,7 @@ class HostProcess:
         return file.write(tensors_at(places))
 
     def collect(self, exchange: int, rows: list[int]) -> Any:
-        """The totals (2, P) of these output rows, of everything done here for this exchange, which ends with that.
+        """The totals (2, P) of these output rows over all work of this host in this exchange, which ends here.
 
         None for a row whose clients were all excluded.
         """
@@ -168,7 +168,7 @@ class HostProcess:
         return sums[0] if len(rows) == 1 else sums
 
     def combine(self, last: bool, *totals: np.ndarray | None) -> np.ndarray | None:
-        """The sum of totals (2, P) of one output row; of the last ones, as float32 (P,)."""
+        """The sum of totals (2, P) of an output row; if `last`, as float32 (P,). None if all totals are None."""
         sums = HostSums()
         for total_2P in totals:
             if total_2P is not None:
@@ -183,7 +183,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def fetch(ref: ray.ObjectRef[Any]) -> Any:
-    """The object behind `ref`. Raises errors of unpickling it as they were, such as DataError for absent shards."""
+    """The object behind `ref`. Raises the original error of unpickling, such as DataError for missing shards."""
     try:
         return ray.get(ref)
     except RaySystemError as error:

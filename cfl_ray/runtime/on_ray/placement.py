@@ -30,7 +30,7 @@ def hosts_asked_for(setup: Setup) -> int | None:
 def host_count(setup: Setup, resources: dict[str, float], grows: bool = False) -> int:
     """Number of hosts to start. Raises ConfigError if the config asks for more than the cluster has room for.
 
-    grows: whether the cluster may grow; hosts that it has no room for wait, which asks its autoscaler for machines.
+    grows: whether the cluster may grow; hosts without room then wait, so that its autoscaler adds machines.
     """
     runtime = setup.experiment.runtime
     count = hosts_asked_for(setup) or max(room(runtime, resources), 1)
@@ -49,12 +49,12 @@ def host_count(setup: Setup, resources: dict[str, float], grows: bool = False) -
 
 
 def free() -> str:
-    """The free resources of the cluster, in words."""
+    """The free resources of the cluster, as text."""
     resources = sorted(ray.available_resources().items())
     return ", ".join(f"{value:g} {name}" for name, value in resources if name in ("CPU", "GPU")) or "no CPU"
 
 
 def alive(nodes: Iterable[str]) -> set[str]:
-    """Those of these nodes that are alive in the cluster."""
+    """The subset of these nodes that is alive in the cluster."""
     wanted = set(nodes)
     return {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]} & wanted if wanted else wanted

@@ -74,7 +74,7 @@ class Pool:
     stop_asked: Callable[[], bool] = lambda: False  # whether a user has asked to stop, which ends a wait for hosts
     slow: str = ""  # the hosts that make no progress, as text; read by other threads
     named: str = ""  # the same as reported last; the time between reports doubles
-    looks: int = 0  # at work in progress: grows while the thread of the rounds is alive
+    looks: int = 0  # number of looks at work in progress: grows while the thread of the rounds is alive
     kinds: dict[tuple[str, str], None] = field(default_factory=dict)  # (instructions, PyTorch) of hosts, in order
     federation_ref: ray.ObjectRef[Any] | None = None  # of the federation, if it is not that of `setup_ref`
     _next_look: float = 0.0

@@ -1,4 +1,4 @@
-"""How often a process that died is started again."""
+"""The limit on restarts of a process that died."""
 
 import logging
 import time
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
-# of life, after which a process has all retries again if the run advanced: on spot machines a long run loses many hosts
+# of life, after which a process regains all retries if the run advanced: on spot machines a long run loses many hosts
 FORGIVEN_SECONDS = 600
 
 
 @dataclass
 class RetryPolicy:
-    """Restarts of one process, a host or the server: how many there were, and how many are granted.
+    """The used and granted restarts of a process, a host or the server.
 
-    A process has all its retries again if it lived `forgiven_seconds` and the run has advanced since its last death:
-    one that dies again and again in the same place does not, however long it takes to get there.
+    A process regains all retries if it lived `forgiven_seconds` and the run has advanced since its last death. A
+    process that always dies at the same point does not, however long it takes to get there.
     """
 
     process: str  # for the log: "host 3", "the server"
@@ -26,7 +26,7 @@ class RetryPolicy:
     progress: int = 0  # of the run when the process died last
 
     def decide(self, progress: int) -> "Decision":
-        """Whether the process that died now is started again. Counts the restart.
+        """Whether the process that just died is restarted. Counts the restart.
 
         progress: a number that grows as the run advances, such as the last round saved.
         """
@@ -55,7 +55,7 @@ class Decision:
 
     @property
     def pause_seconds(self) -> float:
-        """Pause before the restart: longer every time."""
+        """Pause before the restart: doubles every time, at most 5."""
         return min(0.1 * 2**self.count, 5)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The server as Ray sees it. Importing this is light, for the reason given in `host_actor`."""
+"""The Ray actor of the server. Fast to import, for the reason given in `host_actor`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _REQUESTS, _REQUEST_THREADS = "live", 4  # the concurrency group of requests to 
 
 
 class ServerActor:
-    """The server in a process of its own; it owns the hosts.
+    """The server in a separate process; it owns the hosts.
 
-    One thread does the rounds; others answer requests (`ask`) meanwhile, so that they do not wait for a round to end.
+    One thread does the rounds; other threads answer requests (`ask`), so that these do not wait for a round to end.
     """
 
     process: ServerProcess | None = None
@@ -49,7 +49,7 @@ class ServerActor:
 
     @ray.method(concurrency_group=_REQUESTS)
     def ask(self, verb: str, *arguments: Any) -> Any:
-        """Answers `cfl-ray status`, `join`, `leave` and `stop`. Raises ConfigError for a request that is refused."""
+        """Answers `cfl-ray status`, `join`, `leave` and `stop`. Raises ConfigError for a refused request."""
         process = self._ready()
         if process.requests is None:
             raise RunError(_STARTING)
@@ -57,7 +57,7 @@ class ServerActor:
 
     @ray.method(concurrency_group=_REQUESTS)
     def progress(self) -> Progress:
-        """How far the run is, for a driver that waits."""
+        """The progress of the run, for a driver that waits."""
         return self.process.progress() if self.process else Progress("", (), time.process_time())
 
     def _ready(self) -> ServerProcess:

@@ -1,7 +1,7 @@
 """Places of values that clients keep (client states, deferred results): in the object store, or in files.
 
-Large values are objects of their own. Small ones of one call are packed into one object: Ray keeps objects below 100 kB
-in the heap of the process that owns them, which is the server. A pack stays until none of its values is in use.
+A large value is a separate object. The small values of a call are packed into one object, because Ray keeps objects
+below 100 kB in the heap of their owner, the server. A pack stays as long as any of its values is in use.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from cfl_ray.checkpoint.segments import entry_rows
 from cfl_ray.core.work import ClientStateKey, SavedEntry, SavedState
 from cfl_ray.nn.shared import shared_tensor
 
-PACKED_BYTES = 100_000  # of one value, from which on it is an object of its own
+PACKED_BYTES = 100_000  # a larger value is a separate object
 _PACK_BYTES = 1 << 20  # of a pack that the server writes
 
 Place = tuple[Any, int | None]  # an object's reference or an entry of a file, and the position in it
 
 
 class Pack(NamedTuple):
-    """Values side by side; value i is `flat[end[i - 1] : end[i]]`, and empty if there is none."""
+    """Concatenated values; value i is `flat[end[i - 1] : end[i]]`, empty if absent."""
 
     flat: np.ndarray  # float32
     end: np.ndarray  # int64
@@ -49,7 +49,7 @@ class StoredValue(NamedTuple):
 
 
 def place_of(value: StoredValue | SavedState) -> Place:
-    """The place of a value, as another process is told it."""
+    """The place of a value, in the form that is sent to another process."""
     return (value.entry, value.row) if isinstance(value, SavedState) else (value.ref, value.position)
 
 
@@ -61,7 +61,7 @@ def tensor_of(content: Any, position: int | None) -> Tensor:
 
 
 def tensors_at(places: Iterable[Place]) -> Iterator[Tensor]:
-    """Values, one at a time. An object that several values in turn are in is fetched once."""
+    """Yields the values at these places. An object with several consecutive values is fetched once."""
     last = content = None
     for source, position in places:
         if last is None or source != last:
