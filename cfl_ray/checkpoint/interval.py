@@ -11,11 +11,11 @@ _FAULT_SECONDS = 3600.0  # M, assumed mean time between faults
 
 @dataclass
 class CheckpointInterval:
-    """Says when the next checkpoint is due: sqrt(2 C M) seconds after the last one (J. Young, Communications of the ACM
-    17(9), 1974), which minimises the time for checkpoints plus the time lost by faults.
+    """The time of the next checkpoint: sqrt(2 C M) seconds after the last (J. Young, Communications of the ACM 17(9),
+    1974), which minimises the time for checkpoints plus the time lost by faults.
 
     C: the seconds that the last checkpoint took. M: one hour. If a checkpoint takes 3 ms, the next is due after 4.6 s;
-    if it takes a minute, after 11 minutes. The first round is always saved, since C is not known before.
+    if it takes a minute, after 11 minutes. The first round is always saved, because C is not known before.
     """
 
     clock: Callable[[], float] = time.monotonic

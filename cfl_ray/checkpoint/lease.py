@@ -1,10 +1,10 @@
-"""Only one process at a time may write the checkpoints of a method; a server that was replaced but still runs may not.
+"""The lease on the checkpoints of a method: only the last process that took it may write, not a replaced server.
 
-    writer.json    {"epoch": 3, "token": "..."}: how often processes have taken the lease, the last of which may write,
-                   and a random word of this one: a host that reads it has the same directory
+    writer.json    {"epoch": 3, "token": "..."}: number of times that the lease was taken, and a random token of the
+                   last process that took it: a host that reads the same token has the same directory
 
 A server that cannot be reached is replaced, but may still run. Its epoch is then lower than that of writer.json, so it
-writes nothing more. A lock, which the system releases when a process ends, keeps taking the lease and writing apart.
+writes nothing more. A lock, which the system releases when a process ends, prevents taking the lease during a write.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _LOCK_SECONDS = 60.0  # a manifest is written in far less
 
 @dataclass(frozen=True)
 class SharedDirectory:
-    """A directory as the process that has its lease knows it."""
+    """A directory, and the token of the process that has its lease."""
 
     directory: Path
     token: str

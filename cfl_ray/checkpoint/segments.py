@@ -1,4 +1,4 @@
-"""Segment files: what changed between two checkpoints, as safetensors. A later file overrides an earlier one.
+"""Segment files: the changes between two checkpoints, as safetensors. A later file overrides earlier files.
 
     values/NAME/CHUNK (R, ...) and rows/NAME/CHUNK    rows of a state tensor, and their numbers; a single number
                                                       is the first of a block of consecutive rows
@@ -7,7 +7,7 @@
                                                       since the previous segment; never of states in this segment
 
 Files are named SEGMENT-PART.safetensors: a checkpoint writes at most one segment, and no number is used twice. Client
-states have files of their own, which the processes that have the values write (`ClientStateFile`).
+states have separate files, which the processes that have the values write (`ClientStateFile`).
 """
 
 import itertools
@@ -31,14 +31,14 @@ from cfl_ray.errors import RunError
 from cfl_ray.system.files import open_private, sha256, sync
 
 FILE_BYTES = 128 << 20  # a file of this size is closed and the next file begun; twice as much memory is used meanwhile
-STATE_FILE_BYTES = 16 << 20  # the same of files of client states, which hosts write beside their other work
+STATE_FILE_BYTES = 16 << 20  # the same for files of client states, which hosts write in addition to other work
 ENTRY_BYTES = 128  # size of an entry without its values: its name and place in the header
 FAN_OUT = 16  # number of segments of similar size that are merged into one
 _COMPARE_BYTES = 4 << 20  # rows are compared in blocks of this size
 
 
 class Damaged(RunError):
-    """A file that a checkpoint needs is missing, or its content is not what was written."""
+    """A file that a checkpoint needs is missing, or its content was altered."""
 
 
 class EntryFile(BaseModel):
@@ -140,7 +140,7 @@ class ClientStateFile:
     segment: int
     part: int  # even; the next number is for a second writer
     keys: tuple[ClientStateKey, ...]
-    sources: tuple[EntryFile, ...] = ()  # files that values are read from: merging must not hide that one was altered
+    sources: tuple[EntryFile, ...] = ()  # files that values are read from: merging must not hide an altered file
 
     def write(self, values: Iterable[Tensor], again: bool = False) -> EntryFile:
         """Writes the file. Raises RunError with the file and the reason if that fails, Damaged for a source.

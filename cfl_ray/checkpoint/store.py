@@ -2,12 +2,12 @@
 
     checkpoints/000012.json               after round 12: the JSON values, shapes of the tensors, and the segment
                                           files needed, oldest first
-    checkpoints/000031-0.safetensors      a segment (`segments.py`): what changed since the previous checkpoint
+    checkpoints/000031-0.safetensors      a segment (`segments.py`): the changes since the previous checkpoint
     checkpoints/000031-2.safetensors      client states of the segment, from the process that had the values
 
-The time and space of a save depend on what changed since the previous checkpoint, not on the size of the state. Rows of
+The time and space of a save depend on the changes since the previous checkpoint, not on the size of the state. Rows of
 state tensors are compared, unless the tensor is the same object as before; the backend knows which client states
-changed. From time to time a new segment merges earlier ones, so that the files of a checkpoint hold at most twice the
+changed. From time to time a segment merges earlier segments, so that the files of a checkpoint hold at most twice the
 bytes in use, and their number is O(log) of these bytes. An entry is rewritten O(log) times in all.
 
 Measured per save, with the cost of writing everything in brackets. If 480 of 4,800 signatures of 8,192 floats change:
@@ -102,7 +102,7 @@ class CheckpointStore:
     # ---- saving
 
     def take_lease(self) -> None:
-        """Makes this store the only one that can save here; stores of other processes raise from now on.
+        """Makes this store the only store that can save here; stores of other processes raise from now on.
 
         The first `save` calls it.
         """

@@ -1,11 +1,11 @@
-"""Virtual time: how long clients would take for their part of a round, on devices that are a part of the experiment.
+"""Virtual time: the seconds of clients in a round, on devices that are part of the experiment.
 
     seconds of a client = [s (samples trained + samples tested / 3) + bits down / down + bits up / up] * exp(jitter z)
 
 with s, down and up of the client's device, and z a standard normal of the client and the round. A forward pass takes a
 third of a training step (FedScale's rule, F. Lai et al., ICML 2022, arXiv:2105.11367).
 
-Every draw has a key, so a time does not depend on the process that asks for it, or on earlier questions.
+Every draw has a key, so a time does not depend on the process that computes it, or on earlier calls.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ ARGUMENTS = ("clients", "draw")  # of a user's function
 
 def normals(seed: int, round: int, exchange: int, clients: np.ndarray, purpose: str) -> np.ndarray:
     """A standard normal for each of these clients, float64, by key as `core.rng.uniforms`."""
-    draws: np.ndarray = ndtri(uniforms(seed, round, exchange, clients, purpose) + 2.0**-54)  # never of 0
+    draws: np.ndarray = ndtri(uniforms(seed, round, exchange, clients, purpose) + 2.0**-54)  # avoids ndtri(0), -inf
     return draws
 
 
@@ -59,7 +59,7 @@ class Devices(ABC):
 
 @dataclass(frozen=True)
 class LognormalDevices(Devices):
-    """Speeds around those of one device: exp(sigma z) of its seconds, exp(bandwidth_sigma z') of its bandwidths."""
+    """Speeds of a median device, its seconds times exp(sigma z), its bandwidths times exp(bandwidth_sigma z')."""
 
     median: Speed
     seed: int
@@ -77,9 +77,9 @@ class LognormalDevices(Devices):
 
 @dataclass(frozen=True)
 class DeviceClasses(Devices):
-    """Classes of devices; each client is in one, drawn by the shares."""
+    """Classes of devices; the class of each client is drawn by the shares."""
 
-    classes: Speed  # a row each
+    classes: Speed  # a row per class
     share_C: np.ndarray = field(repr=False)  # they add up to 1
     seed: int
 
@@ -107,7 +107,7 @@ class OwnDevices(Devices):
     seed: int
 
     def of(self, clients: np.ndarray) -> Speed:
-        """Raises RunError, with the author's line, for a result of another form. It is called for all clients."""
+        """Calls the function for all clients. Raises RunError, with its file and line, for a result of another form."""
         everyone = np.arange(max(self.num_clients, int(clients.max(initial=-1)) + 1))
         draw = stream(self.seed, -1, -1, -1, "own clock")
         result = call_plugin("clock", self.function, everyone, draw)
@@ -127,13 +127,13 @@ class Load:
 
     down_bits: float
     up_bits: float
-    trainings: float = 1.0  # local trainings, in units of the experiment's: its epochs on the client's samples
+    trainings: float = 1.0  # in units of the experiment's local training: its epochs on the client's samples
     tests: float = 0.0  # forward passes over its samples, e.g. K if it compares K models
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of clients."""
+    """The virtual seconds of clients in a round."""
 
     devices: Devices
     seed: int
@@ -146,8 +146,8 @@ class Clock:
     ) -> np.ndarray:
         """Seconds (M,) of these clients in a round.
 
-        trained_M: samples of one local training, those of every epoch counted. sizes_M: n_i. draw: which of several
-        times of the same client in the same round it is.
+        trained_M: samples of one local training, summed over its epochs. sizes_M: n_i. draw: number of the draw, if a
+        client starts several times in the same round.
         """
         speed = self.devices.of(clients)
         samples_M = trained_M * load.trainings + sizes_M * load.tests * FORWARD

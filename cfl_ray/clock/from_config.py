@@ -38,10 +38,10 @@ from cfl_ray.plugins.calling import call_plugin, described, place_of, with_optio
 
 
 def clock_of(given: RunningClockConfig, num_clients: int, seed: int) -> Clock:
-    """The clock that the section `clock` describes. Raises ConfigError or DataError for one that cannot be used."""
+    """The clock of the section `clock`. Raises ConfigError or DataError for a clock that cannot be used."""
     clock = Clock(_devices(given, num_clients, seed), seed, given.jitter, given.deadline, given.availability_seconds)
     try:
-        clock.devices.of(np.arange(min(num_clients, 2)))  # finds mistakes in a function of the user's
+        clock.devices.of(np.arange(min(num_clients, 2)))  # finds mistakes in a user's function
     except RunError as error:
         raise ConfigError(str(error)) from error
     return clock
@@ -74,7 +74,7 @@ def asynchrony_of(given: AsynchronousConfig) -> Asynchrony | None:
 
 
 def _staleness(given: StalenessConfig) -> Callable[[np.ndarray], np.ndarray]:
-    """The function s(tau). Raises ConfigError for one of the user's that cannot be used."""
+    """The function s(tau). Raises ConfigError for a user's function that cannot be used."""
     if isinstance(given, PluginStalenessConfig):
         function = with_options(STALENESS_KINDS.resolve(given.kind), given.options, "staleness", ("staleness",))
         own = OwnStaleness(function)
@@ -117,7 +117,7 @@ class OwnStaleness:
     function: Callable[..., Any]
 
     def __call__(self, tau_M: np.ndarray) -> np.ndarray:
-        """Raises RunError, with the author's line, for a result of another form."""
+        """Raises RunError, with the function's file and line, for a result of another form."""
         result = call_plugin("staleness", self.function, tau_M)
         weights = np.asarray(result, np.float64)
         if weights.shape != tau_M.shape or not ((weights > 0) & np.isfinite(weights)).all():

@@ -1,6 +1,6 @@
 """The virtual time of a method's run: which clients a round waits for, and how long.
 
-Times are known before clients train, because they depend on sizes, speeds and draws by key. So a client that does not
+Times are known before clients train, because they depend on sizes, speeds and draws by key, so a client that does not
 count is not trained.
 """
 
@@ -24,7 +24,7 @@ from cfl_ray.core.versions import Received, Versions
 class VirtualTime:
     """The time of a method's clients, and of its rounds so far.
 
-    load: of a client in a round, as a round without training counts it (`dry_rounds`), the same in all rounds.
+    load: of a client in a round, as counted by a round without training (`dry_rounds`); the same in all rounds.
     """
 
     clock: Clock
@@ -49,7 +49,7 @@ class VirtualTime:
         return _AtMoment(availability, 1 + int(self.now // length))
 
     def in_time(self, round: int, ids_M: np.ndarray) -> np.ndarray:
-        """Whether each of these clients meets the deadline, bool (M,). The round waits for those that do."""
+        """Whether each of these clients meets the deadline, bool (M,). The round waits for the clients that do."""
         seconds_M = self.seconds(round, ids_M)
         in_time_M = seconds_M <= (self.clock.deadline or np.inf)
         if in_time_M.any():
@@ -65,7 +65,7 @@ class VirtualTime:
         self.slowest = float(seconds_M[counted].max(initial=0.0))
         if len(counted) < wanted and missed:
             self.slowest, surplus = self.clock.deadline or 0.0, 0
-        else:  # enough clients were done before
+        else:  # enough clients finished in time
             surplus, missed = len(order_M) - len(counted), 0
         ids_M = np.sort(cohort.ids_M[counted])
         absent = np.concatenate([cohort.absent, np.setdiff1d(cohort.ids_M, ids_M)])
@@ -81,11 +81,11 @@ class VirtualTime:
         self.slowest = 0.0
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """In the form that a checkpoint stores."""
+        """The virtual time, for a checkpoint."""
         return {"now": torch.tensor(self.now, dtype=torch.float64)}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over what `to_tensors` returned."""
+        """Restores the output of `to_tensors`."""
         self.now = float(tensors["now"])
 
 
@@ -105,11 +105,11 @@ class Asynchrony:
 class Flights:
     """Clients in flight: each trains from the models of the version that it received, until its update arrives.
 
-    A round is a server step. `concurrency` clients are at work at any time: when one finishes, another begins with the
+    A round is a server step. `concurrency` clients train at any time: when a client finishes, another begins with the
     present version. An update that has arrived waits in the buffer, of its cluster or of all, until `buffer` updates
-    have arrived; the server then takes these. Updates that arrive at the same time come in the order of their versions
-    and ids, all before the server steps and before other clients begin. The training itself takes place when the update
-    is used. Clients are drawn among those that are neither at work nor in a buffer.
+    have arrived; the server then takes these. Updates that arrive at the same time are ordered by version and id, and
+    arrive before the server step and before other clients begin. The training itself is computed when the update is
+    used. Clients that train, or whose update is in a buffer, are not drawn.
     """
 
     settings: Asynchrony
@@ -118,14 +118,14 @@ class Flights:
     client_F: np.ndarray
     version_F: np.ndarray  # number of server steps before the client received its models
     finish_F: np.ndarray  # in virtual seconds
-    reports_F: np.ndarray  # False: it drops out, and its place is free when it would have finished
+    reports_F: np.ndarray  # False: the client drops out; its place is free when it would have finished
     arrived_F: np.ndarray  # its update waits in a buffer
     dropped: int = 0  # in this round
     stale: int = 0  # updates older than max_staleness, in this round
 
     @classmethod
     def none(cls, settings: Asynchrony, time: VirtualTime) -> "Flights":
-        """Before the first round."""
+        """No clients in flight, as before the first round."""
         ids, times, marks = np.zeros(0, np.int64), np.zeros(0), np.zeros(0, bool)
         return cls(settings, time, Versions(), ids, ids, times, marks, marks)
 
@@ -144,7 +144,7 @@ class Flights:
         availability: Availability,
         dropout: float,
     ) -> tuple[np.ndarray, Received]:
-        """The clients of the next server step, ascending, and what they have received. Time goes on until then."""
+        """(clients of the next server step, ascending, models they received). Advances the time to this step."""
         self._discard_stale(round, self.arrived_F)
         number = 0
         while True:
@@ -156,7 +156,7 @@ class Flights:
             if (taken := self._full_buffer(state, population)) is None and not self.arrived_F.all():
                 self._wait(round)
                 taken = self._full_buffer(state, population)
-            elif taken is None:  # no further client can be reached: the step takes what there is
+            elif taken is None:  # no further client can be reached: the step takes the arrived updates
                 taken = np.arange(len(self.client_F))
             if taken is not None:
                 return self._take(round, taken)
@@ -169,7 +169,7 @@ class Flights:
         self.arrived_F = np.append(self.arrived_F, np.zeros(len(ids), bool))
 
     def _wait(self, round: int) -> None:
-        """Until the next client finishes."""
+        """Advances the time until the next client finishes."""
         until = float(self.finish_F[~self.arrived_F].min())
         self.time.now = max(self.time.now, until)
         due_F = ~self.arrived_F & (self.finish_F <= until)
@@ -180,7 +180,7 @@ class Flights:
         self._discard_stale(round, self.arrived_F)
 
     def _discard_stale(self, round: int, arrived_F: np.ndarray) -> None:
-        """Discards those of these updates that are older than the limit."""
+        """Discards the arrived updates that are older than `max_staleness`."""
         if (most := self.settings.max_staleness) is not None:
             stale_F = arrived_F & (round - 1 - self.version_F > most)
             self.stale += int(stale_F.sum())
@@ -229,12 +229,12 @@ class Flights:
         self.arrived_F = self.arrived_F[mask_F]
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """In the form that a checkpoint stores."""
+        """The clients in flight and their versions, for a checkpoint."""
         names = ("client_F", "version_F", "finish_F", "reports_F", "arrived_F")
         return {name: torch.from_numpy(getattr(self, name)) for name in names} | self.versions.to_tensors()
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over what `to_tensors` returned."""
+        """Restores the output of `to_tensors`."""
         for name in ("client_F", "version_F", "finish_F", "reports_F", "arrived_F"):
             setattr(self, name, tensors[name].numpy())
         self.versions = Versions.restored(tensors)

@@ -1,1 +1,1 @@
-"""From an experiment to everything a process needs to work on it, with the trials before a run."""
+"""The setup of an experiment, with everything a process needs to work on it, and the trials before a run."""

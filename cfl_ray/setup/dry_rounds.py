@@ -34,7 +34,7 @@ class DryBackend:
     spec: ParamSpec
     inputs: int  # floats of a sample
     classes: int
-    deferred: set[int] = field(default_factory=set)  # numbers of clients of the exchanges whose results were deferred
+    deferred: set[int] = field(default_factory=set)  # number of clients of each exchange with deferred results
     client_states: ClientStateStore = field(default_factory=ClientStateStore)  # stays empty
     work: Counter[str] = field(default_factory=Counter)  # samples "trained" and "tested", of clients with one sample
     kept: dict[str, int] = field(default_factory=dict)  # floats that a client keeps between rounds, by name
@@ -64,7 +64,7 @@ class DryBackend:
         return Outcome(arrays, {}, None if work.averaging is None else np.zeros(work.averaging.num_rows))
 
     def num_features(self, work: Describe) -> int:
-        """Floats that the function of `work` returns: by its attribute `floats`, otherwise those of a gradient."""
+        """Number of floats that the function of `work` returns: by its attribute `floats`, else as in a gradient."""
         floats = getattr(work.function, "floats", None)
         return self.spec.trained if floats is None else floats(self.inputs, self.classes)
 
@@ -93,7 +93,7 @@ def dry_rounds(
     rounds: int = 2,
     secure: SecureAggregation | None = None,
 ) -> Iterator[tuple[State, RoundStats]]:
-    """The state and statistics after each of some rounds of a method without training.
+    """Yields the state and statistics after each round of a method without training.
 
     The whole method is called: first state, rounds, and the models that clients predict with. Raises RunError for a
     result of the wrong type or shape.
@@ -144,7 +144,7 @@ def traffic(
     shape: DataShape,
     secure: SecureAggregation | None = None,
 ) -> TrafficEstimate:
-    """Returns the traffic of a round, counted by running the method for two rounds on a backend without training.
+    """The traffic of a round, counted by running the method for two rounds on a backend without training.
 
     The whole method is called: first state, rounds, and the models that clients predict with. Raises RunError for a
     result of the wrong type or shape.

@@ -29,7 +29,7 @@ _ADDRESS = Address(seed=0, round=1, exchange=0)
 
 
 def try_aggregation(rule: AggregationRule, results: int) -> None:
-    """results: number of clients in a round."""
+    """Calls a plugin rule with the results of a round. results: number of clients in a round."""
     if not isinstance(rule, Mean) and type(rule) not in RULES.values():
         with _as_config_error():
             try_rule(_copy(rule), min(results, _MOST_RESULTS))
@@ -97,7 +97,7 @@ def _copy(part: Any) -> Any:
 
 @contextmanager
 def _as_config_error(given: str = "") -> Iterator[None]:
-    """given: what the part was passed, for messages."""
+    """Context that turns a RunError into a ConfigError. given: the arguments of the plugin, for the message."""
     try:
         yield
     except RunError as error:

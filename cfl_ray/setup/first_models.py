@@ -1,4 +1,4 @@
-"""The first models of a method: independent initialisations; if a network has only one, that model with noise."""
+"""The first models of a method: independent initialisations; with noise if a network has only one initialisation."""
 
 from functools import cache
 
@@ -15,7 +15,7 @@ from cfl_ray.nn.network import Network
 def start_of(experiment: Experiment, label: str, network: Network, num_clients: int) -> Start:
     """The arguments of a method's first state.
 
-    Its `new_model` raises ConfigError for a second model that equals the first, unless `start.noise` moves it.
+    Its `new_model` raises ConfigError for a second model that equals the first, unless `start.noise` is set.
     """
     seed, noise, trained = experiment.seed, experiment.start.noise, network.spec.trained
 

@@ -1,4 +1,4 @@
-"""From an experiment to everything a process needs to work on it."""
+"""The setup of an experiment: everything a process needs to work on it."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +79,7 @@ _DRY_FLOATS = 10**9  # floats of the models in all rounds without training that 
 
 
 def local_training(settings: LocalConfig) -> LocalSGD:
-    """Raises ConfigError for an optimiser or a schedule that cannot be used."""
+    """The local training of these settings. Raises ConfigError for an optimiser or a schedule that cannot be used."""
     keys = settings.model_dump(exclude={"optimizer", "optimizer_options", "schedule", "step_schedule"})
     return LocalSGD(
         **keys,
@@ -102,13 +102,13 @@ class Setup:
     methods: dict[str, Method[Any]]  # by label, in the order of the config
     availability: Availability = ALWAYS
     task: Task = CLASSIFICATION  # with all metrics that are measured
-    local: LocalSGD = LocalSGD()  # of methods without settings of their own
-    own_local: Mapping[str, LocalSGD] = field(default_factory=dict)  # of methods with settings of their own, by label
-    attack_kind: Any = "none"  # a name of this package, or the user's own attack, ready for use
+    local: LocalSGD = LocalSGD()  # of methods without own settings
+    own_local: Mapping[str, LocalSGD] = field(default_factory=dict)  # of methods with own settings, by label
+    attack_kind: Any = "none"  # name of a built-in attack, or the plugin, ready for use
     privacy: Mapping[str, PrivacyPlan] = field(default_factory=dict)  # by label; empty: not private
-    # by label: the account of a client's samples after all rounds, of clients that take part in each; empty: none
+    # by label: the account of samples after all rounds, if clients take part in every round; empty: none
     examples: Mapping[str, ExampleAccount] = field(default_factory=dict)
-    secure: SecureAggregation | None = None  # None: sums of uploads that are not masked
+    secure: SecureAggregation | None = None  # None: uploads are not masked
     frozen: str = ""  # digest of the frozen parameters; empty if there are none
     clock: Clock | None = None  # None: no virtual time
     asynchrony: Asynchrony | None = None  # None: synchronous rounds
@@ -173,7 +173,10 @@ class Setup:
 
 
 def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
-    """Writes or reuses the shards, and checks what can be checked before a run. Raises ConfigError or DataError."""
+    """The setup of the experiment, checked before a run; its shards are written or reused.
+
+    Raises ConfigError or DataError.
+    """
     resolve_learning(experiment, resolve(experiment.methods))  # before the shards are written, which takes time
     federation = experiment.data.federation
     if federation is None:
@@ -185,7 +188,7 @@ def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | 
 def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     """The setup of the experiment on this federation. Raises ConfigError or DataError if they do not fit.
 
-    `cfl-ray check` calls it with a stand-in of the same sizes, so that it refuses what a run refuses.
+    `cfl-ray check` calls it with a stand-in of the same sizes, so that both refuse the same experiments.
     """
     methods = resolve(experiment.methods)
     task, local, own_local = resolve_learning(experiment, methods)
@@ -232,7 +235,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
 
 
 def _check_batches(setup: Setup) -> None:
-    """Raises ConfigError if clients train on a batch of one sample, and the model cannot: BatchNorm needs two."""
+    """Raises ConfigError if clients train on a batch of one sample but the model cannot: BatchNorm needs two."""
     network, sizes_N = setup.network(), setup.federation.num_samples_N
     if not network.batch_statistics:
         return
@@ -283,7 +286,7 @@ def _try_own_parts(setup: Setup) -> None:
 def resolve_learning(
     experiment: Experiment, methods: dict[str, Method[Any]]
 ) -> tuple[Task, LocalSGD, dict[str, LocalSGD]]:
-    """The task, the local training, and that of methods with settings of their own.
+    """(task, local training, local training of methods with own settings by label).
 
     Raises ConfigError for invalid settings, or settings that a method cannot use.
     """
@@ -340,7 +343,7 @@ def _check_memory(label: str, method: Method[Any], parameters: int) -> None:
 
 
 def compared_clients(setup: Setup, label: str) -> int:
-    """Clients that a method compares pair by pair, S, or as many as it may: see `Method.compares`."""
+    """S, the number of clients that a method compares pair by pair, or its maximum; see `Method.compares`."""
     experiment, cohort = setup.experiment, setup.division.cohort
     population = population_of(experiment, setup.federation.num_clients)
     match setup.methods[label].compares:
@@ -368,7 +371,7 @@ def _check_pairs(setup: Setup, label: str) -> None:
 
 
 def _try_methods(setup: Setup) -> None:
-    """Raises ConfigError for an option that does not fit the model; makes every method's first state, and drops it."""
+    """Raises ConfigError for an option that does not fit the model. Creates and discards every method's first state."""
     network = setup.network()
     for label, method in setup.methods.items():
         method.check_model(network.spec)
@@ -412,7 +415,7 @@ def _examples_of(setup: Setup, label: str) -> ExampleAccount:
         rounds = [[float(steps_M.max()) for *_, steps_M in stats.example_steps] for _, stats in _tried(setup, label)]
     except PrivacyError as error:
         raise ConfigError(f"{label} cannot protect single samples: {error}") from None
-    # the steps of a client with one sample tell how often the method trains
+    # the steps of a client with one sample give the number of local trainings
     times = sum(rounds[-1]) / float(local.steps_of(np.ones(1))[0])
     steps_N = np.ceil(times * setup.experiment.rounds * local.steps_of(sizes_N))
     account.charge(np.arange(len(sizes_N)), local, sizes_N, steps_N)
@@ -430,7 +433,7 @@ def _check_mean(setup: Setup, label: str, what: str, key: str) -> None:
 
 
 def _tried(setup: Setup, label: str, private: PrivateRun | None = None) -> Iterator[Any]:
-    """The first rounds of a method without training, in which it asks for all that its server reads."""
+    """Yields the first rounds of a method without training, in which it requests everything that its server reads."""
     federation, spec = setup.federation, setup.network().spec
     return dry_rounds(
         setup.methods[label],
@@ -447,7 +450,7 @@ def _tried(setup: Setup, label: str, private: PrivateRun | None = None) -> Itera
 
 
 def _most_masked(setup: Setup) -> int:
-    """The most clients of a secure sum."""
+    """The maximum number of clients in a secure sum."""
     poisson, cohort = setup.experiment.cohort.sampling == "poisson", setup.division.cohort
     selected = math.ceil(cohort * setup.experiment.cohort.over_selection)
     return setup.federation.num_clients if poisson else min(selected, setup.federation.num_clients)
@@ -504,7 +507,7 @@ def _data_changes(experiment: Experiment) -> list[DataChange]:
 
 
 def _attack_kind(given: AttackConfig) -> Any:
-    """The name of a built-in attack, or the plugin. Raises ConfigError if the plugin is no attack."""
+    """The name of a built-in attack, or the plugin. Raises ConfigError if the plugin is not an attack."""
     if not isinstance(given, PluginAttackConfig):
         return given.kind
     made = with_options(ATTACK_KINDS.resolve(given.kind), given.options, "attack", UPLOAD)
@@ -513,7 +516,7 @@ def _attack_kind(given: AttackConfig) -> Any:
 
 
 def _availability(experiment: Experiment, num_clients: int) -> Availability:
-    """The model of which clients are reachable. Raises DataError for a trace that cannot be used."""
+    """The model of the clients' availability. Raises DataError for a trace that cannot be used."""
     given = experiment.cohort.availability
     if isinstance(given, PluginAvailabilityConfig):
         function = with_options(AVAILABILITY_KINDS.resolve(given.kind), given.options, "availability", ARGUMENTS)
@@ -537,7 +540,7 @@ def population_of(experiment: Experiment, num_clients: int) -> Population:
 
 
 def ignored_events(experiment: Experiment) -> str | None:
-    """Which events of the schedule have no effect, in words; None if all take place."""
+    """Text that names the events of the schedule that have no effect; None if all have an effect."""
     if late := sorted({event.round for event in experiment.events if event.round > experiment.rounds}):
         rounds = f"round{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
         return f"the events of the schedule in {rounds} are ignored: the last round is {experiment.rounds}"
@@ -556,9 +559,9 @@ def _check_attack(attack: Attack, count: int) -> None:
 def engine_choice(
     setup: Setup, device: str, measured: Callable[[], autotune.EngineChoice], kept: str | None = None
 ) -> autotune.EngineChoice:
-    """The configured engine, the engine that the run began with, or the engine that is fastest in a measurement.
+    """The configured engine, the engine that the run began with, or the fastest engine in a measurement.
 
-    device: name of the device of the hosts. kept: the engine of the run before it was interrupted; None: it begins.
+    device: name of the device of the hosts. kept: the engine of the run before it was interrupted; None: a new run.
     """
     wanted = setup.experiment.runtime.engine
     if wanted != "auto":
