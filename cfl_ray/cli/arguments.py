@@ -7,7 +7,7 @@ import typer
 
 STDOUT = Path("-")  # as the value of --output
 
-File = Annotated[  # as it was given: a path would take a slash out of an override, as in data.shards=s3://bucket/shards
+File = Annotated[  # str: a Path would drop a slash of an override such as data.shards=s3://bucket/shards
     str | None,
     typer.Argument(help="Experiment as YAML; default: the built-in example, rotated digits.", show_default=False),
 ]

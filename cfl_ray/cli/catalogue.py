@@ -33,11 +33,11 @@ from cfl_ray.tracking import TRACKERS, Mlflow
 
 @dataclass(frozen=True)
 class ListedPart:
-    """One part, in words."""
+    """A part as text."""
 
     name: str
     origin: str  # "cfl_ray", or the package that it is installed with
-    description: str  # one line
+    description: str  # a single line
     parameters: str  # with their defaults; empty: none
 
 
@@ -45,11 +45,11 @@ class ListedPart:
 class PartKind:
     """A kind of part.
 
-    given: parameters that a part is passed, and that no config sets.
+    given: parameters that the caller passes to a part and a config cannot set.
     """
 
     registry: Registry[Any]
-    own: str  # how to write a plugin, in words
+    own: str  # how to write a plugin, as text
     example: str  # in a config
     page: str  # of the documentation
     given: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ def _shown(default: Any) -> str:
     return as_yaml(default) if isinstance(default, (str, int, float, bool, list, dict, type(None))) else repr(default)
 
 
-# One line per kind: everything else about a kind is in its registry.
+# A line per kind: all other facts about a kind are in its registry.
 KINDS: Mapping[str, PartKind] = {
     "methods": PartKind(METHODS, "a subclass of cfl_ray.Method", "methods: [my.py:MyMethod]", "docs/extend/method.md"),
     "models": PartKind(
@@ -222,7 +222,7 @@ KINDS: Mapping[str, PartKind] = {
     ),
 }
 
-OTHER_NAMES: Mapping[str, str] = {  # what users may call a kind, and its name above
+OTHER_NAMES: Mapping[str, str] = {  # another name of a kind -> its name above
     "data": "datasets",
     "sources": "datasets",
     "source": "datasets",

@@ -1,4 +1,4 @@
-"""The program `cfl-ray`: its commands, and what becomes of an error.
+"""The program `cfl-ray`: its commands and exit status.
 
 Exit status: 0 success, 1 failed run, 2 invalid input, 3 a method diverged, 130 interrupted.
 """
@@ -68,10 +68,10 @@ def _version(wanted: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line. Every error becomes one message and an exit status."""
+    """Runs the command line. Every error becomes a message and an exit status."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # of characters that the terminal lacks, such as the sign of a spread
+            stream.reconfigure(errors="replace")  # for characters that the terminal lacks, such as ±
     try:
         app(arguments, standalone_mode=True)
     except RunStopped as stopped:
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _message_of_interruption(error: BaseException | None) -> str | None:
-    """Returns the message of the Interrupted during which `error` was raised; None if there is none."""
+    """Returns the message of the Interrupted exception during which `error` was raised; None without it."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return str(error) if error else None

@@ -1,4 +1,4 @@
-"""Output of commands: results go to standard output, warnings and errors to the other, all without credentials."""
+"""Output of commands, without credentials: results on standard output, warnings and errors on standard error."""
 
 import shlex
 
@@ -20,5 +20,5 @@ def warn(text: str) -> None:
 
 
 def command_line(*parts: object) -> str:
-    """Returns a command that can be pasted into a shell; a part that is None is left out."""
+    """Returns a command that can be pasted into a shell; parts that are None are skipped."""
     return shlex.join(["cfl-ray", *(str(part) for part in parts if part is not None)])

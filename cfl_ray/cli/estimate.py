@@ -41,8 +41,8 @@ from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.resources import resources_for
 from cfl_ray.system.machine import available_memory, usable_cpus
 
-_CLIENT_BYTES = 50  # of a client on the server, at its peak, measured with a million clients
-_PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
+_CLIENT_BYTES = 50  # peak server memory per client, measured with a million clients
+_PROCESS_BYTES = 450e6  # memory of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Sizes:
     local: LocalSGD
     online: int  # clients before round 1
     cohort: int  # clients of a round, or of a server step in asynchronous rounds
-    compared: dict[str, tuple[int, int]]  # by method that compares clients pair by pair: how many, and the bytes of it
+    compared: dict[str, tuple[int, int]]  # (clients, bytes of their pairs), by method that compares pairs of clients
     secure: SecureAggregation | None = None
 
     @classmethod
@@ -96,7 +96,7 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The sizes of an experiment that can run, and the traffic of its methods."""
+    """The sizes of a valid experiment, and the traffic of its methods."""
 
     setup: Setup  # on a stand-in for the federation
     sizes: _Sizes
@@ -107,7 +107,7 @@ class Estimate:
 
     @property
     def warnings(self) -> list[str]:
-        """Keys that are valid and have no effect, or probably not the one that was meant."""
+        """A line for each key that is valid but has no effect, or probably another effect than intended."""
         clients = self.sizes.federation.clients
         wanted = {label: getattr(method, "num_clusters", None) or 0 for label, method in self.setup.methods.items()}
         empty = [
@@ -137,8 +137,9 @@ def estimate(experiment: Experiment, summary: FederationSummary | None = None) -
 
 
 def time_of_a_round(setup: Setup, label: str) -> tuple[float, float]:
-    """Returns the mean virtual seconds of a method's first rounds, and the share of the selected clients that a round
-    did not wait for at its deadline. Of at most 20 rounds, without clients that join or leave.
+    """Returns the mean virtual seconds of a round, and the share of the selected clients that miss its deadline.
+
+    Means over the method's first rounds, at most 20, without clients that join or leave.
     """
     federation, experiment, rounds = setup.federation, setup.experiment, min(setup.experiment.rounds, 20)
     time = setup.time_of(label, setup.network().spec, lambda ids: federation.num_samples_N[ids])
@@ -162,7 +163,7 @@ def time_of_a_round(setup: Setup, label: str) -> tuple[float, float]:
 
 
 def estimate_study(runs: Sequence[StudyRun]) -> list[tuple[StudyRun, Estimate]]:
-    """Returns the estimates of a study's runs with its first seed. Raises ConfigError for a run that cannot be made."""
+    """Returns the estimates of a study's runs with its first seed. Raises ConfigError for a run that is not valid."""
     known: dict[str, FederationSummary] = {}
     estimates = []
     for run in runs:
@@ -180,7 +181,7 @@ def estimate_study(runs: Sequence[StudyRun]) -> list[tuple[StudyRun, Estimate]]:
 
 
 def _stand_in(summary: FederationSummary, seed: int) -> Federation:
-    """Returns a federation of these sizes, whose samples are never generated."""
+    """Returns a federation of these sizes whose samples are not generated."""
     federation = SyntheticFederation(
         summary.clients, input=tuple(summary.input), classes=max(summary.num_classes, 2), groups=1, samples=1, seed=seed
     )
@@ -191,7 +192,7 @@ def _stand_in(summary: FederationSummary, seed: int) -> Federation:
 def check_machine(setup: Setup) -> None:
     """Raises ConfigError if this machine has no room for the hosts, or no GPU to compute on.
 
-    No effect if the run joins a cluster: its resources are not known before.
+    No check if the run joins a cluster: its resources are not known in advance.
     """
     runtime = setup.experiment.runtime
     if cluster_address(runtime.address) is not None or runtime.backend != "ray":
@@ -249,7 +250,7 @@ def show_study(
 ) -> None:
     """Prints the sizes of a study: its runs, and for each setting the federation, memory and traffic.
 
-    estimates: of the runs with the first of so many seeds.
+    estimates: those of the runs with the first seed. seeds: number of seeds.
     """
     for setting, group in groupby(estimates, lambda estimate: estimate[0].setting):
         of_setting = list(group)
@@ -339,7 +340,7 @@ def _show_deferred(sizes: _Sizes, estimates: dict[str, TrafficEstimate], console
 
 
 def _show_seconds(estimate: Estimate, console: Console) -> None:
-    """Prints the expected virtual time of a round, and of all, for experiments with a clock; then who is too late."""
+    """Prints the expected virtual time of a round and of all rounds, and the share of late clients, with a clock."""
     rounds = estimate.setup.experiment.rounds
     each = ", ".join(f"{label} {s:.4g} s ({s * rounds:.4g} s in all)" for label, s in estimate.seconds.items())
     if each:

@@ -1,4 +1,4 @@
-"""Input of commands: experiments with their overrides, and whose files the user trusts."""
+"""Input of commands: experiments with their overrides, and the user's consent to import files of other users."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a sub
 def load_experiment(file: str | None, overrides: list[str] | None, asks: bool = False) -> "Experiment":
     """Returns the experiment. A first argument with `=` that is no file is an override of the built-in example.
 
-    asks: before a Python file of another user is imported.
+    asks: whether to ask before a Python file of another user is imported.
     """
     from cfl_ray import config
     from cfl_ray.methods import resolve
@@ -40,7 +40,7 @@ def load_experiment(file: str | None, overrides: list[str] | None, asks: bool = 
 
 
 def is_file(argument: str) -> bool:
-    """Whether an argument names a file; an override may be longer than names of files are."""
+    """Whether an argument names a file; False for an override that is too long for a file name."""
     try:
         return Path(argument).is_file()
     except OSError:
@@ -48,7 +48,7 @@ def is_file(argument: str) -> bool:
 
 
 def may_import(run_dir: Path, trust: bool) -> bool:
-    """Whether the user trusts the files that a run names; False if there is nothing to ask."""
+    """Whether the user trusts the files that a run names; False if no question is needed."""
     from cfl_ray.results.trust import load_record
     from cfl_ray.run_directory import RunDirectory
 
@@ -57,7 +57,7 @@ def may_import(run_dir: Path, trust: bool) -> bool:
 
 
 def is_trusted(check: Callable[[], object], trust: bool = False) -> bool:
-    """Whether the user trusts what `check` refuses: by the option, or asked on a terminal."""
+    """Whether the user accepts what `check` refuses: by the option, or by an answer on the terminal."""
     from cfl_ray.results.trust import UntrustedError
 
     if not trust:
@@ -82,7 +82,7 @@ def output_base() -> Path | None:
 
 
 def deliver_earlier_results(experiment: "Experiment") -> None:
-    """Gives MLflow what earlier runs below the same `output` could not deliver."""
+    """Delivers to MLflow the undelivered records of earlier runs below the same `output`."""
     from cfl_ray.tracking import deliver_pending, resolve_uri
 
     if not experiment.tracking.uses_mlflow:

@@ -1,4 +1,4 @@
-"""The commands that explain what there is: `config`, `methods` and `list`."""
+"""The commands `config`, `methods` and `list`, which describe keys, methods and parts."""
 
 from typing import Annotated
 

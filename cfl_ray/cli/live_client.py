@@ -1,4 +1,4 @@
-"""The command line's view of a run: a live run is asked through its server, any other is read from its files."""
+"""The status of a run for the command line: of a live run from its server, of any other run from its files."""
 
 import os
 import sys
@@ -24,20 +24,20 @@ from cfl_ray.tracking.summary import rejected_updates, why_diverged, why_early
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The status of a run. None means not known."""
+    """The status of a run. None: not known."""
 
     experiment: str
     state: str  # live, finished, stopped, failed or died
     rounds: int  # of each method
     methods: dict[str, str]  # methods that have begun, by label: finished, at work or begun
     waiting: int = 0  # number of methods that have not begun
-    method: str | None = None  # the present method, or the last method
-    step: str | None = None  # of the round at work: running, evaluating, saving ...
-    phase: str | None = None  # of the method, in which its next round begins
+    method: str | None = None  # the current method, or the last method
+    step: str | None = None  # of the current round: running, evaluating, saving ...
+    phase: str | None = None  # phase of the method in its next round
     last_event: str | None = None  # of its clusters
-    round: int = 0  # the present round of a live run, else the last recorded round
+    round: int = 0  # the current round of a live run, else the last recorded round
     score: str = "accuracy"  # the first metric of the task
-    metrics: dict[str, float] = field(default_factory=dict)  # the score, its P-local, num_clusters, epsilon, at last
+    metrics: dict[str, float] = field(default_factory=dict)  # last score, its P-local, num_clusters, epsilon
     evaluated: int | None = None  # round of the last evaluation
     hosts: int | None = None
     hosts_starting: int | None = None
@@ -45,11 +45,11 @@ class RunStatus:
     clients_online: int | None = None
     clients: int | None = None
     seconds_per_round: float | None = None
-    seconds_left: float | None = None  # of the present method
+    seconds_left: float | None = None  # of the current method
     last_fault: str | None = None
     fault_age: float | None = None  # seconds
-    rejected: dict[str, int] = field(default_factory=dict)  # updates rejected as not valid, of methods that have any
-    updates: dict[str, int] = field(default_factory=dict)  # of the same methods: all updates, if known
+    rejected: dict[str, int] = field(default_factory=dict)  # number of rejected updates, for methods with any
+    updates: dict[str, int] = field(default_factory=dict)  # number of all updates of these methods, if known
     diverged: dict[str, str] = field(default_factory=dict)  # methods that ended without a usable model, and why
     early: dict[str, str] = field(default_factory=dict)  # methods that ended before their last round, and why
     pending: list[str] = field(default_factory=list)  # granted requests that have not taken effect
@@ -58,7 +58,10 @@ class RunStatus:
 
 
 def status(run_dir: Path) -> RunStatus:
-    """The status of a run, live or not. Raises ConfigError without a run, and for a live run with a foreign session."""
+    """The status of a run, live or not.
+
+    Raises ConfigError without a run, and for a live run whose session file this user did not sign for this folder.
+    """
     directory = _run(run_dir)
     experiment, live = config.load(directory.config), directory.is_live
     session = read_server_address(run_dir) if live else None
@@ -114,7 +117,7 @@ def status(run_dir: Path) -> RunStatus:
 
 
 def ask(run_dir: Path, verb: str, *arguments: Any) -> str:
-    """Sends a request to a live run and returns what will happen.
+    """Sends a request to a live run and returns its effect as text.
 
     Raises RunError if the run is not live, ConfigError if the request is refused.
     """
@@ -133,9 +136,9 @@ def ask(run_dir: Path, verb: str, *arguments: Any) -> str:
 
 
 def own_step(run_dir: Path) -> str | None:
-    """The step of the round at work in the run on Ray that this process drives; None if it is not known."""
+    """The step of the current round in the run on Ray that this process drives; None if it is not known."""
     ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():  # to join a cluster is not worth it
+    if ray is None or not ray.is_initialized():  # the step is not worth joining a cluster
         return None
     try:
         session = read_server_address(run_dir)
@@ -153,7 +156,7 @@ def _ask_server(session: ServerAddress, verb: str, *arguments: Any) -> Any:
 
 
 def _server_status(run_dir: Path, session: ServerAddress) -> dict[str, Any]:
-    """The server's status; only its step if it cannot be asked, empty if the run ended meanwhile."""
+    """The server's status; only the reason as `state` if it does not answer, empty if the run has ended meanwhile."""
     try:
         return _ask_server(session, "status")
     except RunError as error:
@@ -171,7 +174,7 @@ def _run(run_dir: Path) -> RunDirectory:
 
 
 def _begun(run_dir: Path) -> dict[str, str]:
-    """The methods that have begun, by label, the latest last: finished or begun. Runs no code that the config names."""
+    """The methods that have begun, latest last: label -> finished or begun. Runs no code that the config names."""
     infos = {file.parent: read_info(file.parent) for file in run_dir.glob(f"*/{RunDirectory.info.name}")}
     begun = sorted(infos, key=lambda directory: infos[directory].time_ms)
     return {
@@ -193,9 +196,9 @@ def _cluster_events(records: list[RoundRecord]) -> Iterator[ClusterEvent]:
 
 
 def _seconds_per_round(records: list[RoundRecord]) -> float | None:
-    """The median time between the last rounds, with evaluation and checkpoint; insensitive to one pause.
+    """The median time between the last rounds, evaluation and checkpoint included; a single pause does not change it.
 
-    Of a clock that was put back meanwhile, the rounds since then.
+    If the clock was set back, only rounds after that count.
     """
     between = [(after.time_ms - before.time_ms) / 1000 for before, after in pairwise(records[-6:])]
     between = [seconds for seconds in between if seconds >= 0]

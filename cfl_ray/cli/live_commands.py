@@ -1,4 +1,4 @@
-"""The commands about a run under way: `status`, `join`, `leave` and `stop`."""
+"""The commands for a live run: `status`, `join`, `leave` and `stop`."""
 
 import os
 from pathlib import Path

@@ -37,15 +37,15 @@ from cfl_ray.tracking import where_to_look
 from cfl_ray.tracking.record import is_evaluated
 from cfl_ray.tracking.summary import why_diverged, why_early
 
-WATCH_SECONDS = 2.0  # between two looks at the round at work
-LONG_ROUND_SECONDS = 10.0  # from which a round's step is shown
-MAX_NOTES = 8  # notes of one round that are shown
+WATCH_SECONDS = 2.0  # between two checks of the current round
+LONG_ROUND_SECONDS = 10.0  # the step of longer rounds is shown
+MAX_NOTES = 8  # largest number of notes shown per round
 
 
 class Pace:
-    """The time that rounds take, and an estimate of the time left. The first round of a method, a warm-up, is left out.
+    """Seconds per round, and an estimate of the time left. The first round of a method, a warm-up, is excluded.
 
-    Only rounds of this process count: those of a resumed run before its interruption are not known here.
+    Only rounds of this process count, not rounds before a resumption.
     """
 
     def __init__(self, rounds: int) -> None:
@@ -69,7 +69,7 @@ class Pace:
         return fmean(warm) * (self.rounds - round) if warm else None
 
     def left_of_run(self, label: str, round: int, waiting: int) -> float | None:
-        """Returns the seconds left of the run with `waiting` methods to come, each at the mean pace of those so far."""
+        """Returns the seconds left of the run; the `waiting` methods take the mean time of the methods so far."""
         left = self.left_of_method(label, round)
         if left is None:
             return None
@@ -186,7 +186,7 @@ class Display(Watcher):
         self.progress.update(self.bars[label], metrics="  ".join(shown))
 
     def _watch_long_rounds(self) -> None:
-        """Shows, of a round that takes long, how long it takes and its step, until the display ends."""
+        """Shows the elapsed time and the step of long rounds until the display ends."""
         while not self.ended.wait(WATCH_SECONDS):
             at_work, seconds = self.at_work, time.monotonic() - self.pace.since
             if at_work is None or seconds < LONG_ROUND_SECONDS:
@@ -197,7 +197,7 @@ class Display(Watcher):
                 self._show(label, f"round {done + 1}: {f'{step}, ' if step else ''}{duration(seconds)} so far")
 
     def _time_left(self, label: str, report: RoundReport) -> str:
-        """Returns the time left of the method and of the run, in words; empty if it is not known."""
+        """Returns the time left of the method and of the run as text; empty if it is not known."""
         waiting = len(self.labels) - self.labels.index(label) - 1 if label in self.labels else 0
         of_method = self.pace.left_of_method(label, report.round)
         of_run = self.pace.left_of_run(label, report.round, waiting)
@@ -236,7 +236,7 @@ class Display(Watcher):
             raise Diverged(f"{reasons}; lower local.lr, or set local.clip_norm")
 
     def _show_table(self, results: Results) -> None:
-        """Prints the table of results, and what to know of them."""
+        """Prints the table of results and warnings about them."""
         print_table(comparison(results), self.console)
         self._line(
             f"{score_of(results)}: of the model that the server would give each client next, mean over clients "

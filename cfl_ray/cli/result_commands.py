@@ -1,4 +1,4 @@
-"""The commands that show what runs have given: `table`, `report` and `export`."""
+"""The commands for the results of runs: `table`, `report` and `export`."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ def table(
 ) -> None:
     """Print a table of the methods of some runs: mean and standard deviation over seeds.
 
-    Runs that differ only in the seed are one experiment; so are those of one setting of a study. With a single
+    Runs that differ only in the seed form an experiment, as do the runs of a setting of a study. With a single
     --metric, several experiments are columns. p is the p-value of a paired t-test against the best method, with three
     seeds or more.
     """
@@ -70,7 +70,7 @@ def report(
 ) -> None:
     """Write the report of some runs, or of a study: settings, a table and figures in one self-contained HTML page.
 
-    Runs that differ only in the seed are one experiment: curves and the table show the mean over its seeds.
+    Runs that differ only in the seed form an experiment: curves and the table show the mean over its seeds.
     """
     from cfl_ray.results.reporting import report_page, write_report
     from cfl_ray.run_directory import RunDirectory
@@ -101,7 +101,7 @@ def export(
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Write the model of a cluster, or the one that a client predicts with, to a file. The run may still be live."""
+    """Write the model of a cluster, or the model that a client predicts with, to a file. The run may be live."""
     from cfl_ray.results.export import export_model
     from cfl_ray.runtime.load import load_run
 

@@ -51,7 +51,7 @@ def run(
 def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False) -> None:
     """Resume a run that was stopped or has died, from its last checkpoint.
 
-    RUN may be the folder of a study: its unfinished runs continue, and those that failed are tried again.
+    RUN may be the folder of a study: its unfinished runs continue, and failed runs are repeated.
     """
     from cfl_ray.cli.progress import Display
     from cfl_ray.results.load import finished_results

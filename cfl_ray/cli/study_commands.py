@@ -60,7 +60,7 @@ def sweep(
 ) -> None:
     """Run a study over values of any keys: a grid, random values, or values that Optuna suggests from earlier results.
 
-    It ends with the trials, best first. Otherwise like `compare`.
+    Prints the trials at the end, best first; otherwise like `compare`.
     """
     study = study_from(file, overrides)
     if study.sweep is None:

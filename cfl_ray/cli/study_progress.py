@@ -28,17 +28,17 @@ from cfl_ray.tracking import RoundRecord, where_to_look
 if TYPE_CHECKING:
     import pandas as pd
 
-_MOST_COLUMNS = 5  # settings that are columns of a table; more are its rows
-_MOST_TRIALS = 30  # that are printed of a method in a setting
-_MOST_BARS = 16  # of runs at work
-_LINE_BYTES = 1 << 20  # more than a line of a metrics log has
+_MOST_COLUMNS = 5  # more settings are rows of a table, not columns
+_MOST_TRIALS = 30  # printed trials of a method in a setting
+_MOST_BARS = 16  # bars of live runs
+_LINE_BYTES = 1 << 20  # longer than any line of a metrics log
 
 
 class StudyDisplay(StudyWatcher):
-    """Bars of the study and of the runs at work on a terminal; otherwise a line for each run that ends."""
+    """Bars of the study and of its live runs on a terminal; otherwise a line for each run that ends."""
 
     def __init__(self, console: Console, learns: bool = False) -> None:
-        """learns: whether the runs follow from the results of others, so that the time left is not known."""
+        """learns: whether runs depend on earlier results, so that the time left is not known."""
         self.console, self.learns, self.seconds = console, learns, list[float]()
         columns = [
             TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
@@ -49,7 +49,7 @@ class StudyDisplay(StudyWatcher):
         ]
         self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
         self.whole: TaskID | None = None
-        self.bars: dict[str, TaskID] = {}  # of the runs at work, by name
+        self.bars: dict[str, TaskID] = {}  # of the live runs, by name
         self.root, self.at_once, self.left = Path(), 1, 0
 
     def __enter__(self) -> "StudyDisplay":
@@ -105,7 +105,7 @@ class StudyDisplay(StudyWatcher):
     # ---- the end
 
     def finish(self, results: StudyResults) -> None:
-        """Prints the tables, where results are, and what failed."""
+        """Prints the tables, the paths of the results, and the failed runs."""
         if results.study.sweep is not None:
             show_trials(results.trials, results.best, results.study.sweep.metric, self.console)
         elif results.figures.run_metrics:
@@ -124,7 +124,7 @@ class StudyDisplay(StudyWatcher):
 
 
 def _last_record(run: StudyRun, root: Path) -> RoundRecord | None:
-    """The last round that is recorded of a run."""
+    """The last recorded round of a run."""
     for log in run.folder(root).glob(f"*/{RunDirectory.metrics.name}"):
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LINE_BYTES))
@@ -137,8 +137,8 @@ def _last_record(run: StudyRun, root: Path) -> RoundRecord | None:
 def show_tables(table: "pd.DataFrame", metrics: Sequence[str], console: Console) -> None:
     """Prints a table for each metric: a row for each method and a column for each setting, or the other way round.
 
-    table: of `table_of`. metrics: empty, or none in the table: the score of the task, its P-local, and ARI, as far as
-        the table has them.
+    table: of `table_of`. metrics: if the table has none of them, the score of the task, its P-local and ARI, if
+        present, are shown.
     """
     known = [name for name in table.columns if f"{name}_std" in table.columns]
     usual = (known[0], f"{known[0]}_local", "ari")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.tracking import RoundRecord
 
 _CLUSTERS = {"ari": "ARI", "num_clusters": "clusters"}
-_WRAPPED_NAME = 16  # columns of a method's name that a table of numbers leaves at least; a longer name wraps
+_WRAPPED_NAME = 16  # least width of the column of method names in a table of numbers; a longer name wraps
 SECONDS = (
     "seconds: training of a round (the median without the first round, which warms up) and of all rounds; "
     "evaluation and start are not included"
@@ -36,7 +36,7 @@ SECONDS = (
 
 
 def metrics_line(metrics: Mapping[str, float]) -> str:
-    """Returns the main metrics in one line: accuracy, clusters and ARI, as far as they apply."""
+    """Returns accuracy, number of clusters and ARI, if present, in a line."""
     score = primary_of(metrics)
     names = [name for name in (score, "num_clusters", "ari") if name in metrics]
     return "  ".join(f"{_CLUSTERS.get(name, name)} {_format(name, metrics[name])}" for name in names)
@@ -48,12 +48,12 @@ def score_of(results: "Results") -> str:
 
 
 def method_table(title: str, headings: Sequence[str]) -> Table:
-    """Returns a table of numbers by method; in a narrow terminal the methods' names wrap, and nothing is cut off."""
+    """Returns a table of numbers by method; in a narrow terminal the names wrap, and no text is cut off."""
     return number_table(title, headings, "method")
 
 
 def number_table(title: str, headings: Sequence[str], first: str) -> Table:
-    """Returns such a table whose first column, of names, is headed `first`."""
+    """Returns a table of numbers whose first column has names and the heading `first`."""
     table = Table(title=title)
     table.add_column(first, overflow="fold")
     for heading in headings:
@@ -85,7 +85,7 @@ def _width(column: Column) -> int:
 
 
 def comparison(results: "Results") -> Table:
-    """Returns a table with one row of metrics per method that has been evaluated."""
+    """Returns a table with a row of metrics per evaluated method."""
     score = score_of(results)
     evaluated = {label: result for label, result in results.methods.items() if result.final}
     shown = {score: score, f"{score}_local": "P-local", **_CLUSTERS}
@@ -102,7 +102,7 @@ def comparison(results: "Results") -> Table:
 
 
 def seconds_a_round(records: "Sequence[RoundRecord]") -> float:
-    """Returns the median of the rounds' seconds, without round 1 if there are others."""
+    """Returns the median seconds of a round, without round 1 unless it is the only round."""
     seconds = [(record.round, record.metrics.get("round_seconds", math.nan)) for record in records]
     return median(
         [duration for round, duration in seconds if round > 1] or [duration for _, duration in seconds] or [math.nan]
@@ -110,7 +110,7 @@ def seconds_a_round(records: "Sequence[RoundRecord]") -> float:
 
 
 def alone_warning(final: Mapping[str, float]) -> str | None:
-    """Why a clustering is of no use: every client is a cluster of its own; otherwise None."""
+    """A warning if every client is a separate cluster; otherwise None."""
     clusters, clients = final.get("num_clusters", 0.0), final.get("clients_online", 0.0)
     if clusters < 2 or clusters < clients:
         return None
@@ -121,7 +121,7 @@ def alone_warning(final: Mapping[str, float]) -> str | None:
 
 
 def rejection_warning(label: str, records: "Sequence[RoundRecord]") -> str | None:
-    """Why the results of a method may be of no use: updates were rejected; None if none was."""
+    """A warning about rejected updates of a method; None if none was rejected."""
     rejected = rejected_updates(records)
     if not rejected.count:
         return None
@@ -139,9 +139,9 @@ def _format(name: str, value: float) -> str:
 
 
 def choice_line(methods: "Mapping[str, Method[Any]]", limit: int | None, most: int) -> str | None:
-    """Returns how clients choose models for the evaluation; None if no method compares models, or no limit acts.
+    """Returns how clients choose models for the evaluation; None if no method compares models or the limit is unused.
 
-    limit: `evaluation.choice_samples`. most: training samples of the largest client.
+    limit: `evaluation.choice_samples`. most: number of training samples of the largest client.
     """
     choosing = [label for label, method in methods.items() if method.compares_models]
     if not choosing or limit is None or most <= limit:
@@ -153,7 +153,7 @@ def choice_line(methods: "Mapping[str, Method[Any]]", limit: int | None, most: i
 
 
 def statistics_line(has_batch_statistics: bool) -> str | None:
-    """Returns what becomes of the statistics of BatchNorm; None for a network without."""
+    """Returns a line on the treatment of BatchNorm statistics; None for a network without BatchNorm."""
     if not has_batch_statistics:
         return None
     return (
@@ -163,7 +163,7 @@ def statistics_line(has_batch_statistics: bool) -> str | None:
 
 
 def list_methods(registry: "Mapping[str, type[Method[Any]]]", console: Console) -> None:
-    """Prints a table of all methods with one line each."""
+    """Prints a table of all methods with a line each."""
     table = _folding("name", "description")
     for name, cls in sorted(registry.items()):
         table.add_row(name, cls.summary())
@@ -185,7 +185,7 @@ def list_kinds(kinds: "Mapping[str, PartKind]", console: Console) -> None:
 
 
 def list_parts(kind: "PartKind", console: Console) -> None:
-    """Prints the parts of one kind with their parameters and defaults, and how to bring your own."""
+    """Prints the parts of a kind with their parameters and defaults, and how to add a part."""
     table = _folding("name", "from", "description", "parameters and defaults")
     for part in kind.parts():
         table.add_row(*map(escape, (part.name, part.origin, part.description, part.parameters or "none")))
@@ -219,7 +219,7 @@ def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) 
 
 
 def _kept_in_words(cls: "type[Method[Any]]") -> str:
-    """Names and bytes of the parts that a client keeps between rounds, for a model of a known size."""
+    """Names and bytes of the parts that a client keeps between rounds, for a model of a known size, as text."""
     from cfl_ray.core.local_sgd import LocalSGD
     from cfl_ray.data.federation import DataShape
     from cfl_ray.models import recipe
@@ -242,7 +242,7 @@ def default_text(value: object) -> str:
 
 
 def range_text(option: Mapping[str, Any]) -> str:
-    """Returns the values that an option takes: its choices or its limits; empty if it has none."""
+    """Returns the valid values of an option: its choices or its limits; empty without either."""
     if option["choices"]:
         return " | ".join(map(str, option["choices"]))
     low, high = option["low"], option["high"]
@@ -279,7 +279,7 @@ def show_differences(experiment: "Experiment", console: Console) -> None:
 
 
 def _folding(*headings: str, title: str | None = None) -> Table:
-    """Returns a table of texts that wrap and are never cut off."""
+    """Returns a table of texts that wrap and are not cut off."""
     table = Table(title=title)
     for heading in headings:
         table.add_column(heading, overflow="fold")
@@ -287,7 +287,7 @@ def _folding(*headings: str, title: str | None = None) -> Table:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns a nested mapping by dotted keys."""
+    """Returns the values of a nested mapping by dotted key."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         inner = isinstance(value, Mapping) and value
@@ -300,7 +300,7 @@ def _indented(console: Console, text: Text, columns: int) -> None:
 
 
 def show_status(status: "RunStatus", console: Console) -> None:
-    """Prints one row per known fact about a run."""
+    """Prints a row for each known fact about a run."""
     table = _folding("fact", "value", title=f"{status.experiment}: {status.state}")
     table.show_header = False
     for name, value in _status_rows(status).items():
@@ -343,7 +343,7 @@ def _status_rows(status: "RunStatus") -> dict[str, str | None]:
 
 
 def show_study_status(status: "StudyStatus", console: Console) -> None:
-    """Prints one row per known fact about a study."""
+    """Prints a row for each known fact about a study."""
     table = _folding("fact", "value", title=f"study {status.study}: {status.state}")
     table.show_header = False
     rows = {
