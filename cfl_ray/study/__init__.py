@@ -1,1 +1,1 @@
-"""Studies: the runs of methods x settings x seeds, packed onto a machine or a cluster, and their comparison."""
+"""Studies: runs of methods x settings x seeds in parallel on a machine or a cluster, and their comparison."""

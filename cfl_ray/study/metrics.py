@@ -1,4 +1,4 @@
-"""Names of the metrics that a study's runs record, and warnings about others that it names."""
+"""Names of the metrics that a study's runs record, and warnings about unknown metrics in its config."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def scores_of(experiment: Experiment) -> set[str]:
 
 
 def metric_warnings(study: Study, runs: Sequence[StudyRun]) -> list[str]:
-    """A sentence for each metric of the study that is not known: it is misspelt, or a diagnostic of a method."""
+    """A warning for each unknown metric of the study, which is misspelt or a diagnostic of a method."""
     known = {*METRICS, *_OF_TABLES}
     for run in runs:
         known |= {*scores_of(run.experiment), *cluster_diagnostics_of(_names_of(run.experiment)[0])}

@@ -14,15 +14,15 @@ from cfl_ray.results.load import finished_results
 from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.run_directory import RunDirectory
 
-LONGEST_LABEL = 200  # of a method: it names a folder, for which file systems allow 255
+LONGEST_LABEL = 200  # of a method; the label is a folder name, which file systems limit to 255 bytes
 
 
 @dataclass(frozen=True)
 class StudyRun:
-    """A method in a setting with a seed: a run of its own.
+    """A run: a method in a setting with a seed.
 
     The experiment has this method alone, without its label; keys of `local` that the method sets are in its section
-    `local`. So it is the same run in every study that has it.
+    `local`. So the run is identical in all studies that contain it.
     """
 
     setting: str
@@ -35,7 +35,7 @@ class StudyRun:
 
     @property
     def name(self) -> str:
-        """The run in words."""
+        """The run as text."""
         return f"{self.setting}, {self.method}, seed {self.seed}"
 
     def folder(self, root: Path) -> Path:
@@ -68,9 +68,9 @@ ALL = Selection()
 
 
 def plan(study: Study, only: Selection = ALL, trials: Sequence[Mapping[str, Any]] = ({},)) -> list[StudyRun]:
-    """The runs, all of the first seed before those of the second. Raises ConfigError for a run that is not possible.
+    """The runs, ordered by seed first. Raises ConfigError for an invalid run.
 
-    trials: parameters of each trial of a sweep, which runs in every setting; {}: no sweep.
+    trials: parameters of each trial of a sweep; every trial runs in every setting. {}: no sweep.
     """
     _check(only.settings, study.setting_names, "setting")
     _check(only.seeds, study.seeds, "seed")
@@ -137,7 +137,7 @@ def _experiment(study: Study, values: dict[str, Any], entry: Any, seed: int) -> 
         options.pop("label", None)
         if own := options.pop("local", None):
             shared = values.get("local") or {}
-            if isinstance(shared, dict):  # otherwise it is refused below
+            if isinstance(shared, dict):  # any other type is rejected below
                 values["local"] = shared | own  # as `changed_local` does
         entry = {name: options} if options else name
     experiment = study.paths_of(Experiment(**values | {"methods": [entry]}))

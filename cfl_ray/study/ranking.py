@@ -28,8 +28,8 @@ class RankedTrial:
     parameters: Mapping[str, Any]
     values: Mapping[int, float]  # of the metric, by seed; empty: no run is finished
     place: int = 1  # 1: the best; equal trials have the same place
-    p: float = math.nan  # of a paired t-test against the first trial, over common seeds; NaN if there is none
-    effect: float = math.nan  # size: the mean difference over its standard deviation
+    p: float = math.nan  # of a paired t-test against the first trial, over common seeds; NaN without a test
+    effect: float = math.nan  # effect size: mean of the differences over their standard deviation
 
     @property
     def mean(self) -> float:
@@ -38,7 +38,7 @@ class RankedTrial:
 
     @property
     def std(self) -> float:
-        """Standard deviation of a sample over the seeds; NaN for a single seed, and if a value is infinite."""
+        """Sample standard deviation over the seeds; NaN for a single seed, and if a value is infinite."""
         values = self.values.values()
         return stdev(values) if len(values) > 1 and math.isfinite(sum(values)) else math.nan
 
@@ -49,8 +49,8 @@ class RankedTrial:
 
 
 def rank(study: Study, runs: Sequence[StudyRun], figures: StudyFigures) -> list[RankedTrial]:
-    """The trials of a sweep, by setting and method in the order of the study, the best first; unfinished ones last."""
-    assert study.sweep is not None  # it is a sweep
+    """The trials of a sweep by setting and method in the order of the study, best first, unfinished trials last."""
+    assert study.sweep is not None  # only sweeps are ranked
     metric, sign = study.sweep.metric, 1 if goal_of(study.sweep) == "minimize" else -1
     groups: dict[tuple[str, str], dict[str, list[StudyRun]]] = {}
     for run in runs:
@@ -64,7 +64,7 @@ def rank(study: Study, runs: Sequence[StudyRun], figures: StudyFigures) -> list[
             of_group.append(RankedTrial(setting, method, of_trial[0].parameters, values))
 
         def goodness(trial: RankedTrial) -> tuple[int, float]:
-            return -len(trial.values), sign * _known(trial.mean)  # with fewer seeds, a mean is not comparable
+            return -len(trial.values), sign * _known(trial.mean)  # means over fewer seeds are not comparable
 
         of_group.sort(key=goodness)
         order = [goodness(trial) for trial in of_group]
@@ -79,7 +79,7 @@ def _known(value: float) -> float:
 
 
 def best_of(ranked: Sequence[RankedTrial]) -> list[RankedTrial]:
-    """The best trial of each method in each setting, if it has a finished run."""
+    """The best trial of each method in each setting, if any trial has a finished run."""
     best: dict[tuple[str, str], RankedTrial] = {}
     for trial in ranked:
         if trial.values:

@@ -8,7 +8,7 @@ from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.system.machine import available_memory, usable_cpus
 
 _MOST_AT_ONCE = 64
-_RUN_BYTES = 1e9  # of available memory for each process, which takes 0.5 GB for torch before any data
+_RUN_BYTES = 1e9  # available memory per process; torch alone takes 0.5 GB
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Resources:
 
     at_once: int
     hosts: int | None  # of each run on a Ray cluster; None: each run in a process of this machine, without Ray
-    gpus: tuple[str, ...] = ()  # of this machine, as CUDA_VISIBLE_DEVICES names them, assigned to the processes in turn
+    gpus: tuple[str, ...] = ()  # of this machine, as in CUDA_VISIBLE_DEVICES, assigned to the processes in turn
 
     def __str__(self) -> str:
         if self.hosts is None:
@@ -25,18 +25,18 @@ class Resources:
         return f"{self.at_once} at a time, each with {self.hosts} client host{'s' * (self.hosts > 1)}"
 
     def gpu_of(self, process: int) -> str | None:
-        """The GPU of a process, numbered from 0; None: Ray decides, or there is no GPU."""
+        """The GPU of a process (numbered from 0); None: Ray decides, or the machine has no GPU."""
         return self.gpus[process % len(self.gpus)] if self.gpus and self.hosts is None else None
 
 
 def resources_for(runtime: RuntimeConfig, runs: int, at_once: int | None = None) -> Resources:
     """The resources for this number of runs: this machine, or the cluster of `runtime.address` or RAY_ADDRESS.
 
-    A run with one host is most efficient, as it exchanges nothing between processes. So there are as many runs at once
-    as there is room for hosts; if there is room for more hosts than runs, the runs share it. The processes of the runs
-    are on this machine in any case, and its available memory limits their number.
+    A run with a single host is most efficient, since no data pass between processes. So as many runs are parallel as
+    hosts fit; if more hosts than runs fit, the runs share them. The processes of the runs are always on this machine,
+    whose available memory limits their number.
 
-    at_once: at most so many at a time; None: as many as there is room for.
+    at_once: largest number of parallel runs; None: as many as fit.
     """
     address = cluster_address(runtime.address) if runtime.backend == "ray" else None
     memory = int(available_memory() / _RUN_BYTES)
@@ -55,14 +55,14 @@ def resources_for(runtime: RuntimeConfig, runs: int, at_once: int | None = None)
 
 
 def _room_here(runtime: RuntimeConfig, gpus: int) -> int:
-    """Number of runs by the CPUs and GPUs of this machine; 1 per GPU if `gpus_per_host` is 0."""
+    """Number of runs that the CPUs and GPUs of this machine allow; 1 per GPU if `gpus_per_host` is 0."""
     by_cpus = usable_cpus() / runtime.cpus_per_host
     by_gpus = gpus / (runtime.gpus_per_host or 1.0) if gpus else float("inf")
     return int(min(by_cpus, by_gpus) + 1e-9)
 
 
 def _gpus() -> tuple[str, ...]:
-    """The GPUs that this process sees."""
+    """The GPUs that are visible to this process."""
     import torch
 
     count = torch.cuda.device_count()

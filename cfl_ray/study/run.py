@@ -1,4 +1,4 @@
-"""Runs a study from start to end, or continues one that stopped."""
+"""Runs a study, or continues a stopped study."""
 
 from __future__ import annotations
 
@@ -62,30 +62,30 @@ if TYPE_CHECKING:
 
 
 _PACKED = ("backend", "address", "hosts", "clients_per_host", "gpus_per_host", "cpus_per_host", "device")
-_DRAWN = 8  # settings with figures in MLflow; the report has those of all
-_MORE_SECONDS = 5.0  # to wait for runs whose study was killed
+_DRAWN = 8  # number of settings with figures in MLflow; the report has figures of all settings
+_MORE_SECONDS = 5.0  # added to END_SECONDS in the wait for runs whose study was killed
 
 
 @dataclass
 class StudyWatcher:
-    """Receives what happens during a study; the default ignores it."""
+    """Receives the events of a study; the methods of this class do nothing."""
 
     def planned(self, runs: Sequence[StudyRun], finished: Sequence[StudyRun], resources: Resources, root: Path) -> None:
-        """Runs to run, and those that were finished before. A sweep that learns plans several times."""
+        """Runs to execute, and runs that are finished already. Called several times in a sweep that learns."""
 
     def live(self, runs: Sequence[StudyRun]) -> None:
-        """The runs at work, about once a second."""
+        """The live runs, about once a second."""
 
     def ended(self, outcome: RunOutcome) -> None:
         """A run has ended."""
 
     def warn(self, text: str) -> None:
-        """Something is wrong that does not end the study."""
+        """A warning about a problem that does not end the study."""
 
 
 @dataclass(frozen=True)
 class StudyResults:
-    """The runs of a study, as far as they are finished."""
+    """The results of the finished runs of a study."""
 
     study: Study
     root: Path  # folder of the study
@@ -104,7 +104,7 @@ class StudyResults:
         return best_of(self.trials)
 
     def table(self) -> pd.DataFrame:
-        """Mean and spread over the seeds of the study's metrics that runs have; without any, of the usual metrics."""
+        """Mean and spread over the seeds of the study's recorded metrics; if none is recorded, of the usual metrics."""
         run_metrics = self.figures.run_metrics
         return table_of(run_metrics, measured(run_metrics, self.study.metrics))
 
@@ -125,14 +125,14 @@ def run_study(
 
     study: a `Study`, or its YAML file.
     folder: of all its runs; None: the name of the study below `output` of its experiment. Finished runs in it are not
-        repeated, and stopped ones continue.
+        repeated, and stopped runs continue.
     only: settings, methods and seeds to run; empty: all.
-    at_once: largest number of runs at the same time; None: as many as this machine, or the Ray cluster, has room for.
-    extend: folder of this study with fewer `rounds`. Runs begin with a copy of their rounds there, if any; their
-        results are the same as without.
+    at_once: largest number of parallel runs; None: as many as fit on this machine or the Ray cluster.
+    extend: folder of this study with fewer `rounds`. Runs begin with a copy of their rounds in it, if any; this does
+        not change their results.
 
-    The runs are in processes of their own, which import the calling script: its statements belong below
-    `if __name__ == "__main__":`. A run that fails does not end the others. Raises ConfigError for bad input,
+    Each run is in a separate process that imports the calling script: its statements belong below
+    `if __name__ == "__main__":`. A failed run does not end the others. Raises ConfigError for bad input,
     Interrupted on Ctrl-C.
 
         study = Study(
@@ -169,7 +169,7 @@ class _Launch:
     ):
         self.study, self.only, self.at_once, self.watcher = study.located(), only, at_once, watcher
         self.trials: Trials = trials_of(study.sweep)
-        # checks everything before anything starts
+        # all checks precede the first run
         self.runs = first = plan(self.study, only, self.trials.first())
         if not first:
             raise ConfigError(f"study {study.name} has no run that is selected")
@@ -201,7 +201,7 @@ class _Launch:
     def run(self) -> StudyResults:
         try:
             return self._run()
-        except OSError as error:  # a full disk, or a folder that is gone
+        except OSError as error:  # a full disk or a missing folder
             file = error.filename or self.root
             again = f"; go on with: {self._again()}" if RunDirectory(self.root).is_study else ""
             raise RunError(f"{file}: {error.strerror or error}{again}") from error
@@ -232,19 +232,19 @@ class _Launch:
                 raise Interrupted(f"stopped. Every saved round is kept; go on with: {self._again()}") from None
             finally:
                 self._end(run_log, status)
-            if self.uri is not None:  # what the runs could not deliver while they were live
+            if self.uri is not None:  # records that the runs could not deliver while they were live
                 deliver_pending(self.root.parent, self.uri, warn=self.watcher.warn)
         return StudyResults(
             self.study, self.root, self.failed, redact(self.uri) if self.uri else None, self._ranked(self.results())
         )
 
     def _end(self, run_log: RunLog, status: EndStatus) -> None:
-        """Writes the tables of finished runs, then always the end of the study: FAILED if a table cannot be written."""
+        """Writes the tables of finished runs, then the end of the study: FAILED if a table cannot be written."""
         try:
             figures = self.results()
             count = sum(
                 map(len, figures.run_metrics.values())
-            )  # the step of the parent's metrics: a later start has others
+            )  # step of the parent's metrics, which grows with the number of finished runs
             if summary := self._write_tables(figures):
                 run_log.log(RoundRecord(count, summary, int(time.time() * 1000), self.of_task))
         except BaseException:
@@ -258,7 +258,7 @@ class _Launch:
         return read_study(self.root)
 
     def _again(self) -> str:
-        """The command that goes on with this study."""
+        """The command that continues this study."""
         if self.only == ALL and self.extend is None:
             return command("resume", self.root)
         selected = [
@@ -276,7 +276,7 @@ class _Launch:
         return shlex.join(["cfl-ray", verb, str(RunDirectory(self.root).study), f"--folder={self.root}", *selected])
 
     def _check_folder(self) -> None:
-        """Raises ConfigError if the folder has a run, or another study."""
+        """Raises ConfigError if the folder holds a run or another study."""
         directory = RunDirectory(self.root)
         if directory.is_run:
             raise ConfigError(f"{self.root} holds a run; choose another folder for the study")
@@ -299,10 +299,10 @@ class _Launch:
                 check_extension(run.folder(earlier), run.experiment)
 
     def _check_runs(self) -> None:
-        """Raises ConfigError if a run of a selected setting has another config than the study gives it now.
+        """Raises ConfigError if the config of a run in a selected setting differs from the present study.
 
-        This includes runs that are not selected, and seeds that the study no longer has, since tables would mix both
-        configs. Warns of runs whose setting, method or seed the study no longer has: they are in the tables, too.
+        This includes runs that are not selected and former seeds, since tables would mix both configs. Warns of runs
+        whose setting, method or seed is no longer in the study: the tables include them.
         """
         runs = {(run.setting, run.method): run for run in plan(self.study, ALL, self.trials.first())}
         selected = {run.setting for run in self.runs}
@@ -342,7 +342,7 @@ class _Launch:
                 self._tell(trials)
 
     def _wait_for_others(self, runs: Sequence[StudyRun]) -> None:
-        """Waits for runs whose study was killed and which write what they have. Raises RunError for other live runs."""
+        """Waits for runs whose study was killed, while they save their state. Raises RunError for other live runs."""
         deadline = time.monotonic() + END_SECONDS + _MORE_SECONDS
         for run in runs:
             while run.is_live(self.root):
@@ -351,7 +351,7 @@ class _Launch:
                 time.sleep(0.2)
 
     def _tell(self, trials: Sequence[Mapping[str, Any]]) -> None:
-        """Tells the sampler of a sweep the results of its trials. Raises ConfigError if no run has its metric."""
+        """Reports the results of trials to the sampler of a sweep. Raises ConfigError if no run has its metric."""
         if self.study.sweep is None:
             return
         metric, figures = self.study.sweep.metric, self.results()
@@ -406,7 +406,7 @@ class _Launch:
         }
 
     def _write_figures(self, folder: Path) -> None:
-        """The methods of each setting side by side, for its run in MLflow: means over the seeds."""
+        """Writes figures that compare the methods of each setting by means over the seeds, for its run in MLflow."""
         from cfl_ray.report.figures import write_figures  # imports matplotlib
 
         records_of: dict[str, dict[str, list[list[RoundRecord]]]] = {}
@@ -430,14 +430,14 @@ class _Launch:
 
 
 def _check_tables(study: Study, published: Collection[str]) -> None:
-    """Raises ConfigError for a table that the published numbers do not have."""
+    """Raises ConfigError for a table that is not among the published numbers."""
     for name in study.tables:
         if name not in published:
             raise ConfigError(f"tables: {study.published} has no table {name!r}{did_you_mean(name, published)}")
 
 
 def _check_runtime(runs: Sequence[StudyRun]) -> None:
-    """Raises ConfigError if settings differ in what decides how many runs there is room for."""
+    """Raises ConfigError if settings differ in keys that determine the number of parallel runs."""
     first = runs[0]
     for run in runs:
         for key in _PACKED:

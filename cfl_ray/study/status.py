@@ -26,16 +26,16 @@ class StudyStatus:
 
     study: str
     state: str  # live, finished, or stopped
-    runs: int  # in all
+    runs: int  # total number
     finished: int
-    live: list[str] = field(default_factory=list)  # runs at work
-    failed: dict[str, str] = field(default_factory=dict)  # runs and why they failed
-    stopped: list[str] = field(default_factory=list)  # runs that were begun and are neither at work nor finished
+    live: list[str] = field(default_factory=list)  # live runs
+    failed: dict[str, str] = field(default_factory=dict)  # reason, by failed run
+    stopped: list[str] = field(default_factory=list)  # runs that have begun and are neither live nor finished
     next: str | None = None  # the command that continues the study
 
     @property
     def left(self) -> int:
-        """Runs that are not finished."""
+        """Number of runs that are not finished."""
         return max(0, self.runs - self.finished)
 
 
@@ -72,13 +72,13 @@ def _in_words(setting: str, method: str, run: Path) -> str:
 
 
 class PlannedRuns:
-    """The runs that a study has now; its folder may have others, of an earlier version of the study."""
+    """The runs of the present study; its folder may also hold runs of an earlier version of the study."""
 
     def __init__(self, study: Study):
         learns = study.sweep is not None and study.sweep.sampler == "tpe"
         self.seeds = frozenset(study.seeds)
         self.labels: dict[str, frozenset[str] | None] = {}  # of the methods by setting; None: not known without torch
-        # names of trials that depend on results are not known, only the settings that they run in
+        # names of trials that depend on results are not known, only their settings
         self.bases = {f"{setting},": setting for setting in study.settings} if learns else None
         trials = [{}] if study.sweep is None or learns else study.sweep.drawn()
         count = 0

@@ -1,4 +1,4 @@
-"""The trials of a sweep: of a grid, drawn at random, or suggested by Optuna from the results of earlier trials."""
+"""The trials of a sweep: a grid, random draws, or Optuna's suggestions from the results of earlier trials."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cfl_ray.run_directory import RunDirectory
 if TYPE_CHECKING:
     import optuna
 
-_NAME = "sweep"  # of the only study in it
-_SEARCH = "search"  # attribute of the journal: what its trials have in common
-_WARM = 10  # trials of TPE that are drawn at random
+_NAME = "sweep"  # name of the only Optuna study in the journal
+_SEARCH = "search"  # attribute of that study: parameters, metric and goal, which all its trials share
+_WARM = 10  # number of random trials at the start of TPE
 
 
 def goal_of(sweep: SweepConfig) -> Literal["maximize", "minimize"]:
-    """The direction in which the metric of a sweep is better."""
+    """Whether the metric of a sweep is to be maximised or minimised."""
     return sweep.goal or ("minimize" if is_less_better(sweep.metric) else "maximize")
 
 
@@ -36,14 +36,14 @@ class Trials:
         self.parameters, self.given = parameters, False
 
     def first(self) -> Sequence[dict[str, Any]]:
-        """Trials whose runs are checked before anything starts."""
+        """Trials whose runs are checked before the first run."""
         return self.parameters
 
     def open(self, root: Path) -> None:
-        """Makes the sampler ready for a study in this folder."""
+        """Prepares the sampler for a study in this folder."""
 
     def next(self, together: int) -> Sequence[dict[str, Any]]:
-        """Trials to run now, empty at the end. together: trials for which there is room at the same time."""
+        """Trials to run next, empty at the end. together: largest number of parallel trials."""
         if self.given:
             return []
         self.given = True
@@ -53,12 +53,12 @@ class Trials:
         """Reports the result of a trial; None: it failed."""
 
     def so_far(self) -> Sequence[dict[str, Any]]:
-        """All trials that were given, also by earlier starts of the study."""
+        """All trials so far, those of earlier starts of the study included."""
         return self.parameters
 
 
 class LearningTrials(Trials):
-    """Trials that Optuna's tree-structured Parzen estimator suggests, as many at a time as run at once."""
+    """Trials from Optuna's tree-structured Parzen estimator, in batches of as many as run in parallel."""
 
     def __init__(self, sweep: SweepConfig):
         super().__init__([])
@@ -77,7 +77,7 @@ class LearningTrials(Trials):
             }
             for share in (0.0, 1.0)
         ]
-        return _distinct(ends)  # both are the same if every list has a single value
+        return _distinct(ends)  # the two ends are equal if every list has a single value
 
     def open(self, root: Path) -> None:
         """Raises ConfigError if the folder has the trials of another sweep."""
@@ -91,18 +91,18 @@ class LearningTrials(Trials):
             load_if_exists=True,
         )
         self._check_search(root)
-        # of trials without a result, by name: listed values may be suggested twice
+        # numbers of trials without a result, by name: Optuna may suggest listed values twice
         self.numbers: dict[str, list[int]] = {}
         state = self.optuna.trial.TrialState
         trials = self.study.get_trials(deepcopy=False)
         running = [trial for trial in trials if trial.state == state.RUNNING]
-        # of a start that was stopped
+        # trials of a stopped start
         self.left = [self._known(trial.number, self._values(trial.params)) for trial in running]
-        failed = sum(trial.state == state.FAIL for trial in trials)  # others take their place
+        failed = sum(trial.state == state.FAIL for trial in trials)  # new trials replace them
         self.asks = max(0, (self.sweep.trials or 0) - len(trials) + failed)
 
     def _check_search(self, root: Path) -> None:
-        """Raises ConfigError if the trials of the journal are of another search."""
+        """Raises ConfigError if the trials of the journal belong to another search."""
         mine = self.sweep.model_dump(mode="json", include={"parameters", "metric"}) | {"goal": goal_of(self.sweep)}
         search = json.dumps(mine, sort_keys=True)
         if (there := self.study.user_attrs.get(_SEARCH)) is None:
@@ -126,9 +126,9 @@ class LearningTrials(Trials):
         return _distinct(trials)
 
     def _ask(self) -> dict[str, Any]:
-        """Asks a sampler whose draws depend only on the seed, the number of the trial, and the results so far.
+        """A new trial, which depends only on the seed, the number of the trial, and the results so far.
 
-        So a sweep that was stopped and continues does not repeat the draws of its start.
+        So a resumed sweep does not repeat its first draws.
         """
         number = len(self.study.get_trials(deepcopy=False))
         seed = int(np.random.default_rng([self.sweep.seed, number]).integers(2**31))
@@ -140,7 +140,7 @@ class LearningTrials(Trials):
         return self._known(trial.number, self._values(suggested))
 
     def _values(self, suggested: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters of the experiment: listed values for Optuna's texts, and ranges with six digits."""
+        """The parameters of the experiment: Optuna's texts become listed values; values of ranges have six digits."""
         parameters = {}
         for key, values in self.sweep.parameters.items():
             if not isinstance(values, RangeConfig):
@@ -161,7 +161,7 @@ class LearningTrials(Trials):
 
 
 def _distinct(trials: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The trials, those of equal name once."""
+    """The trials, each name once."""
     return list({name_of(parameters): parameters for parameters in trials}.values())
 
 
@@ -174,7 +174,7 @@ def _suggest(trial: optuna.Trial, key: str, values: list[Any] | RangeConfig) -> 
 
 
 def _choices(values: list[Any]) -> list[str]:
-    """The values as texts, since Optuna takes no lists and mappings, and treats 1 and true as equal."""
+    """The values as texts, since Optuna accepts no lists or mappings, and treats 1 and true as equal."""
     return [as_yaml(value) for value in values]
 
 
