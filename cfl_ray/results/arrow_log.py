@@ -1,4 +1,4 @@
-"""Arrow streams that grow by a batch per round: record files of a method in addition to its lines of JSON."""
+"""Arrow streams with a batch per round: record files of a method in addition to its JSON lines."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ class ArrowLog:
         self.file, self.schema = file, schema
 
     def open(self) -> list[pa.RecordBatch]:
-        """The batches of the file; an incomplete last batch is cut off. Raises DataError for other columns."""
+        """The batches of the file; an incomplete last batch is removed. Raises DataError for other columns."""
         if not self.file.exists():
             return []
         batches, end, schema = whole_batches(self.file)
@@ -41,9 +41,9 @@ def check_columns(file: Path, columns: pa.Schema | None, expected: pa.Schema) ->
 
 
 def whole_batches(file: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | None]:
-    """The batches that are complete, the byte after the last of them, and their columns (None for an empty file).
+    """The complete batches, the offset after the last of them, and their columns (None for an empty file).
 
-    Raises DataError for a file that cannot be read, or is damaged elsewhere than at its end.
+    Raises DataError for a file that cannot be read, or is damaged before its end.
     """
     batches: list[pa.RecordBatch] = []
     schema = None
@@ -60,6 +60,6 @@ def whole_batches(file: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | No
                 end = source.tell()
         except (StopIteration, pa.ArrowInvalid, OSError):
             return batches, end, schema
-        # damaged elsewhere than at the end: nothing is cut off
+        # damaged before the end: the file is left as it is
         except (pa.ArrowException, ValueError, OverflowError) as error:
             raise DataError(f"{file} is damaged ({error}); remove it: what it has recorded so far is lost") from error

@@ -9,7 +9,7 @@ import pyarrow as pa
 from cfl_ray.results.arrow_log import ArrowLog, check_columns, whole_batches
 from cfl_ray.run_directory import RunDirectory
 
-_SCORES = ("accuracy", "macro_f1", "loss")  # of classes
+_SCORES = ("accuracy", "macro_f1", "loss")  # of classification
 
 
 def _schema(scores: Sequence[str]) -> pa.Schema:
@@ -20,7 +20,7 @@ def _schema(scores: Sequence[str]) -> pa.Schema:
 class ClientMetrics:
     """P-server of every client and evaluated round, in an Arrow stream that grows by a batch per evaluation.
 
-    An incomplete last batch is cut off; replayed rounds are ignored. Without a directory the batches are in memory.
+    An incomplete last batch is removed; replayed rounds are ignored. Without a directory the batches are in memory.
     """
 
     def __init__(self, directory: Path | None, scores: Sequence[str] = _SCORES):
@@ -48,7 +48,7 @@ class ClientMetrics:
 
 
 def read_client_metrics(path: Path) -> pa.Table:
-    """The whole batches of the file; an empty table if there is none. Raises DataError for a damaged file."""
+    """The complete batches of the file; an empty table without a file. Raises DataError for a damaged file."""
     batches, _, schema = whole_batches(path) if path.exists() else ([], 0, None)
     schema = schema or _schema(_SCORES)
     if schema != _schema(schema.names[2:]):

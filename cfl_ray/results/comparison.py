@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMATS = ("md", "csv", "latex", "html")
-# shown if a method has them, after the score of the task, which methods are compared by
+# shown after the score of the task, by which methods are compared, if a method has them
 _SHOWN = ("accuracy", "accuracy_local", "accuracy_p10", "macro_f1", "test_loss", "num_clusters", "ari")
-_LESS = (  # is better
+_LESS = (  # metrics of which lower values are better
     *("test_loss", "train_loss", "mbit", "mbit_down", "mbit_up", "seconds"),
     *("virtual_seconds", "seconds_to_target"),
     *("rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local"),
 )
-_SHOWN_KEYS, _SHOWN_LETTERS = 3, 40  # in the name of an experiment: of keys, and of a value
-_FEWEST_PAIRS = 3  # fewest common seeds of two methods that are tested against each other
+_SHOWN_KEYS, _SHOWN_LETTERS = 3, 40  # in the name of an experiment: number of keys, length of a value
+_FEWEST_PAIRS = 3  # fewest common seeds for a test of two methods
 
 
 # the metrics of every run, by (experiment, method) and seed; in a study, the experiment is the setting
@@ -49,19 +49,19 @@ RunMetrics = dict[tuple[str, str], dict[int, dict[str, float]]]
 def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust: bool = False) -> pd.DataFrame:
     """A row for each method of each experiment: mean and spread of its last evaluation over the runs.
 
-    Runs that differ only in the seed form an experiment. The folder of a study stands for all its runs; each of its
-    settings is an experiment. Columns: experiment, method, runs (their number), and for each metric METRIC (mean) and
+    Runs that differ only in the seed form an experiment. A study's folder stands for all its runs, and each setting is
+    an experiment. Columns: experiment, method, runs (their number), and for each metric METRIC (mean) and
     METRIC_std (sample standard deviation; NaN for 1 run); mbit (per client, download plus upload), seconds (of all
     rounds), p (p-value of a paired t-test of the first metric against the best method of the experiment, over common
     seeds; NaN for the best method and for fewer than 3 common seeds), and effect (size: mean of the differences over
-    their standard deviation). A method without the metric for one of its seeds cannot be the best. Methods without an
-    evaluation are left out.
+    their standard deviation). A method that lacks the metric for a seed cannot be the best. Methods without an
+    evaluation are excluded.
 
-    metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or diagnostics that are numbers, of
-        which the last value counts; empty: the score of the task, also of P-local and of the worst decile, macro F1,
-        test loss, number of clusters and ARI, if recorded. trust: as in `load_run`.
-    Raises ConfigError for a metric that no run has. Next to `accuracy`, the metric `accuracy_std` has the column
-    `accuracy_std_over_clients`.
+    metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or numeric diagnostics (their last
+        values); empty: the score of the task, its P-local and worst decile, macro F1, test loss, number of clusters and
+        ARI, if recorded. trust: as in `load_run`.
+    Raises ConfigError for a metric that no run has. If `accuracy` is in the table, the metric `accuracy_std` has the
+    column `accuracy_std_over_clients`.
     """
     run_metrics: RunMetrics = {}
     studies = _names_of_studies([Path(run) for run in runs if RunDirectory(run).is_study])
@@ -72,7 +72,7 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     for run in plain:
         RunDirectory(run).require_run()
     experiments = [load_record(run.absolute(), trust, connects=False) for run in plain]
-    first: dict[str, Experiment] = {}  # by the settings without seed
+    first: dict[str, Experiment] = {}  # first experiment, by hash of its settings
     for experiment in experiments:
         first.setdefault(settings_of(experiment), experiment)
     names = dict(zip(first, names_of([(experiment.name, experiment) for experiment in first.values()]), strict=True))
@@ -88,7 +88,10 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
 
 
 def _names_of_studies(studies: Sequence[Path]) -> dict[Path, str]:
-    """The name of each study: that of its folder, or its path if two folders have the same name. Raises ConfigError."""
+    """The folder name of each study, or its path if two folders have the same name.
+
+    Raises ConfigError for a study that is listed twice.
+    """
     places = [study.resolve() for study in studies]
     if twice := [str(study) for study, place in zip(studies, places, strict=True) if places.count(place) > 1]:
         raise ConfigError(f"{' and '.join(twice)} are one study; name it once")
@@ -97,7 +100,7 @@ def _names_of_studies(studies: Sequence[Path]) -> dict[Path, str]:
 
 
 def metrics_of(run_metrics: RunMetrics) -> list[str]:
-    """Names of the metrics that runs have, each once."""
+    """Names of all metrics of the runs, each once."""
     return list(dict.fromkeys(name for seeds in run_metrics.values() for values in seeds.values() for name in values))
 
 
@@ -124,12 +127,12 @@ def table_of(run_metrics: RunMetrics, metrics: Sequence[str] = ()) -> pd.DataFra
 
 @dataclass(frozen=True)
 class StudyFigures:
-    """The metrics of every run of a study at its end: those of the last evaluation and of the whole run."""
+    """The metrics of every run of a study: those of its last evaluation and of the whole run."""
 
     run_metrics: RunMetrics
 
     def value(self, setting: str, method: str, seed: int, metric: str) -> float | None:
-        """A metric of a run; None if there is no such run, or it lacks the metric."""
+        """A metric of a run; None if the study lacks the run, or the run the metric."""
         return self.run_metrics.get((setting, method), {}).get(seed, {}).get(metric)
 
     def to_frame(self) -> pd.DataFrame:
@@ -200,19 +203,19 @@ def _formatted(shown: pd.DataFrame, style: str) -> str:
 
 
 def _in_markdown(cell: str) -> str:
-    """A cell that ends neither its column nor its row."""
+    """The text with the separators of Markdown columns and rows escaped."""
     return " ".join(cell.split()).replace("|", r"\|")
 
 
 def settings_of(experiment: Experiment) -> str:
-    """Hash of the settings that the runs of an experiment share: all that results depend on but seed and methods."""
+    """Hash of the settings that results depend on, without seed and methods: equal for all runs of an experiment."""
     return experiment.model_copy(update={"seed": 0, "methods": []}).config_hash
 
 
 def names_of(experiments: Sequence[tuple[str, Experiment]]) -> list[str]:
-    """A name for each experiment: the given one, with the keys in which it differs from others of that name.
+    """A name for each experiment: the given name, with the keys that distinguish it from others of that name.
 
-    With a number if it differs in nothing that can be written, such as the content of a file.
+    A number is added if no key distinguishes it, for example if only the content of a file differs.
     """
     settings = [_keys_that_count(experiment) for _, experiment in experiments]
     names: list[str] = []
@@ -289,7 +292,7 @@ def is_less_better(metric: str) -> bool:
 
 
 def _paired_tests(run_metrics: RunMetrics, metric: str) -> list[tuple[float, float]]:
-    """`paired_test` of each method against the best method of its experiment."""
+    """The `paired_test` of each method against the best method of its experiment."""
     best = _best_methods(run_metrics, metric)
     values = {
         key: {seed: values_of_seed.get(metric, np.nan) for seed, values_of_seed in seeds.items()}
@@ -309,7 +312,7 @@ def paired_test(ours: Mapping[int, float], best: Mapping[int, float]) -> tuple[f
     difference_S = pairs_S2[:, 0] - pairs_S2[:, 1]
     if len(difference_S) < _FEWEST_PAIRS or np.ptp(difference_S) == 0:
         return math.nan, math.nan
-    from scipy.stats import ttest_rel  # half a second that the report of a single run does without
+    from scipy.stats import ttest_rel  # takes half a second, which the report of a single run avoids
 
     return float(ttest_rel(*pairs_S2.T).pvalue), float(difference_S.mean() / difference_S.std(ddof=1))
 
@@ -329,7 +332,7 @@ def _best_methods(run_metrics: RunMetrics, metric: str) -> dict[str, tuple[str, 
 
 
 def mean_and_spread(mean: float, std: float) -> str:
-    """A mean with its spread in words, e.g. 0.912 ± 0.004; without the spread of a single run, empty without a mean."""
+    """Mean and spread as text, e.g. 0.912 ± 0.004; the mean alone for a single run, empty without a mean."""
     if np.isnan(mean):
         return ""
     if 0 < max(abs(mean), np.nan_to_num(std)) < LEAST_SHOWN:

@@ -2,8 +2,8 @@
 
     diagnostics.arrow    round, name, axes, shape, labels of each axis, values (row by row)
 
-A number is a metric of its round, in `metrics.jsonl`; here it has a single row without axes, of its first
-round, which says that this name is a diagnostic.
+A number is a metric of its round, in `metrics.jsonl`; this file has a single row without axes for it, of its first
+round, which marks the name as a diagnostic.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,9 +30,9 @@ _SCHEMA = pa.schema(
 
 
 class DiagnosticsLog:
-    """Receives the diagnostics of a method, round by round, in a file or, without a directory, in memory.
+    """Stores the diagnostics of a method, round by round, in a file or, without a directory, in memory.
 
-    An incomplete last batch is cut off. Replayed rounds, and arrays that have not changed, are ignored.
+    An incomplete last batch is removed. Replayed rounds and unchanged arrays are ignored.
     """
 
     def __init__(self, directory: Path | None):
@@ -63,14 +63,14 @@ class DiagnosticsLog:
 
 
 def read_diagnostics(file: Path) -> list[ReportedDiagnostic]:
-    """The rows of the file, oldest first; none if there is no file. Raises DataError for a file with other columns."""
+    """The rows of the file, oldest first; empty without a file. Raises DataError for a file with other columns."""
     batches, _, schema = whole_batches(file) if file.exists() else ([], 0, None)
     check_columns(file, schema, _SCHEMA)
     return [row for batch in batches for row in _rows_of(batch)]
 
 
 def by_name(reported: Iterable[ReportedDiagnostic], records: Sequence[RoundRecord]) -> dict[str, dict[int, Diagnostic]]:
-    """Diagnostics by name and round; numbers are taken from the records."""
+    """Diagnostics by name and round, with numbers from the records."""
     by_round_of: dict[str, dict[int, Diagnostic]] = {}
     for diagnostic in reported:
         if diagnostic.diagnostic.axes:
@@ -99,7 +99,7 @@ def _batch_of(new: Sequence[ReportedDiagnostic]) -> pa.RecordBatch:
 
 
 def _flat(values: Sequence[np.ndarray]) -> pa.Array:
-    """A list array with the values of each array, row by row."""
+    """A list array with the values of each array in row-major order."""
     offsets = np.cumsum([0, *(value.size for value in values)])
     flat = np.concatenate([np.asarray(value, np.float32).reshape(-1) for value in values])
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat))

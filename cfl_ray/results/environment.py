@@ -1,7 +1,7 @@
-"""The environment of a run: what its results depend on apart from the config hash, in environment.json.
+"""The environment of a run, in environment.json: values outside the config that its results depend on.
 
-It is not in the config hash, because it is known only when hosts have started, and may differ between runs of an
-experiment. A run that is resumed keeps its engine, and warns of other changes.
+It is not in the config hash, because it is known only after hosts have started, and may differ between runs of an
+experiment. A resumed run keeps its engine, and warns of other changes.
 """
 
 from collections.abc import Iterable
@@ -29,14 +29,14 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Environment:
-    """Engine, device and what else results depend on. Values of hosts that differ are joined by " and "."""
+    """Engine, device, and other values that results depend on. Different values of hosts are joined by " and "."""
 
-    engine: str  # a name, never auto
+    engine: str  # a name, not auto
     device: str  # of the hosts
     instructions: str  # of the hosts' CPUs, as PyTorch uses them
     torch: str  # version
     one_by_one: bool  # whether a chunk of work is one client, which changes the order of sums
-    has_deadline: bool  # whether clients that take long are excluded
+    has_deadline: bool  # whether slow clients are excluded
 
     @classmethod
     def of(cls, runtime: RuntimeConfig, engine: str, device: str, hosts: Iterable["HostEnvironment"]) -> "Environment":
@@ -51,7 +51,7 @@ class Environment:
         )
 
     def changes(self, now: "Environment") -> list[str]:
-        """The changes from this environment to `now`, a line each."""
+        """A line for each change from this environment to `now`."""
         pairs = [(item.name, getattr(self, item.name), getattr(now, item.name)) for item in fields(self)]
         return [
             f"this run began with {_TITLES[name]} {_in_words(before)} and continues with {_in_words(after)}: "
@@ -80,7 +80,7 @@ class HostEnvironment:
 def described(
     runtime: RuntimeConfig, choice: EngineChoice, device: str, hosts: Iterable[HostEnvironment], place: str
 ) -> tuple[dict[str, str], Environment]:
-    """(description of a session for the user, its environment). place: number of hosts and nodes, in words."""
+    """(description of a session for the user, its environment). place: number of hosts and nodes, as text."""
     hosts = list(hosts)
     environment = Environment.of(runtime, choice.engine, device, hosts)
     cpus = " and ".join(sorted({str(host) for host in hosts}))
@@ -89,7 +89,7 @@ def described(
 
 
 def read_environment(run_dir: Path | None) -> Environment | None:
-    """The environment that a run began with; None if it is not known."""
+    """The environment at the start of a run; None if it is not known."""
     if run_dir is None:
         return None
     try:
@@ -103,12 +103,12 @@ def read_environment(run_dir: Path | None) -> Environment | None:
 
 
 def write_environment(run_dir: Path, environment: Environment) -> None:
-    """Writes the environment that a run begins with."""
+    """Writes the environment at the start of a run."""
     write_json(RunDirectory(run_dir).environment, asdict(environment))
 
 
 def add_fallbacks(run_dir: Path, label: str, reasons: Iterable[str]) -> None:
-    """Records that the chosen engine did not train all clients of a method, and why. Each reason is recorded once."""
+    """Records, once each, the reasons why the chosen engine did not train all clients of a method."""
     file = RunDirectory(run_dir).environment
     values = read_json(file) or {}
     of_method = values.get("fallbacks", {})

@@ -17,7 +17,7 @@ from cfl_ray.tracking import save_model
 
 
 def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None, client: int | None = None) -> str:
-    """Writes the model of a cluster, or that of a client's predictions, and returns what was written, in words.
+    """Writes the model of a cluster, or the model that a client predicts with, and returns a description of the file.
 
     The ending of `path` is the format:
         .safetensors  parameters and buffers by name
@@ -49,9 +49,9 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
 
 
 def save_models(trained: TrainedMethod, directory: Path, warn: Callable[[str], None]) -> None:
-    """Writes the model of each cluster as a model of MLflow, `directory`/cluster-0 and so on; removes others there.
+    """Writes each cluster's model as an MLflow model to `directory`/cluster-0 and so on; removes other models from it.
 
-    A model that cannot be written is left out. warn: receives a line for it.
+    warn: receives a line for each model that cannot be written.
     """
     shutil.rmtree(directory, ignore_errors=True)
     example = _example(trained)
@@ -72,7 +72,7 @@ def save_models(trained: TrainedMethod, directory: Path, warn: Callable[[str], N
 
 
 def _example(trained: TrainedMethod) -> Tensor:
-    """Two samples of zeros, of the federation's shape: no client's data."""
+    """Two samples of zeros in the shape of the federation's samples, so that no client data are exported."""
     shape = trained.federation.shape
     return torch.zeros(2, *shape.input, dtype=shape.dtype)
 

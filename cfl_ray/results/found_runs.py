@@ -1,4 +1,4 @@
-"""Finding the runs among and below folders, with their records and their place in a study."""
+"""Search for runs in folders and their subfolders."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -21,21 +21,21 @@ class FoundRun:
     directory: Path
     experiment: Experiment
     results: Results
-    study: Path | None = None  # its folder
+    study: Path | None = None  # folder of the study
     setting: str | None = None
     method: str | None = None  # its label in the study
 
     @property
     def methods(self) -> dict[str, MethodResult]:
-        """Results by label: in a study, the name that it gives the method."""
+        """Results by label; for a run of a study, by the method's label in the study."""
         evaluated = {label: result for label, result in self.results.methods.items() if result.final}
         return {self.method: next(iter(evaluated.values()))} if self.method and len(evaluated) == 1 else evaluated
 
 
 def find_runs(paths: Sequence[str | Path], trust: bool = False) -> list[FoundRun]:
-    """The runs among and below the paths, each once; those of a study in its order, others ordered by folder.
+    """The runs in and below the paths, each once: runs of a study in its order, other runs ordered by folder.
 
-    Raises ConfigError if a path has none.
+    Raises ConfigError if a path has no runs.
     """
     runs: dict[Path, FoundRun] = {}
     for path in map(Path, paths):
@@ -52,7 +52,7 @@ def find_runs(paths: Sequence[str | Path], trust: bool = False) -> list[FoundRun
 
 def _runs_below(path: Path, trust: bool) -> Iterator[FoundRun]:
     for folder, inner, files in os.walk(path):
-        directory = Path(os.path.abspath(folder))  # the same for all runs of a study, whatever path names them
+        directory = Path(os.path.abspath(folder))  # equal for all runs of a study, independent of the given path
         if RunDirectory(directory).is_study:
             inner.clear()
             for setting, method, run in run_folders(directory):
@@ -65,7 +65,7 @@ def _runs_below(path: Path, trust: bool) -> Iterator[FoundRun]:
 
 
 def _place_in_study(directory: Path) -> tuple[Path, str, str] | tuple[None, None, None]:
-    """Study, setting and method of a run that is named itself; None for a run outside of studies."""
+    """Study, setting and method of a run folder; None for a run outside of studies."""
     parents = directory.parents
     study = parents[2] if len(parents) > 2 else None
     return (study, parents[1].name, parents[0].name) if study and RunDirectory(study).is_study else (None, None, None)

@@ -18,7 +18,7 @@ from cfl_ray.tracking import read_end, read_records, redact, resolve_uri
 def recorded_run(
     run_dir: Path, experiment: Experiment, open_trained: Callable[[str], TrainedMethod] | None = None
 ) -> Results:
-    """The results of a run, read from its files. open_trained: opens what a method has learned, by label."""
+    """The results of a run, read from its files. open_trained: opens the trained method with a label."""
     methods = {}
     for label in resolve(experiment.methods):
         directory = RunDirectory(run_dir).method(label).path
@@ -32,7 +32,7 @@ def recorded_run(
 def finished_results(
     run_dir: str | Path, experiment: Experiment, open_trained: Callable[[str], TrainedMethod] | None = None
 ) -> Results | None:
-    """The results of a finished run; None for a run that is live or not complete.
+    """The results of a finished run; None for a live or incomplete run.
 
     open_trained: as in `recorded_run`.
     """

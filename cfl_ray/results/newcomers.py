@@ -1,4 +1,4 @@
-"""Models for clients that are not in the federation: by the rule of the method, with labels or without."""
+"""Models for clients outside the federation, by the rule of the method, with or without labels."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _ENTROPY = "the cluster model whose predictions have the least mean entropy"
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A client that is not in the federation, with the model that a method gives it."""
+    """A client outside the federation, with its model from a method."""
 
-    cluster: int  # whose model it has; -1: that of no cluster
+    cluster: int  # cluster of the model; -1: none
     why: str
     model: nn.Module  # in evaluation mode, for normalised inputs
 
 
 class _WithNewcomer(Federation):
-    """A federation with a further client, the last, which only has training samples."""
+    """A federation with an additional last client that has training samples only."""
 
     def __init__(self, base: Federation, samples: TensorSamples):
         self.base, self.samples = base, samples
@@ -66,7 +66,7 @@ class _WithNewcomer(Federation):
 
 
 class _Joined:
-    """A trained method after a newcomer has joined by `Method.join`; the trained method itself does not change."""
+    """A copy of a trained method that a newcomer has joined by `Method.join`."""
 
     def __init__(self, trained: TrainedMethod, samples: TensorSamples):
         self.trained, self.samples, self.steps = trained, samples, trained.steps
@@ -87,7 +87,7 @@ class _Joined:
         self.serving: Serving = self.steps.serve(self.state, self.clients)
 
     def row(self) -> Tensor:
-        """The row (P,) of the client's model. Raises ConfigError if it has none."""
+        """The row (P,) of the client's model. Raises ConfigError if the client has no model."""
         row = int(self.serving.row_M[0])
         if row < 0:
             raise ConfigError(
@@ -96,7 +96,7 @@ class _Joined:
         return self.serving.models_KP[row]
 
     def row_after_round(self) -> Tensor:
-        """`row` after the client's part of a round, in which its personal columns are trained on its samples."""
+        """`row` after a round of the client, which trains its personal columns on its samples."""
         assert self.serving.client_state is not None
         self.steps.round(self.state, self.clients, Draws(self.clients.seed, self.clients.round))
         value = self.backend.client_state(self.serving.client_state.name, self.client)
@@ -141,7 +141,7 @@ def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
 
 
 def _without_labels(trained: TrainedMethod, x: Tensor) -> Newcomer:
-    """The newcomer's model without labels: of several models, that with the least mean entropy."""
+    """The newcomer's model without labels: the model with the least mean entropy."""
     serving, method, state = trained.serve(trained.online[:1]), trained.steps.method, trained.state
     if serving.weight_MK is not None:
         weight_MK = trained.serve(trained.online).weight_MK
@@ -187,7 +187,7 @@ def _mixture_without_labels(method: Method[Any]) -> str:
 
 
 def rules_of(trained: TrainedMethod) -> tuple[str, str, str]:
-    """The rules of `place(x, y)`, `place(x)` and `adapt(x, y)` for a method, in words."""
+    """The rules of `place(x, y)`, `place(x)` and `adapt(x, y)` for a method, as text."""
     serving, method = trained.serve(trained.online[:1]), trained.steps.method
     training = "round of the method, of which it keeps its own columns" if serving.client_state else "local training"
     adapted = "the method's own training" if serving.tune is not None else f"one {training}"

@@ -1,4 +1,4 @@
-"""The numbers of runs next to those of published tables."""
+"""Comparison of runs with published tables."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from cfl_ray.tracking.record import METRICS
 
 
 def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: str | None = None) -> list[Comparison]:
-    """Our numbers next to those of the tables, for each method that has a row there.
+    """Our numbers and the published numbers of each method that has a row in the tables.
 
-    A run of a study belongs to the column of its setting in the tables that the study repeats, another run to `column`,
-    or to the only column. Raises ConfigError if the column is not known, if none of our runs is in the tables, and for
-    a metric that is neither in docs/metrics.md nor in a run.
+    A run of a study belongs to the column of its setting in the tables that the study repeats, any other run to
+    `column`, or to the only column. Raises ConfigError if the column is not known, if none of our runs is in the
+    tables, and for a metric that is neither in docs/metrics.md nor in a run.
     """
     if unknown := unknown_metric(runs, published):
         raise ConfigError(unknown)
@@ -39,7 +39,7 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
         for row, column, number in published.tables[name].cells()
         if (column, row) in results_of and number.mean is not None
     ]
-    compared.sort(key=lambda comparison: (comparison.table, comparison.column))  # rows stay in their order
+    compared.sort(key=lambda comparison: (comparison.table, comparison.column))  # a stable sort: rows keep their order
     comparisons = [comparison for comparison in compared if not math.isnan(comparison.ours)]
     if compared and not comparisons:
         metrics = ", ".join(sorted({comparison.metric for comparison in compared}))
@@ -55,7 +55,7 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
 
 
 def unknown_metric(runs: Sequence[FoundRun], published: PublishedTables) -> str:
-    """A sentence on a metric of the tables that neither we nor a run have; empty if there is none."""
+    """A message if a metric of the tables is neither in docs/metrics.md nor in a run; otherwise empty."""
     present = {name for run in runs for result in run.methods.values() for name in values_of(result)}
     for name in _tables_of(runs) or published.tables:
         for row, _, number in published.tables[name].cells() if name in published.tables else ():

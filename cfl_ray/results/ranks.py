@@ -1,4 +1,4 @@
-"""Mean ranks of methods over the settings and seeds of a study, and which of them differ.
+"""Mean ranks of methods over the settings and seeds of a study, and tests of their differences.
 
 J. Demsar. Statistical comparisons of classifiers over multiple data sets. JMLR 7, 2006: the Friedman test of all
 methods, and Nemenyi's critical difference of two mean ranks.
@@ -17,7 +17,7 @@ _FEWEST_METHODS, _FEWEST_BLOCKS = 3, 2
 def ranks_of(
     run_metrics: Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]], metric: str, less_is_better: bool = False
 ) -> Ranks | None:
-    """The mean ranks of the methods, 1 the best, over pairs (experiment, seed) in which all of them have the metric.
+    """The mean ranks of the methods (1 is the best) over the pairs (experiment, seed) in which all have the metric.
 
     run_metrics: metrics by (experiment, method) and seed. None with fewer than three methods or two such pairs.
     """
@@ -38,7 +38,7 @@ def ranks_of(
     count, tests = len(methods), len(value_BM)
     mean_M = rankdata(value_BM if less_is_better else -value_BM, axis=1).mean(0)
     differs = bool(np.ptp(mean_M) > 0)
-    # 1e6 degrees of freedom instead of infinitely many
+    # 1e6 degrees of freedom approximate infinity
     critical = studentized_range.ppf(1 - _LEVEL, count, 1e6) / np.sqrt(2) * np.sqrt(count * (count + 1) / (6 * tests))
     order = np.argsort(mean_M, kind="stable")
     return Ranks(
@@ -51,7 +51,7 @@ def ranks_of(
 
 
 def ranks_table(ranks: Ranks) -> str:
-    """The ranks as Markdown, under a sentence with the tests."""
+    """The tests as a sentence, followed by the ranks as a Markdown table."""
     lines = [ranks.in_words, "", "| method | mean rank | within the critical difference of the best |", "|---|---|---|"]
     rows = [
         f"| {method} | {rank:.1f} | {'yes' if ranks.is_near_best(method) else ''} |"

@@ -2,7 +2,7 @@
 
     reassignments.arrow    round, client, cluster (-1: the client left its cluster)
 
-Runs of formats 1 and 2 have a line of JSON for each round, and go on with lines.
+Runs of formats 1 and 2 have a JSON line for each round, and continue with lines.
 """
 
 import json
@@ -40,9 +40,9 @@ _LINE = TypeAdapter(_Line)
 
 
 def read_reassignments(file: Path) -> list[Reassignment]:
-    """The rounds of the file with their reassignments, whose arrays are in mapped memory; without a file: none.
+    """The rounds of the file with their reassignments, in memory-mapped arrays; empty without a file.
 
-    An incomplete end is left out. Raises DataError for a file that is damaged elsewhere.
+    An incomplete end is ignored. Raises DataError for a file that is damaged before its end.
     """
     rounds: list[Reassignment] = []
     try:
@@ -77,9 +77,9 @@ def _batches_in(file: Path) -> Iterator[Reassignment]:
 
 
 class Reassignments:
-    """The changes of clients' clusters in a file, or in memory without a directory; replayed rounds are ignored.
+    """Stores the reassignments of clients in a file or, without a directory, in memory.
 
-    An incomplete end of the file is cut off.
+    Replayed rounds are ignored; an incomplete end of the file is removed.
     """
 
     def __init__(self, directory: Path | None):
@@ -94,11 +94,11 @@ class Reassignments:
 
     @property
     def rounds(self) -> list[Reassignment]:
-        """The rounds that have reassignments, with them."""
+        """The rounds with reassignments, and these reassignments."""
         return self._kept if self.file is None else read_reassignments(self.file)
 
     def add(self, round: int, reassigned: Reassigned) -> None:
-        """Keeps the reassignments of a round, if it has any; they are in the file when this returns."""
+        """Stores the reassignments of a round, if any; they are in the file when this returns."""
         if not len(reassigned) or round <= self.last:
             return
         if self.file is None:
@@ -114,16 +114,16 @@ class Reassignments:
 
     @property
     def rounds_with_changes(self) -> list[int]:
-        """Rounds in which a client changed from one cluster to another.
+        """Rounds in which a client moved between clusters.
 
-        The first cluster of a client does not count, unless the method forms its first clusters after round 1.
+        The first assignment of a client does not count, unless the method forms its first clusters after round 1.
         """
         return ClusterHistory(self.rounds).rounds_with_changes
 
     def write(self, path: Path, federation: Federation) -> None:
-        """assignments.parquet: a row for every change of a client's cluster.
+        """Writes assignments.parquet: a row for every change of a client's cluster.
 
-        Raises DataError if the file has clients that the federation does not have.
+        Raises DataError if the file has clients that are not in the federation.
         """
         rounds = self.rounds
         largest = max((int(reassigned.client_R[-1]) for _, reassigned in rounds), default=0)

@@ -1,4 +1,4 @@
-"""How long clients take to recover from a change of their data."""
+"""Recovery of clients from changes of their data."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -7,7 +7,7 @@ import numpy as np
 
 from cfl_ray.core.diagnostics import Diagnostic
 
-if TYPE_CHECKING:  # imported when a frame is asked for
+if TYPE_CHECKING:  # imported when a frame is made
     import pandas as pd
 
 
@@ -18,18 +18,18 @@ def recovery_frame(
     higher_is_better: bool = True,
     past_scores: Mapping[int, Diagnostic] | None = None,
 ) -> "pd.DataFrame":
-    """A row per round before which data changed: round, clients, before, after, recovered, rounds, backward_transfer.
+    """A row for each round with changed data: round, clients, before, after, recovered, rounds, backward_transfer.
 
     before, after: means of the first metric over the clients whose data changed, in the last evaluation before the
     change and the first evaluation after it. recovered: the first evaluated round in which the mean is within `within`
     of `before` again, or better; rounds: rounds of training until then, the round of the change included. NaN: never,
-    or not evaluated. backward_transfer: mean over these clients of their score on the data that they had before the
-    change, in the last evaluation before the next change, minus `before` of the client; if higher scores are better,
-    below 0 means that they have forgotten. NaN: not measured (`evaluation.past`).
+    or not evaluated. backward_transfer: mean over these clients of their score on the data before the change, in the
+    last evaluation before the next change, minus the client's `before`; if higher scores are better, a negative value
+    means forgetting. NaN: not measured (`evaluation.past`).
 
     client_metrics: round, client, then the metrics, as `MethodResult.client_metrics`.
     changed: the clients whose data changed, by round.
-    past_scores: scores of clients on the data before their last change, by the round in which they were reported.
+    past_scores: scores of clients on the data before their last change, by the round of the report.
     """
     import pandas as pd
 

@@ -1,4 +1,4 @@
-"""The report of runs: reads their records and has the page drawn."""
+"""The report of runs: reads their records and renders the page."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -34,12 +34,12 @@ def write_report(
     column: str | None = None,
     trust: bool = False,
 ) -> Path:
-    """Writes the page of these runs, and of all runs below these folders, and returns its path.
+    """Writes the page of the runs in and below these folders, and returns its path.
 
-    against: file of published tables; None: those that a study names, if its folder is the only path. column: column
-        of the tables for runs outside of studies; runs of a study belong to the column of their setting. trust: as in
+    against: file of published tables; None: the tables of the study if its folder is the only path. column: column of
+        the tables for runs outside of studies; runs of a study belong to the column of their setting. trust: as in
         `load_run`.
-    Raises ConfigError for another ending than .html, if a path holds no run, or if none of our runs is in the tables.
+    Raises ConfigError unless the name ends in .html or .htm, if a path holds no run, or if no run is in the tables.
     """
     runs, comparisons, paper = _compared_runs(paths, against, column, trust)
     return write_report_of(runs, output, comparisons, paper, SHARED)
@@ -60,7 +60,7 @@ def report_page(
 def _compared_runs(
     paths: Sequence[str | Path], against: str | Path | None, column: str | None, trust: bool
 ) -> tuple[Sequence[FoundRun], Sequence[Comparison], str]:
-    """The runs, the published numbers next to theirs, and the paper."""
+    """The runs, their comparisons with published numbers, and the paper."""
     if column is not None and against is None:
         raise ConfigError(f"column {column!r} is one of published tables; name their file, too (--against)")
     runs = find_runs(paths, trust)
@@ -73,9 +73,9 @@ def _compared_runs(
 def _published_of(
     folder: Path, runs: Sequence[FoundRun], warn: Callable[[str], None] = lambda text: None
 ) -> tuple[Sequence[Comparison], str]:
-    """The published numbers that a study names for comparison with ours, and the paper.
+    """The comparisons with the published numbers that a study names, and the paper.
 
-    Both are empty for a folder that is not a study, without the file of the numbers, or if none of our runs is in the
+    Both are empty if the folder is not a study, the file of the numbers is missing, or none of our runs is in the
     tables. warn: receives a line if a published metric is not known.
     """
     file = load_study(RunDirectory(folder).study).published if RunDirectory(folder).is_study else None
@@ -91,7 +91,7 @@ def _published_of(
 
 
 def report_at_the_end(folder: Path, runs: Callable[[], Sequence[FoundRun]], warn: Callable[[str], None]) -> None:
-    """Writes the page of a run or a study into its folder. A failure to draw it costs no results: it is a warning."""
+    """Writes the page of a run or a study into its folder. A failure is only a warning, since the results are saved."""
     try:
         opened = runs()
         write_report_of(opened, RunDirectory(folder).report, *_published_of(folder, opened, warn))
@@ -107,11 +107,11 @@ def write_report_of(
     paper: str = "",
     mode: int = PRIVATE,
 ) -> Path:
-    """Writes the page of runs that are open. mode: as in `report.page.write_page`. Raises ConfigError for an ending."""
-    from cfl_ray.report.page import write_page  # imports plotly, which no other command waits for
+    """Writes the page of these runs. mode: as in `report.page.write_page`. Raises ConfigError for a wrong suffix."""
+    from cfl_ray.report.page import write_page  # imports plotly, which other commands do not need
 
     path = Path(output)
-    if path.suffix not in (".html", ".htm") and not path.is_dir():  # a folder has its own message below
+    if path.suffix not in (".html", ".htm") and not path.is_dir():  # folders have a separate message below
         raise ConfigError(f"{path}: a report is written as .html, got {path.suffix or 'no ending'!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_page(report_of(runs, comparisons, paper), path, mode)
@@ -122,7 +122,7 @@ def write_report_of(
 
 
 def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), paper: str = "") -> Report:
-    """The data of the page. Runs of a setting, or that differ only in their seed, form an experiment."""
+    """The data of the page. Runs of a setting of a study, or that differ only in the seed, form an experiment."""
     groups: dict[str, list[FoundRun]] = {}
     for run in runs:
         groups.setdefault(f"{run.study}/{run.setting}" if run.setting else settings_of(run.experiment), []).append(run)
@@ -158,7 +158,7 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
 
 
 def _columns(run_metrics: RunMetrics, scores: Sequence[str]) -> list[str]:
-    """Metrics of the table: those that a method has. scores: of the experiments' tasks."""
+    """The recorded metrics, as columns of the table. scores: of the experiments' tasks."""
     present = {
         name
         for of_seeds in run_metrics.values()
@@ -182,7 +182,7 @@ def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
         for label, result in run.methods.items():
             score = primary_of(result.final)
             higher_is_better = f"{score}_p90" not in result.final
-            is_first = label not in methods  # matrices are drawn for a single seed, and only read for it
+            is_first = label not in methods  # matrices are read and drawn for a single seed
             methods.setdefault(label, []).append(_method_run(run.experiment.seed, result, is_first))
             if result.directory is not None:
                 groups = groups.updated(_groups(result.directory))
@@ -219,7 +219,7 @@ def _mixtures(result: MethodResult) -> list[tuple[int, np.ndarray, np.ndarray]]:
 
 
 def _matrices(result: MethodResult) -> dict[str, RecordedMatrix]:
-    """The last diagnostic of each name that has a row for each client: of pairs, or of at least two numbers each."""
+    """The last diagnostic of each name with a row per client: values of pairs, or at least two numbers per client."""
     matrices, diagnostics = {}, result.diagnostics
     counts = list(diagnostics.pop(LABEL_COUNTS, {}).values())
     for name, by_round in diagnostics.items():
@@ -233,7 +233,7 @@ def _matrices(result: MethodResult) -> dict[str, RecordedMatrix]:
 
 
 def _label_counts(recorded: Sequence[Diagnostic], client_S: np.ndarray) -> np.ndarray | None:
-    """The last label counts (S, C) of these clients; NaN for a client without any, None if no client has some."""
+    """The last label counts (S, C) of these clients; NaN for a client without counts, None if no client has counts."""
     of_client = {
         client: counts
         for diagnostic in recorded
@@ -248,7 +248,7 @@ def _label_counts(recorded: Sequence[Diagnostic], client_S: np.ndarray) -> np.nd
 def _last_scores(path: Path) -> dict[str, np.ndarray]:
     """The metrics of every client in the last evaluated round."""
     table = read_client_metrics(path)
-    batches = [batch for batch in table.to_batches() if batch.num_rows]  # of one round each, in mapped memory
+    batches = [batch for batch in table.to_batches() if batch.num_rows]  # each of a single round, memory-mapped
     if not batches:
         return {}
     last = max(batches, key=lambda batch: batch["round"][0].as_py() or 0)

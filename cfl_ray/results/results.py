@@ -25,26 +25,26 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
 from cfl_ray.tracking.record import PAST_SCORES, is_evaluated
 
-if TYPE_CHECKING:  # pandas is imported by those who ask for a frame
+if TYPE_CHECKING:  # pandas is imported when a frame is made
     import pandas as pd
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The records of a method, its metrics at the end, and what it has learned."""
+    """The records of a method, its metrics of the whole run, and the trained method."""
 
     label: str
     records: list[RoundRecord]
-    summary: dict[str, float]  # those of RUN_METRICS that apply
-    directory: Path | None = None  # of its files; None: nothing was kept
-    # opens the trained method; None: it has not begun
+    summary: dict[str, float]  # the RUN_METRICS that apply
+    directory: Path | None = None  # of its files; None: no files
+    # opens the trained method; None: the method has not begun
     open_trained: Callable[[], TrainedMethod] | None = field(default=None, repr=False, compare=False)
     reported: Sequence[ReportedDiagnostic] = field(default=(), repr=False, compare=False)  # if there are no files
     clients: pa.Table | None = field(default=None, repr=False, compare=False)  # metrics of clients, likewise
 
     @property
     def events(self) -> list[ClusterEvent]:
-        """Splits, merges, births and deaths of clusters with the figures that decided them; changes of the phase."""
+        """Splits, merges, births and deaths of clusters with the deciding numbers, and changes of the phase."""
         return [event for record in self.records for event in record.events]
 
     @property
@@ -74,12 +74,10 @@ class MethodResult:
         return read_client_metrics(RunDirectory(self.directory).client_metrics).to_pandas()
 
     def recovery(self, changed: Mapping[int, Sequence[int]] | None = None, *, within: float = 0.02) -> pd.DataFrame:
-        """How long clients took to recover from each change of their data, and what they forgot.
+        """A row for each change of data, with recovery time and forgetting; see `results.recovery.recovery_frame`.
 
-        A row for each change: `results.recovery.recovery_frame`.
-
-        changed: ids of clients by the round before which their data changed; None: as the schedule says.
-        within: difference to the mean of the first metric before the change that counts as recovered.
+        changed: ids of clients by the round before which their data changed; None: from the schedule.
+        within: largest difference to the mean of the first metric before the change that counts as recovered.
         """
         if changed is None:
             scheduled: dict[int, list[int]] = {}
@@ -94,8 +92,8 @@ class MethodResult:
     def diagnostics(self) -> dict[str, dict[int, Diagnostic]]:
         """Values that the method reported in addition to its metrics (docs/metrics.md): {name: {round: diagnostic}}.
 
-        An array is listed only for evaluated rounds in which it differs from the array before, by the round in which
-        the method reported it.
+        An array is listed only for evaluated rounds in which it differs from the previous array, under the round in
+        which the method reported it.
         """
         reported = (
             self.reported if self.directory is None else read_diagnostics(RunDirectory(self.directory).diagnostics)
@@ -103,16 +101,16 @@ class MethodResult:
         return by_name(reported, self.records)
 
     def diagnostics_frame(self) -> pd.DataFrame:
-        """A row per round: `round`, then a column for each diagnostic that is a number; NaN if it has none."""
+        """A row per round: `round`, then a column for each numeric diagnostic; NaN if it was not reported."""
         return self.to_frame().reindex(columns=["round", *self.last_numbers])
 
     @property
     def last_numbers(self) -> dict[str, float]:
-        """The last value of each diagnostic that is a number."""
+        """The last value of each numeric diagnostic."""
         last = {name: by_round[max(by_round)] for name, by_round in self.diagnostics.items()}
         return {name: float(diagnostic.value) for name, diagnostic in last.items() if not diagnostic.axes}
 
-    # ---- what it has learned
+    # ---- the trained method
 
     @cached_property
     def trained(self) -> TrainedMethod:
@@ -163,7 +161,7 @@ class Results:
     """All methods of an experiment, by label in the order of the config."""
 
     methods: dict[str, MethodResult]
-    run_dir: Path | None  # None: nothing was kept
+    run_dir: Path | None  # None: no files
     tracking: str | None = None  # MLflow, without credentials; None: not tracked
     run_info: dict[str, str] | None = None  # hosts, device, engine, CPU and PyTorch; None: read from files
 
@@ -171,7 +169,7 @@ class Results:
         return self.method(label)
 
     def method(self, label: str) -> MethodResult:
-        """The results of a method. Raises ConfigError, with the labels there are, for another name."""
+        """The results of a method. Raises ConfigError, which lists the labels, for an unknown name."""
         if label not in self.methods:
             raise ConfigError(f"no method {label!r} in this run; it has {', '.join(self.methods)}")
         return self.methods[label]
@@ -189,5 +187,5 @@ class Results:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """`to_frame()`."""
+        """The frame of `to_frame()`."""
         return self.to_frame()

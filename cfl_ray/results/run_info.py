@@ -1,4 +1,4 @@
-"""The settings of runs in words, and the command that runs them again."""
+"""The settings of runs as text, and the command that repeats them."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ def run_info(runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]
 
 
 def _shared_settings(runs: Sequence[FoundRun]) -> dict[str, str]:
-    """The settings by dotted keys; methods of a study may differ in some of them."""
+    """The settings by dotted key; the value is "differs by method" if the runs of a study differ in it."""
     all_settings = [flatten(run.experiment.to_dict()) for run in runs]
     return {
         key: value if all(other.get(key) == value for other in all_settings) else "differs by method"
@@ -84,7 +84,7 @@ def _methods_in_words(runs: Sequence[FoundRun]) -> str:
 
 
 def _recorded(directory: Path) -> dict[str, str]:
-    """Hosts, device and engine of the run, and the commit of its code, as far as they are recorded."""
+    """Hosts, device and engine of the run, and the commit of its code, if recorded."""
     try:
         info = read_info(directory)
     except DataError:
@@ -105,7 +105,7 @@ def command_again(runs: Sequence[FoundRun]) -> tuple[str, str]:
 
 
 def _study_again(folder: Path, setting: str) -> list[str]:
-    """The command on a study that runs a setting again; of a sweep, all trials of the setting."""
+    """The command that repeats a setting of a study; for a sweep, all trials of the setting."""
     study = load_study(RunDirectory(folder).study)
     if study.sweep is None:
         return ["compare", RunDirectory.study.name, "--setting", setting]

@@ -16,7 +16,7 @@ def run_folders(study: str | Path) -> list[tuple[str, str, Path]]:
 
 
 def folders_with(study: RunDirectory, containing: File) -> list[tuple[str, str, Path]]:
-    """As `run_folders`, for the folders of runs that have the file `containing`."""
+    """As `run_folders`, for run folders that contain the file `containing`."""
     settings, methods = _names_in(study.study)
 
     def place(run: Path) -> tuple[Any, ...]:
@@ -27,7 +27,7 @@ def folders_with(study: RunDirectory, containing: File) -> list[tuple[str, str, 
 
 
 def seed_of(run: Path) -> int:
-    """The seed of a run by the name of its folder; -1 if it has none."""
+    """The seed in the name of a run folder; -1 without a seed."""
     number = run.name.removeprefix("seed-")
     return int(number) if number.isdigit() else -1
 
@@ -51,7 +51,7 @@ def methods_in(values: dict[str, Any]) -> list[Any]:
 
 def method_names() -> list[str]:
     """Names of the published methods."""
-    package = find_spec("cfl_ray.methods")  # importing it would import torch, and take seconds
+    package = find_spec("cfl_ray.methods")  # not imported: that would import torch, which takes seconds
     assert package is not None and package.submodule_search_locations is not None
     return [module.name for module in pkgutil.iter_modules(package.submodule_search_locations)]
 
@@ -64,12 +64,12 @@ def num_methods(values: dict[str, Any]) -> int:
 
 
 def _position(name: str, names: list[str]) -> int:
-    """The index of a name, or of its part before a trial, in a list; the length of the list for another name."""
+    """The index of a name, or of its part before a trial, in a list; the length of the list for an unknown name."""
     known = [candidate for candidate in (name, name.partition(",")[0]) if candidate in names]
     return names.index(known[0]) if known else len(names)
 
 
 def is_finished(run: Path) -> bool:
-    """Whether the run in this folder has come to its end."""
+    """Whether the run in this folder is finished."""
     end = read_end(run)
     return end is not None and end.status == "FINISHED"

@@ -1,4 +1,4 @@
-"""Trained methods as objects: the models of their clusters, and the models that clients predict with."""
+"""Trained methods: the models of their clusters, and the models that clients predict with."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from cfl_ray.results.newcomers import Newcomer, adapt, place
 if TYPE_CHECKING:
     import pandas as pd
 
-_EXCHANGE = -1  # exchange number in the random keys of clients that train before they predict, as in the evaluation
+_EXCHANGE = -1  # exchange number in the random keys of local training before predictions, as in the evaluation
 
 
 class AdditiveModel(nn.Module):
@@ -45,7 +45,7 @@ class AdditiveModel(nn.Module):
 
 
 class MixtureModel(nn.Module):
-    """The logarithm of the weighted mean of the models' class probabilities; with equal weights, a soft vote."""
+    """The logarithm of the weighted mean of the models' class probabilities; a soft vote if the weights are equal."""
 
     def __init__(self, models: list[nn.Module], weight_K: np.ndarray):
         super().__init__()
@@ -64,8 +64,8 @@ class TrainedMethod:
 
     label: str
     federation: Federation
-    state: State  # cluster models, assignments and what else the method keeps
-    round: int  # the last round that it has learned from
+    state: State  # cluster models, assignments and other state of the method
+    round: int  # the last round of training
     seed: int
     recipe: ModelRecipe
     spec: ParamSpec
@@ -111,26 +111,25 @@ class TrainedMethod:
     # ---- clients
 
     def test(self, client: int, round: int | None = None) -> TensorSamples:
-        """The test samples (x, y) of a client, as its data were in a round; None: in the last round."""
+        """The test samples (x, y) of a client in a round; None: in the last round."""
         return self.present(round).test(self._known(client))
 
     def train(self, client: int, round: int | None = None) -> TensorSamples:
-        """The training samples (x, y) of a client, as its data were in a round; None: in the last round."""
+        """The training samples (x, y) of a client in a round; None: in the last round."""
         return self.present(round).train(self._known(client))
 
     def present(self, round: int | None = None) -> Federation:
-        """The federation as it was in a round; None: in the last round."""
+        """The federation in a round; None: in the last round."""
         last = max(self.round, 1)
         if round is not None and not 1 <= round <= last:
             raise ConfigError(f"{self.label} has rounds 1 .. {last}, got {round}")
         return self.federation.at(last if round is None else round)
 
     def personal_model(self, client: int) -> nn.Module:
-        """The model that a client would predict with now, in evaluation mode.
+        """The model that a client predicts with, in evaluation mode.
 
-        That is the model of its cluster, with the columns that it keeps for itself, after its local training if the
-        method prescribes some, or the mixture of all models.
-        Raises ConfigError for a client that does not exist or has no model yet.
+        It is the model of its cluster with the client's private columns, after local training if the method prescribes
+        it, or the mixture of all models. Raises ConfigError for a client that does not exist or has no model yet.
         """
         serving = self.serve(np.array([self._known(client)]))
         if serving.weight_MK is not None:
@@ -147,20 +146,20 @@ class TrainedMethod:
         return self.module(row_P, serving.frozen_P)
 
     def place(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None = None) -> Newcomer:
-        """The model that a client with these samples, which is not in the federation, would get, and why.
+        """The model of a client outside the federation with these samples, and the reason for it.
 
-        x: normalised inputs (n, *shape). y: their targets: then it is placed as a newcomer is in a run (`Method.join`).
-            None: of several cluster models it gets the model whose predictions have the least mean entropy.
+        x: normalised inputs (n, *shape). y: their targets, with which the client is placed like a newcomer in a run
+            (`Method.join`). None: it gets the cluster model whose predictions have the least mean entropy.
         docs/concepts/newcomers.md has the rule of every method. Raises ConfigError, with the reason, if the method has
-        no model for such a client. Nothing changes in the trained method.
+        no model for such a client. The trained method does not change.
         """
         return place(self, x, y)
 
     def adapt(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
-        """As `place`, after a training on these samples.
+        """As `place`, after training on these samples.
 
-        A method with personal columns trains them in a round of its own; the models of other methods are trained as in
-        a round, or as the method prescribes before a client predicts.
+        A method with personal columns trains them in a separate round. The models of other methods are trained as in a
+        round, or as the method prescribes before predictions.
         """
         return adapt(self, x, y)
 
@@ -198,8 +197,8 @@ class TrainedMethod:
     def assignments(self) -> "pd.DataFrame":
         """A data frame with a row per client.
 
-        client, name; cluster: its cluster (-1: none); group: true group (-1: not known); served_by: the
-        cluster whose model it would predict with now (-1: no cluster's); why, in words.
+        client, name; cluster: its cluster (-1: none); group: true group (-1: not known); served_by: the cluster whose
+        model it predicts with (-1: none); why: the reason, as text.
         """
         import pandas as pd
 
@@ -219,7 +218,7 @@ class TrainedMethod:
         )
 
     def _served(self) -> tuple[np.ndarray, list[str]]:
-        """The cluster whose model each client predicts with, int64 (N,), -1 for none, and why."""
+        """The cluster whose model each client predicts with, int64 (N,), -1 for none, and the reasons."""
         count, method = self.federation.num_clients, self.steps.method
         served_N, why_N = np.full(count, -1), ["it is not in the federation now"] * count
         serving = self.serve(self.online)
@@ -243,7 +242,7 @@ class TrainedMethod:
 
     @property
     def changes(self) -> tuple[DataChange, ...]:
-        """The changes of data that the schedule has."""
+        """The changes of data in the schedule."""
         return self.federation.changes if isinstance(self.federation, ChangingFederation) else ()
 
     @property
@@ -260,7 +259,7 @@ class TrainedMethod:
     def tuned(
         self, client: int, row_P: Tensor, local: LocalSGD, samples: TensorSamples, frozen_P: Tensor | None
     ) -> Tensor:
-        """The row after a local training of a client on these samples."""
+        """The row after local training of a client on these samples."""
         x, y = samples
         steps = int(local.steps_of(np.array([len(y)]))[0])
         address = Address(self.seed, max(self.round, 1), _EXCHANGE)
@@ -276,7 +275,7 @@ class TrainedMethod:
         return MixtureModel([self.module(row_P) for row_P in models_KP], weight_K).eval()
 
     def module(self, row_P: Tensor, frozen_P: Tensor | None = None) -> nn.Module:
-        """The network with this row, in evaluation mode; its outputs are added to those of the frozen row, if any."""
+        """The network with this row, in evaluation mode; with a frozen row, the sum of the outputs of both."""
         module = self.recipe()
         module.load_state_dict(self._named(row_P), strict=False)  # integer buffers keep their initial values
         module.eval()

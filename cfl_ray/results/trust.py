@@ -1,13 +1,13 @@
 """Trust in run directories, which another user may have made.
 
-The record of a run, config.yaml, names Python files, folders and URIs of data, the folder for output, trackers, and may
-name a Ray cluster and an MLflow server: going on with the run imports the files, reads and writes the folders,
-unpickles what the cluster sends, and sends the user's credentials to servers. So a run signs everything that its record
-names (`signature.json`). Anything else that a record names, and every symbolic link in the directory, needs the user's
-consent (`--trust`).
+The record of a run, config.yaml, names Python files, folders and URIs of data, the output folder and trackers, and may
+name a Ray cluster and an MLflow server. Resuming the run imports the files, reads and writes the folders, unpickles
+messages of the cluster, and sends the user's credentials to the servers. So a run signs all names in its record
+(`signature.json`). Other names in a record, and every symbolic link in the directory, need the user's consent
+(`--trust`).
 
-A config that the user names is the user's own; `cfl-ray check`, which is for looking at configs, asks before it imports
-a file of another user.
+A config that the user passes to a command is trusted; `cfl-ray check`, which is for the inspection of configs, asks
+before it imports a file of another user.
 """
 
 import os
@@ -43,8 +43,8 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
     """The experiment in the record of a run. Imports nothing.
 
     connects: whether the run's cluster and MLflow server will be used, in addition to its files.
-    Raises UntrustedError if the record names what this user did not sign on this machine, unless `trust`, and
-    DataError if it is empty: an empty config would be another experiment, that of the defaults.
+    Raises UntrustedError, unless `trust`, for names in the record that this user did not sign on this machine, and
+    DataError for an empty record, which would mean the experiment with all defaults.
     """
     if not (read_text(RunDirectory(run_dir).config) or "").strip():
         raise DataError(f"{RunDirectory(run_dir).config} is empty, so it is not known what this run is; restore it")
@@ -68,13 +68,13 @@ def load_study_record(folder: Path, trust: bool = False) -> Study:
 
 
 def sign_record(run_dir: Path, experiment: Experiment, text: str | None = None) -> None:
-    """Signs what the record of this user's run names. text: of the record; None: it is in the directory."""
+    """Signs the names in the record of this user's run. text: the record; None: read from the directory."""
     places = _places_in({"output": experiment.output} | _record(run_dir, text))
     RunDirectory(run_dir).sign(_code_in(experiment) + _servers_in(experiment) + places)
 
 
 def sign_study(folder: Path, study: Study) -> None:
-    """Signs what the record of this user's study names."""
+    """Signs the names in the record of this user's study."""
     RunDirectory(folder).sign(_names_in(study) + _places_in(yaml.safe_load(study.to_record())))
 
 
@@ -90,7 +90,7 @@ def check_owners(config: Experiment | Study) -> None:
             )
 
 
-# ---- what a record names
+# ---- names in a record
 
 
 def _code_in(experiment: Experiment) -> list[str]:
@@ -106,13 +106,13 @@ def _servers_in(experiment: Experiment) -> list[str]:
 
 
 def _record(run_dir: Path, text: str | None = None) -> dict[str, Any]:
-    """The config of a run as it was written: if the directory has moved, with the paths before the move."""
+    """The config of a run as written: if the directory has moved, with the paths before the move."""
     values = yaml.safe_load((read_text(RunDirectory(run_dir).config) or "") if text is None else text)
     return values if isinstance(values, dict) else {}
 
 
 def _places_in(values: Any, key: str = "") -> list[str]:
-    """Folders, files and URIs that a config names, and trackers that write elsewhere, each with its key."""
+    """Folders, files and URIs in a config, and trackers that write elsewhere, each with its key."""
     if isinstance(values, dict):
         inner = [(f"{key}.{name}".lstrip("."), value) for name, value in values.items()]
         return [*_places_in(list(values), key), *(place for name, value in inner for place in _places_in(value, name))]
@@ -128,7 +128,7 @@ def _places_in(values: Any, key: str = "") -> list[str]:
 
 
 def _is(key: str, names: Sequence[str]) -> bool:
-    """Whether a key, of an experiment or inside a study, is one of these."""
+    """Whether a key, of an experiment or inside a study, is in `names`."""
     return any(f".{key}".endswith(f".{name}") for name in names)
 
 
@@ -139,7 +139,7 @@ def _connected_to(experiment: Experiment) -> list[str]:
 
 
 def _of_environment() -> list[str]:
-    """The cluster and the MLflow server that the user's environment names."""
+    """The cluster and the MLflow server in the user's environment variables."""
     return _servers(os.environ.get("RAY_ADDRESS"), os.environ.get("MLFLOW_TRACKING_URI"))
 
 
@@ -162,7 +162,7 @@ def _servers(address: Any, uri: Any) -> list[str]:
 
 
 def _files_in(values: Any) -> list[Path]:
-    """Every file that an `anything:Name` of the config names, wherever it stands."""
+    """The existing file of every value `FILE:Name` of the config, at any depth."""
     files = (_file_of(text) for text in texts_of(values))
     return list(dict.fromkeys(file for file in files if file is not None))
 
