@@ -70,6 +70,6 @@ def _in_words(rows: Sequence[Comparison]) -> str:
 
 
 def _agrees(row: Comparison) -> bool:
-    """Whether the two numbers differ by at most two standard deviations, by the larger of the known two."""
+    """Whether the two numbers differ by at most twice the larger of their known standard deviations."""
     stds = [std for std in (row.ours_std, row.published_std) if not math.isnan(std)]
     return abs(row.ours - row.published) <= 2 * max(stds, default=0.0)

@@ -20,7 +20,7 @@ SCHEMA = pa.schema(
         pa.field("round", pa.int32(), nullable=False),
     ]
 )
-_ROWS = 1 << 17  # of a row group, at least and so many at a time
+_ROWS = 1 << 17  # most rows of a batch, and fewest of a row group except the last
 
 
 def write_assignments(
@@ -28,7 +28,7 @@ def write_assignments(
 ) -> None:
     """Writes the reassignments to the Parquet file `path`, replacing an existing file.
 
-    group_N: true group of each client, below 0 if it is not known; None: of no client.
+    group_N: true group of each client, below 0 if it is not known; None: all are unknown.
     """
     with drafted(Path(path)) as draft, pq.ParquetWriter(draft, SCHEMA) as writer:
         waiting: list[pa.RecordBatch] = []

@@ -9,7 +9,7 @@ WHISKERS = (5, 25, 50, 75, 95)  # percentiles
 
 
 def client_figures(experiment: ReportedExperiment) -> list[PageFigure]:
-    """A figure with a box for each method: the clients' scores of all seeds in the last evaluated round (P-server)."""
+    """A figure with a box for each method: P-server of the clients of all seeds in the last evaluated round."""
     scores_of: dict[str, np.ndarray] = {}
     for label, runs in experiment.methods.items():
         arrays = [run.scores[experiment.score] for run in runs if experiment.score in run.scores]

@@ -11,13 +11,13 @@ from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import evenly
 
 MOST_ROUNDS, MOST_CLIENTS = 120, 150  # more are not drawn
-MOST_BLOCKS = 24  # with more groups or clusters, the axis does not name them
-NO_CLUSTER = "#EEEEEE"  # colour of a client in rounds in which it has no cluster
-NAMED = len(COLOURS)  # the largest clusters, so many, have a colour each
+MOST_BLOCKS = 24  # largest number of groups or clusters that the axis names
+NO_CLUSTER = "#EEEEEE"  # colour of a client in rounds without a cluster
+NAMED = len(COLOURS)  # number of largest clusters with a separate colour
 
 
 def cluster_figures(experiment: ReportedExperiment) -> list[PageFigure]:
-    """Two figures for each method with clusters, of its first such seed: sizes of clusters, and clusters of clients."""
+    """Two figures for each method with clusters, for its first such seed: cluster sizes, and clusters of clients."""
     figures = []
     for label, runs in experiment.methods.items():
         run = next((run for run in runs if run.is_clustered), None)
@@ -62,7 +62,7 @@ def _sizes(experiment: ReportedExperiment, label: str, run: MethodRun, rounds: S
 
 
 def _by_size(run: MethodRun, rounds: Sequence[int]) -> np.ndarray:
-    """Places in `ClusterHistory.cluster_K` of the clusters with members in these rounds, the largest in all first."""
+    """Places in `ClusterHistory.cluster_K` of the clusters with members in these rounds, largest total size first."""
     total_K = sum(run.history.sizes(rounds), start=np.zeros(len(run.history.cluster_K), np.int64))
     order = np.argsort(-total_K, kind="stable")
     return order[total_K[order] > 0]
@@ -89,11 +89,11 @@ def _places(
 ) -> PageFigure:
     """A figure with a row for each client and a column for each round, in the colour of the client's cluster."""
     history, order = run.history, _by_size(run, rounds)
-    rank_K = np.full(len(history.cluster_K) + 1, len(order))  # the last entry: of clients without a cluster
+    rank_K = np.full(len(history.cluster_K) + 1, len(order))  # the last entry is for clients without a cluster
     rank_K[order] = np.arange(len(order))
     rank_C = rank_K[next(history.rows(rounds[-1:]))]
     group_C = experiment.groups[history.client_C]
-    drawn = np.array(evenly(np.lexsort([rank_C, group_C]), MOST_CLIENTS))  # of equal ranks by id
+    drawn = np.array(evenly(np.lexsort([rank_C, group_C]), MOST_CLIENTS))  # equal ranks are ordered by id
     colour_K = np.minimum(rank_K, NAMED)
     colour_K[-1] = -1
     columns = [colour_K[row_C[drawn]] for row_C in history.rows(rounds)]
@@ -129,7 +129,7 @@ def steps(colours: Sequence[str]) -> list[tuple[float, str]]:
 
 
 def blocks(labels: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, end) of each run of equal labels; `end` is the place after the last."""
+    """(start, end) of each run of equal labels; `end` is exclusive."""
     starts = [place for place in range(len(labels)) if place == 0 or labels[place] != labels[place - 1]]
     return list(zip(starts, [*starts[1:], len(labels)], strict=True))
 
@@ -153,7 +153,7 @@ def _changes_in_words(label: str, run: MethodRun) -> str:
         _, first_U, count_U = np.unique(
             before_R.astype(np.int64) << 32 | after_R, return_index=True, return_counts=True
         )
-        for place in np.argsort(first_U):  # of pairs that are equally frequent, the first pair is named
+        for place in np.argsort(first_U):  # among equally frequent pairs, the first pair is named
             first = first_U[place]
             pairs[int(before_R[first]), int(after_R[first])] += int(count_U[place])
         last = round

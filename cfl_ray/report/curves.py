@@ -59,7 +59,7 @@ def series(runs: Sequence[MethodRun], value_of: Callable[[RoundRecord], float]) 
 
 
 def curves(experiment: ReportedExperiment) -> list[PageFigure]:
-    """The figures with data: scores by three protocols, over traffic and virtual time, agreement, clusters, events."""
+    """The figures that have data: scores by three protocols, costs, agreement, clusters, and events."""
     score = experiment.score
     words = score.replace("_", " ")
     titles = {
@@ -79,7 +79,7 @@ def curves(experiment: ReportedExperiment) -> list[PageFigure]:
 
 
 def _phases(runs: Sequence[MethodRun]) -> list[tuple[str, int, int]]:
-    """(phase, first round, last round) of the first seed's phases, in their order; empty if phases are not recorded."""
+    """(phase, first round, last round) of the first seed's phases in order; empty if phases are not recorded."""
     phases: list[tuple[str, int, int]] = []
     for record in runs[0].records:
         if phases and phases[-1][0] == record.phase:
@@ -110,7 +110,7 @@ def _bands(experiment: ReportedExperiment) -> list[Plot]:
 
 
 def _all(experiment: ReportedExperiment, name: str) -> dict[str, Series]:
-    """The series of a metric, by the label of each method that has recorded it."""
+    """The series of a metric, by label of the methods that recorded it."""
     series_of = {
         label: series(runs, lambda record: record.metrics.get(name, math.nan))
         for label, runs in experiment.methods.items()
@@ -169,7 +169,7 @@ def _over_rounds(
     yaxis: Plot | None = None,
     shapes: Sequence[Plot] = (),
 ) -> Plot:
-    """A figure with the series of each method over the rounds, and bands for the methods' phases."""
+    """A figure with the series of each method over the rounds, and bands for the phases of the methods."""
     lines = {label: (values.round_E, values) for label, values in series_of.items()}
     return canvas(
         _lines(experiment, lines, template),
@@ -207,7 +207,7 @@ def _scores(experiment: ReportedExperiment, metric: str, title: str) -> PageFigu
 def _against(
     experiment: ReportedExperiment, x_of: Callable[[RoundRecord], float]
 ) -> dict[str, tuple[np.ndarray, Series]]:
-    """The score of each method against `x_of`, a number that grows with the rounds, such as the traffic."""
+    """The (x, score) series of each method. x_of: a number that grows with the rounds, such as the traffic."""
     lines = {}
     for label, values in _all(experiment, experiment.score).items():
         x = series(experiment.methods[label], x_of)
@@ -228,7 +228,7 @@ def _ends(lines: dict[str, tuple[np.ndarray, Series]], unit: str, least: str, mo
 
 
 def _by_costs(experiment: ReportedExperiment) -> Iterator[PageFigure]:
-    """The score over traffic; for runs with a clock over virtual time, for private runs over epsilon."""
+    """The score over traffic, over virtual time (runs with a clock), and over epsilon (private runs)."""
     words = experiment.score.replace("_", " ")
     sent = "By its last evaluation a client has sent and received: "
     for cost, what, caption, unit, ends, axis in (
@@ -270,7 +270,7 @@ def _clusters(experiment: ReportedExperiment) -> PageFigure | None:
 
 
 def _events(experiment: ReportedExperiment) -> PageFigure | None:
-    """The phases of each method as bars, and the events of its clusters as markers, of the first seed."""
+    """The phases of each method as bars and the events of its clusters as markers, for the first seed."""
     rows = [label for label, runs in experiment.methods.items() if any(record.events for record in runs[0].records)]
     if not rows:
         return None

@@ -1,7 +1,7 @@
-"""Functions that the figures of the page share: their frame, the looks of methods, numbers as text.
+"""Common functions for the figures of the page: frame, colours and markers of methods, numbers as text.
 
-Figures are plain dictionaries in Plotly's schema, since importing and filling Plotly's Python classes would take a
-second at the end of every run. The tests check the dictionaries against these classes.
+Figures are plain dictionaries in Plotly's schema, since Plotly's Python classes would take a second at the end of every
+run. The tests check the dictionaries against these classes.
 """
 
 import base64
@@ -25,7 +25,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 
 @dataclass(frozen=True)
 class PageFigure:
-    """A figure with its title and the sentence beneath it."""
+    """A figure with its title and caption."""
 
     title: str
     caption: str
@@ -43,7 +43,7 @@ class Look:
 
 
 def look(place: int) -> Look:
-    """The look of the method at this place of the list. Those of the first 24 methods differ in colour or dashes."""
+    """The look of the method at this place of the list. The first 24 looks differ in colour or dashes."""
     return Look(COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)], MARKERS[place % len(MARKERS)])
 
 
@@ -96,7 +96,7 @@ def _array(value: Any) -> Any:
 
 
 def safe(text: str) -> str:
-    """Text that Plotly shows as it is, rather than as markup."""
+    """The text, escaped so that Plotly does not interpret it as markup."""
     return html.escape(str(text), quote=False)
 
 
@@ -107,15 +107,15 @@ def faint(colour: str, alpha: float = 0.16) -> str:
 
 
 def number(value: float) -> str:
-    """A number as text, with three decimals below 10 and one decimal from 10 on."""
+    """A number as text: three decimals below 10, otherwise a single decimal."""
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
-LEAST_SHOWN = 0.0005  # a smaller number would be 0.000 with three decimals
+LEAST_SHOWN = 0.0005  # smaller numbers are 0.000 with three decimals
 
 
 def with_spread(mean: float, std: float) -> str:
-    """Mean and standard deviation (NaN: none) as text, with the decimals of `number`; for tiny numbers two digits."""
+    """Mean and standard deviation (NaN: none) as text, with the decimals of `number`; tiny numbers with two digits."""
     if 0 < max(abs(mean), 0.0 if math.isnan(std) else std) < LEAST_SHOWN:
         return f"{mean:.2g}" if math.isnan(std) else f"{mean:.2g} ±\u00a0{std:.2g}"
     digits = 3 if abs(mean) < 10 else 1
@@ -128,13 +128,13 @@ def percent(share: float) -> str:
 
 
 def listed(items: Sequence[str], most: int = 6) -> str:
-    """Items joined by commas: the first `most` items, and how many more there are."""
+    """The first `most` items joined by commas, and the number of further items."""
     more = [f"{len(items) - most} more"] if len(items) > most else []
     return ", ".join([*items[:most], *more])
 
 
 def tested_in_words(p: float, effect: float, runs: float, rivals: float) -> str:
-    """A paired test in a cell: p and effect size; why there is none, if seeds are missing; else empty.
+    """The text of a cell for a paired test: p and effect size, a reason if seeds are missing, else empty.
 
     rivals: number of methods of the experiment.
     """

@@ -1,7 +1,7 @@
 """PNG figures that compare the methods of a run, drawn from their records.
 
-Each method has a colour; from the ninth method on, colours repeat with another line style. Instead of a legend, the
-method's name stands at the end of its line.
+Each method has a colour; from the ninth method on, colours repeat with another line style. The name of a method is at
+the end of its line, instead of a legend.
 """
 
 import math
@@ -23,7 +23,7 @@ from cfl_ray.tracking.summary import mbit, virtual_seconds
 STYLES = ("-", "--", ":")
 DPI = 100  # 750 pixels: as wide as the description of a run in MLflow, which cuts wider ones off
 LABEL_POINTS = 9.0  # font size
-LABEL_GAP_POINTS = 11.0  # between the middles of two labels
+LABEL_GAP_POINTS = 11.0  # between the centres of two labels
 WIDTH_INCHES, MIN_HEIGHT_INCHES = 7.5, 4.2
 LEFT_INCHES, RIGHT_INCHES, TOP_INCHES, BOTTOM_INCHES, BETWEEN_INCHES = 0.65, 0.15, 0.4, 0.55, 0.5
 LETTER_INCHES = 0.085  # width of a wide letter at LABEL_POINTS
@@ -60,7 +60,7 @@ class DrawnPanel(NamedTuple):
 
 
 def write_figures(directory: str | Path, records_by_method: Mapping[str, Records], prefix: str = "") -> list[Path]:
-    """Writes the figures that the records have data for, as PNG, and returns their paths. prefix: of their names."""
+    """Writes as PNG the figures that have data in the records, and returns their paths. prefix: of the file names."""
     directory = Path(directory)
     private_folder(directory)
     clusters = [Panel("num_clusters", "clusters", _round), Panel("ari", "adjusted Rand index", _round)]
@@ -87,7 +87,7 @@ def _round(record: RoundRecord) -> float:
 
 
 def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, Records]) -> Path | None:
-    """Writes a figure with a panel for each metric that was recorded. Returns its path; None if no metric was."""
+    """Writes a figure with a panel for each recorded metric, and returns its path; None without a recorded metric."""
     styles = {method: _style(place) for place, method in enumerate(records_by_method)}
     drawn = [DrawnPanel(panel, lines) for panel in panels if (lines := _lines(records_by_method, panel))]
     if not drawn:
@@ -108,9 +108,9 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
 
 
 def _margins(figure: Figure, panels: int, names: Iterable[str]) -> dict[str, float]:
-    """Margins that leave room for ticks, titles and names, as keyword arguments of a grid.
+    """Margins for ticks, titles and names, as keyword arguments of a grid.
 
-    Matplotlib's layout engines would draw the figure two more times.
+    Computed here, since Matplotlib's layout engines would draw the figure twice more.
     """
     width, height = figure.get_size_inches()
     labels = max(map(len, names)) * LETTER_INCHES + RIGHT_INCHES
@@ -168,9 +168,9 @@ def _whole_ticks(axis: Axis) -> None:
 
 
 def _label_ends(axes: Axes, lines: Mapping[str, Line], styles: Mapping[str, LineStyle]) -> None:
-    """Writes each method's name right of the plot, at the height of its line's end, or apart if they would overlap."""
+    """Writes each method's name right of the plot, at the end of its line, but apart from overlapping names."""
     gap = LABEL_GAP_POINTS * DPI / 72
-    axes.autoscale_view()  # Matplotlib would do it only when it draws
+    axes.autoscale_view()  # otherwise Matplotlib does it when it draws
     to_axes = axes.transData + axes.transAxes.inverted()
     ends: dict[str, tuple[float, float]] = {}  # in axes coordinates
     for method, (xs, ys) in lines.items():
@@ -183,7 +183,7 @@ def _label_ends(axes: Axes, lines: Mapping[str, Line], styles: Mapping[str, Line
 
 
 def _label(axes: Axes, method: str, end: tuple[float, float], height: float, style: LineStyle) -> None:
-    """Writes a method's name and a sample of its line, with a thin line from `end`, its line's end in the axes."""
+    """Writes a method's name and a sample of its line, connected by a thin line to `end`, the end of the line."""
     colour, dashes = style
     in_axes = axes.transAxes
     sample = [LABEL_START - 0.05, LABEL_START - 0.01]
@@ -206,7 +206,7 @@ def _label(axes: Axes, method: str, end: tuple[float, float], height: float, sty
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """The ascending positions `wanted`, moved so that each is at least `gap` above the previous position.
 
-    They stay within low..high if there is room for all.
+    They stay within low..high if all fit.
     """
     placed: list[float] = []
     for position in wanted:

@@ -1,4 +1,4 @@
-"""A figure that shows whether clients with similar labels are similar by a recorded matrix (clients, clients).
+"""A figure that compares a recorded matrix (clients, clients) with the similarity of the clients' labels.
 
 Labels are compared by the Jensen-Shannon divergence, which is symmetric, bounded, and defined even if a client lacks a
 class. The Kullback-Leibler divergence between clients with different classes is infinite, or depends on how the label
@@ -22,11 +22,11 @@ _GROUPS = (  # (1: both clients have the same true group, 0: different groups, -
 
 
 def against_labels(title: str, label: str, name: str, matrix: RecordedMatrix, groups: PerClient) -> PageFigure | None:
-    """A point for each pair of clients: the divergence of their labels, and their value in the matrix.
+    """A point for each pair of clients: the divergence of their labels against their value in the matrix.
 
     None if label counts are not recorded, or if the divergence or the value is equal for all pairs.
     """
-    import pandas as pd  # imported here: other figures do not need it
+    import pandas as pd  # other figures do not need it
 
     if matrix.label_counts_SC is None:
         return None

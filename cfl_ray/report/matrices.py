@@ -16,7 +16,7 @@ NAMED = len(COLOURS)
 
 
 def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:
-    """Figures of the matrices of each method: pairs of clients ordered by cluster, and maps of signatures."""
+    """Figures of each method's matrices: pairs of clients ordered by cluster, and maps of signatures."""
     figures = []
     for label, runs in experiment.methods.items():
         run = next((run for run in runs if run.matrices), None)
@@ -205,7 +205,7 @@ def _plane(values: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def _purity(clusters: dict[int, int], groups: dict[int, int]) -> str:
-    """How many clusters have members of a single true group, as text."""
+    """The number of clusters with members of a single true group, as text."""
     members: dict[int, set[int]] = {}
     for place, cluster in clusters.items():
         if cluster >= 0:

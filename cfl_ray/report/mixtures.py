@@ -1,4 +1,4 @@
-"""Figures of mixture weights: how much each model counts for each client, over the rounds."""
+"""Figures of mixture weights: the share of each model for each client, over the rounds."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ _ROW = 1.25  # distance between the bars of two rounds; the bars have height 1
 
 
 def mixture_figures(experiment: ReportedExperiment) -> list[PageFigure]:
-    """Stacked bars of the mixture weights of each method that reports them, for the first seed that has them."""
+    """Stacked bars of the recorded mixture weights of each method, for the first seed with such weights."""
     figures = []
     for label, runs in experiment.methods.items():
         run = next((run for run in runs if run.mixtures), None)

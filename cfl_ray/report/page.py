@@ -35,7 +35,7 @@ _HEADINGS = {  # column of the table -> its heading
     "macro_f1": "macro F1",
     "rounds_to_target": "rounds to target",
 }
-_ROUGH = ("num_clusters", "rounds_to_target", "seconds")  # columns shown with one decimal
+_ROUGH = ("num_clusters", "rounds_to_target", "seconds")  # columns shown with a single decimal
 _PROTOCOLS = {"": "P-server", "_local": "P-local", "_tuned": "P-tune", "_p10": "worst decile", "_p90": "worst decile"}
 
 
@@ -60,7 +60,7 @@ class TableHeading:
 
 @dataclass(frozen=True)
 class PlacedFigure:
-    """A figure as the template shows it."""
+    """A figure as data of the template."""
 
     key: str
     figure: PageFigure
@@ -131,7 +131,7 @@ def _placed(figure: PageFigure, number: int) -> PlacedFigure:
     if len(names) < 2:  # a legend with a single entry is not shown
         figure.plot["layout"]["showlegend"] = False
         names = []
-    # the JSON stands in a script element, which "</" would end and "<!--" would turn into a comment
+    # in a script element, "</" would end the JSON and "<!--" would make it a comment
     json = as_json(figure.plot).replace("<", "\\u003c")
     return PlacedFigure(f"figure-{number}", figure, json, [len(name) for name in names])
 
@@ -209,7 +209,7 @@ def _with_std(mean: float, std: float) -> str:
 
 
 def _roughly(mean: float, std: float) -> str:
-    """Mean and standard deviation with one decimal, for counts and seconds."""
+    """Mean and standard deviation with a single decimal, for counts and seconds."""
     return "–" if math.isnan(mean) else f"{mean:.1f}" if math.isnan(std) else f"{mean:.1f} ±\u00a0{std:.1f}"
 
 
@@ -250,5 +250,5 @@ def _text(name: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """The expression that allows this script in a content security policy."""
+    """The source expression of this script in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

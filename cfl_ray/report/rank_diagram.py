@@ -1,4 +1,4 @@
-"""The critical difference diagram of J. Demsar, JMLR 7, 2006: methods by mean rank, and those that do not differ."""
+"""The critical difference diagram of J. Demsar, JMLR 7, 2006: methods by mean rank, with bars over equal methods."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from cfl_ray.report.report_data import Ranks
 def rank_diagram(ranks: Ranks) -> PageFigure:
     """A point for each method at its mean rank; a bar spans methods that the test does not distinguish."""
     names, rank_M = list(ranks.mean_rank), np.array(list(ranks.mean_rank.values()))
-    place_M = np.arange(len(names))[::-1]  # the best is at the top
+    place_M = np.arange(len(names))[::-1]  # the best method is at the top
     groups = alike(rank_M, ranks.critical_difference)
     bars = [
         {
@@ -46,7 +46,7 @@ def rank_diagram(ranks: Ranks) -> PageFigure:
 
 
 def alike(rank_M: Sequence[float] | np.ndarray, critical_difference: float) -> list[tuple[int, int]]:
-    """The largest runs (first, last) of ascending ranks within the critical difference, of two methods or more."""
+    """The maximal runs (first, last) of at least two ascending ranks within the critical difference."""
     last_M = np.searchsorted(rank_M, np.asarray(rank_M) + critical_difference, "right") - 1
-    new_M = np.diff(last_M, prepend=-1) > 0  # a run within the one before is no run of its own
+    new_M = np.diff(last_M, prepend=-1) > 0  # a run inside the previous run is dropped
     return [(first, int(last_M[first])) for first in np.flatnonzero(new_M).tolist() if last_M[first] > first]

@@ -12,7 +12,7 @@ from cfl_ray.tracking.record import RoundRecord
 
 @dataclass(frozen=True)
 class MethodRun:
-    """A run of a method with one seed."""
+    """A run of a method with a seed."""
 
     seed: int
     records: Sequence[RoundRecord]
@@ -38,7 +38,7 @@ class ReportedExperiment:
     """Runs of an experiment, which differ only in their seeds, with all methods."""
 
     name: str
-    run_info: Mapping[str, str]  # settings in words
+    run_info: Mapping[str, str]  # settings as text
     command: str  # the command that runs the experiment again, with `config` as its file
     config: str  # YAML, without credentials
     methods: Mapping[str, Sequence[MethodRun]]  # by label, each in the order of seeds
@@ -59,7 +59,7 @@ class ReportedExperiment:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A number of ours and the corresponding published number."""
+    """Our number and the corresponding published number."""
 
     table: str  # name in the file of published tables
     caption: str
@@ -80,9 +80,9 @@ class Ranks:
     """Mean ranks of methods over pairs (experiment, seed), and the tests of their differences."""
 
     metric: str
-    mean_rank: Mapping[str, float]  # by method, 1 the best; in this order
+    mean_rank: Mapping[str, float]  # by method, best first; 1 is the best rank
     blocks: int  # pairs (experiment, seed)
-    p: float  # of the Friedman test that all methods are alike
+    p: float  # of the Friedman test of equal methods
     critical_difference: float  # of two mean ranks at level 0.05 (Nemenyi)
 
     def is_near_best(self, method: str) -> bool:
@@ -91,7 +91,7 @@ class Ranks:
 
     @property
     def in_words(self) -> str:
-        """The tests in a sentence."""
+        """The tests as a sentence."""
         p = "p < 0.001" if self.p < 1e-3 else f"p = {self.p:.3f}"
         return (
             f"Mean ranks of {len(self.mean_rank)} methods by {self.metric.replace('_', ' ')} over {self.blocks} pairs "
@@ -102,7 +102,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Report:
-    """All data that a page shows."""
+    """All data of a page."""
 
     title: str
     experiments: Sequence[ReportedExperiment]
@@ -111,4 +111,4 @@ class Report:
     comparisons: Sequence[Comparison] = ()
     paper: str = ""  # title and authors of the published tables
     notes: Sequence[str] = ()
-    ranks: Ranks | None = None  # None: fewer than three methods, or than two pairs of setting and seed
+    ranks: Ranks | None = None  # None: fewer than three methods, or fewer than two pairs (setting, seed)

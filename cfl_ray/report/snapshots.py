@@ -1,6 +1,6 @@
-"""Clusters of clients at chosen rounds, from the recorded reassignments; matrices that a method has recorded.
+"""Clusters of clients in chosen rounds, from the recorded reassignments; recorded matrices of a method.
 
-All of it is arrays with a few bytes for each client: a report is made of runs with a million of them, too.
+All data are arrays with a few bytes per client, so that reports of runs with a million clients are possible.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ class RecordedMatrix:
     client_S: np.ndarray
     values: np.ndarray  # (S, S) for pairs of clients; (S, F) for signatures
     of_pairs: bool  # whether the values are similarities or distances of pairs of clients
-    # each client's number of training samples of each class; NaN: not recorded for it; None: recorded for no client
+    # each client's number of training samples of each class; NaN: not recorded for the client; None: not recorded
     label_counts_SC: np.ndarray | None = None
 
 
@@ -32,7 +32,7 @@ class PerClient:
     """A number for each of C clients, such as a cluster or a true group."""
 
     client_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # ids, ascending
-    value_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # below 0: it has none
+    value_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # below 0: none
 
     @classmethod
     def of(cls, value_of: Mapping[int, int]) -> Self:
@@ -52,13 +52,13 @@ class PerClient:
         return np.where(self.client_C[at_S] == client_S, self.value_C[at_S], -1)
 
     def updated(self, other: "PerClient") -> "PerClient":
-        """These numbers; of clients that both have, those of `other`."""
+        """The numbers of both; `other` takes precedence."""
         client_C, first_C = np.unique(np.concatenate([other.client_C, self.client_C]), return_index=True)
         return PerClient(client_C, np.concatenate([other.value_C, self.value_C])[first_C])
 
     @property
     def sizes(self) -> np.ndarray:
-        """Number of clients with each number that occurs."""
+        """Number of clients for each distinct number that is not negative."""
         return np.unique(self.value_C[self.value_C >= 0], return_counts=True)[1]
 
 
@@ -73,7 +73,7 @@ class ClusterHistory:
 
     @cached_property
     def client_C(self) -> np.ndarray:
-        """Ids of the clients that have been in a cluster, int32, ascending."""
+        """Ids of the clients that were ever in a cluster, int32, ascending."""
         client_C = np.zeros(0, np.int32)
         for _, reassigned in self.reassignments:
             if not np.isin(reassigned.client_R, client_C, assume_unique=True).all():
@@ -82,7 +82,7 @@ class ClusterHistory:
 
     @cached_property
     def cluster_K(self) -> np.ndarray:
-        """Numbers of the clusters that have had a member, int32, ascending."""
+        """Numbers of the clusters that ever had a member, int32, ascending."""
         cluster_K = np.zeros(0, np.int32)
         for _, reassigned in self.reassignments:
             cluster_K = np.union1d(cluster_K, reassigned.cluster_R)
@@ -91,7 +91,7 @@ class ClusterHistory:
     def rows(self, rounds: Sequence[int]) -> Iterator[np.ndarray]:
         """Yields, for each of the ascending `rounds`, each client's place in `cluster_K` after it, int32 (C,).
 
-        -1: the client is in no cluster. It is the same array each time.
+        -1: the client is in no cluster. The same array is yielded each time.
         """
         row_C = np.full(len(self.client_C), -1, np.int32)
         waiting = iter(self.reassignments)
@@ -113,8 +113,8 @@ class ClusterHistory:
         return PerClient(self.client_C, np.append(self.cluster_K, np.int32(-1))[row_C])
 
     def changes(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        """Yields, for each round in which clients go from one cluster to another, the round, these clients, and the
-        clusters before and after it. A first cluster, and one after an absence, is no change.
+        """Yields, for each round in which clients move between clusters, the round, these clients, and their clusters
+        before and after it. A first assignment, or an assignment after an absence, is not a move.
         """
         row_C = np.full(len(self.client_C), -1, np.int32)
         for round, reassigned in self.reassignments:
@@ -126,8 +126,8 @@ class ClusterHistory:
 
     @property
     def rounds_with_changes(self) -> list[int]:
-        """The rounds of `changes`, and each round after the first in which the clients, of whom none is in a cluster,
-        are divided into clusters.
+        """The rounds of `changes`, and each round after the first in which clients are assigned to clusters while no
+        client is in a cluster.
         """
         row_C, members, rounds = np.full(len(self.client_C), -1, np.int32), 0, {round for round, *_ in self.changes()}
         for round, reassigned in self.reassignments:
@@ -139,7 +139,7 @@ class ClusterHistory:
         return sorted(rounds)
 
     def _reassign(self, row_C: np.ndarray, reassigned: Reassigned) -> tuple[np.ndarray, np.ndarray]:
-        """Carries out the reassignments of a round; returns the places of these clients, and their rows before."""
+        """Applies the reassignments of a round; returns the places of these clients, and their previous rows."""
         at_R = np.searchsorted(self.client_C, reassigned.client_R)
         before_R = row_C[at_R]
         row_R = np.searchsorted(self.cluster_K, reassigned.cluster_R)
@@ -149,13 +149,13 @@ class ClusterHistory:
 
 
 def evenly(items: Sequence[int] | np.ndarray, most: int) -> list[int]:
-    """At most `most` of the items, evenly spread, the first and the last included."""
+    """At most `most` of the items, evenly spaced, the first and the last included."""
     if len(items) <= most:
         return [int(item) for item in items]
     return [int(items[place]) for place in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
 
 
 def ranks(sizes: Mapping[int, int]) -> dict[int, int]:
-    """The rank of each cluster by size: 0 for the largest. If sizes are equal, the lower cluster number comes first."""
+    """The rank of each cluster by size: 0 for the largest. Of equal sizes, the lower cluster number comes first."""
     largest_first = sorted(sizes, key=lambda cluster: (-sizes[cluster], cluster))
     return {cluster: rank for rank, cluster in enumerate(largest_first)}
