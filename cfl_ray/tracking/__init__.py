@@ -1,4 +1,4 @@
-"""Tracking of runs: records are written to the run directory first and delivered to trackers from there.
+"""Tracking of runs: records are written to the run directory first, and then delivered to trackers.
 
 Importing this package does not import mlflow.
 """

@@ -1,4 +1,4 @@
-"""The trackers that a config chooses."""
+"""The trackers in a config."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ TRACKERS: Registry[Any] = Registry(
 def new_trackers(tracking: TrackingConfig, uri: str | None = None, parent: Path | None = None) -> dict[str, Tracker]:
     """New trackers by name.
 
-    uri: of MLflow, see `resolve_uri`; None: without MLflow. parent: directory of the parent run.
+    uri: of MLflow (`resolve_uri`); None: without MLflow. parent: directory of the parent run.
     Raises ConfigError for an entry that is not a tracker, for unknown options, and for a missing package.
     """
     made: dict[str, Tracker] = {}
@@ -34,7 +34,7 @@ def new_trackers(tracking: TrackingConfig, uri: str | None = None, parent: Path 
             raise ConfigError(f"tracking.trackers: {name!r} is listed twice; name each once")
         if part != MLFLOW:
             made[name] = _made(part, options or {})
-        elif uri is not None:  # its keys are those of the section
+        elif uri is not None:  # its options are keys of the section, not of the entry
             made[name] = Mlflow(uri, tracking.experiment, parent)
     return made
 

@@ -11,7 +11,7 @@ from cfl_ray.tracking.record import ROUND_METRICS, RoundRecord, RunEnd, RunInfo
 
 
 class CsvFile:
-    """A CSV file in the directory of each method: round, time_ms and a column for every metric of a round."""
+    """A CSV file in the directory of each method: round, time_ms and a column per metric."""
 
     def __init__(self, file: str = "metrics.csv") -> None:
         check_inside("tracking.trackers: csv.file", file)
@@ -29,7 +29,7 @@ class CsvFile:
             self.columns = list(rows[0]) if rows else self.columns
 
     def log(self, record: RoundRecord) -> None:
-        if record.round <= self.last:  # written before its cursor was
+        if record.round <= self.last:  # written already, but the cursor was not saved
             return
         if new := [name for name in record.metrics if name not in self.columns]:
             self._add_columns(new)
@@ -44,7 +44,7 @@ class CsvFile:
         self.last = record.round
 
     def close(self, end: RunEnd | None) -> None:
-        """Nothing is open between rounds."""
+        """No effect: the file is closed between rounds."""
 
     def _add_columns(self, names: list[str]) -> None:
         self.columns += names

@@ -1,7 +1,7 @@
 """Delivery of a run directory to a tracker: during the run, at its end, when it is resumed, or by a later command.
 
-Records are in `metrics.jsonl` before any tracker receives them. The cursor, a file of the run directory for each
-tracker, says how much of the log the tracker has, so that each record reaches it once, whatever failed or was killed.
+Records are in `metrics.jsonl` before any tracker receives them. The cursor, a file per tracker in the run directory,
+holds the delivered part of the log, so that each record is delivered once, even after failures and kills.
 """
 
 import threading
@@ -20,23 +20,23 @@ from cfl_ray.system.files import PRIVATE, private_umask, read_json, read_record,
 from cfl_ray.tracking.reading import read_end, read_from, read_info
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 
-MLFLOW = "mlflow"  # the tracker to which a later command can deliver
+MLFLOW = "mlflow"  # the only tracker to which a later command can deliver
 BATCH_ROUNDS = 40
-BATCH_METRICS = 900  # with phases and tags MLflow accepts 1,000 in a request, so a batch arrives whole or not at all
+BATCH_METRICS = 900  # with phases and tags below MLflow's limit of 1,000 per request: a batch is a single request
 LOCK_SECONDS = 5.0
 # Pause after a successful delivery (faster rounds are delivered together), after 1 failure in a row, after 2, ...
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-# after the first failure since the end, the second, ...; a tracker that was failing before has the first pause only
+# after the first failure since the end, the second, ...; only the first pause if the tracker was failing before the end
 PAUSES_AT_END_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Receives the records of a run, in a thread of its own: open, log ..., close.
+    """Receives the records of a run in a separate thread: open, log ..., close.
 
-    A resumed run does all of it again with a new object. Optional: `log_batch(records)`, which is called instead of
-    `log` with up to 40 rounds that wait, `log_wait(text)`, which receives what a round waits for when that takes long,
-    and `needs_open`: while it is true, the tracker is opened again.
+    A resumed run repeats this with a new object. Optional: `log_batch(records)`, called instead of `log` with up to 40
+    waiting rounds; `log_wait(text)`, which receives the reason for a long wait of a round; and `needs_open`: while it
+    is true, the tracker is opened again.
     """
 
     def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
@@ -46,55 +46,55 @@ class Tracker(Protocol):
         """Receives the metrics of a round, in the order of rounds."""
 
     def close(self, end: RunEnd | None) -> None:
-        """Ends. end: status and summary of the run; None if it has no end, or the tracker lacks records."""
+        """Ends. end: status and summary of the run; None if the run has no end, or the tracker lacks records."""
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """How much of a run a tracker has."""
+    """The delivered part of a run."""
 
     delivered: int = 0  # bytes of the metrics log
-    round: int | None = None  # of the last record in them; None: not known
-    ended_ms: int | None = None  # time of the end that is delivered; None: the run is live for the tracker
+    round: int | None = None  # of the last delivered record; None: not known
+    ended_ms: int | None = None  # time of the delivered end; None: the run is live for the tracker
 
 
 def update_cursor(run_dir: Path, name: str, **values: Any) -> None:
-    """Changes values of the cursor file of a tracker; MLflow's also has those of its `Destination`."""
+    """Changes values in the cursor file of a tracker; the file of MLflow also holds its `Destination`."""
     file = RunDirectory(run_dir).cursor(name)
     write_json(file, (read_json(file) or {}) | values)
 
 
 def read_cursor(run_dir: Path, name: str) -> Cursor:
-    """The cursor of a tracker; at the beginning of the log if the tracker has received nothing."""
+    """The cursor of a tracker; at the start of the log if no record was delivered."""
     return read_record(RunDirectory(run_dir).cursor(name), Cursor) or Cursor()
 
 
 def lock(run_dir: Path, seconds: float = LOCK_SECONDS) -> AbstractContextManager[Any]:
-    """Context in which no other process delivers the run to MLflow. Raises filelock.Timeout."""
+    """Context that excludes other processes from the delivery of the run to MLflow. Raises filelock.Timeout."""
     return FileLock(RunDirectory(run_dir).mlflow_lock, timeout=seconds, mode=PRIVATE)
 
 
 class Delivery:
-    """Delivers a run directory to a tracker. Can be called again after an exception."""
+    """Delivers a run directory to a tracker. Its methods can be called again after an exception."""
 
     def __init__(self, run_dir: Path, name: str, tracker: Tracker) -> None:
         """name: of the tracker, unique in the run."""
         self.run_dir, self.name, self.tracker = run_dir, name, tracker
         self.was_opened = self.is_closed = False
-        self.wait = ""  # what the run waits for, if the tracker does not know yet
-        self.progress = 0  # grows with everything that succeeds
+        self.wait = ""  # reason for the wait of the run, until it is delivered
+        self.progress = 0  # number of successful operations
 
     def bring_up_to_date(self, lock_seconds: float = LOCK_SECONDS) -> int:
-        """Delivers everything that the tracker lacks and returns the number of rounds delivered.
+        """Delivers all records that the tracker lacks, and the end, and returns the number of delivered rounds.
 
         Raises filelock.Timeout if another process is delivering this run, and any error of the tracker.
         """
         with self._alone(lock_seconds):
-            end = read_end(self.run_dir)  # before the records, so that all records logged before the end are delivered
+            end = read_end(self.run_dir)  # read first, so that all records before the end are delivered
             is_new = self._open()
             before, rounds = read_cursor(self.run_dir, self.name), 0
             cursor = replace(before, ended_ms=before.ended_ms if end else None)
-            if is_new:  # a power failure may have cut the log: the numbers of the rounds say what is delivered
+            if is_new:  # a power failure may have truncated the log: delivered records are identified by their rounds
                 cursor = replace(cursor, delivered=0)
             log_batch = getattr(self.tracker, "log_batch", None)
             for records, offset in batches(self.run_dir, cursor, BATCH_ROUNDS if log_batch else 1):
@@ -102,7 +102,7 @@ class Delivery:
                     log_batch(records)
                 elif records:
                     self.tracker.log(records[0])
-                sync(RunDirectory(self.run_dir).metrics)  # a power failure must not take what the cursor counts
+                sync(RunDirectory(self.run_dir).metrics)  # the log must be on disk before the cursor counts it
                 cursor = replace(cursor, delivered=offset, round=records[-1].round if records else cursor.round)
                 before = self._save(before, cursor)
                 rounds += len(records)
@@ -117,16 +117,16 @@ class Delivery:
             return rounds
 
     def give_up(self, end: RunEnd | None) -> None:
-        """Closes a tracker that lacks records, or whose run has no end that is recorded.
+        """Closes a tracker that lacks records, or whose run has no recorded end.
 
-        end: an end that could not be written to the disk; None: there is none.
+        end: an end that could not be written to the disk; None: no end.
         """
         if self.was_opened and not self.is_closed:
             with self._alone(0):
                 self.tracker.close(end)
 
     def _open(self) -> bool:
-        """Opens the tracker if it is not open, and returns whether it was not."""
+        """Opens the tracker unless it is open, and returns whether it opened it."""
         if self.was_opened and not getattr(self.tracker, "needs_open", False):
             return False
         cursor = read_cursor(self.run_dir, self.name)
@@ -142,21 +142,21 @@ class Delivery:
         return cursor
 
     def _alone(self, seconds: float) -> AbstractContextManager[Any]:
-        """Other processes deliver to MLflow only; other trackers, of which some write files, have a private umask."""
+        """The lock for MLflow, to which other processes also deliver; else a private umask, for trackers with files."""
         return lock(self.run_dir, seconds) if self.name == MLFLOW else private_umask()
 
 
 class LiveDelivery:
-    """A daemon thread that delivers a live run to a tracker, so that training never waits for it."""
+    """A daemon thread that delivers a live run to a tracker, so that training does not wait for the tracker."""
 
     def __init__(self, delivery: Delivery, warn: Callable[[str], None], finish_seconds: float) -> None:
-        """finish_seconds: longest time without progress for which `finish` waits."""
+        """finish_seconds: longest wait of `finish` without progress."""
         self.delivery, self.warn, self.finish_seconds = delivery, warn, finish_seconds
         self._uri = str(getattr(delivery.tracker, "uri", ""))  # of MLflow
         self.unrecorded_end: RunEnd | None = None
-        self._ends = threading.Event()  # no record follows: only short pauses from then on
-        self._new = threading.Event()  # there may be something to deliver
-        self._done = threading.Event()  # everything is delivered, or the delivery has given up
+        self._ends = threading.Event()  # no record follows: pauses are short from now on
+        self._new = threading.Event()  # records may be undelivered
+        self._done = threading.Event()  # all records are delivered, or the delivery has given up
 
     def start(self) -> None:
         self._new.set()
@@ -164,21 +164,21 @@ class LiveDelivery:
         threading.Thread(target=self._deliver_until_done, name=name, daemon=True).start()
 
     def wake(self) -> None:
-        """Says that there is something to deliver."""
+        """Signals new records."""
         self._new.set()
 
     def tell(self, text: str) -> None:
-        """Says what the run waits for."""
+        """Sets the reason for the wait of the run."""
         self.delivery.wait = text
         self._new.set()
 
     def end(self) -> None:
-        """Says that no record follows."""
+        """Signals that no record follows."""
         self._ends.set()
         self._new.set()
 
     def finish(self) -> None:
-        """Waits, after `end`, until everything is delivered, or for as long as there is progress."""
+        """Waits, after `end`, until all records are delivered, or `finish_seconds` pass without progress."""
         progress = None
         while not self._done.is_set() and progress != self.delivery.progress:
             progress = self.delivery.progress
@@ -202,7 +202,7 @@ class LiveDelivery:
                 self.delivery.bring_up_to_date()
             except Timeout:  # another process is delivering this run
                 self._new.set()
-            except Exception as error:  # boundary to a user's code and to services: no error of it ends the training
+            except Exception as error:  # boundary to user code and services: their errors must not end the training
                 self._new.set()
                 failures += 1
                 if failures == 1:
@@ -215,12 +215,12 @@ class LiveDelivery:
                 if ends:
                     break
             self._pause(failures, failures_at_end)
-        with suppress(Exception):  # it was warned of
+        with suppress(Exception):  # the warning is given already
             self.delivery.give_up(self.unrecorded_end)
         self._done.set()
 
     def _pause(self, failures: int, failures_at_end: int) -> None:
-        """Waits for at least the pause after so many failures, and until there is something to deliver."""
+        """Waits for the pause after this number of failures, and then until records may be undelivered."""
         if self._ends.is_set():
             self._done.wait(PAUSES_AT_END_SECONDS[max(0, failures_at_end - 1)])
         else:
@@ -259,9 +259,9 @@ def waiting_rounds(run_dir: Path, name: str) -> int:
 
 
 def batches(run_dir: Path, cursor: Cursor, rounds: int) -> Iterator[tuple[list[RoundRecord], int]]:
-    """Yields the records after the cursor, at most so many together, with the offset that follows them.
+    """Yields the records after the cursor in batches of at most `rounds`, with the offset after each batch.
 
-    Rounds that are delivered already, and were done again after a power failure, are left out.
+    Rounds that were delivered already and repeated after a power failure are skipped.
     """
     batch: list[RoundRecord] = []
     end = cursor.delivered

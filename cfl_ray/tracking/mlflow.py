@@ -1,10 +1,10 @@
-"""A run in MLflow, with operations that are idempotent. Only this module and `mlflow_models.py` import mlflow.
+"""A run in MLflow, with idempotent operations. Only this module and `mlflow_models.py` import mlflow.
 
 A process or the server can die after an operation and before the cursor of the delivery is saved; the operation is then
 repeated:
     creation of a run   searches for its tag `cfl_ray.run_uid` first
-    metrics             carry the time of their record: SQL stores drop an equal entry; for other stores the entries
-                        that exist are read first
+    metrics             carry the time of their record: SQL stores drop an equal entry; for other stores the existing
+                        entries are read first
     end of a run        sets a status and replaces files
     models              are searched for by run and name first; a model that is not ready is sent again
 """
@@ -29,7 +29,7 @@ from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.summary import mbit
 from cfl_ray.tracking.uri import sqlite_path
 
-if TYPE_CHECKING:  # importing mlflow takes a second or two: only a process that delivers pays it
+if TYPE_CHECKING:  # importing mlflow takes a second or two, so only a delivering process does it
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
@@ -42,11 +42,11 @@ _EXPERIMENT_TAGS = {
 }  # else MLflow opens it as an experiment with language models
 _SOURCE_TAGS = {"mlflow.source.name": "cfl-ray", "mlflow.source.type": "LOCAL"}
 _NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
-_LATEST = "Latest comparison: "  # first words of the description of an experiment, if it is ours
-MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the size of a request
+_LATEST = "Latest comparison: "  # first words of our description of an experiment
+MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the request size
 CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 
-DEFAULTS = {  # environment variables; those that the user has set stay as they are
+DEFAULTS = {  # environment variables; values of the user take precedence
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # a repeated request could create a second run; `delivery` retries
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
@@ -57,13 +57,13 @@ DEFAULTS = {  # environment variables; those that the user has set stay as they 
 
 
 class MlflowRun:
-    """A run that exists in MLflow. Methods raise the errors of MLflow; the caller opens the run again and repeats."""
+    """An existing run in MLflow. Methods raise MLflow's errors; the caller then opens the run again and repeats."""
 
     def __init__(self, client: "MlflowClient", run_id: str, experiment_id: str, phases: Sequence[str] = ()) -> None:
         self.run_id, self.experiment_id = run_id, experiment_id
-        self.phases = list(phases)  # that the method declares, in their order
+        self.phases = list(phases)  # phases of the method, in order
         self._client = client
-        # An earlier process may have delivered the next batches already; False from the first batch that is all new.
+        # An earlier process may have delivered the next batches already; False from the first entirely new batch on.
         self._may_be_delivered = True
 
     @classmethod
@@ -77,10 +77,9 @@ class MlflowRun:
         return cls(client, run_id, experiment_id, info.tags.get(PHASES_TAG, "").split(", "))
 
     def log(self, records: Sequence[RoundRecord]) -> None:
-        """Sends every metric with the round as its step; the phase as its number in the tag `phases`, from 0 on; and
-        `mbit`, the traffic so far, as an axis of charts.
+        """Sends all metrics with the round as step, the phase as its index in the tag `phases`, and the traffic so far.
 
-        Tags: `phase` of the next round, and `last_event` of the clusters.
+        The traffic is `mbit`, an axis for charts. Tags: `phase` of the next round, and `last_event` of the clusters.
         """
         from mlflow.entities import Metric, RunTag
 
@@ -99,7 +98,7 @@ class MlflowRun:
         self._client.log_batch(self.run_id, metrics=metrics, tags=[RunTag(name, value) for name, value in said])
 
     def log_wait(self, text: str) -> None:
-        """Sets the tag `last_wait`: what a round waited for last."""
+        """Sets the tag `last_wait`: the reason for the last wait of a round."""
         self._client.set_tag(self.run_id, WAIT_TAG, text)
 
     def end(self, end: RunEnd, artifacts: Path) -> None:
@@ -114,7 +113,7 @@ class MlflowRun:
         self._client.set_terminated(self.run_id, end.status, end.time_ms)
 
     def log_models(self, directory: Path, step: int) -> None:
-        """Sends the models that `directory` has a folder of, under the names of the folders.
+        """Sends the models in the subfolders of `directory`, under the names of the folders.
 
         step: the round after which they were saved.
         """
@@ -147,8 +146,9 @@ class MlflowRun:
         return [("phase", float(self.phases.index(record.phase)))] if known else []
 
     def _describe(self, table: str, artifacts: Path) -> None:
-        """Describes a comparison by its table and figures: on its own page, and, as the latest comparison, on
-        the page of the experiment, unless a user has described the experiment.
+        """Sets the description of a comparison, its table and figures, on its page.
+
+        Also on the page of the experiment, as the latest comparison, unless a user has described the experiment.
         """
         run = self._client.get_run(self.run_id)
         experiment = self._client.get_experiment(run.info.experiment_id)
@@ -160,17 +160,17 @@ class MlflowRun:
             self._client.set_experiment_tag(experiment.experiment_id, _NOTE_TAG, text)
 
     def _shown(self, artifacts: Path, page: str) -> Iterator[str]:
-        """The figures of a comparison and a link to its report, as Markdown with addresses on the server."""
+        """The figures of a comparison and a link to its report, as Markdown with URLs of the server."""
         for file in sorted(artifacts.glob("*.png")):
             address = f"get-artifact?{urlencode({'path': file.name, 'run_uuid': self.run_id})}"
             name = file.stem.replace("_", " ")
-            yield f"**{name}**\n\n![{name}]({address})"  # MLflow shows no text of an image
+            yield f"**{name}**\n\n![{name}]({address})"  # MLflow does not show the alt text of an image
         report = artifacts / Path(RunDirectory.report.name).name
         if report.is_file():
             yield f"[Report]({page.replace('?', f'/artifacts/{report.name}?')})"
 
     def reopen(self) -> None:
-        """Sets the status of a run that has ended back to RUNNING."""
+        """Sets the status of an ended run back to RUNNING."""
         self._client.update_run(self.run_id, status="RUNNING")
 
     def _missing(self, metrics: list["Metric"]) -> list["Metric"]:
@@ -184,7 +184,7 @@ class MlflowRun:
 
 
 def page_of(experiment_id: str, run_id: str) -> str:
-    """The page of a run below the address of the server, in the interface for models, not for language models."""
+    """The URL of a run, relative to the server's, in MLflow's interface for models, not for language models."""
     return f"#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
@@ -193,7 +193,7 @@ def _traffic_metric(record: RoundRecord) -> list[tuple[str, float]]:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raises DataError for a link in a folder: its target is not part of the run, and would be sent."""
+    """Raises DataError for a link in a folder, since MLflow would send its target, which is not part of the run."""
     for path in (folder, *folder.rglob("*")):
         if path.is_symlink():
             raise DataError(f"{path} is a link, and is not sent to MLflow: remove it")
@@ -212,7 +212,7 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         private_folder(path.parent / "mlartifacts")
-    # Two processes that create the tables of a new file at the same time fail inside MLflow, so they take turns.
+    # MLflow fails if two processes create the tables of a new file at the same time, so they take turns.
     with FileLock(f"{path}.lock", timeout=CREATION_SECONDS, mode=PRIVATE) if path else nullcontext():
         if path:
             _create_store(path)
@@ -228,18 +228,18 @@ def set_defaults() -> None:
 
 
 def _create_store(path: Path) -> None:
-    """Creates an SQLite store if there is none, by renaming a complete one.
+    """Creates a missing SQLite store by renaming a complete draft.
 
     MLflow cannot use a store whose process was killed while it created the tables.
     """
     from mlflow import MlflowClient
 
     folder = path.with_name(f".{path.name}.new")
-    shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
     if path.exists():
         return
-    folder.mkdir(mode=0o700, exist_ok=True)  # on a network disk the folder stays as long as a file in it is open
-    draft = folder / uuid.uuid4().hex  # a name that is new to this process: MLflow caches its connections by name
+    folder.mkdir(mode=0o700, exist_ok=True)  # on a network disk the folder remains while a file in it is open
+    draft = folder / uuid.uuid4().hex  # new to this process, since MLflow caches connections by name
     MlflowClient(f"sqlite:///{draft}")
     shutil.copyfile(draft, folder / "whole")
     (folder / "whole").chmod(PRIVATE)
@@ -248,9 +248,9 @@ def _create_store(path: Path) -> None:
 
 
 def _ensure_working_directory() -> None:
-    """Changes to the home directory if the working directory does not exist, since MLflow asks for it.
+    """Changes to the home directory if the working directory does not exist, since MLflow needs one.
 
-    Ray removes the working directory of a live job when two nodes share a machine.
+    Ray removes the working directory of a live job if two nodes share a machine.
     """
     try:
         os.getcwd()
@@ -268,7 +268,7 @@ def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> 
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    created = client.get_experiment_by_name(name)  # by a process on another machine, in the meantime
+    created = client.get_experiment_by_name(name)  # meanwhile, by a process on another machine
     assert created is not None
     return created.experiment_id
 
@@ -276,7 +276,7 @@ def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> 
 def _exists(client: "MlflowClient", run_id: str) -> bool:
     """Returns whether the store has the run. Raises RunError for a run that was deleted in MLflow.
 
-    A store that was created anew does not have it; the whole run is then delivered again.
+    A new store does not have it; the whole run is then delivered again.
     """
     from mlflow.exceptions import MlflowException
 
@@ -315,7 +315,7 @@ def _log_params(client: "MlflowClient", run_id: str, info: RunInfo) -> None:
 
 
 def _log_dataset(client: "MlflowClient", run_id: str, info: RunInfo) -> None:
-    """The data section as the data set of the run; its digest is that of the section."""
+    """Logs the data section as the data set of the run, with a digest of the section."""
     from mlflow.entities import Dataset, DatasetInput
 
     section = {key: value for key, value in info.params.items() if key.startswith("data.")}

@@ -21,10 +21,10 @@ def check_mlflow() -> None:
 
 
 def save_model(module: Any, example: np.ndarray, outputs: np.ndarray, folder: Path) -> None:
-    """Writes a PyTorch module as a model of MLflow: a program exported by torch.export, which holds no Python code.
+    """Writes a PyTorch module as an MLflow model: a program exported by torch.export, without Python code.
 
     example: inputs (n, ...), n >= 2, which become the model's input example; outputs: those of the module for them.
-    Any number of samples fits the model. Raises the errors of torch.export for a module that it cannot follow.
+    The model accepts any number of samples. Raises the errors of torch.export for a module that it cannot export.
     """
     set_defaults()
     import mlflow.pytorch

@@ -1,7 +1,7 @@
 """Tracker that delivers to MLflow, live and by later commands.
 
-The cursor `mlflow.json` in the run directory also says where the results go. A delivery acquires the lock `mlflow.lock`
-before it reads the cursor, so a live run and a later `cfl-ray` command can both try.
+The cursor `mlflow.json` in the run directory also holds the destination. A delivery acquires the lock `mlflow.lock`
+before it reads the cursor, so a live run and a later `cfl-ray` command do not conflict.
 """
 
 import os
@@ -32,18 +32,18 @@ _PURPOSE = "destination of a run's results"
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the results of a run go."""
+    """The destination of a run's results."""
 
     uri: str  # without credentials
     experiment: str
-    parent: str | None = None  # directory of the parent run, relative to that of this run
+    parent: str | None = None  # directory of the parent run, relative to this run's directory
     run_id: str | None = None  # None: the run does not exist in MLflow yet
     experiment_id: str | None = None
     signature: str | None = None  # for this directory, by the user who chose the destination
 
     @classmethod
     def read(cls, run_dir: Path) -> "Destination":
-        """Reads the destination of a run. Raises DataError if it has none."""
+        """The recorded destination of a run. Raises DataError without one."""
         destination = read_record(RunDirectory(run_dir).mlflow, cls)
         if destination is None:
             raise DataError(f"{run_dir} was not started with MLflow: {RunDirectory.mlflow.name} is missing")
@@ -58,9 +58,9 @@ class Mlflow:
     """Runs of MLflow (keys tracking.uri, tracking.experiment)."""
 
     def __init__(self, uri: str, experiment: str, parent: str | Path | None = None, is_recorded: bool = False) -> None:
-        """uri: see `resolve_uri`. parent: directory of the parent run, which was started before.
+        """uri: see `resolve_uri`. parent: directory of the parent run, which has started already.
 
-        is_recorded: whether the runs have this destination already; otherwise it is recorded, and signed.
+        is_recorded: whether the runs already have this destination; otherwise it is recorded and signed.
         """
         self.uri, self.experiment, self.parent = uri, experiment, Path(parent).absolute() if parent else None
         self.is_recorded = is_recorded
@@ -68,9 +68,9 @@ class Mlflow:
 
     @classmethod
     def of(cls, run_dir: Path, uri: str) -> "Mlflow":
-        """The tracker of a run that was started before. uri: its destination, with credentials.
+        """The tracker of an earlier run. uri: its destination, with credentials.
 
-        Raises DataError if its parent is not a directory that contains it.
+        Raises DataError if the recorded parent is not a directory that contains the run.
         """
         recorded = Destination.read(run_dir)
         parent = (run_dir / recorded.parent).resolve() if recorded.parent else None
@@ -82,11 +82,11 @@ class Mlflow:
 
     @property
     def needs_open(self) -> bool:
-        """True after a failure: opening the run again finds out what the last request did."""
+        """True after a failure: opening the run again shows the effect of the last request."""
         return self._run is None
 
     def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
-        """Creates the run if MLflow does not have it, and sets an ended run back to RUNNING if it was resumed."""
+        """Creates the run if MLflow does not have it; sets a resumed run back to RUNNING."""
         self.run_dir, self._run = run_dir, None
         run = self._created(run_dir, info)
         if read_end(run_dir) is None:
@@ -118,7 +118,7 @@ class Mlflow:
         self._run = run
 
     def set_destination(self, run_dir: Path) -> str | None:
-        """Records where the results of a run go, and returns the id of the run if MLflow has it.
+        """Records the destination of a run, and returns the id of the run if MLflow has it.
 
         If the destination changes, the whole run is delivered to the new destination.
         """
@@ -152,7 +152,7 @@ class Mlflow:
 
 
 def where_to_look(run_dir: Path, uri: str) -> str:
-    """How a user sees the run at `uri`, in words: its page, and the command that serves it if it is in a file."""
+    """The page of the run at `uri`, as text, with the command that serves a file store."""
     destination = read_record(RunDirectory(run_dir).mlflow, Destination) or Destination(uri, "")
     if destination.run_id is None or destination.experiment_id is None:  # not delivered, or by an earlier version
         page = ""
@@ -169,7 +169,7 @@ def where_to_look(run_dir: Path, uri: str) -> str:
 
 @dataclass(frozen=True)
 class Delivered:
-    """Rounds of a run that `deliver_pending` delivered."""
+    """The rounds of a run that `deliver_pending` has delivered."""
 
     run_dir: Path
     rounds: int
@@ -183,16 +183,16 @@ def is_pending(run_dir: Path) -> bool:
 def deliver_pending(
     output: str | Path, uri: str | None = None, seconds: float = 10.0, warn: Callable[[str], None] = lambda line: None
 ) -> list[Delivered]:
-    """Delivers what the runs below `output` (output/*, output/*/*, runs of studies) could not deliver.
+    """Delivers the undelivered records of runs below `output` (output/*, output/*/*, runs of studies).
 
-    Returns what was delivered.
+    Returns the delivered rounds of each run.
 
-    The client of MLflow sends the user's token. So results go only to `uri`, to MLFLOW_TRACKING_URI and to the store
-    below `output`, and to the destinations that this user has chosen on this machine; others are named in a warning.
+    The client of MLflow sends the user's token. So results are sent only to `uri`, to MLFLOW_TRACKING_URI, to the store
+    below `output`, and to destinations that this user has chosen on this machine; a warning names others.
 
-    uri: a destination with its credentials, for runs that are delivered there; credentials are not stored.
+    uri: a destination with credentials, for the runs that have this destination; credentials are not stored.
     seconds: longest wait; deliveries in progress end in the background.
-    warn: receives a line for each run that could not be delivered.
+    warn: receives a line for each undelivered run.
     """
     chosen = (uri, os.environ.get("MLFLOW_TRACKING_URI"), f"sqlite:///{(Path(output) / 'mlflow.db').resolve()}")
     known = {redact(destination) for destination in chosen if destination}
@@ -252,7 +252,7 @@ def _deliver_each(
             delivered.append(Delivered(run_dir, delivery.bring_up_to_date(lock_seconds=0)))
         except Timeout:
             continue  # another process, such as the run itself, is delivering it
-        except Exception as error:  # boundary to MLflow: no error of it loses results or ends the command
+        except Exception as error:  # boundary to MLflow: its errors must not end the command
             reason = redacted_reason(error, target or redacted_uri)
             warn(
                 f"MLflow at {redacted_uri} lacks results of {run_dir} ({reason}); the next cfl-ray command tries again"

@@ -1,4 +1,4 @@
-"""Reading of what `RunLog` has written."""
+"""Readers of the files of `RunLog`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 
 
 def read_info(run_dir: Path) -> RunInfo:
-    """Returns the RunInfo of the run in `run_dir`. Raises DataError if no run was started there."""
+    """Returns the RunInfo of the run in `run_dir`. Raises DataError if the directory has no started run."""
     info = read_record(RunDirectory(run_dir).info, RunInfo)
     if info is None:
         raise DataError(f"{run_dir} holds no run: {RunDirectory.info.name} is missing")
@@ -35,9 +35,9 @@ def read_records(run_dir: str | Path) -> Iterator[RoundRecord]:
 
 
 def read_from(run_dir: Path, offset: int) -> Iterator[tuple[RoundRecord, int]]:
-    """Yields each record after byte `offset` of the log, with the offset of the byte that follows it.
+    """Yields each record after byte `offset` of the log, with the offset after it.
 
-    A last line without a line end is still being written and is not read. Raises DataError for a damaged line.
+    A last line without a line end is still being written and is skipped. Raises DataError for a damaged line.
     """
     path = RunDirectory(run_dir).metrics
     with opened(path) as file:

@@ -1,7 +1,7 @@
-"""The record of a run in the files of its directory, which outlive every process and server.
+"""The record of a run in the files of its directory, which do not depend on any process or server.
 
 The identity and configuration (RunInfo) are written first, then a line for each round before `log` returns, and the end
-(RunEnd) last: it is absent while the run is live or waits to be resumed. Trackers receive the records from these files.
+(RunEnd) last; a live or interrupted run has no end. Trackers receive the records from these files.
 """
 
 import logging
@@ -32,7 +32,7 @@ class RunLog:
         trackers: Mapping[str, Tracker] | None = None,  # by name
         warn: Callable[[str], None] = _warn_in_log,  # also called from other threads; the text has no credentials
         of_task: Collection[str] = (),  # names of metrics in addition to METRICS (`score_metrics_of`) in the summary
-        finish_seconds: float = 20.0,  # longest time without progress of a tracker for which `finish` waits
+        finish_seconds: float = 20.0,  # longest wait of `finish` for a tracker without progress
     ) -> None:
         self.run_dir, self._of_task = Path(run_dir).absolute(), frozenset(of_task)
         self._last: RoundRecord | None = None
@@ -43,7 +43,7 @@ class RunLog:
         ]
 
     def start(self, info: RunInfo) -> None:
-        """Opens the run. If the directory holds a run already, `info` is ignored and the recorded info stays."""
+        """Opens the run. If the directory already holds a run, `info` is ignored and the recorded info remains."""
         self.close()
         files = RunDirectory(self.run_dir)
         private_folder(files.artifacts)
@@ -58,7 +58,7 @@ class RunLog:
             delivery.start()
 
     def log(self, record: RoundRecord) -> None:
-        """Records the metrics of a round by writing a line. A round that is already recorded is ignored."""
+        """Writes the metrics of a round as a line. A round that is already recorded is ignored."""
         if self._last is not None and record.round <= self._last.round:
             return
         append_line(self._open_log(), record.to_line().encode())
@@ -67,7 +67,7 @@ class RunLog:
             delivery.wake()
 
     def tell(self, text: str) -> None:
-        """Tells the trackers what the run waits for; it is not a result, and in no file."""
+        """Reports the reason for the wait of the run to the trackers; the text is not saved in a file."""
         for delivery in self._deliveries:
             delivery.tell(text)
 
@@ -79,7 +79,7 @@ class RunLog:
             os.fsync(self._open_log().fileno())
             values = {"status": end.status, "summary": end.summary.to_fields(), "time_ms": end.time_ms}
             write_json(RunDirectory(self.run_dir).end, values)
-        except OSError:  # a full disk: trackers that have a server still learn that the run is over
+        except OSError:  # a full disk: trackers with a server still receive the end of the run
             for delivery in self._deliveries:
                 delivery.unrecorded_end = replace(end, status="FAILED")
             raise
@@ -87,11 +87,11 @@ class RunLog:
             self.close()
 
     def close(self) -> None:
-        """Closes the log file, and ends the deliveries, also of a run without an end, which can be resumed."""
+        """Closes the log file and ends the deliveries. A run without an end can be resumed."""
         if self._log is not None:
             self._log.close()
             self._log = None
-            for delivery in self._deliveries:  # all of them deliver at the same time
+            for delivery in self._deliveries:  # all deliver at the same time
                 delivery.end()
             for delivery in self._deliveries:
                 delivery.finish()

@@ -15,10 +15,10 @@ def summarise(
     score: str = "accuracy",
     higher_is_better: bool = True,
 ) -> dict[str, float]:
-    """Returns the RUN_METRICS that apply, for `Tracker.finish`. A target that was not reached has no metrics.
+    """Returns the RUN_METRICS that apply. A target that was not reached has no metrics.
 
-    target: of the metric `score` and, by itself, of its P-local; None: no target.
-    change_rounds: rounds in which clients changed their clusters, or None for a method without clusters.
+    target: for the metric `score` and, separately, for its P-local; None: no target.
+    change_rounds: rounds in which clients moved between clusters; None for a method without clusters.
     """
     summary: dict[str, float] = {}
     records = list(records)
@@ -36,7 +36,7 @@ def summarise(
 def first_at_target(
     records: Iterable[RoundRecord], target: float | None, score: str = "accuracy", higher_is_better: bool = True
 ) -> RoundRecord | None:
-    """Returns the earliest record that reaches the target; None if there is none, or no target."""
+    """Returns the earliest record that reaches the target; None if no record reaches it, or without a target."""
     if target is None:
         return None
     sign = 1 if higher_is_better else -1
@@ -45,7 +45,7 @@ def first_at_target(
 
 
 def mbit(record: RoundRecord) -> float:
-    """Returns the traffic of the run so far, download plus upload, in Mbit: mean over the clients of the federation."""
+    """Returns the traffic of the run so far, download plus upload, in Mbit, as mean over the federation's clients."""
     return record.metrics.get("mbit_down", 0.0) + record.metrics.get("mbit_up", 0.0)
 
 
@@ -56,11 +56,11 @@ def virtual_seconds(record: RoundRecord) -> float:
 
 @dataclass(frozen=True)
 class RejectedUpdates:
-    """How many updates of clients were rejected as not valid."""
+    """Number of client updates that were rejected as invalid."""
 
     count: int
     total: int | None  # updates, valid or not; None: not known (earlier versions)
-    rounds: Sequence[int]  # in which an update was rejected
+    rounds: Sequence[int]  # rounds with a rejected update
 
     def __str__(self) -> str:
         return str(self.count) if self.total is None else f"{self.count} of {self.total}"
@@ -69,7 +69,7 @@ class RejectedUpdates:
 def rejected_updates(records: Iterable[RoundRecord]) -> RejectedUpdates:
     """Returns the rejected updates of all rounds."""
     metrics = {record.round: record.metrics for record in records}
-    # earlier versions: with the clients that were excluded from evaluation
+    # in earlier versions it includes the clients that were excluded from evaluation
     counts = {round: int(of.get("updates_rejected", of.get("clients_rejected", 0))) for round, of in metrics.items()}
     is_known = all("cohort_size" in of for of in metrics.values())
     total = sum(int(of["cohort_size"]) for of in metrics.values()) if is_known else None
@@ -77,7 +77,7 @@ def rejected_updates(records: Iterable[RoundRecord]) -> RejectedUpdates:
 
 
 def why_diverged(records: Sequence[RoundRecord]) -> str | None:
-    """Returns why a method ended without a usable model; None for a method that has such a model."""
+    """Returns the reason why a method ended without a usable model; None for a method with a usable model."""
     if not records:
         return None
     last, size = records[-1], records[-1].metrics.get("cohort_size", 0)
@@ -91,9 +91,9 @@ def why_diverged(records: Sequence[RoundRecord]) -> str | None:
 
 
 def why_early(records: Sequence[RoundRecord], rounds: int, is_finished: bool) -> str | None:
-    """Returns after which round, and why, a method ended before `rounds`; None for a method that did not.
+    """Returns the last round of a method that ended before `rounds`, and the reason, as text; None for other methods.
 
-    is_finished: whether it has nothing left to do; otherwise it was asked to stop.
+    is_finished: whether the method is finished; otherwise it was stopped on request.
     """
     if not records or (last := records[-1].round) >= rounds:
         return None
@@ -106,12 +106,12 @@ def why_early(records: Sequence[RoundRecord], rounds: int, is_finished: bool) ->
 
 
 def rounds_to_stable_clusters(change_rounds: Iterable[int]) -> int:
-    """Returns the last of these rounds; 0 if there is none."""
+    """Returns the last of these rounds; 0 if empty."""
     return max(change_rounds, default=0)
 
 
 def mean_of_runs(runs: Sequence[Sequence[RoundRecord]]) -> list[RoundRecord]:
-    """Returns the mean, over runs of several seeds, of each metric that all of them have in a round."""
+    """Returns the means, over runs of several seeds, of the metrics that all runs have in a round."""
     by_round = [{record.round: record for record in records} for records in runs]
     common = sorted(set.intersection(*map(set, by_round))) if runs else []
     means = []

@@ -1,4 +1,4 @@
-"""Tracker that writes event files of TensorBoard; the only place that imports it."""
+"""Tracker that writes TensorBoard event files; the only module that imports TensorBoard."""
 
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ class Tensorboard:
             self.writer.close()
 
     def _open_writer(self) -> Any:
-        """The writer, made for the first record: the parent of a comparison has none.
+        """The writer, made for the first record, since the parent of a comparison has no records.
 
-        For a resumed run, TensorBoard drops what was written after the last delivered round.
+        For a resumed run, TensorBoard drops the events after the last delivered round.
         """
         if self.writer is None:
             self.writer = self.make(str(self.path), purge_step=self.after + 1 if self.after else None)

@@ -14,19 +14,19 @@ from cfl_ray.security.credentials import with_credentials
 def resolve_uri(tracking: Any, output: str | Path) -> str:
     """Returns the destination of results: `tracking.uri` of the config, MLFLOW_TRACKING_URI, or an SQLite store.
 
-    The first that is set counts, with its credentials if it hides them and they are known. The SQLite store is
+    The first that is set counts; hidden credentials in it are restored if they are known. The SQLite store is
     `mlflow.db` below `output`.
     """
     uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path(output) / 'mlflow.db'}"
     uri = with_credentials(uri) or uri
     path = None if "?" in uri else sqlite_path(uri)
-    return f"sqlite:///{path}" if path else uri  # absolute: a later command may run in another folder
+    return f"sqlite:///{path}" if path else uri  # absolute, since a later command may run in another folder
 
 
 def accepts_connection(uri: str, seconds: float = 2.0) -> bool:
     """Returns False for a server that refuses connections or does not answer within `seconds`.
 
-    True for a file, and for a server behind a proxy, for which only a request can tell.
+    True for a file, and for a server behind a proxy, which only a request could check.
     """
     parts = split(uri)
     if parts.scheme not in ("http", "https") or not parts.hostname or _through_proxy(parts):

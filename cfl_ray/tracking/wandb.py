@@ -1,4 +1,4 @@
-"""Tracker that writes runs of Weights & Biases; the only place that imports it."""
+"""Tracker that writes runs of Weights & Biases; the only module that imports wandb."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 
 
 class Wandb:
-    """Runs of Weights & Biases, offline unless `mode` says otherwise; `wandb sync` uploads them."""
+    """Runs of Weights & Biases, offline by default (`mode`); `wandb sync` uploads them."""
 
     def __init__(self, project: str = "cfl_ray", mode: str = "offline") -> None:
         try:
@@ -24,7 +24,7 @@ class Wandb:
         self.run_dir, self.info, self.run = run_dir, info, None
 
     def log(self, record: RoundRecord) -> None:
-        self._open_run().log(dict(record.metrics), step=record.round)  # a step that it has already is ignored
+        self._open_run().log(dict(record.metrics), step=record.round)  # W&B ignores a step that it already has
 
     def close(self, end: RunEnd | None) -> None:
         if self.run is None:
@@ -34,7 +34,7 @@ class Wandb:
         self.run.finish(exit_code=0 if end is not None and end.status == "FINISHED" else 1)
 
     def _open_run(self) -> Any:
-        """The run, made for the first record: the parent of a comparison has none. A resumed run goes on."""
+        """The run, made for the first record, since the parent of a comparison has none. A resumed run continues."""
         if self.run is None:
             self.run = self.wandb.init(
                 project=self.project,
@@ -45,6 +45,6 @@ class Wandb:
                 dir=str(self.run_dir.absolute()),
                 mode=self.mode,
                 resume="allow",
-                reinit="create_new",  # the end of a method overlaps with the beginning of the next
+                reinit="create_new",  # the end of a method overlaps with the start of the next method
             )
         return self.run
