@@ -19,7 +19,7 @@ REGISTRY: dict[str, type[Method[Any]]] = {
 }
 
 
-_FOLDER = re.compile(r"[^\s'{]*/")  # the folder part of a file that an option names
+_FOLDER = re.compile(r"[^\s'{]*/")  # the folder of a file in an option
 METHODS: Registry[type[Method[Any]]] = Registry("method", REGISTRY, "cfl_ray.methods")
 
 
@@ -58,7 +58,7 @@ def _method(entry: Any) -> Method[Any]:
 def find(name: str) -> type[Method[Any]]:
     """The class of a method: built in, of an installed package (group `cfl_ray.methods`), or `file.py:Class`.
 
-    A name may be written as in its paper: FL+HC, FedAvg+. Raises ConfigError if there is no such method.
+    A name may be written as in its paper: FL+HC, FedAvg+. Raises ConfigError for an unknown method.
     """
     plain = re.sub(r"[-+ ]", "_", re.sub(r"\+$", "_plus", name.lower()))
     cls = METHODS.find(plain if plain in REGISTRY else name)
@@ -68,7 +68,7 @@ def find(name: str) -> type[Method[Any]]:
 
 
 def _require_name(cls: type[Method[Any]]) -> type[Method[Any]]:
-    """The class. Raises ConfigError if it is not registered under a name."""
+    """The class itself. Raises ConfigError if it is not registered under a name."""
     if "name" not in vars(cls):
         definition = f'class {cls.__name__}({cls.__bases__[0].__name__}, name="{cls.__name__.lower()}")'
         raise ConfigError(f"{cls.__name__} has no name; write `{definition}`")
@@ -106,5 +106,5 @@ def _parts(name: str, value: Any) -> list[str]:
         return [f"{name}={_FOLDER.sub('', str(value))}"]
     inner = {str(key): part for key, part in value.items()}
     if len(inner) == 1 and not isinstance(next(iter(inner.values())), dict) and next(iter(inner.values())) is None:
-        return _parts(name, next(iter(inner)))  # {median: null} is written like median
+        return _parts(name, next(iter(inner)))  # {median: null} has the same label as median
     return [text for key, part in inner.items() for text in _parts(f"{name}.{_FOLDER.sub('', key)}", part)]

@@ -28,7 +28,7 @@ from cfl_ray.core.weights import global_weights
 
 @dataclass(frozen=True)
 class Interpolated:
-    """The gradient of w_i. The companion model v_i takes its step in place, by the gradient at the mixture of both."""
+    """The gradient of w_i. The companion v_i is stepped in place, by the gradient at the mixture of both models."""
 
     alpha: float
     lr: float
@@ -43,7 +43,7 @@ class Interpolated:
 
 @dataclass(frozen=True)
 class APFL(Method[State], name="apfl"):
-    """Every client predicts with a mixture of the global model and a model of its own."""
+    """Every client predicts with a mixture of the global model and a personal model."""
 
     alpha: float = option(
         0.5,

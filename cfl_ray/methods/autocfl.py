@@ -10,13 +10,13 @@ Algorithm 1.
         representative follows another, n follows that client
     theta_k <- Avg of W_m over the cluster;  later  theta_k <- Avg of SGD_i(theta_k) over its participants
 
-The first phase needs every client online in each round. If a client cannot be reached in the clustering round, it is
-placed later, as newcomers are. If a client misses a round, its C_m grows by the mean loss of the others. With E_0
+The first phase needs every client online in each round. A client that cannot be reached in the clustering round is
+placed later, as a newcomer. If a client misses a round, its C_m grows by the mean loss of the others. With E_0
 (`local.epochs`) = 1, rounding doubles the steps of some clients, which then form separate clusters: use 2 or more.
 
-The rule that ends the first phase has no effect as it is printed: C_m adds up losses, so Var_m(C_m) rises from the
-first comparison on for every alpha, and the phase ends after round `min_rounds`. In Fig. 10, however, the end depends
-on alpha. We tried other readings on MNIST (20 clients of at most 600 images in the paper's groups, MLP 784-64-10, eta
+The printed rule for the end of the first phase has no effect: C_m adds up losses, so Var_m(C_m) rises from the first
+comparison on for every alpha, and the phase ends after round `min_rounds`. In Fig. 10, however, the end depends on
+alpha. We tried other readings on MNIST (20 clients of at most 600 images in the paper's groups, MLP 784-64-10, eta
 0.01, E_0 1, 2, 5, alpha 0, 0.25, 0.5, 1): with L_m the loss before or after training, over the last or all local
 epochs, their sum, its decrease or the ratio of the two, or relative to round 1, Var(C) rises at once in nearly every
 run. With C_m / t, the mean of the losses so far (`progress: mean`), the round of the first rise depends on alpha. For
@@ -29,9 +29,9 @@ the four alphas it is (-: no rise in 7, 6 and 5 rounds for E_0 = 1, 2 and 5):
 
 Under label skew, alpha has no effect in any reading, so the default is the printed sum. Section 5.3 calls the end an
 elbow, without a definition. With normalised pixels and E_0 = 2, the rise of Var(C) from round to round grows up to
-round 6 in every run, so there is no elbow. With `progress: elbow`, the first phase ends in the round in which Var(C)
+round 6 in every run, so no elbow exists. With `progress: elbow`, the first phase ends in the round in which Var(C)
 grows by a smaller factor than before: in rounds 3 4 4 (IID), 3 3 3 (input) and 3 3 (label) for alpha 0, 0.5 and 1
-(label: 0 and 0.5). So the end depends on alpha on IID data only.
+(label: 0 and 0.5). So the end depends on alpha for IID data only.
 
 `alpha: 0` switches the adjustment of epochs off.
 
@@ -80,7 +80,7 @@ class AutoCFLState(CentreState):
     growth: float = float("nan")  # factor by which the variance grew in the last round
 
     def forget(self, ids: np.ndarray) -> Self:
-        """This state without the assignments of clients that left; their progress is reset, C_m to the others' mean."""
+        """This state without the assignments of clients that left, with E_m = E_0 and the others' mean C_m for them."""
         gone_N = np.isin(np.arange(len(self.loss_N)), ids)
         mean = self.loss_N[~gone_N].mean() if not gone_N.all() else 0.0
         more_N, loss_N = np.where(gone_N, 0.0, self.more_N), np.where(gone_N, mean, self.loss_N)
@@ -235,9 +235,9 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     def count_progress(
         self, state: AutoCFLState, rounds: int, ids_M: np.ndarray, num_samples_M: np.ndarray, loss_M: np.ndarray
     ) -> AutoCFLState:
-        """The state with losses L_m added to C_m, and more epochs for clients that are behind the largest client."""
+        """The state with losses L_m added to C_m, and more epochs for clients behind the largest client."""
         s = num_samples_M.argmax()
-        loss_N = state.loss_N + loss_M.mean()  # for clients that missed the round; others are set below
+        loss_N = state.loss_N + loss_M.mean()  # for clients that missed the round; the others are set below
         loss_N[ids_M] = total_M = state.loss_N[ids_M] + loss_M  # C_m
         exponent_M = np.minimum(1, loss_M / max(loss_M[s], 1e-12))
         more_N = state.more_N.astype(np.float64)
@@ -285,7 +285,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         if self.clustering == "hac":
             return cut_tree(tree, num_clusters=num_clusters, size=count)
         seed = int(rng.stream("kmeans").integers(2**31))
-        # scaling does not change the clusters of k-means, but keeps its tolerance independent of the distances' size
+        # scaling does not change the clusters of k-means, but makes its tolerance independent of the distances' size
         rows_MM = torch.from_numpy(distance_MM / max(distance_MM.max(), 1e-300))
         return kmeans(rows_MM, min(num_clusters, count), seed)[0]
 
@@ -301,7 +301,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
 def representatives(distance_MM: np.ndarray, num_samples_M: np.ndarray, vote: str, min_gap: float = 0.0) -> np.ndarray:
     """int64 (M,): the representative that each client follows, by the votes of all rows. Ties go to the lowest index.
 
-    vote: weight of a row's vote, as the option says.
+    vote: weight of a row's vote, as in the option.
     min_gap: if the median over rows of largest gap / median distance is less, all clients follow client 0.
     """
     count = len(num_samples_M)

@@ -10,9 +10,9 @@ Optimization Under Privacy Constraints. IEEE TNNLS 2021, arXiv:1910.01991, Algor
 In the paper all clients take part in every round. With a sampled cohort, averages are over this round's participants,
 and a leaf splits only if max(4, half) of its members have an update from the last 1/R rounds that is also newer than
 the leaf's last split. The leaf's other members go to the side with the higher mean cosine: at once by their old update,
-and again by a new update when they next take part. If the new update moves the client to the other side, it counts in
-no average and for no split, since it was trained from the wrong model. Members without any update, and clients that
-never took part, join as newcomers do.
+and again by a new update when they next take part. If the new update moves the client to the other side, the update is
+excluded from averages and splits, since it was trained from the wrong model. Members without any update, and clients
+that never took part, join as newcomers.
 
 The paper also requires gamma_max < sqrt((1 - alpha_cross) / 2). alpha_cross is the largest cosine across the two sides;
 gamma_i is the distance of client i's update to the update of its true distribution, divided by the length of the
@@ -28,8 +28,8 @@ true groups (ARI 1) except on IID data:
     labels shifted by 0, 5        0.72, 0.66;  0.67, 0.88     0.48, 0.65;  1.11, 0.84
     labels 0 to 4, 5 to 9         0.47, 0.88;  0.55, 0.92     0.55, 0.72;  1.22, 0.81
 
-The condition never splits IID clients, but also refuses correct splits, since the mean of a side shrinks with training
-while the noise stays. So it is off by default, as in the official code.
+The condition never splits IID clients, but also prevents correct splits, since the mean of a side shrinks with training
+while the noise does not. So it is off by default, as in the official code.
 
 Deviations: complete linkage as in the official code (paper: single). Momentum starts from zero in every round (official
 code: it is kept, as with `local.persist`). Updates longer than `sketch` are projected; norms are exact. A client
@@ -75,7 +75,7 @@ class SplitState(SignatureState):
     split_KP: Tensor  # model of the leaf before each split
     leaves_K2: np.ndarray  # int64: the leaf that was split, which stays as side 0, and the new leaf, side 1
     update_EF: Tensor
-    client_E: np.ndarray  # int64: client of the update; UNASSIGNED: the update is the mean of a side that all left
+    client_E: np.ndarray  # int64: client of the update; UNASSIGNED: the mean of a side without remaining clients
     split_E: np.ndarray  # int64: split of the update
     side_E: np.ndarray  # int64: side of the update, 0 or 1
 
@@ -109,7 +109,7 @@ class SplitState(SignatureState):
     def leaf_at(self, split: int, update_MF: Tensor, reduce: str) -> np.ndarray:
         """int64 (M,): for each update, the leaf of this split whose updates have the higher cosine with it.
 
-        reduce: "mean" or "max" over the updates of a leaf. If both are equal, it is the leaf that was split.
+        reduce: "mean" or "max" over the updates of a leaf. Ties go to the leaf that was split.
         """
         at_split_E = self.split_E == split
         side_E = self.side_E[at_split_E]
@@ -119,7 +119,7 @@ class SplitState(SignatureState):
         return np.where((new_M > old_M).numpy(), self.leaves_K2[split, 1], self.leaves_K2[split, 0])
 
     def leaf_below(self, split: int, update_MF: Tensor, reduce: str) -> np.ndarray:
-        """int64 (M,): the leaf to which each update descends from this split through all later splits."""
+        """int64 (M,): the leaf that each update reaches from this split through all later splits."""
         leaf_M = np.full(len(update_MF), self.leaves_K2[split, 0])
         for later in range(split, len(self.leaves_K2)):
             here = np.flatnonzero(leaf_M == self.leaves_K2[later, 0])
@@ -127,7 +127,7 @@ class SplitState(SignatureState):
         return leaf_M
 
     def forget(self, ids: np.ndarray) -> Self:
-        """This state without the assignments, signatures and updates at splits of clients that left.
+        """This state without the assignments, signatures and split updates of clients that left.
 
         A side of a split that loses its last updates keeps their mean.
         """
@@ -158,7 +158,7 @@ class CFLState(SplitState):
 
 @dataclass(frozen=True)
 class CFL(Method[CFLState], name="cfl"):
-    """Recursive bipartition of clusters whose members disagree once their common model stalls."""
+    """Recursive bipartition of clusters whose members disagree after their common model has stalled."""
 
     compares = "participants"
     placement = "the leaf of the tree of splits, by a local training at each split that it meets"
@@ -242,7 +242,7 @@ class CFL(Method[CFLState], name="cfl"):
             clients.send(state.models_KP, leaf_M), features=self.update_features(clients.spec), defer_aggregation=True
         )
         state = self.remember_updates(state, clients, updates)
-        stays_M = state.assign_N[clients.ids_M] == leaf_M  # a client that moved counts in no average and for no split
+        stays_M = state.assign_N[clients.ids_M] == leaf_M  # a client that moved is excluded from averages and splits
         # W_c <- W_c + sum_i p_i Delta_i
         models_KP, mean_KP = self.averaged_models(state, clients, updates, stays_M)
         if clients.round > self.min_rounds:  # t > t_min
@@ -259,11 +259,11 @@ class CFL(Method[CFLState], name="cfl"):
         return state.advance(models_KP=models_KP)
 
     def update_features(self, spec: ParamSpec) -> UpdateFeatures:
-        """Delta_i, not projected if it is to be added to a model again."""
+        """Delta_i, without projection if it is added to a model again."""
         return whole_update(spec, self.sketch if self.stale_updates == "drop" else None)
 
     def remember_updates(self, state: CFLState, clients: Clients, updates: Updates) -> CFLState:
-        """The state with the cohort's updates, after clients with an open split went to the side of their update."""
+        """The state with the cohort's updates, after clients with an open split moved to the side of their update."""
         valid_M, update_MF = updates.valid_M, updates.valid_features_MF
         ids_M, norm_M = clients.ids_M[valid_M], updates.norm_M[valid_M]
         leaf_M = state.assign_N[ids_M]
@@ -304,7 +304,7 @@ class CFL(Method[CFLState], name="cfl"):
         weight_KM = cluster_weights(
             state.assign_N[clients.ids_M], clients.weights(self.weights) * stays_M, state.num_clusters
         )
-        averages = clients.average(updates, weight_KM, average_number=0)  # a second time in a round with a split
+        averages = clients.average(updates, weight_KM, average_number=0)  # called twice in a round with a split
         models_KP, mean_KP = averages.averaged(default=state.models_KP), averages.means(default=state.models_KP)
         if self.stale_updates == "reapply":
             member_KS = cluster_weights(state.cluster_S, np.ones(len(state.seen_S)), state.num_clusters).float()
@@ -320,7 +320,7 @@ class CFL(Method[CFLState], name="cfl"):
         return (state.round_S > max(clients.round - window, 0)) | (self.stale_updates == "reapply")
 
     def split(self, state: CFLState, clients: Clients, leaf: int, mean_norm: float) -> CFLState:
-        """The state with leaf c split in two, if it stalls and its members disagree.
+        """The state with leaf c split in two if it stalls and its members disagree; else the state unchanged.
 
         mean_norm: ||sum_i p_i Delta_i|| of this round.
         """
@@ -340,8 +340,8 @@ class CFL(Method[CFLState], name="cfl"):
             side_E = 1 - side_E  # the larger side stays in the leaf
         unseen = np.setdiff1d(np.flatnonzero(state.assign_N == leaf), state.seen_S)
         state = state.with_split(leaf, state.seen_S[recent], update_EF, side_E)
-        # Members without a recent update are placed by their old update until they have a new one. Members without any
-        # update join as newcomers do.
+        # Members without a recent update are placed by their old update until they have a new update. Members without
+        # any update join as newcomers.
         split, open_S = len(state.split_KP) - 1, state.open_S.copy()
         clients.event("split", cluster=leaf, into=[leaf, state.num_clusters - 1], because=because)
         open_S[stale] = np.where(open_S[stale] == NO_SPLIT, split, open_S[stale])

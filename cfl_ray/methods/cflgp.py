@@ -2,25 +2,26 @@
 https://proceedings.mlr.press/v235/kim24p.html.
 
     Delta_i <- SGD_i(w_k) - w_k                  every P rounds, while clients are clustered: from model k = 0 .. K-1 in
-                                                 turn, which all clients receive beside that of their cluster
+                                                 turn, which all clients receive next to that of their cluster
     G_ki <- (1 - beta) G_ki + beta Delta_i       block k of client i's column of the profile matrix G; 1 / beta is the
                                                  number of client i's updates from model k so far
     G = U S V';  y_i <- U_K' G_i                 the columns on the K leading left singular vectors
     c <- k-means of y_i, numbered to agree with the clusters before for as many clients as possible
-    w_k <- Avg of SGD_i(w_c(i)) over c(i) = k    with the cluster c(i) before it was determined anew
+    w_k <- Avg of SGD_i(w_c(i)) over c(i) = k    with the cluster c(i) before the new clustering
 
-In the first round there is one model, w_0, of which all clusters are then means. With a single full-batch step Delta_i
-is -eta times the gradient, and the average a step of gradient averaging. After `cluster_rounds` rounds clusters stay.
+All clients train w_0 in the first round, and the first w_k are means of the results. With a single full-batch step
+Delta_i is -eta times the gradient, and the average is a step of gradient averaging. After `cluster_rounds` rounds the
+clusters do not change.
 
-Deviations: K is given. In the official code (docs/official.md) updates are compared in all rounds from one model, as
-with `criterion: first`, but each is taken from the model of the client's own cluster; beta is 1 until round 8 and 1/2
-in round 9, the last with a clustering; K models of their own begin, to which the changes from the first are added; and
-all K! numberings of the clusters are tried, where an assignment problem is solved here. Profiles longer than `sketch`
-are projected (official code: 1 % of the columns, drawn at random). A client without a profile joins as newcomers do.
-With a sampled cohort, blocks of models that a client has not trained are zero, which separates clients by their rounds:
-prefer `criterion: first` there.
+Deviations: K is given. In the official code (docs/official.md) updates are compared in all rounds from a single model,
+as with `criterion: first`, but each is taken from the model of the client's own cluster; beta is 1 until round 8 and
+1/2 in round 9, the last with a clustering; it begins with K separate models, to which the changes from the first are
+added; and it tries all K! numberings of the clusters, instead of solving an assignment problem. Profiles longer than
+`sketch` are projected (official code: 1 % of the columns, drawn at random). A client without a profile joins as a
+newcomer. With a sampled cohort, blocks of models that a client has not trained are zero, which separates clients by
+their rounds: prefer `criterion: first`.
 
-Rotated MNIST of the official code (8 angles in 4 pairs, 128 clients, K = 4, one step of 100 samples a round, eta 0.1)
+Rotated MNIST of the official code (8 angles in 4 pairs, 128 clients, K = 4, a step of 100 samples per round, eta 0.1)
 with a linear model: the first clustering has the four pairs (ARI 1), and keeps them; accuracy after 19 rounds 0.79.
 """
 
@@ -124,7 +125,7 @@ class CFLGP(Method[ProfileState], name="cflgp"):
         return state.advance(models_KP=models_KP, phase="federate" if last else "cluster")
 
     def features(self, spec: ParamSpec) -> UpdateFeatures:
-        """Delta_i, so long that the K blocks of a profile have `sketch` features."""
+        """Delta_i, projected so that the K blocks of a profile have `sketch` features together."""
         return whole_update(spec, max(self.sketch // self.num_clusters, 16))
 
     def with_profiles(

@@ -12,9 +12,9 @@ theta_i stays with the client, which predicts with it; a client that never took 
 
 Deviations: written from memory of the paper. The clients upload a single model, y_i (`simple`: theta_i), and are
 clustered by it. Every SGD step takes a new batch. lambda is at most 1 / eta; with a larger lambda, a step would
-overshoot its anchor. k-means continues from the present centres; there are at most as many as clients in the first
-round. K does not change (the paper has a heuristic that changes it). A client that never took part starts from the
-mean of the centres. Features longer than `sketch` are projected.
+overshoot its anchor. k-means continues from the present centres; their number is at most that of the clients in the
+first round. K does not change (the paper has a heuristic that changes it). A client that never took part starts from
+the mean of the centres. Features longer than `sketch` are projected.
 """
 
 from dataclasses import dataclass

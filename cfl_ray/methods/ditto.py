@@ -31,7 +31,7 @@ class DittoState(State):
     """The global model w_t, and the models from which personal models start."""
 
     first_KP: Tensor  # w_0 (1, P): the first personal model of clients that are not newcomers
-    came_N: np.ndarray  # bool (N,): newcomers, whose first personal model is w_t
+    came_N: np.ndarray  # bool (N,): newcomers, whose personal model starts as w_t
 
 
 @dataclass(frozen=True)

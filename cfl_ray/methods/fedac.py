@@ -21,22 +21,22 @@ not known; the defaults are ours. The server does the PCA on centred uploads, so
 (`sketch`).
 
 With the paper's start, the client's own omega_i, the clusters have little effect: with a small mu clients follow their
-own data, with a large mu they stay at the Omega_k of the previous round. In three rotations of Fashion-MNIST no
-mu of 0.1, 0.5 and 2 brings FedAC more than about a point above clients that train alone, where IFCA is nearly seven
-above (`jobs/experiments/fedac/start.yaml`). From the embedding of its cluster it is four above with the same mu and
-lambda, so that start is the default.
+own data, with a large mu they stay at the Omega_k of the previous round. On three rotations of Fashion-MNIST, FedAC
+with mu 0.1, 0.5 or 2 is at most about a point above clients that train alone, and IFCA is nearly seven points above
+them (`jobs/experiments/fedac/start.yaml`). With the start from the cluster's embedding, and the same mu and lambda,
+FedAC is four points above them, so this start is the default.
 
-The paper says that CNT reaches the best number of clusters from both sides (4.5, 5.5, Fig. 4). The rule of rho does
-not: two centres in one group are near each other, so their rho is high and they split; a single cluster has no other
-to be compared with and never splits. By default (`adaptation: significance`) two clusters merge if the cosine of their
-means of z, centred again, is at least `merge_cosine`. A cluster splits into the parts that its members form by a test
-of one cluster against two on the directions of z (`clustering/significance.py`). A step makes all merges or, if there
-are none, all splits. The test cannot decide about merges: members of two clusters of the same group differ by more than
-their spread, since each cluster's members are drawn to its Omega_k. For the same reason the number of clusters does not
-fall on data without groups. `adaptation: rho` is the rule above, with at most one split or one merge in a step. It
-splits no cluster with fewer than 4 remembered members and merges no cluster with 4 or more members: the further
-clusters are apart, the lower is rho. Neither rule splits a cluster if a part of it has no participant. After a split,
-the next E-step is in the next round.
+The paper states that CNT reaches the best number of clusters from both sides (4.5, 5.5, Fig. 4). The rule of rho does
+not: two centres in the same group are near each other, so their rho is high and they split; a single cluster has no
+other for comparison and never splits. By default (`adaptation: significance`) two clusters merge if the cosine of their
+means of z, centred again, is at least `merge_cosine`. A cluster splits into parts by a test of a single cluster against
+two on the directions of its members' z (`clustering/significance.py`). A step makes all merges or, without merges, all
+splits. The test cannot decide merges: members of two clusters of the same group differ by more than their spread, since
+each cluster's members are drawn to its Omega_k. For the same reason the number of clusters does not fall on data
+without groups. `adaptation: rho` is the rule above, with at most one split or merge in a step. It splits no cluster
+with fewer than 4 remembered members and merges no cluster with 4 or more members: the further clusters are apart, the
+lower is rho. Neither rule splits a cluster if a part of it has no participant. After a split, the next E-step is in the
+next round.
 
 `similarity: l2` is the paper's ablation: uploads and cluster models are compared by their Euclidean distance, without
 PCA.
@@ -65,7 +65,7 @@ from cfl_ray.core.state import UNASSIGNED
 from cfl_ray.core.weights import cluster_weights, global_weights
 
 CLUSTERS = 1  # number of the average that gives the Omega_k; the average of Phi has number 0
-FEW = 4  # a cluster with fewer members may merge, a cluster with at least so many may split
+FEW = 4  # clusters with fewer members may merge, others may split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class FedACState(SignatureState):
 
     global_KP: Tensor  # Phi, in a row of a whole model (1, P)
     mean_F: Tensor  # mean of the uploads from which M was computed
-    basis_FQ: Tensor | None  # M; None: uploads are compared whole
+    basis_FQ: Tensor | None  # M; None: whole uploads are compared
 
     def z(self, feature_MF: Tensor) -> Tensor:
         """Low-rank representation of uploads, (M, q); without M, the centred uploads, (M, F)."""
@@ -255,8 +255,8 @@ class FedAC(Method[FedACState], name="fedac"):
         return state.subset(np.arange(len(state.seen_S)) >= len(state.seen_S) - self.memory)
 
     def principal_components(self, state: FedACState) -> FedACState:
-        """The state with M computed from the latest uploads; it has fewer than q components if there are no more."""
-        from sklearn.decomposition import PCA  # imported here: loading it takes a second, and hosts do not need it
+        """The state with M from the latest uploads, of rank q or the highest that they allow."""
+        from sklearn.decomposition import PCA  # takes a second to load, and hosts do not need it
 
         uploads_SF = state.signature_SF
         if not self.by_cosine:
@@ -326,7 +326,7 @@ class FedAC(Method[FedACState], name="fedac"):
         return normalize(z_SQ, dim=1) if self.by_cosine else z_SQ
 
     def adapt_by_rho(self, state: FedACState, clients: Clients, updates: Updates) -> FedACState:
-        """The state after a step of CNT by rho, with at most one split or one merge."""
+        """The state after a step of CNT by rho, with at most a single split or merge."""
         z_SQ = state.z(state.signature_SF)
         rho_K, nearest_K, remembered_K = compactness(z_SQ, state.cluster_S, self.centres(state, clients))
         split, merge = self.choose_adaptation(rho_K, remembered_K, state.members_K)
@@ -381,7 +381,7 @@ def most_similar_pair(z_SQ: Tensor, cluster_S: np.ndarray, cosine: float) -> tup
     """The two clusters whose means have the highest cosine, and this cosine; None if it is below `cosine`.
 
     Means are centred by the mean of all rows, which removes the common movement of all clusters since the last PCA.
-    Rows of cluster -1 are left out.
+    Rows of cluster -1 are excluded.
     """
     member_S = cluster_S >= 0
     numbers, cluster_s = np.unique(cluster_S[member_S], return_inverse=True)
@@ -397,9 +397,9 @@ def most_similar_pair(z_SQ: Tensor, cluster_S: np.ndarray, cosine: float) -> tup
 def compactness(z_SQ: Tensor, cluster_S: np.ndarray, centre_KQ: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each cluster: rho of CNT (K,), the nearest other centre (K,), and the number of members (K,).
 
-    A cluster without members has a rho of 0 and is not the nearest of another. If there is no other cluster with
-    members, the distance is 1, as to an orthogonal centre, and the nearest centre is the cluster's own. Rows of cluster
-    -1 are left out.
+    A cluster without members has a rho of 0 and is not the nearest of another. If no other cluster has members, the
+    distance is 1, as to an orthogonal centre, and the nearest centre is the cluster's own. Rows of cluster -1 are
+    excluded.
     """
     num_clusters, member_S = len(centre_KQ), cluster_S >= 0
     unit_SQ, unit_KQ = normalize(z_SQ[torch.from_numpy(member_S)], dim=1), normalize(centre_KQ, dim=1)
@@ -427,10 +427,10 @@ def split_cluster(
     updates: Updates,
     weight_M: np.ndarray,
 ) -> FedACState:
-    """The state with the parts of cluster k as clusters: part 0 is cluster k, the others are new clusters.
+    """The state with cluster k split into its parts: part 0 is cluster k, the others are new clusters.
 
     Their models are the means of this round's participants in them. If a part has no valid participant, the state is
-    returned unchanged.
+    unchanged.
 
     part_s: part of each remembered member of k. z_SQ: z of all remembered uploads. z_MQ: z of this round's valid
         participants; participants that are not remembered go to the part with the nearest mean.

@@ -7,12 +7,12 @@ A model is a shared base theta, with features g(x; theta), under a private head 
     theta <- SGD on sum_y mean of (g(x; theta) - c_iy)^2                  alignment of the received base, for one epoch
     theta_i, h_i <- SGD_i from theta and the client's head
     F_i = sum over batches |gradient of the batch's mean loss at theta_i, h_i|^2      trace of the Fisher information
-    theta <- sum_i F_i theta_i / sum_i F_i                                over those that took part
+    theta <- sum_i F_i theta_i / sum_i F_i                                over the cohort
 
 A client that never took part has the averaged model, with the average of the heads.
 
-Deviations: heads are uploaded and averaged too, as in PFLlib, for clients without a head. PFLlib also computes F_i of
-clients that were not selected, which in a deployment would double a round; its batches for F_i are shuffled.
+Deviations: heads are also uploaded and averaged, as in PFLlib, for clients without a head. PFLlib also computes F_i of
+clients that were not selected, which would double a round in a deployment; its batches for F_i are shuffled.
 """
 
 from collections.abc import Callable

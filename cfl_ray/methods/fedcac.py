@@ -7,11 +7,11 @@ Learning through Cautiously Aggressive Collaboration. ICCV 2023, arXiv:2309.1110
     C_i = {i} and all j with O_ij >= mean O + (t / beta) (max O - mean O)
     u_i <- mean of theta_j over C_i;   w <- Avg of theta_i
 
-m_i and u_i are those of client i's last round, and the server keeps them; a client that never took part has w alone. A
-client uploads its model and a bit for each parameter, and receives w and u_i. After beta rounds the threshold is beyond
-the largest overlap, and u_i is the client's own model.
+The server keeps m_i and u_i of client i's last round; a client that never took part has w alone. A client uploads its
+model and a bit for each parameter, and receives w and u_i. After beta rounds the threshold is above the largest
+overlap, and u_i is the client's own model.
 
-Deviations: with a sampled cohort the collaborators are those of the cohort. Layers are the trained tensors (weights and
+Deviations: with a sampled cohort the collaborators are within the cohort. Layers are the trained tensors (weights and
 biases each), as in the official code. PFLlib's implementation never advances t: its threshold stays at mean O.
 """
 
@@ -57,7 +57,7 @@ class CriticalState(OwnModelsState):
 
 @dataclass(frozen=True)
 class FedCAC(Method[CriticalState], name="fedcac"):
-    """A client's critical parameters are averaged over clients with similar ones, the others over all."""
+    """Critical parameters are averaged over clients with similar critical parameters, the others over all clients."""
 
     compares = "cohort"
     only_mean = "every client has collaborators of its own, over whom the server averages"
@@ -129,7 +129,7 @@ def overlaps(mask_MP: Tensor) -> np.ndarray:
 
 
 def collaborators(overlap_MM: np.ndarray, progress: float) -> np.ndarray:
-    """C_i as bool (M, M): client i, and those with an overlap of at least mean O + progress (max O - mean O)."""
+    """C_i as bool (M, M): client i, and clients with an overlap of at least mean O + progress (max O - mean O)."""
     own_MM = np.eye(len(overlap_MM), dtype=bool)
     others = overlap_MM[~own_MM]
     if not len(others):

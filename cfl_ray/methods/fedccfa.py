@@ -15,11 +15,12 @@ A model is a shared extractor theta, with features g(x; theta), under a classifi
 
 A client that never took part has theta and the average of the classifiers.
 
-Deviations: in its first round h_i starts from that average (official code: from v_i). Of a label, only clients with
-samples of it are compared (official code: every client has all labels). If fewer than three clients have a label, it
-has no d_ij, and they keep their own rows. The balanced part is the first 5, or fewer, samples of each label (official
-code: random ones). DBSCAN with min_samples 1 are the connected parts of the graph of d_ij <= eps. The official code
-replaces the first client's prototypes by the sum of all before the means over groups: its `+=` changes them in place.
+Deviations: in its first round h_i starts from that average (official code: from v_i). For each label, only clients with
+samples of it are compared (official code: every client has all labels). If fewer than three clients have a label, d_ij
+is not defined, and they keep their own rows. The balanced part is the first 5, or fewer, samples of each label
+(official code: random samples). DBSCAN with min_samples 1 gives the connected parts of the graph of d_ij <= eps. The
+official code replaces the first client's prototypes by the sum of all before the means over groups: its `+=` changes
+them in place.
 """
 
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ from cfl_ray.core.weights import global_weights
 from cfl_ray.methods.fedas import OWN, check_classifier
 from cfl_ray.methods.fedrep import training_of
 
-_RECEIVED = ClientState("model", private=False, resumed=Columns(()))  # training starts from what the client received
+_RECEIVED = ClientState("model", private=False, resumed=Columns(()))  # training starts from the received model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class LabelGroupsState(OwnModelsState):
         return models_MP
 
     def prototypes_of(self, ids_M: np.ndarray) -> Tensor:
-        """z_iy, (M, C, F); NaN for a client without any."""
+        """z_iy, (M, C, F); NaN for a client without prototypes."""
         none_1CF = torch.full((1, *self.prototype_SCF.shape[1:]), torch.nan)
         return torch.cat([none_1CF, self.prototype_SCF])[torch.from_numpy(self.rows_of(ids_M))]
 
@@ -112,7 +113,7 @@ class BalancedClassifier:
 class FeatureAlignment:
     """loss + (H_i / gamma) CE(cos(g(x), z_i1 .. z_iC) / tau, y), over the samples whose label has a prototype.
 
-    values (C F + 1,): z_iy, NaN without any, and H_i / gamma.
+    values (C F + 1,): z_iy (NaN: none) and H_i / gamma.
     """
 
     num_classes: int

@@ -6,14 +6,14 @@ Federated Learning through Weight-Driven Client Clustering. ICPP 2024, arXiv:240
     W_i <- SGD_i(theta_{c(i)});   theta_k <- Avg of W_i over the cluster's participants
                                                             later rounds, from theta_k = w_0
 
-A newcomer trains from w_0 and joins the cluster whose mean signature of the first round is nearest. With
+A newcomer trains from w_0 and joins the cluster with the nearest mean signature of the first round. With
 `newcomers: found` it becomes a new cluster if that distance is above lambda. The first round needs every client; a
-client that cannot be reached in it is treated as a newcomer later.
+client that cannot be reached in it is later treated as a newcomer.
 
 Deviations: the paper leaves linkage and lambda open. Linkage is average, and lambda the highest merge of the cut with
-the largest mean silhouette; if none is above 0.25, all clients form a single cluster. The first round counts as a
-round, with its traffic. A newcomer is compared with first-round signatures ("stored partial weights"), not with trained
-heads. `layer` takes another layer than the last as s_i, to show the effect of this choice (Fig. 1).
+the largest mean silhouette; if no silhouette is above 0.25, all clients form a single cluster. The first round counts
+as a round, with its traffic. A newcomer is compared with first-round signatures ("stored partial weights"), not with
+trained heads. `layer` selects another layer than the last as s_i, to show the effect of this choice (Fig. 1).
 
 Clusters and adjusted Rand index by the default cut (with its mean silhouette), and by half the median distance (`cut:
 median`), with LeNet-5 on Fashion-MNIST, 1 to 3 local epochs of batch 10 (3,000 images: 50), eta 0.01, momentum 0.5:
@@ -31,10 +31,10 @@ median`), with LeNet-5 on Fashion-MNIST, 1 to 3 local epochs of batch 10 (3,000 
     100, Dirichlet 0.1                                                              2 (0.27)          58
     40, IID, six each with 10, 30, 60 % of 1,000                                    2 (0.63)          21
 
-Heads do not show the groups in these cases: after one epoch on 600 images, with two of three seeds, no cut of the tree
-has the three rotations (the best ARI are 0.90 and 0.55). Two of the four rotations are 0.25 apart, and the cut into 3
-is as good as the cut into 4 (ARI 0.70 with three seeds). Under Dirichlet skew there are no groups. Clients with a tenth
-of the others' samples train fewer steps, so that on IID data their heads form a separate cluster. In such cases set
+In these cases the heads do not separate the groups. After one epoch on 600 images, with two of three seeds, no cut of
+the tree has the three rotations (the best ARI are 0.90 and 0.55). Two of the four rotations are 0.25 apart, and the cut
+into 3 is as good as the cut into 4 (ARI 0.70 with three seeds). Dirichlet skew has no groups. Clients with a tenth of
+the others' samples train fewer steps, so that on IID data their heads form a separate cluster. In such cases set
 `threshold` or `num_clusters`.
 """
 

@@ -2,22 +2,22 @@
 Drift. AISTATS 2023, arXiv:2206.00799, with FedDrift-Eager (`eager`).
 
     L(w; D): share of wrong predictions, or loss, of a model on data; D_i^t: data of client i in time step t; k_i: the
-    model of client i's data of the step before
+    model of client i's data in the previous step
     at the beginning of step t:
         d(a, b) = max(L(w_a; D_b) - L(w_b; D_b), L(w_b; D_a) - L(w_a; D_a), 0),    D_a: all data that train model a
         merge models by complete linkage while d < delta; a merged model is the mean by numbers of pairs (i, t)
         drift at i if  min_k L(w_k; D_i^t) - L(w_k_i; D_i^(t-1)) > delta
         without drift  k_i <- argmin_k L(w_k; D_i^t)
-        with drift     k_i <- a new model, a copy of the best, of client i alone; Eager: of all that drift in step t
+        with drift     k_i <- a new model, a copy of the best, for client i alone; Eager: for all that drift in step t
     in every round:
-        w_k <- Avg of SGD_i(w_k) on the union of all D_i^t, of any step, that were given to model k
+        w_k <- Avg of SGD_i(w_k) on the union of all D_i^t, of any step, that were assigned to model k
 
-Eager does not merge. A new model trains for a step before it can merge. A full pool drops the model that was used in no
-later step than any other, with the data that trained it; if all are in use, clients that drift take the best model.
+Eager does not merge. A new model trains for a step before it can merge. A full pool drops the least recently used model
+with its data; if all models are in use, clients that drift take the best model.
 
 Deviations: a step also begins when clients report that their data changed. Clients outside the cohort are compared in
 the first round of the step in which they take part. The official code compares at most 21 batches of a model's data.
-Clients whose data did not change keep one copy of them; there, every step has new samples.
+Clients whose data did not change keep a single copy of them; in the official code every step has new samples.
 """
 
 from dataclasses import dataclass
@@ -42,12 +42,12 @@ _NEVER = 1e30  # distance of models that are not compared
 
 @dataclass(frozen=True, kw_only=True)
 class PoolState(State):
-    """The pool of models, and which of them each client's data of each of T time steps train."""
+    """The pool of models, and the model that each client's data of each of T time steps train."""
 
-    model_TN: np.ndarray  # int32: 1 + the model; 0: none, so that newcomers have none
+    model_TN: np.ndarray  # int32: 1 + the model; 0: none, as for newcomers
     round_T: np.ndarray  # int64: the last round of each step
     used_K: np.ndarray  # int64: the last step in which a client had the model
-    born_K: np.ndarray  # int64: the step in which it was made
+    born_K: np.ndarray  # int64: the first step of the model
     due: bool = False  # whether a step begins with the next round
 
     @property
@@ -61,18 +61,18 @@ class PoolState(State):
         return self.advance(model_TN=model_TN, round_T=np.append(self.round_T, 0), due=False)
 
     def in_round(self, round: int) -> Self:
-        """This state with `round` as the last round of the present step."""
+        """This state with `round` as the last round of the current step."""
         return self.advance(round_T=np.append(self.round_T[:-1], round))
 
     def given(self, ids_m: np.ndarray, model_m: np.ndarray | int) -> Self:
-        """This state after the clients' data of this step were given to these models."""
+        """This state after the clients' data of this step were assigned to these models."""
         model_TN, used_K = self.model_TN.copy(), self.used_K.copy()
         model_TN[-1, ids_m] = np.asarray(model_m) + 1
         used_K[model_m] = self.step
         return self.advance(model_TN=model_TN, used_K=used_K, assign_N=self.place(ids_m, model_m))
 
     def with_model(self, model_1P: Tensor, most: int) -> tuple[Self, int]:
-        """This state with a further model, and its number; -1 if the pool is full and all models are in use."""
+        """This state with an additional model, and its number; -1 if the pool is full and all models are in use."""
         if self.num_clusters < most:
             models_KP = torch.cat([self.models_KP, model_1P])
             added = {"used_K": np.append(self.used_K, self.step), "born_K": np.append(self.born_K, self.step)}
@@ -92,12 +92,12 @@ class PoolState(State):
         count = part_K.max() + 1
         pairs_K = np.bincount(self.model_TN.ravel(), minlength=self.num_clusters + 1)[1:]
         weight_kK = np.zeros((count, self.num_clusters))
-        weight_kK[part_K, np.arange(self.num_clusters)] = np.maximum(pairs_K, 1e-9)  # a model may have no data left
+        weight_kK[part_K, np.arange(self.num_clusters)] = np.maximum(pairs_K, 1e-9)  # a model may have no data
         weight_kK /= weight_kK.sum(1, keepdims=True)
         used_k, born_k = np.zeros(count, np.int64), np.full(count, self.step)
         np.maximum.at(used_k, part_K, self.used_K)
         np.minimum.at(born_k, part_K, self.born_K)
-        number = np.concatenate([[-1], part_K])  # of none, and of each model
+        number = np.concatenate([[-1], part_K])  # -1 for no model, then the part of each model
         return self.advance(
             models_KP=(torch.from_numpy(weight_kK) @ self.models_KP.double()).float(),
             assign_N=number[self.assign_N + 1].astype(np.int32),
@@ -114,7 +114,7 @@ class PoolState(State):
 
 @dataclass(frozen=True)
 class FedDrift(Method[PoolState], name="feddrift"):
-    """A pool of models: clients whose data drift open new ones, which merge with those that fit their data."""
+    """A pool of models: clients whose data drift start new models, which merge with models that fit their data."""
 
     eager: bool = option(False, "clients that drift in a step share a new model; no merging", source="paper")
     delta: float = option(
@@ -160,7 +160,7 @@ class FedDrift(Method[PoolState], name="feddrift"):
             state = state.begun()
         state = self.compare(state.in_round(clients.round), clients)
         clients.record("pool", state.num_clusters)
-        # w_k <- Avg of SGD_i(w_k) on the union of all D_i^t that were given to model k
+        # w_k <- Avg of SGD_i(w_k) on the union of all D_i^t that were assigned to model k
         models_KP = state.models_KP.clone()
         for k in range(state.num_clusters):
             members = self.with_data_of(state, clients, k)
@@ -173,19 +173,19 @@ class FedDrift(Method[PoolState], name="feddrift"):
         return state.advance(models_KP=models_KP)
 
     def with_data_of(self, state: PoolState, clients: Clients, k: int) -> Clients:
-        """The clients that have data of model k, which they use."""
+        """The clients with data of model k, restricted to these data."""
         has_TM = state.model_TN[:, clients.ids_M] == k + 1
         members = clients.select(has_TM.any(0))
         return members.replaying([state.round_T[has_T].tolist() for has_T in has_TM.T if has_T.any()])
 
     def losses(self, clients: Clients, models_KP: Tensor) -> np.ndarray:
-        """L(w_k; D_i), (M, K), for which clients receive `block` models at a time."""
+        """L(w_k; D_i), (M, K); clients receive `block` models at a time."""
         blocks = [clients.broadcast(block) for block in models_KP.split(self.block)]
         clients.count_upload(len(models_KP))
         return np.concatenate([clients.losses(sent, errors=self.criterion == "errors") for sent in blocks], 1)
 
     def merge(self, state: PoolState, clients: Clients) -> PoolState:
-        """Models of complete linkage below delta, at the beginning of a step."""
+        """The state at the start of a step, with models merged by complete linkage below delta."""
         loss_KK = np.full((state.num_clusters, state.num_clusters), np.nan)  # [a, b]: L(w_a; D_b)
         for b in range(state.num_clusters):
             members = self.with_data_of(state, clients, b)
@@ -211,11 +211,11 @@ class FedDrift(Method[PoolState], name="feddrift"):
             if kept < k:
                 because = {"distance": distance_KK[k, kept], "delta": self.delta}
                 clients.event("merge", cluster=k, into=[kept], because=because)
-                del left[k]  # the models above move down
+                del left[k]  # later models move down
         return state.merged(part_K)
 
     def compare(self, state: PoolState, clients: Clients) -> PoolState:
-        """The state with each client's data of this step given to the best model, or to a new model if they drifted."""
+        """The state with each client's data of this step assigned to the best model, or to a new model after drift."""
         clients = clients.select(state.model_TN[-1, clients.ids_M] == 0)
         if not len(clients):
             return state
@@ -243,7 +243,7 @@ class FedDrift(Method[PoolState], name="feddrift"):
         return self.open(state, clients.select(drifted_M), loss_MK[drifted_M])
 
     def open(self, state: PoolState, drifted: Clients, loss_mK: np.ndarray) -> PoolState:
-        """The state with a copy of the best model for these clients; with the best itself if there is no room."""
+        """The state with a copy of the best model for these clients; the best model itself if the pool is full."""
         best = int(loss_mK.mean(0).argmin())
         after, k = state.with_model(state.models_KP[best : best + 1], self.max_models)
         if k < 0:

@@ -9,10 +9,10 @@ Distributions. NeurIPS 2021, arXiv:2108.10252, Algorithm 1.
 A client predicts with sum_k pi_ik softmax(f(x; theta_k)). A client that has not trained yet, such as a newcomer, gets
 pi_i by E and M steps from equal weights.
 
-Deviations: a client trains its K models on the same batches. The official code (omarfoq/FedEM, 996fadd) departs from
-the paper by an average over all clients, in which those outside the cohort count with the last global model
-(`damped`), by weight decay 5e-4, by a newcomer that takes one E and one M step whenever a round is logged
-(`fit_steps`), and by a momentum of .9 that lives over rounds, which is not possible here.
+Deviations: a client trains its K models on the same batches. The official code (omarfoq/FedEM, 996fadd) differs from
+the paper: it averages over all clients, with the last global model for clients outside the cohort (`damped`), has
+weight decay 5e-4, lets a newcomer take an E and an M step whenever a round is logged (`fit_steps`), and keeps momentum
+0.9 between rounds, which is not possible here.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def responsibilities(loss_nK: Tensor, y_n: Tensor, pi_K: Tensor, received: Tenso
 
 @dataclass(frozen=True)
 class FedEM(Method[MixtureState], name="fedem"):
-    """K models; each client predicts with a mixture of them, learned by expectation-maximisation."""
+    """K models; each client predicts with their mixture, learned by expectation-maximisation."""
 
     placement = PLACEMENT
     only_mean = ONLY_MEAN

@@ -18,8 +18,8 @@ Decomposed Similarity-Based Clustering. ISPA 2021, arXiv:2010.06870, Algorithms 
 Deviations: FlexCFL's code compares the sorted numbers of samples by label, which do not change when labels are swapped;
 here each label is compared with itself. The shares are those of the first round in which the client takes part with its
 group. K-means has 10 starts of up to 300 iterations (official code: 1 start of 20). Updates longer than `sketch` are
-projected. P-server is over clients that have a group. If few clients can be reached for the cold start, there are at
-most as many groups as clients.
+projected. P-server is over clients with a group. The number of groups is at most the number of clients in the cold
+start.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ from cfl_ray.core.weights import cluster_weights
 
 @dataclass(frozen=True, kw_only=True)
 class GroupState(CentreState):
-    """The groups, and the shares of labels by which a client checks whether its data changed; it does not send them."""
+    """The groups, and the label shares by which a client checks whether its data changed; they are not uploaded."""
 
     label_NC: np.ndarray  # float32: shares in the client's first round after its cold start; zeros: not yet
 
@@ -58,7 +58,7 @@ class GroupState(CentreState):
 
 @dataclass(frozen=True)
 class FedGroup(Method[GroupState], name="fedgroup"):
-    """One-shot grouping of a sample of clients by the directions of their updates; FedAvg per group."""
+    """One-shot grouping of a sample of clients by the directions of their updates, then FedAvg per group."""
 
     placement = "the group with the most similar update, by a local training from the first model"
     without_cluster = "the first model"
@@ -141,7 +141,7 @@ class FedGroup(Method[GroupState], name="fedgroup"):
         weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights("uniform"), len(centre_KF))
         averages = clients.average(updates, weight_KM, average_number=0)
         models_KP = averages.averaged(default=state.start_KP.repeat(len(centre_KF), 1))
-        clients.restart_moments(models_KP)  # FedAvg begins after this
+        clients.restart_moments(models_KP)  # FedAvg begins after the cold start
         because = {"clients": len(group_M), "num_clusters": self.num_clusters}
         clients.event("birth", into=range(len(models_KP)), because=because)
         return state.clustered(clients, state.start_KP, models_KP, assign_N, centre_KF)

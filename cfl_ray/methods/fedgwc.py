@@ -10,15 +10,15 @@ Federated Learning. ICML 2025, arXiv:2502.03340.
     v <- (1 - a) v + a mean over i, j of (change of A_ij)^2      v starts as 1
     once v < epsilon for size / m rounds:
         P_ij = exp(-gamma ||A_.i - A_.j||^2), without the entries i and j, A scaled to 0 .. 1
-        spectral clustering of P in n = 2 .. min(size / m, 4) parts; that with the least Davies-Bouldin index is taken
-        if the index is below 1, else v starts anew
+        spectral clustering of P in n = 2 .. min(size / m, 4) parts; the n with the least Davies-Bouldin index is taken
+        if the index is below 1, else v is reset to 1
     a part splits again only if it has more clients than take part in a round
 
-A client that has not taken part joins as newcomers do once its cluster has split.
+A client that has not taken part joins as a newcomer after its cluster has split.
 
 Deviations: the cohort is drawn from the whole federation, so the number of participants of a cluster changes (official
-code: m from each cluster). That code may add losses drawn from a normal distribution to those of few participants;
-here there are none. With all clients in every round size / m is 1, and no cluster splits.
+code: m from each cluster). The official code may add losses drawn from a normal distribution if participants are few;
+this code does not. With all clients in every round size / m is 1, and no cluster splits.
 """
 
 from dataclasses import dataclass
@@ -39,16 +39,16 @@ from cfl_ray.core.weights import cluster_weights
 
 @dataclass(frozen=True, kw_only=True)
 class InteractionState(State):
-    """The interactions of the S clients that have taken part; those of two clusters with each other are not used."""
+    """The interactions of the S clients that have taken part; interactions between clusters are not used."""
 
     interaction_SS: np.ndarray  # float64: A
     seen_S: np.ndarray  # int64: ids of the clients
     change_K: np.ndarray  # float64: v
-    patient_K: np.ndarray  # int64: number of the latest rounds in a row with v below epsilon
+    patient_K: np.ndarray  # int64: number of latest consecutive rounds with v below epsilon
     open_K: np.ndarray  # bool: whether the cluster may split
 
     def with_clients(self, ids: np.ndarray, first: float) -> Self:
-        """This state with the clients `ids` that are new, whose interactions begin as `first`."""
+        """This state with the new clients among `ids`, whose interactions start as `first`."""
         new = np.setdiff1d(ids, self.seen_S)
         interaction_SS = np.pad(self.interaction_SS, (0, len(new)), constant_values=first)
         return self.advance(interaction_SS=interaction_SS, seen_S=np.concatenate([self.seen_S, new]))
@@ -61,7 +61,7 @@ class InteractionState(State):
 
 @dataclass(frozen=True)
 class FedGWC(Method[InteractionState], name="fedgwc"):
-    """Recursive spectral clustering by how usual the losses of each client's local steps are."""
+    """Recursive spectral clustering by the typicality of the losses of each client's local steps."""
 
     compares = "participants"
     pair_bytes = 48  # interactions, and five arrays for their affinities
@@ -117,7 +117,7 @@ class FedGWC(Method[InteractionState], name="fedgwc"):
     def split(
         self, state: InteractionState, clients: Clients, k: int, m: int, cohort: int, seed: int
     ) -> InteractionState:
-        """The state with cluster k split by the best spectral clustering, or with v = 1 if none is good enough."""
+        """The state with cluster k split by the best spectral clustering, or with v = 1 if no clustering qualifies."""
         member_S = state.assign_N[state.seen_S] == k
         ids, size = state.seen_S[member_S], int(state.members_K[k])
         affinity_SS = affinities(state.interaction_SS[np.ix_(member_S, member_S)], self.gamma)
@@ -160,7 +160,7 @@ def positions(seen_S: np.ndarray, ids_m: np.ndarray) -> np.ndarray:
 
 
 def rewards(loss_mS: np.ndarray, num_samples_m: np.ndarray) -> np.ndarray:
-    """r_i; a client with fewer steps than S counts in those that it has."""
+    """r_i, for a client with fewer than S steps over the steps that it has."""
     has_mS = np.isfinite(loss_mS)
     loss_mS, weight_mS = np.where(has_mS, loss_mS, 0), has_mS * num_samples_m[:, None]
     share_mS = weight_mS / np.maximum(weight_mS.sum(0), 1)

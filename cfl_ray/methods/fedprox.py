@@ -5,7 +5,7 @@ Networks. MLSys 2020, arXiv:1812.06127, Algorithm 2.
     w_{t+1} <- sum_i n_i W_i / sum_i n_i
 
 Deviations: clients are sampled uniformly and averaged by samples (the paper samples by n_i and averages uniformly), and
-every client does the same number of epochs, so that only mu differs from FedAvg.
+every client trains the same number of epochs, so that only mu differs from FedAvg.
 """
 
 from dataclasses import dataclass

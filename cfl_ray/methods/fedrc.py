@@ -7,14 +7,14 @@ Clustering. ICML 2024, arXiv:2301.12379, Algorithm 1.
     theta_k <- sum_i n_i theta_ik / sum_i n_i                        over the cohort
     C(y, k) <- sum of gamma(s, k) over the samples with label y / sum of gamma(s, k) over all, of the cohort
 
-C(y, k) is the share of label y in model k. Without it a model that is fed one label becomes likelier for that label,
-and label skew alone would separate clients. With equal shares this is FedEM. A client predicts with
+C(y, k) is the share of label y in model k. Without it, a model trained on a single label would become likelier for that
+label, and label skew alone would separate clients. With equal shares this is FedEM. A client predicts with
 sum_k omega_ik softmax(f(x; theta_k)).
 
 A client uploads K models and K C label masses, and receives K models and the table.
 
 Deviations: a client trains its K models on the same batches; before the first round, C(y, k) = 1 / C for all labels;
-models are not removed. The official code (LINs-lab/FedRC, ce79229) has momentum .9 and weight decay 5e-4.
+models are not removed. The official code (LINs-lab/FedRC, ce79229) has momentum 0.9 and weight decay 5e-4.
 """
 
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class LabelMasses:
 
 @dataclass(frozen=True)
 class FedRC(Method[FedRCState], name="fedrc"):
-    """FedEM whose mixtures do not follow the labels of a client: concepts separate, label skew does not."""
+    """FedEM with mixtures that do not depend on label skew: models separate concepts, not labels."""
 
     placement = PLACEMENT
     only_mean = ONLY_MEAN

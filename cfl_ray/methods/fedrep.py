@@ -5,12 +5,12 @@ Federated Learning. ICML 2021, arXiv:2102.07078, Algorithm 1.
     phi_i <- SGD steps on f_i(h_i, phi_i)        the representation alone, from phi_t, with the new head
     phi_{t+1} <- Avg(phi_i)                      over the cohort; the heads never leave the clients
 
-A client that never took part predicts with phi and the untrained head, so nearly at random. The paper gives a newcomer
-a head that is trained on its own samples with phi fixed: `adapt`.
+A client that never took part predicts with phi and the untrained head, so nearly at random. In the paper a newcomer
+trains a head on its own samples with phi fixed: `adapt`.
 
 Deviations: clients are averaged by samples, as in the official code (paper: uniformly). The head is the upper layers as
 in FedPer (official code: 5 tensors of its CNN are shared). In its last round the official code trains the heads of all
-clients; here heads are trained in the cohort alone. Each of the two trainings has a momentum buffer of its own.
+clients; here only the cohort trains heads. Each of the two trainings has a separate momentum buffer.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ from cfl_ray.methods.fedper import FedPer
 
 @dataclass(frozen=True)
 class OnlyColumns:
-    """A step in some trained columns alone; the others stay as they are."""
+    """A step in some trained columns alone; the others do not change."""
 
     columns: Columns
-    weight_decay: float  # of these columns: decay of the whole row would move the others too
+    weight_decay: float  # of these columns: decay of the whole row would also move the others
     batches_per_step: int = 1
 
     def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor) -> Tensor:

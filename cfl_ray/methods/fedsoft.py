@@ -8,11 +8,11 @@ arXiv:2112.06053, Algorithm 1.
     w_i <- argmin f_i(w) + (lambda / 2) sum_k u_ik ||w - c_k||^2            clients of any S_k, from their own w_i
     c_k <- mean of w_i over S_k
 
-A client keeps w_i, and predicts with it; w_i is uploaded once, whatever the number of its S_k. A client without a w_i
-starts from, and predicts with, the centre of its largest importance.
+A client keeps w_i, and predicts with it; w_i is uploaded once, for any number of its S_k. A client without a w_i starts
+from, and predicts with, the centre of its largest importance.
 
-Deviations: all clients that can be reached in a round of the estimate take part in it, but S_k is drawn from the
-cohort, whose clients without importances estimate them at once. The proximal problem is solved by the experiment's
+Deviations: all reachable clients take part in the estimate, but S_k is drawn from the cohort, whose clients without
+importances estimate them at once. The proximal problem is solved by the experiment's
 local SGD. The centres start from independent initialisations. The official code (ycruan/FedSoft, e71a4ab) stops with a
 TypeError as published.
 """
@@ -34,13 +34,13 @@ PERSONAL = ClientState("personal", private=False)  # w_i
 
 
 def nearest(loss_nK: Tensor, y_n: Tensor, weight_K: Tensor, received: Tensor | None) -> Tensor:
-    """One-hot (n, K): the centre with the least loss for each sample, the first of equal ones."""
+    """One-hot (n, K): the centre with the least loss for each sample; ties go to the first centre."""
     return one_hot(loss_nK.argmin(1), loss_nK.shape[1]).float()
 
 
 @dataclass(frozen=True)
 class FedSoft(Method[MixtureState], name="fedsoft"):
-    """Each client has a model of its own, drawn to all centres by the shares of its samples that they fit best."""
+    """Each client has a personal model, drawn to all centres by the shares of its samples that they fit best."""
 
     placement = "the centre that fits most of its training samples best"
 
@@ -92,7 +92,7 @@ class FedSoft(Method[MixtureState], name="fedsoft"):
         return drawn_KM
 
     def join(self, state: MixtureState, clients: Clients) -> MixtureState:
-        """Newcomers, and the clients of an estimate, send their importances."""
+        """The state with the importances of newcomers or of the clients of an estimate, which upload them."""
         after = state.with_weights(clients, self.shares(clients.broadcast(state.models_KP), clients))
         clients.count_upload(self.num_clusters)
         return after

@@ -10,7 +10,7 @@ different centres, they would stay near them, and the assignment would never cha
 
 Deviations: distances are over the fully connected layers (`features: all`: over the whole model), and averages are
 weighted by samples (paper: uniform). A client that never took part, or a newcomer, trains from the mean of the centres,
-which are far from w_0 by then. Features longer than `sketch` are projected. There are at most as many centres as
+which are then far from w_0. Features longer than `sketch` are projected. The number of centres is at most the number of
 clients in the first round.
 """
 
@@ -35,7 +35,7 @@ from cfl_ray.core.weights import cluster_weights
 
 @dataclass(frozen=True)
 class FeSEM(Method[State], name="fesem"):
-    """k-means of the clients' models, one E-step and one M-step per round."""
+    """k-means of the clients' models, with an E-step and an M-step per round."""
 
     placement = "the nearest centre, by a local training from the mean of the cluster models"
     phases = {"cluster": ("federate",), "federate": ()}

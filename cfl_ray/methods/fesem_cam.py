@@ -100,7 +100,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
             average_number=1,  # number 0 is the average of the cluster models, also in the warm-up
         )
 
-        # c <- k-means from the present centres, over the last uploads of all clients seen
+        # c <- k-means from the current centres, over the last uploads of all clients seen
         state = self.remember_uploads(state, clients, cluster_updates)
         if not len(state.seen_S):  # all earlier clients have left, and no update of this cohort is valid
             return state.advance(global_KP=global_updates.averaged(default=state.global_KP))

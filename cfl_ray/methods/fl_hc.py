@@ -6,12 +6,12 @@ Training on Non-IID Data. IJCNN 2020, arXiv:2004.11791, Algorithm 1.
     agglomerate the Delta_i until the next merge is higher than the threshold;   theta_k <- Avg of W_i over the cluster
     theta_k <- Avg of SGD_i(theta_k) over the cluster's participants                            later rounds
 
-The clustering round needs every client. A client that cannot be reached in it is placed when it first takes part, as
-newcomers are, and predicts with that round's w until then.
+The clustering round needs every client. A client that cannot be reached in it is placed as a newcomer when it first
+takes part, and predicts with that round's w until then.
 
 Deviations: the threshold is not published. By default the tree is cut into the clusters with the largest mean
-silhouette, as for FedClust; with updates it gives the same groups as with heads. `cut: gap` makes two clusters of IID
-data. Updates longer than `sketch` are projected (not for L1). Newcomers (none in the paper) train from the w of the
+silhouette, as for FedClust; the groups are the same with updates as with heads. `cut: gap` splits IID data into two
+clusters. Updates longer than `sketch` are projected (not for L1). Newcomers (none in the paper) train from the w of the
 clustering round and join the cluster with the nearest mean update.
 """
 
@@ -32,7 +32,7 @@ from cfl_ray.core.weights import cluster_weights, global_weights
 
 @dataclass(frozen=True)
 class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
-    """Some rounds of FedAvg, one hierarchical clustering of all clients' updates, then FedAvg per cluster."""
+    """Some rounds of FedAvg, a single hierarchical clustering of all clients' updates, then FedAvg per cluster."""
 
     compares = "reachable"
     placement = "the cluster with the nearest update, by a local training from the model before clustering"
@@ -74,7 +74,7 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
         # the clustering round
         if clients.round >= self.cluster_round:
             return self.cluster(state, clients.all_reachable())
-        # rounds before: FedAvg
+        # earlier rounds: FedAvg
         updates = clients.train(clients.send(state.models_KP), average=global_weights(clients.weights(self.weights)))
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 

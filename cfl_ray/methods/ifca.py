@@ -5,13 +5,13 @@
     W_i <- SGD_i(theta_{j_i});       theta_j <- Avg of W_i over the clients that chose j            model averaging
     g_i = grad f_i(theta_{j_i});     theta_j <- theta_j - (gamma / m) sum of g_i over these clients gradient averaging
 
-m is the number of participants with a valid result. A model that no client chose is not changed. The K models start
+m is the number of participants with a valid result. A model that no client chose does not change. The K models start
 from independent initialisations, since equal models would never separate. With weight sharing they have a common base,
-averaged over all participants, and a head each.
+averaged over all participants, and separate heads.
 
 Deviations: if losses are equal, the client chooses the lowest j. The base of weight sharing is not trained beforehand.
-The traffic of the choice j_i is a number with model averaging and nothing with gradient averaging. In warm-up rounds
-clients do not choose, so traffic is a model down and no choice. With gradient averaging, g_i includes
+The choice j_i is counted as an upload of a number with model averaging, and is not counted with gradient averaging. In
+warm-up rounds clients do not choose, so traffic is a model down and no choice. With gradient averaging, g_i includes
 `local.weight_decay`.
 """
 
@@ -100,7 +100,7 @@ class IFCA(Method[State], name="ifca"):
             received = clients.broadcast(state.models_KP, shared=clients.spec.base if self.share_base else None)
             chosen_M = self.choose_clusters(clients, received, upload=not gradients)  # j_i
             theta = received.choose(np.maximum(chosen_M, 0))
-        known_M = chosen_M != UNASSIGNED  # a client that made no choice counts in no average
+        known_M = chosen_M != UNASSIGNED  # clients without a choice are excluded from averages
 
         # W_i <- SGD_i(theta_{j_i}), or theta_{j_i} - gamma g_i
         one_step = replace(clients.local, steps=1, batch_size=None, momentum=0.0) if gradients else None
@@ -129,7 +129,7 @@ class IFCA(Method[State], name="ifca"):
     def warmup_clusters(self, ids_M: np.ndarray, seed: int) -> np.ndarray:
         """Clusters, int64 (M,), of a random equal split, the same in all rounds.
 
-        The clients 0 .. K - 1 are in K different clusters, and so are K .. 2K - 1 and so on.
+        The clients 0 .. K - 1 are in K different clusters, likewise the clients K .. 2K - 1, and so on.
         """
         block_M, place_M = np.divmod(ids_M, self.num_clusters)
         order = {
@@ -151,7 +151,7 @@ class IFCA(Method[State], name="ifca"):
         return after_RP[: self.num_clusters]
 
     def join(self, state: State, clients: Clients) -> State:
-        """Newcomers choose a model whenever they predict, until they have trained."""
+        """The state as it is: newcomers choose a model for each prediction until they have trained."""
         return state
 
     def serve(self, state: State, clients: Clients) -> Serving:

@@ -13,11 +13,11 @@ Theta_g alone, as FedAvg with f taken as 0.
 
 `schedule: alternating` is block-coordinate descent within a round: (i) every client chooses its cluster, (ii) Theta_g
 trains with Theta_{c(i)} frozen, (i) every client receives the new Theta_g and chooses again, (iii) the cluster models
-train with this Theta_g frozen. That the four steps form one round, with the same cohort, is our reading.
+train with this Theta_g frozen. That the four steps form a single round, with the same cohort, is our reading.
 
 `empty: zero` sets the weights of a cluster model to zero when no client is assigned to it any longer, so that the
 number of clusters in use falls: a client that chooses such a cluster predicts with Theta_g alone and trains f from
-zero (in a ReLU network only the last bias has a gradient at zero). Clients that have not taken part yet count for no
+zero (in a ReLU network only the last bias has a gradient at zero). Clients that have not taken part yet belong to no
 cluster.
 
 Traffic: K + 1 models down, two models and c(i) up; `alternating` adds Theta_g down and a second c(i).
@@ -52,7 +52,7 @@ class CAMState(State):
 
 @dataclass(frozen=True)
 class IFCACAM(Method[CAMState], name="ifca_cam"):
-    """IFCA whose cluster models are added to a shared global model: clients predict with the sum of both."""
+    """IFCA with cluster models that are added to a shared global model: clients predict with the sum of both."""
 
     placement = "the model with the least loss on its training samples, chosen anew whenever it predicts"
     without_cluster = "the global model"
@@ -173,13 +173,13 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         return self.choose_clusters(clients, received, theta_g, upload=True)
 
     def choose_clusters(self, clients: Clients, received: Sent, theta_g: Sent, upload: bool = False) -> np.ndarray:
-        """The choice c(i) (M,) of each client; UNASSIGNED, which counts in no average, if its losses are missing."""
+        """The choice c(i) (M,) of each client; UNASSIGNED, which averages exclude, if its losses are missing."""
         return clients.choose(
             received, frozen_model=theta_g, max_samples=self.select_samples, upload=upload, diagnostic="losses"
         )
 
     def join(self, state: CAMState, clients: Clients) -> CAMState:
-        """Newcomers choose a model whenever they predict, until they have trained."""
+        """The state as it is: newcomers choose a model for each prediction until they have trained."""
         return state
 
     def serve(self, state: CAMState, clients: Clients) -> Serving:

@@ -7,10 +7,10 @@ arXiv:2209.10526, Algorithms 1 and 2.
     agglomerate by A until the next merge is higher than beta
     theta_k <- Avg of SGD_i(theta_k) over the cluster's participants
 
-The first round needs the U of every client. A client that cannot be reached in it is placed when it first takes part,
-as newcomers are, and predicts with w_0 until then. A newcomer sends its U, A is extended and clustered again. The
-newcomer joins the present cluster of most of the old members that are with it in the new clustering. The uploaded
-vectors look like mean images of the client's classes, so they are not private.
+The first round needs the U of every client. A client that cannot be reached in it is placed as a newcomer when it first
+takes part, and predicts with w_0 until then. A newcomer sends its U, and A is extended and clustered again. In the new
+clustering, the newcomer joins the current cluster of most old members that share its cluster. The uploaded vectors look
+like mean images of the client's classes, so they are not private.
 
 Deviations: the angles are principal angles, after QR (`angle: code` is the official code's smallest angle between
 single vectors, which are not orthogonal across classes). The trace takes |U_i' U_j|, since the sign of a singular
@@ -20,10 +20,10 @@ the values of `data.normalize`). Without a threshold (in degrees) the tree is cu
 FedClust's rule, the largest mean silhouette (`cut: silhouette`), the result is 2 of the four label groups of
 Fashion-MNIST and 2 of the three rotations of the digits; half the median gives all of them. On IID data both give 2
 clusters. If each client has two of ten labels (100 clients of 500), the smallest angles hardly differ between pairs
-with 0, 1 and 2 labels in common: 13.6, 2.4 and 1.6 degrees on Fashion-MNIST, 6.0, 5.0 and 4.3 on CIFAR-10. There half
-the median makes every client a cluster, the 4.9 degrees in the authors' script make 22 clusters, and no cut has an ARI
-above 0.26 (Fashion-MNIST: 0.4). A newcomer that is clustered with newcomers only joins the cluster of its nearest old
-member.
+with 0, 1 and 2 labels in common: 13.6, 2.4 and 1.6 degrees on Fashion-MNIST, 6.0, 5.0 and 4.3 on CIFAR-10. In this case
+half the median makes every client a cluster, the 4.9 degrees in the authors' script make 22 clusters, and no cut has an
+ARI above 0.26 (Fashion-MNIST: 0.4). A newcomer that is clustered only with newcomers joins the cluster of its nearest
+old member.
 """
 
 import math
@@ -82,7 +82,7 @@ class PrincipalVectors:
 
 @dataclass(frozen=True, kw_only=True)
 class PACFLState(SignatureState):
-    """Signatures are the principal vectors U_i, one after another."""
+    """Signatures are the concatenated principal vectors U_i."""
 
     start_KP: Tensor  # w_0 (1, P)
     angle_SS: Tensor  # A, float32, degrees
@@ -94,7 +94,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
     """One-shot hierarchical clustering by the angles between the clients' data subspaces, then FedAvg per cluster."""
 
     compares = "reachable"
-    pair_bytes = 20  # angles, and the places of the condensed ones
+    pair_bytes = 20  # angles, and the indices of the condensed angles
     placement = "the cluster with the smallest principal angles to its data"
     without_cluster = "the first model"
     phases = {"cluster": ("federate",), "federate": ()}
@@ -157,7 +157,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
         return fedavg_per_cluster(self.place(state, newcomers), clients, self.weights)
 
     def place(self, state: PACFLState, clients: Clients) -> PACFLState:
-        """The state after clustering these clients together with all that have a cluster; the latter keep theirs."""
+        """The state after clustering these clients with all assigned clients, which keep their clusters."""
         # U_i
         feature_MF, valid_M = clients.describe(PrincipalVectors(self.vectors, self.budget, self.undo_normalize))
         if not valid_M.any():
@@ -176,7 +176,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
             clients.event("birth", into=range(len(models_KP)), because=self.cut_figures(condensed, cluster_S))
             return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, cluster_S), phase="federate")
 
-        # a newcomer joins the present cluster of most old members of its new cluster, or of the nearest old member
+        # a newcomer joins the current cluster of most old members of its new cluster, or of the nearest old member
         nearest_M = state.angle_SS[old:, :old].argmin(1).numpy()
         together_MS = cluster_S[old:, None] == cluster_S[:old]
         voters_M = [
@@ -187,7 +187,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
         return state.advance(assign_N=state.place(ids_M, assign_M))
 
     def extend_angles(self, state: PACFLState, ids_M: np.ndarray, feature_MF: Tensor) -> PACFLState:
-        """The state with the vectors of these clients, which were not seen before, and their angles to all others."""
+        """The state with the vectors of these new clients, and their angles to all others."""
         state = state.remember(ids_M, feature_MF)
         basis_SDR = state.signature_SF.unflatten(1, (-1, state.inputs)).transpose(1, 2)
         old = len(basis_SDR) - len(ids_M)

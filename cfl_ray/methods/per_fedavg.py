@@ -6,11 +6,11 @@
     W <- W - beta [g' - alpha (grad f_i(W + delta g'; b'') - grad f_i(W - delta g'; b'')) / (2 delta)] Hessian-free (HF)
     w_{t+1} <- Avg(W_i)
 
-b, b', b'' are new batches; a client with too few batches splits its samples. A client predicts after one epoch of
+b, b', b'' are new batches; a client with too few batches splits its samples. A client predicts after an epoch of
 SGD(alpha) on its training data.
 
 Deviations: beta is the learning rate of the run (FedClust: 0.001, with which a model hardly changes in 20 rounds). SGD
-is without momentum; `local.momentum` is ignored. (PACFL's code makes both steps with the same optimiser with momentum,
+is without momentum; `local.momentum` is ignored. (PACFL's code uses the same optimiser with momentum for both steps,
 and evaluates without adaptation.)
 """
 
@@ -54,7 +54,7 @@ class HessianFree:
 
 @dataclass(frozen=True)
 class PerFedAvg(Method[State], name="per_fedavg"):
-    """A model that is good after one step of adaptation (MAML)."""
+    """A model that is good after a step of adaptation (MAML)."""
 
     order: str = option(
         "first",

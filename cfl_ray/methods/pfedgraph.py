@@ -7,16 +7,16 @@ ICML 2023, https://proceedings.mlr.press/v202/ye23b.html, Algorithm 1.
          = projection of p - d_i / (2 alpha) onto the simplex
     a_i <- sum_j W_ij theta_j
 
-The sum is alpha ||w - (p - d_i / (2 alpha))||^2 and a constant, so the minimum is a projection, which a sort solves in
-O(M log M) for each client (the official code calls a solver of quadratic programs).
+The sum is alpha ||w - (p - d_i / (2 alpha))||^2 plus a constant, so its minimum is a projection, which a sort computes
+in O(M log M) for each client (the official code calls a solver of quadratic programs).
 
 The server keeps an aggregate for each client that has taken part. A client without an aggregate starts from the mean of
 all models, without the term in lambda; newcomers predict with this mean.
 
-Deviations: the official code adds lambda cos, which moves theta away from the aggregate (`regulariser: away`); the text
-wants it near. The direction of a_i stands for the official code's sum of W_ij theta_j / ||theta_j||, which would be a
-second model to send. With a sampled cohort the graph is that of its clients. Models longer than `sketch` are projected
-for the cosines. Clients are served their aggregates (official code: the model with the best validation accuracy).
+Deviations: the official code adds lambda cos, which moves theta away from the aggregate (`regulariser: away`), contrary
+to the text. The direction of a_i replaces the official code's sum of W_ij theta_j / ||theta_j||, which would be another
+model to send. With a sampled cohort the graph covers the cohort alone. Models longer than `sketch` are projected for
+the cosines. Clients are served their aggregates (official code: the model with the best validation accuracy).
 """
 
 from collections.abc import Callable
@@ -58,14 +58,14 @@ class Aligned:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphState(OwnModelsState):
-    """The aggregates a_i as the clients' models, and the mean of all models as the global one."""
+    """The aggregates a_i as the clients' models, and the mean of all models as the global model."""
 
     first_KP: Tensor  # theta^0, (1, P)
 
 
 @dataclass(frozen=True)
 class PFedGraph(Method[GraphState], name="pfedgraph"):
-    """For each client an average of the cohort's models, with weights by the similarity of updates."""
+    """For each client an average of the cohort's models, weighted by the similarity of updates."""
 
     only_synchronous = "its clients start from aggregates of their own, which are averages over all others"
     compares = "cohort"

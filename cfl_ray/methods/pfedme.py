@@ -7,17 +7,16 @@ arXiv:2006.08848, Algorithm 1.
                                            w_i <- w_i - eta lambda (w_i - theta_i)
     w_{t+1} <- (1 - beta) w_t + beta mean_i w_i
 
-A client keeps theta_i, its personal model, and predicts with it. A client that never took part predicts
-with w.
+A client keeps theta_i, its personal model, and predicts with it. A client that never took part predicts with w.
 
-The official code prints the accuracy of w_i under the name of the personal model: the tensors that its optimiser
-returns are those of the model, which is then overwritten by w_i. `predict: w` does the same; it changes no training, so
-two entries of `methods` give both. `global_score` in the diagnostics is the score of w.
+The official code reports the accuracy of w_i as that of the personal model: the tensors that its optimiser returns are
+those of the model, which is then overwritten by w_i. `predict: w` does the same; it does not change training, so two
+entries of `methods` give both. `global_score` in the diagnostics is the score of w.
 
-Deviations: R is the number of local steps that the experiment sets, and eta at most 1 / lambda, since a larger step
-passes beyond theta_i. mu is the official code's (CharlieDinh/pFedMe, caf24b1). That code goes on from the last theta_i
-at a new batch, averages w_i by samples (`weights: samples`), trains all clients in every round, not the cohort alone,
-and does not shuffle batches.
+Deviations: R is the experiment's number of local steps, and eta at most 1 / lambda, since a larger step overshoots
+theta_i. mu is from the official code (CharlieDinh/pFedMe, caf24b1). That code continues from the last theta_i at a new
+batch, averages w_i by samples (`weights: samples`), trains all clients in every round, not the cohort alone, and does
+not shuffle batches.
 """
 
 from collections.abc import Callable

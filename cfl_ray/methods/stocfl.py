@@ -15,9 +15,9 @@ displacement`; normalised here). The first model of a cluster is the current ome
 of its part with more members, as in the official code. (In the paper the first model is omega_0, `new_model: initial`;
 it does not say which model a merged cluster has; `merge_model: mean` averages them.) Hosts project signatures to
 `sketch` features; traffic counts the P floats of the paper, and psi as sent to clients first seen after round 1. A
-cluster that all members have left keeps its model and the mean signature of its last members; a client not seen before
-that is similar enough revives it. If more than `keep_empty` clusters are empty, a new cluster takes the place of that
-which has been empty longest.
+cluster that all members have left keeps its model and the mean signature of its last members; a new client that is
+similar enough revives it. If more than `keep_empty` clusters are empty, a new cluster replaces the cluster that has
+been empty longest.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class StoCFLState(SignatureState):
         return mean_KF
 
     def with_clusters(self, number_m: np.ndarray, models_mP: Tensor) -> Self:
-        """The state with new clusters of these models, which take the place of empty clusters or follow the last."""
+        """The state with new clusters of these models, which replace empty clusters or follow the last cluster."""
         if not len(number_m):
             return self
         added = max(int(number_m.max()) + 1 - self.num_clusters, 0)
@@ -84,7 +84,7 @@ class StoCFLState(SignatureState):
         return self.advance(models_KP=models_KP)
 
     def add_members(self, ids_M: np.ndarray, feature_MF: Tensor, cluster_M: np.ndarray, lr: float) -> Self:
-        """The state with these clients in these clusters, which are then not empty. lr: rate of their displacements."""
+        """The state with these clients in these clusters, which become non-empty. lr: rate of their displacements."""
         still_empty_E = ~np.isin(self.empty_E, cluster_M)
         state = self.advance(
             empty_E=self.empty_E[still_empty_E],
@@ -181,7 +181,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
     def round(self, state: StoCFLState, clients: Clients, rng: Draws) -> StoCFLState:
         # Psi_i of clients not seen before, and merging
         state = self.cluster(state, clients)
-        clients = clients.select(state.assign_N[clients.ids_M] != UNASSIGNED)  # without those whose Psi_i was not valid
+        clients = clients.select(state.assign_N[clients.ids_M] != UNASSIGNED)  # without clients with an invalid Psi_i
         assign_M, weight_M = state.assign_N[clients.ids_M], clients.weights(self.weights)
 
         # theta_i <- SGD on f_i + (lambda / 2) ||theta - omega_t||^2, from theta_k(i)
@@ -212,7 +212,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         ids_M, feature_MF = self.collect_signatures(state, unplaced(state, clients))
 
         # each of these clients revives an empty cluster that is similar enough, or becomes a new cluster
-        empty_M, cosine_M = most_similar(feature_MF, state.mean_EF)  # positions in empty_E; -1 if there is none
+        empty_M, cosine_M = most_similar(feature_MF, state.mean_EF)  # positions in empty_E; -1: none
         alone_M = cosine_M < self.tau
         revived_M = np.append(state.empty_E, UNASSIGNED)[empty_M]
         cluster_M = self.with_new_clusters(state, revived_M, alone_M)
@@ -269,9 +269,9 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         return clients.ids_M[valid_M], feature_MF[valid_M]
 
     def with_new_clusters(self, state: StoCFLState, cluster_M: np.ndarray, alone_M: np.ndarray) -> np.ndarray:
-        """`cluster_M`, but with the number of a new cluster for every client whose `alone_M` is true.
+        """`cluster_M`, with the number of a new cluster for every client whose `alone_M` is true.
 
-        The first of them get the numbers of clusters that have been empty longest, if more than `keep_empty` are empty.
+        If more than `keep_empty` clusters are empty, the first new clusters take the numbers of the longest empty.
         """
         empty = state.empty_E[~np.isin(state.empty_E, cluster_M[~alone_M])]
         free = empty[: max(len(empty) - self.keep_empty, 0)]
@@ -280,7 +280,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         return number_M
 
     def join(self, state: StoCFLState, clients: Clients) -> StoCFLState:
-        """Newcomers join the most similar cluster if the cosine is at least tau.
+        """The state with newcomers in the most similar cluster, if the cosine is at least tau.
 
         Each other newcomer becomes a new cluster with the model of the most similar cluster.
         """
