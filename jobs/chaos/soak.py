@@ -1,7 +1,7 @@
 """Memory and files of the processes of a long run, while a host, the server and the MLflow server are killed.
 
     python -m jobs.chaos.soak                              2,000 rounds; each of the three is killed every two minutes
-    python -m jobs.chaos.soak --rounds 300 --every 30
+    python -m jobs.chaos.soak --rounds 300 --every 60
     python -m jobs.chaos.soak --every 0                    undisturbed: memory of processes that live long
 
 Samples are taken every few seconds, of processes that are older than SETTLED. The verdict compares the medians of the
@@ -95,8 +95,8 @@ def soaked(run: Run, mlflow: MlflowServer, rounds: int, every: float) -> tuple[d
     done, advanced = 0, began
     while run.driver.poll() is None:
         now = time.monotonic()
-        if every and now > next_kill and done < rounds * (1 - QUIET):
-            target, next_kill = next(targets), next_kill + every / len(TARGETS)
+        if every and now > next_kill and 0 < done < rounds * (1 - QUIET):
+            target, next_kill = next(targets), now + every / len(TARGETS)
             if target == "mlflow":
                 mlflow.kill()
                 restart = now + _DOWN_SECONDS

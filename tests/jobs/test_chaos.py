@@ -77,4 +77,4 @@ def test_what_grows_is_named():
         "gcs MB": [(at, 20.0) for at in rounds if at < 500],
     }
     _, wrong = grown(samples, 1000)
-    assert wrong == ["gcs MB: too few samples", "host MB grew by 7.9%"]
+    assert wrong == ["gcs MB: too few samples", "host MB grew by 6.3%"]
