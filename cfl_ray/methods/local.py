@@ -5,7 +5,7 @@
 A client trains in the rounds in which it is sampled, so its budget equals that of the sampled methods: T * R * E
 epochs.
 
-Deviations: none (no paper).
+Deviations: none (there is no paper).
 """
 
 from dataclasses import dataclass
