@@ -8,7 +8,7 @@ from cfl_ray.errors import DataError
 from cfl_ray.run_directory.session_file import ServerAddress, publish_server
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.journal import Journal, JournalEvent
-from cfl_ray.runtime.launch import _on_cluster_of_now
+from cfl_ray.runtime.launch import _with_current_cluster
 
 
 def test_directory_of_another_config(experiment, run_dir):
@@ -162,4 +162,4 @@ def test_a_resumed_run_goes_to_the_cluster_of_now(experiment, monkeypatch):
         if now:
             monkeypatch.setenv("RAY_ADDRESS", now)
         made = experiment(runtime={"address": recorded})
-        assert _on_cluster_of_now(made, Watcher()).runtime.address == used
+        assert _with_current_cluster(made, Watcher()).runtime.address == used
