@@ -101,7 +101,7 @@ def their_script(
     args: dict[str, Any],
     client: type[Any] | None = None,
 ) -> Course:
-    """What their `methods/NAME.py` does with these settings, from models with these weights.
+    """The course of their `methods/NAME.py` with these settings, from models with these weights.
 
     client: in the place of their client. The models that their script adds during the run are models 1, 2 .. of ours.
     """

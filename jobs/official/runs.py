@@ -41,7 +41,7 @@ class Data:
 
 @dataclass
 class Course:
-    """What a run did; a round is counted from 1."""
+    """Accuracy and clusters of a run by round, from 1."""
 
     accuracy: list[float] = field(default_factory=list)  # mean over the clients, by round
     clusters: list[int] = field(default_factory=list)  # their number, by round

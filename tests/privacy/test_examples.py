@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from interrupted import interrupt_once
 from torch import nn
 
 from cfl_ray import Experiment, resume, simulate
@@ -123,20 +124,9 @@ def test_every_method_is_allowed_or_refused():
 
 @pytest.mark.parametrize("noise", ["secret", "reproducible"])
 def test_a_resumed_run_has_the_same_noise_and_account(noise, tmp_path, monkeypatch):
-    from cfl_ray.runtime.round_loop import RoundLoop
-
-    real, seen = RoundLoop._save_and_close, []
-
-    def dying(self, draft):
-        if draft.round == 2:
-            seen.append(self.state.models_KP)
-            if len(seen) == 1:
-                raise KeyboardInterrupt
-        real(self, draft)
-
     private = PRIVATE | {"noise": noise}
     whole = figures(simulate(experiment(privacy=private)))
-    monkeypatch.setattr(RoundLoop, "_save_and_close", dying)
+    seen = interrupt_once(monkeypatch, in_round=2)
     with pytest.raises(Interrupted):
         simulate(experiment(privacy=private), tmp_path / "run")
     resumed = figures(resume(tmp_path / "run", on_ray=False))

@@ -256,7 +256,7 @@ class TestSecureSums:
     SECURE = SecureAggregation(levels=32, bits=24, neighbours=4, threshold=0.5)
 
     def changes(self, name):
-        """What each of 5 clients changes in the sums, in units of the bound NORM D / L."""
+        """Change of the sums by each of 5 clients, in units of the bound NORM D / L."""
         run, ids = private(), range(5)
         everyone, _ = sums_of(name, ids, run, secure=self.SECURE)
         without = [sums_of(name, [i for i in ids if i != out], run, secure=self.SECURE)[0] for out in ids]

@@ -3,6 +3,7 @@
 import stat
 
 import pytest
+from interrupted import interrupt_once
 
 from cfl_ray import Experiment, resume, simulate
 from cfl_ray.config import load
@@ -62,18 +63,7 @@ def test_a_run_ends_before_its_budget_is_exceeded(tmp_path):
 @pytest.mark.parametrize("noise", ["secret", "reproducible"])
 def test_a_resumed_run_releases_the_same_sums(noise, tmp_path, monkeypatch):
     """A sum that is computed again has the same noise, so that it is released once."""
-    from cfl_ray.runtime.round_loop import RoundLoop
-
-    real, seen = RoundLoop._save_and_close, []
-
-    def dying(self, draft):
-        if self.plan.rounds == 4 and draft.round == 3 and self.state.models_KP is not None:
-            seen.append(self.state.models_KP)
-            if len(seen) == 1:
-                raise KeyboardInterrupt
-        real(self, draft)
-
-    monkeypatch.setattr(RoundLoop, "_save_and_close", dying)
+    seen = interrupt_once(monkeypatch, in_round=3)
     privacy = {"noise_multiplier": 1.0, "noise": noise, "clipping": "adaptive"}
     with pytest.raises(Interrupted):
         simulate(experiment(privacy=privacy), tmp_path / "run")

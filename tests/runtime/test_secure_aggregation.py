@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from interrupted import interrupt_once
 
 from cfl_ray import Experiment, resume, simulate
 from cfl_ray.errors import ConfigError, Interrupted
@@ -30,19 +31,8 @@ def metrics(results, label="ifca"):
 
 @pytest.mark.parametrize("privacy", [None, {"noise_multiplier": 1.0, "noise": "reproducible"}])
 def test_a_resumed_run_has_the_same_bits(privacy, tmp_path, monkeypatch):
-    from cfl_ray.runtime.round_loop import RoundLoop
-
-    real, seen = RoundLoop._save_and_close, []
-
-    def dying(self, draft):
-        if draft.round == 2:
-            seen.append(self.state.models_KP)
-            if len(seen) == 1:
-                raise KeyboardInterrupt
-        real(self, draft)
-
     whole = metrics(simulate(secure(privacy=privacy)))
-    monkeypatch.setattr(RoundLoop, "_save_and_close", dying)
+    seen = interrupt_once(monkeypatch, in_round=2)
     with pytest.raises(Interrupted):
         simulate(secure(privacy=privacy), tmp_path / "run")
     assert metrics(resume(tmp_path / "run", on_ray=False)) == whole

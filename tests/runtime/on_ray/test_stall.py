@@ -71,7 +71,7 @@ class TestServerWatch:
     def test_stop_waits_for_a_server_that_goes_on(self):
         asked = [Progress("", (step,), stop_asked=True) for step in (1, 1, 2, 2, 2)]
         assert [self.watched(*asked[:looks])[0].stops(5.0 * looks) for looks in (1, 2, 3, 4, 5)] == [False] * 4 + [True]
-        assert not self.watched(*[Progress("", (1,))] * 5)[0].stops(25.0), "nobody asked"
+        assert not self.watched(*[Progress("", (1,))] * 5)[0].stops(25.0), "no request to stop"
 
     def test_a_server_that_goes_on_is_not_over(self):
         watch, now = self.watched(*[None] * 100, Progress("", (1,)))
