@@ -113,13 +113,13 @@ def test_run_folder_that_is_no_folder(experiment, tmp_path):
 
 @pytest.mark.slow
 def test_checkpoint_on_ray(experiment, figures, cluster, actors, notes, tmp_path, limit):
-    """The limit is the server's: client states take more than a file may hold."""
+    """The limit is a host's, which writes its clients' states; they take more than a file may hold."""
     large = experiment(model={"options": {"hidden": 4096}}, local={"epochs": 1}, rounds=3)
 
     def fill(number):
         if number == 1:
-            (server,) = actors("ServerActor")
-            limit(1 << 20, server)
+            for host in actors("ClientHost"):
+                limit(1 << 20, host)
 
     with pytest.raises(RunError, match=r"run/ditto/checkpoints/\S+ could not be written: .*" + FULL):
         run(large, tmp_path / "run", watcher := notes(fill))
