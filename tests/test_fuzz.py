@@ -35,7 +35,8 @@ from cfl_ray.run_directory import RunDirectory, session_file
 from cfl_ray.run_directory.session_file import ServerAddress, publish_server
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.security import credentials
-from cfl_ray.setup.prepare import engine_choice, prepare
+from cfl_ray.setup.engine_choice import engine_choice
+from cfl_ray.setup.prepare import prepare
 from cfl_ray.tracking import Mlflow, RunLog, delivery, mlflow_tracker, read_end, read_info, read_records
 from cfl_ray.tracking.csv_file import CsvFile
 

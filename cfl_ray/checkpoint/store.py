@@ -204,7 +204,7 @@ class CheckpointStore:
         sources: dict[ClientStateKey, EntryFile] = {}
         for file in reversed(merged):  # newest first, so `written` and `dropped` have the entries of later files
             with opened(self.folder, file) as entries:
-                if rows_of := list(rows_in(entries)):  # files of client states are checked by whoever reads them
+                if rows_of := list(rows_in(entries)):  # files of client states are checked when they are read
                     file.check(self.folder)
                 for name, row_R, _ in rows_of:
                     if name in tensors:

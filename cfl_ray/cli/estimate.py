@@ -34,8 +34,12 @@ from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.membership import drawn_cohort, wanted_clients
+from cfl_ray.setup.checks import compared_clients
 from cfl_ray.setup.dry_rounds import TrafficEstimate, traffic
-from cfl_ray.setup.prepare import Setup, compared_clients, compute_device, ignored_events, population_of, setup_on
+from cfl_ray.setup.engine_choice import compute_device
+from cfl_ray.setup.prepare import setup_on
+from cfl_ray.setup.schedule import ignored_events, population_of
+from cfl_ray.setup.setup import Setup
 from cfl_ray.study.metrics import metric_warnings
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.resources import resources_for

@@ -32,7 +32,8 @@ from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.setup.prepare import Setup, ignored_events
+from cfl_ray.setup.schedule import ignored_events
+from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import where_to_look
 from cfl_ray.tracking.record import is_evaluated
 from cfl_ray.tracking.summary import why_diverged, why_early

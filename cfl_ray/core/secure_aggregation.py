@@ -102,7 +102,7 @@ class SecureAggregation:
 
 
 def traffic(secure: SecureSum, rows: int, columns: int) -> tuple[int, int]:
-    """Bits that a client of a secure sum receives and uploads beside models (Bonawitz et al., Section 7.1.1).
+    """Bits that a client of a secure sum receives and uploads in addition to models (Bonawitz et al., Section 7.1.1).
 
     Two public keys and two encrypted shares for each neighbour; the masked vector; a share for each neighbour.
     columns: of a row that are uploaded.

@@ -1,6 +1,6 @@
 """Drives the methods of an experiment one after another and records what they report.
 
-The end of a method (figures, and what MLflow lacks) is written beside the rounds of the next one.
+The end of a method (figures, and what MLflow lacks) is written during the rounds of the next method.
 """
 
 import re
@@ -30,7 +30,7 @@ from cfl_ray.runtime.load import load_trained
 from cfl_ray.runtime.recorder import MethodRecorder, finish, of_task_in, write_figures
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import Session
-from cfl_ray.setup.prepare import Setup
+from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
 from cfl_ray.tracking.record import OFF, EndStatus, primary_of
 
@@ -126,7 +126,7 @@ class Driver:
             recorder.summarise(self._rounds(label, recorder))
             self._check_ending(wait=True)
             if run_dir is not None and self.uri is not None and self.experiment.tracking.log_models:
-                # here, not with the end of the method: torch.export must not run beside the training of the next one
+                # here, not with the end of the method: torch.export must not run while the next method trains
                 trained = load_trained(self.setup, label, run_dir)
                 save_models(trained, RunDirectory(run_dir).method(label).models, self.watcher.warn)
         except BaseException as error:

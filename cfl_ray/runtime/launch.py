@@ -31,7 +31,8 @@ from cfl_ray.runtime.extension import begin_extended, check_extension
 from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.load import opener
 from cfl_ray.runtime.session import InProcessSession, Session
-from cfl_ray.setup.prepare import Setup, prepare
+from cfl_ray.setup.prepare import prepare
+from cfl_ray.setup.setup import Setup
 
 
 def run(

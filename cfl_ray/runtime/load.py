@@ -14,7 +14,8 @@ from cfl_ray.results.trust import load_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.session import checkpoint_store
-from cfl_ray.setup.prepare import Setup, prepare
+from cfl_ray.setup.prepare import prepare
+from cfl_ray.setup.setup import Setup
 
 
 def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: bool = False) -> Results:

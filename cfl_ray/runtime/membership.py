@@ -10,7 +10,8 @@ from cfl_ray.core.availability import Availability
 from cfl_ray.core.population import Cohort, Population, count_of
 from cfl_ray.data.federation import Federation
 from cfl_ray.runtime.requests import Requests
-from cfl_ray.setup.prepare import Setup, population_of
+from cfl_ray.setup.schedule import population_of
+from cfl_ray.setup.setup import Setup
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from cfl_ray.core.state import State
 from cfl_ray.core.versions import Received
 from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.round_report import RoundDraft
-from cfl_ray.setup.prepare import Setup
+from cfl_ray.setup.setup import Setup
 
 
 class Participation:

@@ -13,7 +13,7 @@ from cfl_ray.results.reassignments import Reassignments
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal, grown_by
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.setup.prepare import Setup
+from cfl_ray.setup.setup import Setup
 from cfl_ray.system.files import drafted, write_text
 from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, read_records, redact, summarise
 from cfl_ray.tracking.record import EndStatus, score_metrics_of

@@ -23,7 +23,7 @@ from cfl_ray.runtime.evaluation import (
 from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.round_diagnostics import LabelCounts, RoundDiagnostics, compared_clients, of_clusters
 from cfl_ray.runtime.round_report import RoundDraft
-from cfl_ray.setup.prepare import Setup
+from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking.record import LABEL_COUNTS, PAST_SCORES, taken_names
 
 

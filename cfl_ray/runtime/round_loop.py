@@ -42,8 +42,8 @@ from cfl_ray.runtime.round_evaluation import RoundEvaluation
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status, listed
 from cfl_ray.runtime.snapshot import Snapshot
 from cfl_ray.setup.first_models import start_of
-from cfl_ray.setup.prepare import Setup
 from cfl_ray.setup.run_plan import RunPlan
+from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import read_records
 
 _NO_LIMIT = 2**62  # test samples of a client with its own test data

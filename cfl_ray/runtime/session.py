@@ -22,7 +22,8 @@ from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.setup.prepare import Setup, compute_device, engine_choice
+from cfl_ray.setup.engine_choice import compute_device, engine_choice
+from cfl_ray.setup.setup import Setup
 from cfl_ray.system.threads import one_thread
 
 BACKENDS: Registry[Any] = Registry(

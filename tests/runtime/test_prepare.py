@@ -12,7 +12,9 @@ from cfl_ray import Experiment, simulate
 from cfl_ray.cli.estimate import estimate
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.errors import ConfigError
-from cfl_ray.setup.prepare import compared_clients, compute_device, engine_choice, prepare
+from cfl_ray.setup.checks import compared_clients
+from cfl_ray.setup.engine_choice import compute_device, engine_choice
+from cfl_ray.setup.prepare import prepare
 
 
 @pytest.fixture
@@ -148,8 +150,8 @@ def test_methods_whose_pairs_of_clients_do_not_fit_are_refused(experiment, monke
         methods=[method], data={"partition": {"clients": 40}}, cohort={"clients": 8}, local={"momentum": 0}
     )
     room = [bytes_of_pair * count**2]
-    monkeypatch.setattr("cfl_ray.setup.prepare.available_memory", lambda: room[0])
-    monkeypatch.setattr("cfl_ray.setup.prepare._check_memory", lambda *_: None)
+    monkeypatch.setattr("cfl_ray.setup.checks.available_memory", lambda: room[0])
+    monkeypatch.setattr("cfl_ray.setup.checks._check_memory", lambda *_: None)
     prepare(small)
     room[0] -= 1
     message = rf"{method} compares {count} clients with each other \(.*\): their pairs need 0.0 GB, .* has 0.0 GB of"

@@ -24,7 +24,8 @@ from cfl_ray.nn.precision import products_in
 from cfl_ray.nn.shared import shared_tensor
 from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, Place, tensor_of, tensors_at
-from cfl_ray.setup.prepare import Setup, compute_device
+from cfl_ray.setup.engine_choice import compute_device
+from cfl_ray.setup.setup import Setup
 from cfl_ray.system.allocator import keep_freed_memory
 
 

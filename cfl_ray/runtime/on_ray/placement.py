@@ -6,7 +6,7 @@ import ray
 
 from cfl_ray.config import RuntimeConfig
 from cfl_ray.errors import ConfigError
-from cfl_ray.setup.prepare import Setup
+from cfl_ray.setup.setup import Setup
 
 
 def room(runtime: RuntimeConfig, resources: dict[str, float]) -> int:

@@ -20,7 +20,8 @@ from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.placement import alive, free, hosts_asked_for, room
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.stall import StallRule
-from cfl_ray.setup.prepare import Setup, engine_choice
+from cfl_ray.setup.engine_choice import engine_choice
+from cfl_ray.setup.setup import Setup
 
 _PLACE_SECONDS = 300  # for a host to start while others are ready
 _FIRST_HOST_SECONDS = 900  # runtime.wait_for_hosts: auto, before a run has had a host: machines take minutes to boot

@@ -29,7 +29,7 @@ from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import store_with_lease
-from cfl_ray.setup.prepare import Setup
+from cfl_ray.setup.setup import Setup
 from cfl_ray.system.allocator import return_large_arrays
 from cfl_ray.system.threads import one_thread
 

@@ -1,4 +1,4 @@
-"""A session on a Ray cluster: a server actor beside the driver, client hosts wherever there is room."""
+"""A session on a Ray cluster: a server actor on the driver's node, client hosts on any node with free resources."""
 
 import time
 import uuid
@@ -24,7 +24,7 @@ from cfl_ray.runtime.on_ray.server_actor import server_actor_class
 from cfl_ray.runtime.on_ray.stall import Progress, ServerWatch, StallRule, duration
 from cfl_ray.runtime.round_report import RoundReport, Status
 from cfl_ray.runtime.session import checkpoint_store
-from cfl_ray.setup.prepare import Setup
+from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import sigterm_interrupts
 
 _LOOK_SECONDS = 5.0  # between two looks at what the server waits for
@@ -171,7 +171,7 @@ class RaySession:
         self.faults.append(f"the server died and was started again: {cause}")
         self.last_fault = (time.time(), self.faults[-1])
         self.retry.started()
-        ray.kill(self.actor)  # it may only be out of reach; it would work beside the new one
+        ray.kill(self.actor)  # it may only be out of reach; it would work in addition to the new one
         self._start_server()
 
 

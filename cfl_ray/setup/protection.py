@@ -1,0 +1,106 @@
+"""Privacy and secure sums of a setup, planned and checked by rounds without training."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cfl_ray.core.aggregation import Mean
+from cfl_ray.core.privacy import PrivacyError
+from cfl_ray.errors import ConfigError
+from cfl_ray.privacy.examples import ExampleAccount, delta_of
+from cfl_ray.privacy.noisy_sums import PrivateRun, rounded_norm
+from cfl_ray.privacy.plan import PrivacyPlan, plan_of
+from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds
+from cfl_ray.setup.setup import Setup
+
+_DRY_FLOATS = 10**9  # floats of the models in all rounds without training that plan a private run
+
+
+def privacy_of(setup: Setup, label: str) -> PrivacyPlan:
+    """The privacy of a method, planned by rounds without training. Raises ConfigError if it cannot be private."""
+    _check_mean(setup, label, "be private", "privacy.clip")
+    count = setup.federation.num_clients
+    plan = plan_of(setup.experiment, count, label, lambda private: _tried(setup, label, private))
+    if setup.secure is not None:
+        norm = rounded_norm(setup.secure.levels // 2, setup.network().spec.size)
+        for clients in (_most_masked(setup), 1):
+            share = plan.privacy.share_of_noise(norm, setup.secure.least(clients))
+            setup.secure.check(clients, share)
+    return plan
+
+
+def examples_of(setup: Setup, label: str) -> ExampleAccount:
+    """The account of samples after all rounds, if every client takes part in each.
+
+    Raises ConfigError for a method or model that DP-SGD cannot protect, and for a delta that is too large.
+    """
+    assert setup.experiment.privacy is not None and setup.experiment.privacy.examples is not None
+    config, network, local = setup.experiment.privacy.examples, setup.network(), setup.local_of(label)
+    unlike = {
+        "BatchNorm mixes the samples of a batch; use GroupNorm": network.batch_statistics,
+        "its forward pass draws random numbers outside dropout layers": network.random_forward,
+    }
+    for reason in (reason for reason, holds in unlike.items() if holds):
+        raise ConfigError(f"privacy.examples needs gradients of single samples, and the model has none: {reason}")
+    if local.drop_last:
+        raise ConfigError(f"privacy.examples draws every sample by itself; {label} has local.drop_last: true")
+    sizes_N = setup.federation.num_samples_N
+    account = ExampleAccount(config.noise_multiplier, delta_of(config, sizes_N), len(sizes_N))
+    try:
+        rounds = [[float(steps_M.max()) for *_, steps_M in stats.example_steps] for _, stats in _tried(setup, label)]
+    except PrivacyError as error:
+        raise ConfigError(f"{label} cannot protect single samples: {error}") from None
+    # the steps of a client with one sample give the number of local trainings
+    times = sum(rounds[-1]) / float(local.steps_of(np.ones(1))[0])
+    steps_N = np.ceil(times * setup.experiment.rounds * local.steps_of(sizes_N))
+    account.charge(np.arange(len(sizes_N)), local, sizes_N, steps_N)
+    return account
+
+
+def _check_mean(setup: Setup, label: str, what: str, key: str) -> None:
+    """Raises ConfigError for an aggregation rule that reads the updates of single clients."""
+    method = setup.methods[label]
+    if not isinstance(method.aggregation_rule, Mean):
+        raise ConfigError(
+            f"{label} cannot {what} with aggregation {method.aggregation}: the rule reads the updates of single "
+            f"clients; use aggregation mean ({key} bounds every update)"
+        )
+
+
+def _tried(setup: Setup, label: str, private: PrivateRun | None = None) -> Iterator[Any]:
+    """Yields the first rounds of a method without training, in which it requests everything that its server reads."""
+    federation, spec = setup.federation, setup.network().spec
+    return dry_rounds(
+        setup.methods[label],
+        federation.num_clients,
+        setup.division.cohort,
+        spec,
+        setup.local_of(label),
+        federation.shape,
+        DryBackend.of(spec, federation.shape),
+        private,
+        min(setup.experiment.rounds, max(2, _DRY_FLOATS // spec.size)),
+        setup.secure,
+    )
+
+
+def _most_masked(setup: Setup) -> int:
+    """The maximum number of clients in a secure sum."""
+    poisson, cohort = setup.experiment.cohort.sampling == "poisson", setup.division.cohort
+    selected = math.ceil(cohort * setup.experiment.cohort.over_selection)
+    return setup.federation.num_clients if poisson else min(selected, setup.federation.num_clients)
+
+
+def check_secure(setup: Setup) -> None:
+    """Raises ConfigError for a method whose server reads more than sums, and for sums that can exceed the ring."""
+    assert setup.secure is not None
+    setup.secure.check(_most_masked(setup))
+    for label in setup.methods:
+        _check_mean(setup, label, "be aggregated securely", "secure_aggregation.clip")
+        try:
+            for _ in _tried(setup, label):
+                pass
+        except PrivacyError as error:
+            raise ConfigError(f"{label} cannot be aggregated securely: {error}") from None

@@ -1,0 +1,118 @@
+"""The setup of a run, which every process gets: the experiment, its federation, network recipe and methods."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from cfl_ray.clock.devices import Clock
+from cfl_ray.clock.virtual_time import Asynchrony, VirtualTime
+from cfl_ray.config import Experiment
+from cfl_ray.config.attack import AttackersConfig
+from cfl_ray.core.availability import (
+    ALWAYS,
+    Availability,
+)
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.method import Method
+from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.population import count_of
+from cfl_ray.core.rng import stream
+from cfl_ray.core.secure_aggregation import SecureAggregation
+from cfl_ray.core.tasks import CLASSIFICATION, Task
+from cfl_ray.data.federation import Federation
+from cfl_ray.engine import autotune
+from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.worker import Worker
+from cfl_ray.errors import ConfigError
+from cfl_ray.models import ModelRecipe
+from cfl_ray.nn.network import Network
+from cfl_ray.nn.shared import digest_of
+from cfl_ray.privacy.examples import ExampleAccount
+from cfl_ray.privacy.plan import PrivacyPlan
+from cfl_ray.setup.dry_rounds import traffic
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An experiment with its federation, network recipe and methods. Pickles to paths and recipes.
+
+    Plugins are resolved once, here, and pickled with it.
+    """
+
+    experiment: Experiment
+    federation: Federation
+    recipe: ModelRecipe
+    methods: dict[str, Method[Any]]  # by label, in the order of the config
+    availability: Availability = ALWAYS
+    task: Task = CLASSIFICATION  # with all metrics that are measured
+    local: LocalSGD = LocalSGD()  # of methods without own settings
+    own_local: Mapping[str, LocalSGD] = field(default_factory=dict)  # of methods with own settings, by label
+    attack_kind: Any = "none"  # name of a built-in attack, or the plugin, ready for use
+    privacy: Mapping[str, PrivacyPlan] = field(default_factory=dict)  # by label; empty: not private
+    # by label: the account of samples after all rounds, if clients take part in every round; empty: none
+    examples: Mapping[str, ExampleAccount] = field(default_factory=dict)
+    secure: SecureAggregation | None = None  # None: uploads are not masked
+    frozen: str = ""  # digest of the frozen parameters; empty if there are none
+    clock: Clock | None = None  # None: no virtual time
+    asynchrony: Asynchrony | None = None  # None: synchronous rounds
+    template: nn.Module | None = None  # see `Network`; None without frozen parameters, or if it cannot be pickled
+
+    def local_of(self, label: str) -> LocalSGD:
+        """The local training of a method."""
+        return self.own_local.get(label, self.local)
+
+    @property
+    def division(self) -> autotune.Division:
+        """The division of a full cohort into chunks."""
+        cohort = self.experiment.cohort
+        clients = cohort.clients or count_of(cohort.fraction, self.federation.num_clients)
+        return autotune.Division(clients, bool(self.experiment.runtime.clients_per_host))
+
+    def time_of(self, label: str, spec: ParamSpec, sizes_of: Callable[[np.ndarray], np.ndarray]) -> VirtualTime | None:
+        """The virtual time of a method, before round 1. sizes_of: n_i of clients in the present round."""
+        if self.clock is None:
+            return None
+        size, local = self.federation.num_clients, self.local_of(label)
+        shape, cohort = self.federation.shape, self.division.cohort
+        estimate = traffic(self.methods[label], size, cohort, spec, local, shape, self.secure)
+        return VirtualTime(self.clock, estimate.load, local, sizes_of)
+
+    def network(self, device: str = "cpu", memory_share: float = 1.0) -> Network:
+        """A new network that any model of the experiment can be loaded into."""
+        shape, precision = self.federation.shape, self.experiment.runtime.precision
+        network = Network(
+            self.recipe,
+            shape.input,
+            device,
+            shape.dtype,
+            self.task,
+            precision,
+            memory_share,
+            self.experiment.seed if self.frozen else 0,
+            self.template,
+        )
+        if self.frozen and self.template is None and digest_of(network.frozen) != self.frozen:
+            raise ConfigError(
+                "the model has frozen parameters, a process cannot send it to another (pickle), and its factory "
+                "initialises it differently every time; draw its weights with PyTorch's global generator"
+            )
+        return network
+
+    def worker(self, device: str = "cpu", engine: str = "sequential", memory_share: float = 1.0) -> Worker:
+        """A new worker for a process. memory_share: of the device's memory that the process may use."""
+        return Worker(self.network(device, memory_share), self.federation, engine, self.attack)
+
+    @property
+    def attack(self) -> Attack:
+        """The attack of the experiment, and the clients that carry it out."""
+        wanted, total = self.experiment.attack, self.federation.num_clients
+        if not isinstance(wanted, AttackersConfig):
+            return Attack()
+        draw = stream(self.experiment.seed, 0, 0, -1, "attackers")
+        drawn = draw.choice(total, count_of(wanted.fraction, total), replace=False).tolist()
+        clients = frozenset(drawn if wanted.clients is None else wanted.clients)
+        amounts = {key: getattr(wanted, key) for key in ("scale", "sigma") if hasattr(wanted, key)}
+        return Attack(self.attack_kind, clients, from_round=wanted.from_round, **amounts)
