@@ -25,6 +25,7 @@ from cfl_ray.core.work import ClientStateKey, Describe, FitMixture, Losses, Outc
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.privacy.noisy_sums import PrivateRun
+from cfl_ray.system.threads import one_thread
 
 
 @dataclass(frozen=True)
@@ -150,10 +151,11 @@ def traffic(
     result of the wrong type or shape.
     """
     mbit, models, backend = [], 0, DryBackend.of(spec, shape)
-    for state, stats in dry_rounds(method, num_clients, cohort, spec, local, shape, backend, secure=secure):
-        mbit.append((stats.traffic.down_bits / num_clients / 1e6, stats.traffic.up_bits / num_clients / 1e6))
-        models, work = state.num_clusters, dict(backend.work)
-        backend.work.clear()
+    with one_thread():  # as the server
+        for state, stats in dry_rounds(method, num_clients, cohort, spec, local, shape, backend, secure=secure):
+            mbit.append((stats.traffic.down_bits / num_clients / 1e6, stats.traffic.up_bits / num_clients / 1e6))
+            models, work = state.num_clusters, dict(backend.work)
+            backend.work.clear()
     load = Load(
         stats.traffic.down_bits / cohort,
         stats.traffic.up_bits / cohort,

@@ -143,16 +143,16 @@ def test_what_a_client_keeps_is_shown_in_bytes(tmp_path):
 
 
 def test_the_memory_of_pairs_of_clients_is_shown_and_counted(tmp_path):
-    """20 x 5,000^2 bytes of PACFL, which reaches all 5,000; one of 5,000 clients with IFCA costs a few bytes."""
+    """20 x 400^2 bytes of PACFL, which reaches all 400; one of 400 clients with IFCA costs a few bytes."""
     experiment = cfl_ray.Experiment(
         methods=["ifca", "pacfl"],
-        data={"source": "synthetic", "synthetic_shape": [8], "synthetic_samples": 20, "partition": {"clients": 5000}},
+        data={"source": "synthetic", "synthetic_shape": [8], "synthetic_samples": 20, "partition": {"clients": 400}},
         cohort={"clients": 10},
         output=str(tmp_path),
     )
     found = estimate.estimate(experiment)
     text = shown(found)
-    line = r"pacfl compares 5,000 clients with each other \(reachable\): 500.0 MB of the server's memory; [\d,]+ MB are"
+    line = r"pacfl compares 400 clients with each other \(reachable\): 3.2 MB of the server's memory; [\d,]+ MB are"
     assert re.search(line, text) and "ifca compares" not in text
     sizes, traffic = found.sizes, found.traffic["pacfl"]
-    assert sizes.server_bytes("pacfl", traffic) - replace(sizes, compared={}).server_bytes("pacfl", traffic) == 500e6
+    assert sizes.server_bytes("pacfl", traffic) - replace(sizes, compared={}).server_bytes("pacfl", traffic) == 3.2e6
