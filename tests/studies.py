@@ -16,7 +16,7 @@ EXPERIMENT = {
         "partition": {"clients": 6},
     },
     "local": {"epochs": 1, "batch_size": 10},
-    "runtime": {"engine": "sequential"},
+    "runtime": {"engine": "manual"},
     "tracking": {"enabled": False},
 }
 

@@ -220,7 +220,7 @@ def test_figures_of_every_method_are_those_without_reuse(view, monkeypatch, tmp_
             {"round": 4, "join": [0]},
         ],
         "evaluation": {"choice_samples": None},
-        "runtime": {"engine": "sequential"},
+        "runtime": {"engine": "manual"},
         "output": str(tmp_path),
     }
 

@@ -29,7 +29,7 @@ def runs(tmp_path_factory):
             data={"source": "digits", "shift": {"kind": "rotated"}, "partition": {"clients": 4, "samples": 30}},
             local={"epochs": 2, "batch_size": 10},
             tracking={"enabled": False},
-            runtime={"engine": "sequential"},
+            runtime={"engine": "manual"},
             output=str(folder),
         )
         cfl_ray.simulate(experiment, folder / f"run-{number}")

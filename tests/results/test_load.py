@@ -28,7 +28,7 @@ def experiment_(tmp_path_factory):
         local={"epochs": 1, "batch_size": 20},
         evaluation={"every": 2},
         tracking={"enabled": False},
-        runtime={"engine": "sequential", "checkpoint_every": 1},
+        runtime={"engine": "manual", "checkpoint_every": 1},
         output=str(folder),
     )
 

@@ -21,7 +21,7 @@ SECTIONS = {
     "cohort": {"fraction": 0.5},
     "evaluation": {"every": 3},
     "tracking": {"enabled": False},
-    "runtime": {"engine": "sequential"},
+    "runtime": {"engine": "manual"},
 }
 OPTIONS = {
     "autocfl": {"min_rounds": 1, "max_rounds": 1},

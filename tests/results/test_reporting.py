@@ -35,7 +35,7 @@ def experiment(folder, **changes):
         "local": {"epochs": 2, "batch_size": 10},
         "evaluation": {"tuned_epochs": 1, "target": 0.01},
         "tracking": {"enabled": False},
-        "runtime": {"engine": "sequential"},
+        "runtime": {"engine": "manual"},
         "output": str(folder),
     }
     return cfl_ray.Experiment(**(values | changes))

@@ -27,7 +27,7 @@ PLANTED = {
     "model": {"name": "mlp", "options": {"hidden": 16}},
     "local": {"epochs": 1, "batch_size": 20, "lr": 0.3},
     "cohort": {"fraction": 1.0},
-    "runtime": {"engine": "sequential"},
+    "runtime": {"engine": "manual"},
     "tracking": {"enabled": False},
 }
 CFL = {"cfl": {"eps1": 0.6, "eps2": 0.95, "min_rounds": 5}}
