@@ -1,6 +1,5 @@
 """Experiments and studies in jobs/experiments are valid, run, have the sizes of their papers and their numbers."""
 
-import dataclasses
 import os
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from cfl_ray.config.partition import PARTITION_KINDS
 from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study, merged
 from cfl_ray.errors import DataError
-from cfl_ray.methods import REGISTRY, resolve
+from cfl_ray.methods import resolve
 from cfl_ray.study.plan import StudyRun, plan
 from cfl_ray.study.sweep import trials_of
 from cfl_ray.tracking.record import METRICS
@@ -22,13 +21,7 @@ FOLDER = ROOT / "jobs" / "experiments"
 FILES = sorted(FOLDER.glob("*.yaml"))
 PUBLISHED = sorted((FOLDER / "published").glob("*.yaml"))
 STUDIES = sorted(file for file in FOLDER.glob("*/*.yaml") if file not in PUBLISHED)
-NEEDS_CLUSTERING = "autocfl/table4"  # AutoCFL's option `clustering`
-HAS_CLUSTERING = "clustering" in {item.name for item in dataclasses.fields(REGISTRY["autocfl"])}
-NAMES = [
-    name
-    for name in (f"{file.parent.name}/{file.stem}" for file in STUDIES)
-    if HAS_CLUSTERING or name != NEEDS_CLUSTERING
-]
+NAMES = [f"{file.parent.name}/{file.stem}" for file in STUDIES]
 
 
 @pytest.fixture(autouse=True)
@@ -188,9 +181,6 @@ def test_published_numbers_have_the_names_of_their_study(file):
         study = FOLDER / table.study
         assert study.is_file(), table.study
         key = table.study.removesuffix(".yaml")
-        if key not in NAMES:
-            assert key == NEEDS_CLUSTERING and not HAS_CLUSTERING
-            continue
         assert name in study_of(key).tables and study_of(key).published == str(file)
         assert {number.metric for _, _, number in table.cells()} <= set(METRICS) | OF_RUNS, name
         assert set(table.columns) <= set(study_of(key).setting_names)
