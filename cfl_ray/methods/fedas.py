@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,7 +108,9 @@ class FedAS(Method[State], name="fedas"):
         # theta <- sum_i F_i theta_i / sum_i F_i
         if self.weights == "fisher":
             fisher_M1, _ = clients.describe(FisherTrace(clients.local.batch_size), received, client_state=OWN)
-            weight_M = fisher_M1.double().sum(1).numpy() * updates.valid_M
+            trace_M = fisher_M1.double().sum(1).numpy()
+            # an attacker may send a trace that is none: negative or infinite
+            weight_M = np.where(updates.valid_M & (trace_M > 0) & np.isfinite(trace_M), trace_M, 0.0)
         else:
             weight_M = clients.weights(self.weights)
         means = clients.average(updates, global_weights(weight_M))

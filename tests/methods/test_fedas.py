@@ -8,6 +8,9 @@ from linear import ETA, HIDDEN, N_0, N_1, assert_layers, data, deep_sgd, deep_st
 from rounds import EnginesAndCheckpoints, accuracy, floats, groups, mlp, row_accuracy
 
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.engine.worker import Worker
 from cfl_ray.methods.fedas import FedAS
 from cfl_ray.methods.fedper import FedPer
 
@@ -84,6 +87,15 @@ def test_weights_are_only_of_those_that_took_part():
     found, expected = one.play(FedAS(), [0, 3, 4]), other.play(FedAS(), [0, 3])
     assert torch.allclose(found.models_KP, expected.models_KP, rtol=0, atol=1e-6)
     assert sorted(client for _, client in one.client_states) == [0, 3]
+
+
+def test_a_trace_that_is_none_has_no_weight():
+    """Attackers send negative traces: the average is that of the honest clients."""
+    one, other = (groups(batch_size=40) for _ in range(2))
+    attack = Attack("scaled", frozenset({1, 2}), scale=-1.0)
+    one.backend = InProcessBackend(Worker(one.network, one.federation, one.engine, attack))
+    found, expected = one.play(FedAS(), [0, 1, 2, 3]), other.play(FedAS(), [0, 3])
+    assert torch.allclose(found.models_KP, expected.models_KP, rtol=0, atol=1e-6)
 
 
 def test_newcomers_have_the_averaged_model_and_others_their_own():
