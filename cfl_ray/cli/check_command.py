@@ -42,7 +42,7 @@ def check(
     experiment = load_experiment(file, overrides, asks=not trust)
     estimated = estimate.estimate(experiment)
     if as_yaml:
-        say(experiment.to_yaml().rstrip())
+        say(experiment.to_yaml(credentials=False).rstrip())
         return
     tables.show_differences(experiment, out)
     estimate.show(estimated, out)
@@ -60,7 +60,7 @@ def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yam
     runs, root = plan_study(study, only=selection_of(only))
     estimated = estimate.estimate_study(runs)
     if as_yaml:
-        say(study.to_yaml().rstrip())
+        say(study.to_record().rstrip())
         return
     estimate.show_study(estimated, study, len({run.seed for run in runs}), root, out)
     verb = "sweep" if study.sweep else "compare"

@@ -195,9 +195,10 @@ class Experiment(ConfigSection):
         values["tracking"]["trackers"] = self.tracking.trackers
         return values
 
-    def to_yaml(self) -> str:
-        """Returns the resolved config; loading it gives an equal experiment."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, width=120)
+    def to_yaml(self, credentials: bool = True) -> str:
+        """Returns the resolved config; loading it gives an equal experiment if it has the credentials of its URIs."""
+        values = self.to_dict() if credentials else redact_values(self.to_dict())
+        return yaml.safe_dump(values, sort_keys=False, width=120)
 
     def to_dict_as_written(self) -> dict[str, Any]:
         """Returns every key with its value; paths that the record of a run made absolute are as they were written."""

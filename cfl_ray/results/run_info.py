@@ -101,7 +101,7 @@ def command_again(runs: Sequence[FoundRun]) -> tuple[str, str]:
         return shlex.join(["cfl-ray", *_study_again(first.study, str(first.setting))]), redact(text)
     seeds = sorted({run.experiment.seed for run in runs})
     commands = [f"cfl-ray run experiment.yaml seed={seed}" for seed in seeds]
-    return "\n".join(commands), redact(first.experiment.to_yaml())
+    return "\n".join(commands), first.experiment.to_yaml(credentials=False)
 
 
 def _study_again(folder: Path, setting: str) -> list[str]:

@@ -15,7 +15,7 @@ from cfl_ray.runtime.journal import Journal, grown_by
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.files import drafted, write_text
-from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, read_records, redact, summarise
+from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, read_records, summarise
 from cfl_ray.tracking.record import EndStatus, score_metrics_of
 
 
@@ -98,8 +98,8 @@ class MethodRecorder:
             with drafted(files.artifact(files.diagnostics)) as draft:
                 shutil.copyfile(files.diagnostics, draft)
         if files.events.exists():  # joins and leaves on request
-            write_text(files.artifact(files.events), redact(files.events.read_text()))
-        write_text(files.artifact(files.config), redact(self.setup.experiment.to_yaml()))
+            write_text(files.artifact(files.events), files.events.read_text())  # without credentials, as `to_line`
+        write_text(files.artifact(files.config), self.setup.experiment.to_yaml(credentials=False))
 
 
 def of_task_in(setup: Setup) -> frozenset[str]:

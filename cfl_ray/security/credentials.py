@@ -19,7 +19,7 @@ from cfl_ray.system.nested import each_text, texts_of
 
 def redact_values(values: Any) -> Any:
     """Returns JSON values with every URI in them redacted."""
-    return each_text(values, lambda text: redact(text) if "://" in text else text)
+    return each_text(values, lambda text: redact(text) if "//" in text else text)
 
 
 def with_known_credentials(values: Any) -> Any:
@@ -43,12 +43,12 @@ def with_credentials(redacted_uri: str, *candidates: str | None) -> str | None:
 
 def hides(uri: str) -> bool:
     """Whether the credentials of a URI are hidden."""
-    return "://" in uri and HIDDEN in uri
+    return "//" in uri and HIDDEN in uri
 
 
 def remember_credentials(values: Any) -> None:
     """Saves the URIs with credentials among JSON values for `with_credentials`. An OSError is ignored."""
-    uris = {redact(text): text for text in texts_of(values) if "://" in text and not hides(text)}
+    uris = {redact(text): text for text in texts_of(values) if "//" in text and not hides(text)}
     uris = {redacted: uri for redacted, uri in uris.items() if redacted != uri}
     if uris:
         with suppress(OSError):
