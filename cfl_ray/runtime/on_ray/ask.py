@@ -1,13 +1,10 @@
 """Requests to the server of a live run, from a process outside the run."""
 
-import os
-import signal
-import socket
-from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
 
 from cfl_ray.errors import RunError
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress
@@ -19,22 +16,27 @@ _ANSWER_SECONDS, _STOP_SECONDS = 120, 8
 def ask_server(server: ServerAddress, verb: str, *arguments: Any) -> Any:
     """The server's answer to a request. Raises RunError if it cannot be reached, ConfigError if it refuses.
 
-    A request to stop that is not answered, by a server that hangs, interrupts the driver if it is on this machine.
+    A request to stop is left on the cluster as well, for the driver of a server that hangs.
     """
+    driver = f"the driver, process {server.pid} on {server.host},"
     seconds = _STOP_SECONDS if verb == "stop" else _ANSWER_SECONDS
     joined = not ray.is_initialized()
     try:
         if joined:
             join_cluster(server.address, server.loopback)
         actor = ray.get_actor(server.actor, namespace=NAMESPACE)
+        if verb == "stop":
+            _internal_kv_put(_stop_key(server.actor), b"")
         return ray.get(actor.ask.remote(verb, *arguments), timeout=seconds)
     except RayTaskError as error:
         raise as_user_error(error) from error
     except GetTimeoutError:
-        if verb == "stop" and server.host == socket.gethostname():
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(server.pid, signal.SIGTERM)
-                return f"the server has not answered within {seconds} s: the run ends now; every saved round is kept"
+        if verb == "stop":
+            return (
+                f"the server has not answered within {seconds} s: {driver} ends the run now if the server hangs, "
+                "otherwise after the round; every saved round is kept. If the run is still live in a minute, use "
+                f"`kill {server.pid}` on that machine"
+            )
         raise RunError(
             f"the server has not answered within {seconds} s; it may still do what was asked: see `cfl-ray status`"
         ) from None
@@ -46,8 +48,17 @@ def ask_server(server: ServerAddress, verb: str, *arguments: Any) -> Any:
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise RunError(
             f"the server of this run cannot be reached ({short_reason(error)}); "
-            "ask again in a moment, on the machine that runs it"
+            f"ask again in a moment, on the machine that runs it ({driver} takes SIGTERM for a request to stop)"
         ) from None
     finally:
         if joined and ray.is_initialized():
             ray.shutdown()
+
+
+def stop_is_asked(actor: str) -> bool:
+    """Whether a request to stop was left for the driver of this server, or of another server of its session."""
+    return bool(_internal_kv_exists(_stop_key(actor)))
+
+
+def _stop_key(actor: str) -> str:
+    return f"{NAMESPACE} stop {actor.rpartition('-')[0]}"

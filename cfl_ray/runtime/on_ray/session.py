@@ -16,6 +16,7 @@ from cfl_ray.errors import RunError, RunStopped
 from cfl_ray.plugins.loading import sent_by_value
 from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
+from cfl_ray.runtime.on_ray.ask import stop_is_asked
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
 from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
 from cfl_ray.runtime.on_ray.placement import host_count
@@ -151,7 +152,7 @@ class RaySession:
                 self.warn(waits_for)
                 self.record_wait(waits_for)
             self.told = waits_for or self.told
-            if watch.stops(now):
+            if watch.stops(now, progress is None and stop_is_asked(f"{self.name}-{self.servers}")):
                 silent = duration(now - watch.since)
                 raise RunStopped(f"stopped, as asked, while the server has made no progress for {silent}")
             if watch.is_over(now):

@@ -88,9 +88,10 @@ class ServerWatch:
             "(runtime.stall_limit), from the last checkpoint"
         )
 
-    def stops(self, now: float) -> bool:
-        """Whether a request to stop ends the run without the server, which makes no progress."""
-        return self.last is not None and self.last.stop_asked and now - self.since > STOP_SECONDS
+    def stops(self, now: float, asked: bool = False) -> bool:
+        """Whether a request to stop, also one that the server has not answered, ends the run: it makes no progress."""
+        asked = asked or (self.last is not None and self.last.stop_asked)
+        return asked and now - self.since > STOP_SECONDS
 
     def is_over(self, now: float) -> bool:
         """Whether the server is to be replaced."""
