@@ -1,5 +1,6 @@
 """Well-known image data sets, in the layouts of torchvision, of the Hugging Face hub and of the medmnist package."""
 
+import socket
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from cfl_ray.config.data import FilesDataConfig
 from cfl_ray.data import parquet
 from cfl_ray.data.images import Images, Progress, Source, find, roots
 from cfl_ray.errors import DataError
+
+_SILENCE_SECONDS = 60.0  # of a server from which a data set is downloaded; torchvision waits without limit
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,21 @@ def _open_torchvision(name: str, root: Path, train: bool, download: bool = False
 
     dataset = _TORCHVISION[name]
     part: dict[str, Any] = {"split": "train" if train else "test"} if dataset.by_split else {"train": train}
+    before = socket.getdefaulttimeout()
     try:
+        if download:
+            socket.setdefaulttimeout(_SILENCE_SECONDS)
         return getattr(datasets, dataset.kind)(str(root), **part, download=download)
     except (RuntimeError, OSError, ValueError, AssertionError) as error:
-        doing = "downloaded to" if download else "read from"
-        raise DataError(f"data set {name!r} could not be {doing} {root.absolute()}: {error}") from error
+        where = root.absolute()
+        if not download:
+            raise DataError(f"data set {name!r} could not be read from {where}: {error}") from error
+        raise DataError(
+            f"data set {name!r} could not be downloaded to {where}: {error} (a server is given up if it sends nothing "
+            f"for {_SILENCE_SECONDS:g} s); try again, or put the files of torchvision.datasets.{dataset.kind} there"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def _read_torchvision(name: str, root: Path) -> Images:

@@ -141,12 +141,8 @@ class Requests:
             raise ConfigError(f"{verb}: no client is named")
         if twice := [client for client, times in Counter(ids).items() if times > 1]:
             raise ConfigError(f"{verb}: client {twice[0]} is named twice; name it once")
-        granted = {
-            client: event
-            for event in self.journal.events
-            if event.round == round
-            for client in (*event.join, *event.leave)
-        }
+        events = [event for event in self.journal.events if event.round == round]
+        granted = {client: event for event in events for client in (*event.join, *event.leave)}
         if both := [client for client in ids if client in granted]:
             change = "joins" if both[0] in granted[both[0]].join else "leaves"
             raise ConfigError(

@@ -1,5 +1,8 @@
 import io
 import pickle
+import socket
+import threading
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +13,7 @@ from PIL import Image
 from torchvision import datasets
 
 from cfl_ray.config.data import SOURCE_KINDS
+from cfl_ray.data import image_sets
 from cfl_ray.data.sources import locate
 from cfl_ray.errors import DataError
 
@@ -224,6 +228,29 @@ class TestMedmnist:
         self.write(tmp_path, **changed)
         with pytest.raises(DataError, match=message):
             read("medmnist", root=str(tmp_path))
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\nbegun"])
+def test_a_download_from_a_server_that_hangs_ends(tmp_path, monkeypatch, sent):
+    """A server of this machine that accepts a connection, sends nothing or a beginning, and then hangs."""
+    monkeypatch.setattr(image_sets, "_SILENCE_SECONDS", 0.3)
+    monkeypatch.setenv("no_proxy", "*")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(datasets.MNIST, "mirrors", [f"http://127.0.0.1:{server.getsockname()[1]}/"])
+        connections = []
+
+        def accept():
+            with suppress(OSError):  # at the end
+                while True:
+                    connections.append(server.accept()[0])
+                    connections[-1].sendall(sent)
+
+        threading.Thread(target=accept, daemon=True).start()
+        with pytest.raises(
+            DataError, match=f"'mnist' could not be downloaded to {tmp_path}: .*nothing for 0.3 s.*MNIST"
+        ):
+            locate("mnist", SOURCE_KINDS.of(root=str(tmp_path), download=True))
+    assert connections and socket.getdefaulttimeout() is None
 
 
 def test_download_happens_only_where_it_is_wanted_and_needed(tmp_path, monkeypatch):

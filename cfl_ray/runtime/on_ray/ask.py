@@ -4,7 +4,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_exists, _internal_kv_put
 
 from cfl_ray.errors import RunError
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress
@@ -29,6 +29,8 @@ def ask_server(server: ServerAddress, verb: str, *arguments: Any) -> Any:
             _internal_kv_put(_stop_key(server.actor), b"")
         return ray.get(actor.ask.remote(verb, *arguments), timeout=seconds)
     except RayTaskError as error:
+        if verb == "stop":  # refused
+            _internal_kv_del(_stop_key(server.actor))
         raise as_user_error(error) from error
     except GetTimeoutError:
         if verb == "stop":

@@ -20,7 +20,7 @@ from cfl_ray.core.work import ClientStateKey, CombineColumns, SavedState, StateF
 from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.errors import UserError
 from cfl_ray.runtime.on_ray.pool import Host, Pool
-from cfl_ray.runtime.on_ray.stored import Place, StoredValue, place_of, put_all, tensor_of
+from cfl_ray.runtime.on_ray.stored import Place, StoredValue, fetched, place_of, put_all, tensor_of
 
 _ANSWER_SECONDS = 10.0  # for a host that is asked whether it has the run directory
 _LOOK_SECONDS = 1.0  # of a wait for files
@@ -63,7 +63,7 @@ class RayClientStates(ClientStateStore):
 
     def tensor(self, value: Any) -> Tensor:
         if isinstance(value, StoredValue):
-            return tensor_of(ray.get(value.ref), value.position)
+            return tensor_of(fetched(value.ref), value.position)
         return super().tensor(value)
 
     def changed(self, everything: bool = False) -> dict[ClientStateKey, int]:

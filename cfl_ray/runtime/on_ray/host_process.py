@@ -23,7 +23,7 @@ from cfl_ray.engine.reduce import HostSums
 from cfl_ray.nn.precision import products_in
 from cfl_ray.nn.shared import shared_tensor
 from cfl_ray.results.environment import HostEnvironment
-from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, Place, tensor_of, tensors_at
+from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, Place, fetched, tensor_of, tensors_at
 from cfl_ray.setup.engine_choice import compute_device
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.allocator import keep_freed_memory
@@ -151,7 +151,7 @@ class HostProcess:
     def _row(self, models: dict[tuple[int, int], ray.ObjectRef[Any] | np.ndarray], table: int, row: int) -> Tensor:
         if (table, row) not in self.rows:
             model = models[table, row]
-            self.rows[table, row] = shared_tensor(model if isinstance(model, np.ndarray) else ray.get(model))
+            self.rows[table, row] = shared_tensor(model if isinstance(model, np.ndarray) else fetched(model))
         return self.rows[table, row]
 
     def write(self, file: ClientStateFile, places: list[Place]) -> EntryFile:

@@ -34,16 +34,14 @@ def host_count(setup: Setup, resources: dict[str, float], grows: bool = False) -
     """
     runtime = setup.experiment.runtime
     count = hosts_asked_for(setup) or max(room(runtime, resources), 1)
-    for kind, key, share in (
-        ("GPU", "gpus_per_host", runtime.gpus_per_host),
-        ("CPU", "cpus_per_host", runtime.cpus_per_host),
-    ):
+    shares = {"GPU": runtime.gpus_per_host, "CPU": runtime.cpus_per_host}
+    for kind, share in shares.items():
         there = resources.get(kind, 0)
         if share and count * share > there + 1e-9 and not grows:
             raise ConfigError(
                 f"runtime: {count} hosts with {share:g} {kind} each need {count * share:g} {kind}s, "
-                f"the cluster has {there:g}; lower runtime.{key} or runtime.hosts, or set runtime.wait_for_hosts "
-                "(seconds) where the cluster grows on demand"
+                f"the cluster has {there:g}; lower runtime.{kind.lower()}s_per_host or runtime.hosts, or set "
+                "runtime.wait_for_hosts (seconds) where the cluster grows on demand"
             )
     return count
 

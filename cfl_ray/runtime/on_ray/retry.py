@@ -34,8 +34,7 @@ class RetryPolicy:
             self.used = 0
         self.progress = max(self.progress, progress)
         granted = self.used < self.limit
-        if granted:
-            self.used += 1
+        self.used += granted
         decision = Decision(granted, self.used, self.limit)
         logger.info("%s died: %s", self.process, decision)
         return decision

@@ -50,8 +50,7 @@ class ServerActor:
     @ray.method(concurrency_group=_REQUESTS)
     def ask(self, verb: str, *arguments: Any) -> Any:
         """Answers `cfl-ray status`, `join`, `leave` and `stop`. Raises ConfigError for a refused request."""
-        process = self._ready()
-        if process.requests is None:
+        if (process := self._ready()).requests is None:
             raise RunError(_STARTING)
         return process.ask(verb, *arguments)
 

@@ -45,11 +45,7 @@ class ServerProcess:
     """
 
     def __init__(
-        self,
-        packed: list[ray.ObjectRef[Any]],
-        run_dir: Path | None,
-        session: str,
-        fault: tuple[float, str] | None,
+        self, packed: list[ray.ObjectRef[Any]], run_dir: Path | None, session: str, fault: tuple[float, str] | None
     ):
         return_large_arrays()
         self.threads = ExitStack()  # held until this process ends
@@ -63,12 +59,8 @@ class ServerProcess:
         self.rounds: Iterator[RoundReport] = iter(())  # of the loop
         self.replacing = threading.Lock()  # held while a loop is made: it must know every request that was granted
         kept = read_environment(run_dir)
-        self.pool = Pool(
-            self.setup,
-            kept_engine=kept.engine if kept else None,
-            had_hosts=fault is not None,
-            stop_asked=self._stop_asked,
-        )
+        engine = kept.engine if kept else None
+        self.pool = Pool(self.setup, kept_engine=engine, had_hosts=fault is not None, stop_asked=self._stop_asked)
         self.network = self.setup.network()
 
     # ---- asked by the driver
@@ -148,14 +140,7 @@ class ServerProcess:
         if verb == "join_shards":
             arguments = self._opened(*arguments)
         with self.replacing:
-            requests = self._requests()
-            grants = {
-                "join": requests.join,
-                "join_shards": requests.join_shards,
-                "leave": requests.leave,
-                "stop": requests.stop,
-            }
-            answer = grants[verb](*arguments)  # type: ignore[operator]
+            answer = getattr(self._requests(), verb)(*arguments)
         if verb == "stop" and self.pool.waiting:
             return f"{self.label}: the run ends now, for it waits for client hosts; every saved round is kept"
         return answer

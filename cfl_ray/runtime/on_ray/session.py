@@ -51,13 +51,12 @@ class RaySession:
         self.name = uuid.uuid4().hex  # of this session; each of its servers adds a number
         self.servers = 0
         self.actor: Any = None
-        runtime = setup.experiment.runtime
         self.started_here = connect(runtime.address, runtime.hosts, runtime.cpu_capability)
         self.signals = ExitStack()
         self.signals.enter_context(sigterm_interrupts())
         try:
             _send_plugins_by_value()
-            grows = setup.experiment.runtime.wait_for_hosts != "auto" and not self.started_here
+            grows = runtime.wait_for_hosts != "auto" and not self.started_here
             self.hosts = host_count(setup, ray.cluster_resources(), grows)
             self.setup_ref = _put(setup)
             self._start_server()
@@ -70,11 +69,11 @@ class RaySession:
         here = NodeAffinitySchedulingStrategy(node, soft=False)
         self.servers += 1
         name = f"{self.name}-{self.servers}"
+        runtime = self.setup.experiment.runtime
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here, "name": name, "namespace": NAMESPACE}
         options["enable_task_events"] = False  # as for hosts
-        options["runtime_env"] = server_runtime_env(self.setup.experiment.runtime.cpu_capability)
+        options["runtime_env"] = server_runtime_env(runtime.cpu_capability)
         self.actor = server_actor_class().options(**options).remote()
-        runtime = self.setup.experiment.runtime
         self.started = self.actor.start.remote(
             [self.setup_ref], runtime, self.hosts, self.run_dir, self.name, self.last_fault
         )

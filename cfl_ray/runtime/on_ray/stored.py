@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
+from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
 from cfl_ray.checkpoint.segments import entry_rows
@@ -19,6 +20,7 @@ from cfl_ray.nn.shared import shared_tensor
 
 PACKED_BYTES = 100_000  # a larger value is a separate object
 _PACK_BYTES = 1 << 20  # of a pack that the server writes
+_FETCH_SECONDS = 600.0  # for an object, however large, from another node; as long as Ray tries itself
 
 Place = tuple[Any, int | None]  # an object's reference or an entry of a file, and the position in it
 
@@ -48,6 +50,17 @@ class StoredValue(NamedTuple):
     node: str = ""  # whose object store has it
 
 
+def fetched(ref: ray.ObjectRef[Any]) -> Any:
+    """The content of an object. Raises GetTimeoutError after `_FETCH_SECONDS`; the work may succeed on another host."""
+    try:
+        return ray.get(ref, timeout=_FETCH_SECONDS)
+    except GetTimeoutError:
+        raise GetTimeoutError(
+            f"object {ref.hex()} (a model, or a client's state or result) was not fetched within {_FETCH_SECONDS:g} s: "
+            "its node hangs or is out of reach; see `ray status`, remove that node, and `cfl-ray resume` the run"
+        ) from None
+
+
 def place_of(value: StoredValue | SavedState) -> Place:
     """The place of a value, in the form that is sent to another process."""
     return (value.entry, value.row) if isinstance(value, SavedState) else (value.ref, value.position)
@@ -65,7 +78,7 @@ def tensors_at(places: Iterable[Place]) -> Iterator[Tensor]:
     last = content = None
     for source, position in places:
         if last is None or source != last:
-            last, content = source, source if isinstance(source, SavedEntry) else ray.get(source)
+            last, content = source, source if isinstance(source, SavedEntry) else fetched(source)
         yield tensor_of(content, position)
 
 
@@ -81,7 +94,7 @@ class LazyTensors(Sequence[Tensor]):
     # no slices: their tensors would be fetched together
     def __getitem__(self, number: int) -> Tensor:  # type: ignore[override]
         at, position = self.places[number]
-        return tensor_of(ray.get(self.refs[at]), position)
+        return tensor_of(fetched(self.refs[at]), position)
 
 
 def put_all(entries: Iterable[tuple[ClientStateKey, Tensor]]) -> Iterator[tuple[ClientStateKey, StoredValue]]:

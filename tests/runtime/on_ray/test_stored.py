@@ -1,11 +1,18 @@
 """Values of clients in the object store, packed where they are small."""
 
+import time
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 import ray
 import torch
+from ray.exceptions import GetTimeoutError
 
 from cfl_ray.runtime.on_ray import stored
-from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, tensor_of, tensors_at
+from cfl_ray.runtime.on_ray.client_states import RayClientStates
+from cfl_ray.runtime.on_ray.host_process import HostProcess
+from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, StoredValue, tensor_of, tensors_at
 
 
 def test_a_pack_has_values_of_any_length():
@@ -20,6 +27,25 @@ def test_values_are_fetched_one_by_one(cluster, monkeypatch):
     lazy = LazyTensors([pack, single], [(0, 1), (1, None), (0, 0)])
     assert [tensor.tolist() for tensor in (lazy[0], lazy[1], lazy[2])] == [[0] * 3, [7] * 4, [1] * 2]
     assert len(lazy) == 3
+
+
+def test_an_object_that_does_not_arrive_is_named_with_the_limit(cluster, monkeypatch):
+    """At each of the places that fetch: its task hangs, as a node does that never sends it."""
+    monkeypatch.setattr(stored, "_FETCH_SECONDS", 0.2)
+    ref = ray.remote(num_cpus=0)(lambda: time.sleep(3600)).remote()
+    process = SimpleNamespace(rows={})
+    fetches = [
+        lambda: next(tensors_at([(ref, None)])),
+        lambda: LazyTensors([ref], [(0, None)])[0],
+        lambda: RayClientStates.tensor(None, StoredValue(ref, None, 4)),
+        lambda: HostProcess._row(process, {(0, 0): ref}, 0, 0),
+    ]
+    try:
+        for fetch in fetches:
+            with pytest.raises(GetTimeoutError, match=rf"object {ref.hex()} .* within 0.2 s.*`cfl-ray resume`"):
+                fetch()
+    finally:
+        ray.cancel(ref, force=True)
 
 
 def test_all_values_are_put_small_ones_in_packs(cluster, monkeypatch):
