@@ -83,6 +83,7 @@ def status(run_dir: Path) -> RunStatus:
     early = {label: why_early(records_of[label], experiment.rounds, methods[label] == "finished") for label in over}
     recorded, seconds = records[-1].round if records else 0, _seconds_per_round(records)
     when, fault = answer.get("last_fault") or (None, None)
+    unknown = answer.get("unreachable", "starting, or in one process")
     return RunStatus(
         experiment.name,
         state,
@@ -90,7 +91,7 @@ def status(run_dir: Path) -> RunStatus:
         methods,
         waiting,
         label,
-        step=answer.get("state") or ("starting, or in one process" if live else None),
+        step=answer.get("state") or (("ending" if finished else unknown) if live else None),
         phase=(records[-1].next_phase or None) if records else None,
         last_event=next((f"round {event.round}: {event.text}" for event in _cluster_events(records)), None),
         round=answer.get("round") or recorded,
@@ -156,11 +157,11 @@ def _ask_server(session: ServerAddress, verb: str, *arguments: Any) -> Any:
 
 
 def _server_status(run_dir: Path, session: ServerAddress) -> dict[str, Any]:
-    """The server's status; only the reason as `state` if it does not answer, empty if the run has ended meanwhile."""
+    """The server's status; only `unreachable`, the reason, if it does not answer; empty if the run has ended since."""
     try:
         return _ask_server(session, "status")
     except RunError as error:
-        return {"state": str(error)} if RunDirectory(run_dir).is_live else {}
+        return {"unreachable": str(error)} if RunDirectory(run_dir).is_live else {}
 
 
 # ---- read from files

@@ -89,8 +89,8 @@ def comparison(results: "Results") -> Table:
     score = score_of(results)
     evaluated = {label: result for label, result in results.methods.items() if result.final}
     shown = {score: score, f"{score}_local": "P-local", **_CLUSTERS}
-    if any("epsilon" in result.final for result in evaluated.values()):
-        shown["epsilon"] = "epsilon"
+    others = {f"{score}_honest": "of honest\nclients", "epsilon": "epsilon", "virtual_seconds": "virtual\nseconds"}
+    shown |= {name: words for name, words in others.items() if any(name in of.final for of in evaluated.values())}
     headings = (*shown.values(), "Mbit per\nclient", "seconds\na round", "seconds\nin all")
     table = method_table("results after the last round", headings)
     for label, result in evaluated.items():

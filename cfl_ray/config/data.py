@@ -150,6 +150,8 @@ class DataConfig(ConfigSection):
         """Keys of this section that have no effect, and why."""
         key = {"holdout": "max_images"}.get(self.test.view, "fraction") if self.test.view else ""
         of_test = unused_keys(self.test, "data.test", [key], f"data.test.view is {self.test.view}")
+        if self.test.view == "holdout" and not self.test.pool:
+            of_test |= unused_keys(self, "data", ["test_files"], "data.test.view is holdout")
         if not self.has_clients:
             return self.partition.unused | of_test
         reason = f"the samples of source {self.source} belong to clients already"

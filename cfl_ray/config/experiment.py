@@ -410,7 +410,7 @@ def split_override(override: str) -> tuple[list[str], Any]:
 def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> None:
     """Sets the key at a path; `methods.LABEL.OPTION` sets an option of a method. Raises ConfigError.
 
-    A change of a part's kind drops the keys that only other kinds have.
+    A change of a part's kind drops the keys that only other kinds have, and one of the model drops its options.
     where: the override or the parameter, for messages.
     """
     if path[0] == "methods" and path[1:] and isinstance(values.get("methods"), list):
@@ -425,6 +425,8 @@ def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> 
             raise ConfigError(f"{where}: {key} is a value, not a section")
     if kinds is not None and path[-1] == kinds.key and values.get(kinds.key) != value:
         kinds.drop_others(values, value)
+    if path == ["model", "name"] and values.get("name", ModelConfig().name) != value:
+        values.pop("options", None)
     values[path[-1]] = value
 
 

@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import did_you_mean
-from cfl_ray.plugins.calling import reference_of
+from cfl_ray.plugins.calling import is_made_in_python, reference_of
 from cfl_ray.plugins.loading import entry_points_of
 from cfl_ray.plugins.registry import Registry
 
@@ -28,8 +28,11 @@ class BuiltinKind(NamedTuple):
 
 
 def check_name(value: Any, part: str, builtin: Iterable[str], group: str) -> None:
-    """Raises ValueError for an unknown name, or a value that cannot be a part."""
-    if isinstance(value, str) and value not in builtin and ":" not in value:
+    """Raises ValueError for an unknown name, or a value that cannot be a part.
+
+    Names of objects made in Python are accepted, since records of runs have them (`reference_of`).
+    """
+    if isinstance(value, str) and value not in builtin and ":" not in value and not is_made_in_python(value):
         names = [*builtin, *entry_points_of(group)]
         if value not in names:
             raise ValueError(f"unknown {part} {value!r}{did_you_mean(value, names)}")

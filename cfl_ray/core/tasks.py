@@ -95,9 +95,11 @@ class Task:
         added = tuple(resolve_metric(reference, self.targets) for reference in references)
         names = [metric.name for metric in (*self.metrics, *added)]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(
-                f"metric {twice[0]!r} is measured twice; name it once in task.metrics, evaluation.metrics"
-            )
+            own = [metric.name for metric in self.metrics]
+            cure = "name it once in task.metrics, evaluation.metrics"
+            if own.count(twice[0]) == 1:
+                cure = f"leave it out of evaluation.metrics, because the task measures {' and '.join(own)}"
+            raise ConfigError(f"metric {twice[0]!r} is measured twice; {cure}")
         return replace(self, metrics=(*self.metrics, *added))
 
     def check(self, outputs: tuple[int, ...], target_shape: tuple[int, ...]) -> None:

@@ -38,7 +38,10 @@ def write_shards(
     try:
         staging.mkdir(parents=True)
     except OSError as error:
-        raise DataError(f"shards cannot be written below {staging.parent}: {error}; set data.shards") from error
+        raise DataError(
+            f"shards cannot be written below {staging.parent}: {error.strerror or error}; set data.shards, or output, "
+            "below which they are by default"
+        ) from error
     try:
         names = _write(staging, plan, recipe, normalize, progress)
         if target is None:

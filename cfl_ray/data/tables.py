@@ -1,6 +1,7 @@
 """Tables: CSV files with a column for each feature, and Hugging Face data sets saved to disk as Arrow files."""
 
 import io
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -101,10 +102,19 @@ def images_of(
 # --- files --------------------------------------------------------------------------------------
 
 
+_BINARY = {b"PAR1": "Parquet", b"ARRO": "Arrow", b"FEA1": "Feather"}  # by the first four bytes
+
+
 def _csv(file: Path) -> pa.Table:
     try:
         return pyarrow.csv.read_csv(file)
     except (pa.ArrowException, OSError) as error:
+        with suppress(OSError), file.open("rb") as opened:
+            if kind := _BINARY.get(opened.read(4)):
+                raise DataError(
+                    f"{file} is a file of {kind}, not of CSV; a function that returns arrays can read it (data.source: "
+                    "my.py:load)"
+                ) from error
         raise DataError(f"{file} is not a readable CSV file with a header: {error}") from error
 
 

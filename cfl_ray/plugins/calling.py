@@ -96,6 +96,11 @@ def reference_of(part: Any) -> Any:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def is_made_in_python(reference: str) -> bool:
+    """Whether a name in a config is that of an object made in Python, as `reference_of` records it."""
+    return re.fullmatch(r"([\w<>]+\.)+[\w<>]+", reference) is not None and not reference.endswith(".py")
+
+
 def parse_choice(key: str, value: Any) -> tuple[Any, dict[str, Any]]:
     """The name (or object) and the options in a config value: a name, {name: {option: value}} or an object.
 

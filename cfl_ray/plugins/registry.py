@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.plugins.calling import is_made_in_python
 from cfl_ray.plugins.loading import entry_points_of, load_plugin
 
 Part = TypeVar("Part")
@@ -29,6 +30,11 @@ class Registry(Generic[Part]):
             return self.builtin[reference]
         installed = entry_points_of(self.group)
         if reference not in installed:
+            if is_made_in_python(reference):
+                raise ConfigError(
+                    f"{self.kind} {reference!r} is an object made in Python, which the config only names; write it as "
+                    "file.py:Name, or pass the experiment from Python"
+                )
             names = [*self.builtin, *installed]
             raise ConfigError(f"unknown {self.kind} {reference!r}{did_you_mean(reference, names)}")
         return installed[reference](self.kind)

@@ -4,15 +4,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cfl_ray.config import Experiment
-from cfl_ray.errors import DataError
+from cfl_ray.core.method import Method
+from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import resolve
 from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.tracking import read_end, read_records, redact, resolve_uri
+from cfl_ray.tracking import read_end, read_info, read_records, redact, resolve_uri
 
 
 def recorded_run(
@@ -20,13 +22,25 @@ def recorded_run(
 ) -> Results:
     """The results of a run, read from its files. open_trained: opens the trained method with a label."""
     methods = {}
-    for label in resolve(experiment.methods):
+    for label in recorded_methods(run_dir, experiment):
         directory = RunDirectory(run_dir).method(label).path
         if directory.is_dir():
             methods[label] = recorded_result(label, directory, open_trained and partial(open_trained, label))
         else:
             methods[label] = MethodResult(label, [], {}, directory)
     return Results(methods, run_dir)
+
+
+def recorded_methods(run_dir: Path, experiment: Experiment) -> dict[str, Method[Any] | None]:
+    """The methods of a run by label.
+
+    If one of them was made in Python, or its file is missing: the labels of those that have begun, each with None.
+    """
+    try:
+        return dict(resolve(experiment.methods))
+    except ConfigError:
+        infos = {file.parent.name: read_info(file.parent) for file in run_dir.glob(f"*/{RunDirectory.info.name}")}
+        return dict.fromkeys(sorted(infos, key=lambda label: infos[label].time_ms))
 
 
 def finished_results(
@@ -37,7 +51,9 @@ def finished_results(
     open_trained: as in `recorded_run`.
     """
     run = RunDirectory(Path(run_dir).absolute())
-    if run.is_live or not all(map(is_finished, [run.path, *map(run.path.joinpath, resolve(experiment.methods))])):
+    if run.is_live or not all(
+        map(is_finished, [run.path, *map(run.path.joinpath, recorded_methods(run.path, experiment))])
+    ):
         return None
     uri = resolve_uri(experiment.tracking, experiment.output) if experiment.tracking.uses_mlflow else None
     return replace(recorded_run(run.path, experiment, open_trained), tracking=redact(uri) if uri else None)

@@ -34,8 +34,8 @@ class MethodResult:
     """The records of a method, its metrics of the whole run, and the trained method."""
 
     label: str
-    records: list[RoundRecord]
-    summary: dict[str, float]  # the RUN_METRICS that apply
+    records: list[RoundRecord] = field(repr=False)
+    summary: dict[str, float] = field(repr=False)  # the RUN_METRICS that apply
     directory: Path | None = None  # of its files; None: no files
     # opens the trained method; None: the method has not begun
     open_trained: Callable[[], TrainedMethod] | None = field(default=None, repr=False, compare=False)
@@ -163,7 +163,9 @@ class Results:
     methods: dict[str, MethodResult]
     run_dir: Path | None  # None: no files
     tracking: str | None = None  # MLflow, without credentials; None: not tracked
-    run_info: dict[str, str] | None = None  # hosts, device, engine, CPU and PyTorch; None: read from files
+    run_info: dict[str, str] | None = field(
+        default=None, repr=False
+    )  # hosts, device, engine, CPU and PyTorch; None: read from files
 
     def __getitem__(self, label: str) -> MethodResult:
         return self.method(label)

@@ -8,10 +8,11 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.study import load_study
 from cfl_ray.errors import DataError
-from cfl_ray.methods import full_label, resolve
+from cfl_ray.methods import full_label
 from cfl_ray.report.report_data import MethodRun
 from cfl_ray.report.snapshots import PerClient
 from cfl_ray.results.found_runs import FoundRun
+from cfl_ray.results.load import recorded_methods
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import flatten, read_info, redact
 
@@ -79,7 +80,8 @@ def _event_in_words(event: EventConfig) -> str:
 
 def _methods_in_words(runs: Sequence[FoundRun]) -> str:
     """Methods with the options that are not at their defaults."""
-    names = [full_label(method) for run in runs for method in resolve(run.experiment.methods).values()]
+    methods = [item for run in runs for item in recorded_methods(run.directory, run.experiment).items()]
+    names = [label if method is None else full_label(method) for label, method in methods]
     return ", ".join(dict.fromkeys(names))
 
 

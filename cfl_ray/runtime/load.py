@@ -48,7 +48,8 @@ def opener(run_dir: Path, setup: Callable[[], Setup]) -> Callable[[str], Trained
         except ConfigError as error:
             raise type(error)(
                 f"the models of {run_dir} need the run's data and network again, and these cannot be made: {error}; "
-                "its metrics (to_frame, client_metrics) need neither"
+                "if the experiment has objects made in Python, pass it: load_run(RUN, experiment); the metrics "
+                "(to_frame, client_metrics) need neither"
             ) from error
 
     return lambda label: load_trained(prepared(), label, run_dir)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from filelock import FileLock, Timeout
 
 from cfl_ray.errors.redaction import redact
-from cfl_ray.plugins.calling import place_of
+from cfl_ray.plugins.calling import is_user_file, place_of, raised_at
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import PRIVATE, private_umask, read_json, read_record, sync, write_json
 from cfl_ray.tracking.reading import read_end, read_from, read_info
@@ -229,7 +229,9 @@ class LiveDelivery:
 
     def _warn_of(self, error: Exception) -> None:
         log = RunDirectory(self.delivery.run_dir).metrics
-        reason = f"{type(error).__name__}: {redacted_reason(error, self._uri)}"
+        place = raised_at(self.delivery.tracker, error)
+        line = f" (line {place[1]})" if place and is_user_file(place[0]) else ""
+        reason = f"{type(error).__name__}: {redacted_reason(error, self._uri)}{line}"
         self.warn(f"{self._title()} failed: {reason}; the run continues, and {log} keeps its results")
 
     def _title(self) -> str:

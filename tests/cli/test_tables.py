@@ -111,6 +111,16 @@ def test_no_name_and_no_number_is_cut_off_in_a_narrow_terminal(width):
         assert [line.strip() for line in printed.splitlines() if not line.startswith(" ")][1:] == LABELS
 
 
+def test_metrics_that_some_runs_have_are_columns_of_these():
+    metrics = {"accuracy": 0.5, "mbit_down": 1.0, "mbit_up": 1.0, "round_seconds": 0.1}
+    others = {"accuracy_honest": 0.7, "virtual_seconds": 18.25}
+    for more, shown in (({}, set()), (others, {"of honest\nclients", "virtual\nseconds"})):
+        table = comparison(Results({"a": MethodResult("a", [RoundRecord(1, metrics | more)], {})}, None))
+        cells = {str(column.header): list(column.cells) for column in table.columns}
+        assert shown == {"of honest\nclients", "virtual\nseconds"} & cells.keys()
+    assert cells["of honest\nclients"] == ["0.700"] and cells["virtual\nseconds"] == ["18.250"]
+
+
 def test_seconds_of_a_round_are_the_median_without_the_first():
     def records(*seconds):
         return [RoundRecord(round, {"round_seconds": one}) for round, one in enumerate(seconds, 1)]

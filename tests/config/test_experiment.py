@@ -470,6 +470,11 @@ class TestOverrides:
         assert (experiment.cohort.fraction, experiment.model.name) == (0.25, "lenet5")
         assert experiment.data.partition.samples == 10
 
+    def test_another_model_does_not_get_the_options_of_the_model_in_the_file(self):
+        assert load(None, ["model.name=mlp"]).model.options == {"hidden": 64}
+        assert load(None, ["model.name=net.py:Net"]).model.options == {}
+        assert load(None, ["model.options.width=8", "model.name=net.py:Net"]).model.options == {"width": 8}
+
     @pytest.mark.parametrize("text, value", [("1e-3", 0.001), ("0.5", 0.5), ("1", 1.0)])
     def test_numbers(self, text, value):
         assert load(None, [f"local.lr={text}"]).local.lr == value
@@ -765,6 +770,11 @@ WITHOUT_EFFECT = [  # values, the key without effect, and why
         "data.partition.kind (classes)",
         "the samples of source synthetic belong to clients already",
     ),
+    (
+        {"data": {"source": "image_folder", "root": "x", "test_files": "y", "test": {"view": "holdout"}}},
+        "data.test_files (y)",
+        "data.test.view is holdout",
+    ),
     ({"local": {"epochs": 3, "steps": 9}}, "local.epochs (3)", "local.steps is 9"),
     ({"cohort": {"fraction": 0.2, "clients": 3}}, "cohort.fraction (0.2)", "cohort.clients is 3"),
 ]
@@ -1001,6 +1011,9 @@ tracking: {trackers: ["own.py:T", {"own.py:U": {}}]}
 
         experiment = Experiment(data={"shift": {"kind": shift}})
         assert experiment.to_dict()["data"]["shift"]["kind"] == f"{__name__}.{shift.__qualname__}"
+        assert (
+            Experiment(**yaml.safe_load(experiment.to_record())).data.shift.kind == f"{__name__}.{shift.__qualname__}"
+        )
         with pytest.raises(ConfigError, match="data.shift: a shift is a name, file.py:Name or, in Python"):
             Experiment(data={"shift": {"kind": 5}})
 

@@ -166,6 +166,7 @@ class TestCsv:
             ("a,kind,shop\n1,0,x\n", {"label": "kindd"}, r"has no column 'kindd' \(did you mean 'kind'\?\)"),
             ("a,kind,shop\n", {}, "t.csv holds no row"),
             ("a,kind,shop\n1,0\n", {}, "t.csv is not a readable CSV file"),
+            ("ARROW1\0\0", {}, "t.csv is a file of Arrow, not of CSV; a function that returns arrays can read it"),
         ],
     )
     def test_errors_name_the_column(self, tmp_path, text, columns, message):

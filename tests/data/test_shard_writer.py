@@ -75,3 +75,11 @@ def test_progress_reaches_the_number_of_clients(toy, config, tmp_path, monkeypat
         tmp_path / "shards", make_plan(toy(), None, config(clients=8), 0), {}, progress=lambda *now: seen.append(now)
     )
     assert seen == [("writing clients", 3, 8), ("writing clients", 6, 8), ("writing clients", 8, 8)]
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_keys_that_choose_it(toy, config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        DataError, match=r"below .*/file/shards: Not a directory; set data.shards, or output, below which"
+    ):
+        write_shards(tmp_path / "file/shards/x", make_plan(toy(), None, config(), 0), {})

@@ -1,5 +1,7 @@
 """Results as objects: frames, models and predictions, from memory and from files."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.results.client_metrics import ClientMetrics
 from cfl_ray.results.export import export_model
+from cfl_ray.results.reporting import write_report
 from cfl_ray.run_directory import RunDirectory
 
 CLIENT_METRICS = RunDirectory.client_metrics.name
@@ -230,3 +233,39 @@ def test_a_function_that_no_longer_gives_the_data_is_named_when_models_are_opene
     message = str(error.value)
     assert "need the run's data and network again" in message and "load (" in message and "own.py, line" in message
     assert "KeyError: 'SCALE'" in message
+
+
+class Silent:
+    """A tracker."""
+
+    def open(self, run_dir, info, after): ...
+
+    def log(self, record): ...
+
+    def close(self, end): ...
+
+
+def test_a_run_of_objects_made_in_python_is_read_without_them(tmp_path):
+    """Its records: as results, as a table and as a report. Its models need the experiment."""
+
+    @dataclass(frozen=True)
+    class Mine(REGISTRY["fedavg"], name="mine_of_load"):
+        """FedAvg by another name."""
+
+    experiment = cfl_ray.Experiment(
+        rounds=1,
+        methods=[Mine(), "fedavg"],
+        model=lambda shape, classes: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(classes)),
+        data={"partition": {"clients": 4, "samples": 20}},
+        tracking={"trackers": [Silent], "report": False},
+    )
+    cfl_ray.simulate(experiment, tmp_path / "run")
+    results = cfl_ray.load_run(tmp_path / "run")
+    assert list(results.methods) == ["mine_of_load", "fedavg"] and len(results["mine_of_load"].client_metrics()) == 4
+    assert cfl_ray.compare_runs([tmp_path / "run"])["method"].tolist() == ["mine_of_load", "fedavg"]
+    assert "mine_of_load" in write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    with pytest.raises(ConfigError, match=r"if the experiment has objects made in Python, pass it: load_run\(RUN, exp"):
+        results["mine_of_load"].model()
+    assert cfl_ray.load_run(tmp_path / "run", experiment)["mine_of_load"].model() is not None
+    shown = repr(results)
+    assert "mine_of_load" in shown and "RoundRecord" not in shown and len(shown) < 600

@@ -44,6 +44,7 @@ def test_a_run_whose_driver_died(run_dir):
 
 def test_a_run_in_one_process_takes_no_requests(run_dir):
     with RunDirectory(run_dir).hold():
+        (run_dir / "ditto/end.json").unlink()
         status = live_client.status(run_dir)
         assert (status.state, status.step) == ("live", "starting, or in one process")
         with pytest.raises(
@@ -51,6 +52,19 @@ def test_a_run_in_one_process_takes_no_requests(run_dir):
             match="takes no requests now: it is only starting, runs in one process, or its cluster has no token",
         ):
             live_client.ask(run_dir, "stop")
+
+
+def test_a_run_whose_server_is_gone_after_the_last_round_is_ending(run_dir, monkeypatch):
+    def no_answer(session, verb):
+        raise RunError("the server of this run cannot be reached (connection refused)")
+
+    monkeypatch.setattr(live_client, "_ask_server", no_answer)
+    with RunDirectory(run_dir).hold():
+        publish_server(run_dir, ServerAddress.here("127.0.0.1:6379", "server"))
+        status = live_client.status(run_dir)
+        assert (status.state, status.round, status.step) == ("live", 2, "ending")
+        (run_dir / "ditto/end.json").unlink()
+        assert live_client.status(run_dir).step == "the server of this run cannot be reached (connection refused)"
 
 
 def test_the_status_runs_no_code_that_the_config_names(run_dir):
