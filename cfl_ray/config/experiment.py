@@ -221,6 +221,13 @@ class Experiment(ConfigSection):
         return self
 
     @property
+    def has_objects(self) -> bool:
+        """Returns whether data, model or methods are a user's objects made in Python, which a record only names."""
+        objects = [part for part in (self.model.name, *self.methods) if not isinstance(part, str | dict)]
+        own = [part for part in objects if not getattr(part, "__module__", "").startswith("cfl_ray.")]
+        return self.data.federation is not None or bool(own)
+
+    @property
     def moved(self) -> Mapping[str, str]:
         """New paths by recorded path, if this is the record of a run whose folder has moved."""
         return self._moved

@@ -19,7 +19,8 @@ class ChainedFederation(Federation):
 
     def __init__(self, parts: tuple[Federation, ...]) -> None:
         self.parts, first = parts, parts[0]
-        self.shape, self.view, self.normalize = first.shape, first.view, first.normalize
+        self.shape, self.view = first.shape, first.view
+        self.scale, self.normalize = first.scale, first.normalize
         self.recipe = {"chained": [part.recipe for part in parts]}
         # number of the first client, and of the first test set, of each part; the last entries are N and T
         self._first_client = np.cumsum([0, *(part.num_clients for part in parts)])

@@ -71,7 +71,8 @@ class ChangedFederation(Federation):
     def __init__(self, base: Federation, derived: dict[int, DerivedData]) -> None:
         self._base = base
         self._derived = {client: data for client, data in derived.items() if data != DerivedData(client)}
-        self.shape, self.view, self.recipe, self.normalize = base.shape, base.view, base.recipe, base.normalize
+        self.shape, self.view, self.recipe = base.shape, base.view, base.recipe
+        self.scale, self.normalize = base.scale, base.normalize
 
     @property
     def _ids(self) -> np.ndarray:

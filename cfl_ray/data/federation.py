@@ -80,6 +80,7 @@ class Federation(ABC):
     group_N: np.ndarray | None  # int32 (N,): true group of each client, -1 if unknown; None if all are unknown
     view: str  # "cluster", "label", "all" or "holdout"
     recipe: dict[str, Any]  # JSON: all settings that decide the content of this federation
+    scale: float = 1.0  # by which stored samples are divided, before they are normalised
     normalize: list[list[float]] | None = None  # [means, standard deviations] per channel; None: not normalised
 
     @property

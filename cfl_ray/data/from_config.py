@@ -239,7 +239,8 @@ def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
         raise DataError(f"data.shift.kind: source arrays is taken as it is, so none, not {data.shift.kind}")
     if data.root is None or not Path(data.root).expanduser().is_file():
         raise DataError(
-            f"source arrays needs data.root: an .npz file with x, y and clients (numpy.savez), got {data.root!r}"
+            f"source arrays needs data.root: an .npz file with x, y and clients (numpy.savez), got {data.root!r}; the "
+            "record of a run does not hold arrays made in Python: give it the experiment, resume(RUN, experiment=...)"
         )
     required, optional = ("x", "y", "clients"), ("groups", "x_test", "y_test", "test_clients", "vocabulary")
     try:

@@ -69,7 +69,7 @@ class IndexedFederation(Federation):
     def __init__(self, shape: DataShape, view: str, recipe: dict[str, Any], index: Index, scaling: Scaling) -> None:
         self.shape, self.view, self.recipe = shape, view, recipe
         self._index, self._scaling = index, scaling
-        self.normalize = scaling.normalize
+        self.scale, self.normalize = scaling.scale, scaling.normalize
         self._target_type = str(shape.target_dtype).removeprefix("torch.")
         self.num_samples_N = index.train_N
         self.group_N = None if (index.group_N < 0).all() else index.group_N

@@ -24,7 +24,8 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
         .pt           the same, for `torch.load` and `load_state_dict`
         .onnx         the network with its parameters; needs the packages onnx and onnxscript
 
-    A safetensors file names method, cluster or client, round, input shape and normalisation in its metadata.
+    A safetensors file names method, cluster or client, round, input shape, scale and normalisation of inputs in its
+    metadata.
     Raises ConfigError for another ending, and for a cluster or client that does not exist.
     """
     write = _WRITERS.get(path.suffix)
@@ -40,6 +41,7 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
         "of": whose,
         "round": trained.round,
         "input": list(federation.shape.input),
+        "scale": federation.scale,
         "normalize": federation.normalize,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -309,6 +309,9 @@ class _Launch:
         if self.directory is None or not RunDirectory(self.directory).is_run:
             return "Nothing was kept"
         here = [] if self.on_ray or self.experiment.runtime.backend != "ray" else ["--in-process"]
+        if self.experiment.has_objects:
+            again = f"cfl_ray.resume({str(self.directory)!r}, experiment=...{', on_ray=False' if here else ''})"
+            return f"Every saved round is kept; go on with: {again}"
         return f"Every saved round is kept; go on with: {command('resume', self.directory, *here)}"
 
 

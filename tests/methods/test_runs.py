@@ -1,5 +1,6 @@
 """Whole runs in this process: every registered method with every engine, clients that join and leave, and resuming."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 from checksums import EARLY
 from federations import Spoiled
+from interrupted import interrupt_once
 
 import cfl_ray
 from cfl_ray.checkpoint.store import CheckpointStore
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca import IFCA
@@ -270,6 +272,19 @@ class TestRunDirectories:
             {label: figures(result) for label, result in results.methods.items()} for results in (resumed, whole)
         )
         assert found == expected
+
+    def test_an_interrupted_run_of_a_federation_names_the_call_that_resumes_it(self, tmp_path, monkeypatch):
+        federation = cfl_ray.federation_from_arrays(np.eye(20, dtype="float32"), np.arange(20) % 2, np.arange(20) // 5)
+        run = cfl_ray.Experiment(data=federation, rounds=2, methods=["fedavg"], tracking={"enabled": False})
+        interrupt_once(monkeypatch, 2)
+        call = re.escape(f"go on with: cfl_ray.resume('{tmp_path}/run', experiment=..., on_ray=False)")
+        with pytest.raises(Interrupted, match=f"{call}$"):
+            cfl_ray.simulate(run, tmp_path / "run")
+        with pytest.raises(
+            ConfigError, match=r"does not hold arrays made in Python: give it the experiment, resume\(RUN"
+        ):
+            cfl_ray.resume(tmp_path / "run", on_ray=False)
+        assert len(cfl_ray.resume(tmp_path / "run", experiment=run, on_ray=False)["fedavg"].records) == 2
 
     def test_a_directory_belongs_to_one_run(self, experiment, tmp_path):
         cfl_ray.simulate(experiment(rounds=1), tmp_path / "run")

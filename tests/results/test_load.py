@@ -182,6 +182,7 @@ class TestExport:
                 "of": "cluster 2",
                 "round": "3",
                 "input": "[1, 8, 8]",
+                "scale": "16.0",
                 "normalize": "null",
             }
         expected = trained.state_dict(2)
