@@ -395,7 +395,7 @@ class Clients:
             client_state=client_state,
             features=features,
             defer_aggregation=defer_aggregation or (robust and averaging is not None),
-            deferred_cuts=range_cuts(self.aggregation, self.spec.size, client_state, len(self.ids_M) * models),
+            deferred_cuts=range_cuts(self.aggregation, self.spec.size, client_state, len(self.ids_M) // models),
             upload_distances=isinstance(self.aggregation, ClippingRule),
             clip=None if self.private is None else self.private.clip(self.spec, private),
             chained=how.chained,

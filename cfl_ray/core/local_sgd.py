@@ -24,10 +24,12 @@ class LocalStep(Protocol):
 
     @property
     def __call__(self) -> Callable[..., Tensor]:
-        """Direction of the step at `w`, in the trained columns: a function (gradient, w), or (gradient, w, companion).
+        """Direction of the step at `w`, in the trained columns: a function (gradient, w, *companion).
 
         gradient(w, b): gradient at w of the loss on batch b, for b = 0 .. batches_per_step - 1.
-        companion: the second model, if `LocalTraining.companion` gives one; a step may change it in place.
+        companion: the second model, if `LocalTraining.companion` gives one; a step may change it in place. With
+            `ClientState.learned_share` also the client's share, (1,), which a step may change in place, and the number
+            of the step from 0.
         """
 
 

@@ -19,7 +19,7 @@ from cfl_ray.core.clients import Clients
 from cfl_ray.core.events import check_phases
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import place_by_loss
+from cfl_ray.core.rounds import place_by_loss, serve_per_cluster
 from cfl_ray.core.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, resolve_server_optimizer
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
@@ -220,9 +220,12 @@ class Method(ABC, Generic[S]):
     def round(self, state: S, clients: Clients, rng: Draws) -> S:
         """The state after one communication round with `clients`, the cohort of the round."""
 
-    @abstractmethod
     def serve(self, state: S, clients: Clients) -> Serving:
-        """The model with which each of `clients` predicts now (protocol P-server); no traffic."""
+        """The model with which each of `clients` predicts now (protocol P-server); no traffic.
+
+        By default that of its cluster, and the mean of all models without a cluster (`core.rounds.serve_per_cluster`).
+        """
+        return serve_per_cluster(state, clients)
 
     def join(self, state: S, clients: Clients) -> S:
         """The state after the newcomers `clients` joined.

@@ -14,7 +14,6 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 
 PLACEMENT = "a mixture of all models, with weights by E and M steps on its training samples"
-ONLY_MEAN = "a client uploads several models in one exchange, which are added up on its host"
 
 Fit = Callable[[Clients], np.ndarray]  # mixture weights (M, K) of clients that have none yet
 

@@ -145,6 +145,8 @@ class ClientState:
     private: bool = True  # False: the columns are also uploaded
     # weight of these columns in the model that the client predicts with; 1 - share is that of the received columns
     share: float = 1.0
+    # with `columns` None: whether the local step changes a client's share, which starts as `share`, and is kept
+    learned_share: bool = False
     # with `columns` None: the columns that the next training starts from; None: all of them
     resumed: Columns | None = None
 
@@ -331,13 +333,17 @@ class Work:
 
     @property
     def state_owners(self) -> np.ndarray:
-        """Ids of the clients whose state or deferred results this work uses."""
+        """Ids of the clients whose state this work uses, or the keys (`keys_of`) of deferred results."""
         return self.ids_M
 
     @property
     def models_per_client(self) -> int:
         """Models that a client trains: its id is repeated that often in `ids_M`, and its models stay in one chunk."""
         return 1
+
+    def keys_of(self, ids_m: np.ndarray, index_m: np.ndarray) -> np.ndarray:
+        """Keys, (m,), of the values that entries at these positions leave: of a client's k-th of K models id K + k."""
+        return ids_m * self.models_per_client + index_m % self.models_per_client
 
     @property
     def updates_client_state(self) -> bool:
@@ -421,18 +427,24 @@ class AverageDeferred(Work):
     """Weighted means (`averaging`) of results that an earlier exchange of the round left on the hosts."""
 
     start: Rows  # the models that the clients were sent in that exchange
+    key_M: np.ndarray  # of the results
     clip: Clip | None = None
 
     @classmethod
     def of(cls, training: Train, address: Address, ids_M: np.ndarray, averaging: Averaging) -> Self:
         """The averages of the deferred results of `training`; clients without a result do not count."""
-        order = np.argsort(training.ids_M)
-        at_M = order[np.searchsorted(training.ids_M, ids_M, sorter=order).clip(max=len(order) - 1)]
-        row_M = np.where(training.ids_M[at_M] == ids_M, training.start.row_M[at_M], 0)
-        tables = (training.tables[training.start.table],)
-        exchange = training.address.exchange
-        start, clip = Rows(0, row_M), training.clip
-        return cls(address, ids_M, tables, averaging=averaging, deferred_from=exchange, start=start, clip=clip)
+        key_M = training.keys_of(ids_M, np.arange(len(ids_M)))
+        trained_M = training.keys_of(training.ids_M, np.arange(len(training.ids_M)))
+        order = np.argsort(trained_M)
+        at_M = order[np.searchsorted(trained_M, key_M, sorter=order).clip(max=len(order) - 1)]
+        start = Rows(0, np.where(trained_M[at_M] == key_M, training.start.row_M[at_M], 0))
+        tables, from_ = (training.tables[training.start.table],), training.address.exchange
+        kept = cls(address, ids_M, tables, deferred_from=from_, start=start, key_M=key_M)
+        return replace(kept, averaging=averaging, clip=training.clip)
+
+    @property
+    def state_owners(self) -> np.ndarray:
+        return self.key_M
 
     def rows(self) -> list[Rows]:
         return [self.start, *super().rows()]
@@ -452,7 +464,7 @@ class CombineColumns(Work):
     is_per_client = False
     stop_M: np.ndarray  # int64: stop column of each range
     part_M: np.ndarray  # int64: number of the part
-    members: np.ndarray  # int64: clients whose results are combined
+    members: np.ndarray  # int64: keys of the results that are combined
     function: Callable[[Iterable[np.ndarray]], np.ndarray]  # of blocks (n, f) of the range's columns
 
     @property

@@ -30,6 +30,15 @@ def with_client_state(start_P: Tensor, client_state: ClientState | None, value: 
     return row_P
 
 
+def companion_row(received_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
+    """The second model of a client that received `received_P` and keeps `value`, followed by its share if learned."""
+    row_P = with_client_state(received_P, client_state, value)
+    if client_state is None or not client_state.learned_share:
+        return row_P
+    share = torch.tensor([client_state.share]) if value is None else value[-1:]
+    return torch.cat([row_P, share.to(row_P.device)])
+
+
 def starting_row(start_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
     """The initial row for the training of a client that received `start_P` and keeps `value`."""
     if client_state is None or value is None or client_state.resumed is None:
@@ -42,9 +51,10 @@ def starting_row(start_P: Tensor, client_state: ClientState | None, value: Tenso
 def predicting_row(received_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
     """The row for the predictions of a client that received `received_P` and keeps `value`."""
     row_P = with_client_state(received_P, client_state, value)
-    if client_state is None or value is None or client_state.share == 1:
+    if client_state is None or value is None:
         return row_P
-    return torch.lerp(received_P, row_P.to(received_P.device), client_state.share)
+    share = float(value[-1]) if client_state.learned_share else client_state.share
+    return row_P if share == 1 else torch.lerp(received_P, row_P.to(received_P.device), share)
 
 
 def stored_velocity(value: Tensor | None, client_state: ClientState, start_P: Tensor) -> Tensor | None:
@@ -66,7 +76,7 @@ class ClientStateStore:
         self._names: set[str] = set()
         self._changed: set[ClientStateKey] = set()
         self._forgotten: set[ClientStateKey] = set()
-        self._deferred: dict[int, dict[int, Any]] = {}  # by exchange of the present round, then client
+        self._deferred: dict[int, dict[int, Any]] = {}  # by exchange of the present round, then key (`Work.keys_of`)
         self._round: tuple[int, bool] | None = None
 
     def begin(self, work: Work) -> None:
@@ -80,14 +90,14 @@ class ClientStateStore:
         ids = work.state_owners.tolist()
         if work.deferred_from is not None:
             deferred = self._deferred[work.deferred_from]
-            return {i: deferred[client] for i, client in enumerate(ids) if client in deferred}
+            return {i: deferred[key] for i, key in enumerate(ids) if key in deferred}
         if work.client_state is None:
             return {}
         keys = [(work.client_state.name, client) for client in ids]
         return {i: self._values[key] for i, key in enumerate(keys) if key in self._values}
 
     def keep(self, work: Work, states: Mapping[int, Any], deferred: Mapping[int, Any]) -> None:
-        """Stores the client states and deferred results of an exchange, by client."""
+        """Stores the client states of an exchange, by client, and its deferred results, by key."""
         if work.client_state is not None:
             entries = {(work.client_state.name, client): value for client, value in states.items()}
             self._values.update(entries)

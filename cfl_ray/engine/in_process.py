@@ -28,9 +28,9 @@ class InProcessBackend:
         chunks = chunks_of(work, chunk_size(clients, self.worker.engine, self.one_by_one))
         cuts = ((part := work.take(cut.index_m), cut.index_m, self._stored(part)) for cut in chunks)
         for result, kept in self.worker.run_all(cuts, lambda table, row: work.tables[table][row], sums):
-            ids = work.ids_M[result.index_m].tolist()
-            states = {ids[i]: value for i, value in kept.states.items()}
-            deferred = {ids[i]: value for i, value in kept.deferred.items()}
+            keys = work.keys_of(work.ids_M[result.index_m], result.index_m).tolist()
+            states = {keys[i]: value for i, value in kept.states.items()}
+            deferred = {keys[i]: value for i, value in kept.deferred.items()}
             self.client_states.keep(work, states, deferred)
             results.append(result)
         return outcome_of(work, results, sums.values())

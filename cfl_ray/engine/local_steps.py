@@ -40,8 +40,8 @@ class LocalGradient(ABC):
         self.batches: list[BatchIndex] = []  # of the current step
         self._masks: dict[int, list[Tensor]] = {}  # by batch of the current step, one per dropout layer
         self._seeds: dict[int, int] = {}  # by batch of the current step
-        trained, companion_P = network.spec.trained, task.companion_P
-        self.companion = [] if companion_P is None else [companion_P[:trained].to(network.device, copy=True)]
+        parts = companion_parts(network, task)
+        self.companion = [part.to(network.device, copy=True) for part in parts]
 
     def begin(self, batches: list[BatchIndex]) -> None:
         """Begins a step that uses these batches."""
@@ -51,22 +51,22 @@ class LocalGradient(ABC):
     def of_batch(self, batch: int) -> list[Tensor]:
         """Gradient at the current parameters on one batch of the step. The next gradient may reuse its memory."""
 
-    def direction_of(self, local_step: LocalStep) -> list[Tensor]:
-        """The direction of a local step. The loss of the step is the loss of its first gradient."""
+    def direction_of(self, local_step: LocalStep, number: int) -> list[Tensor]:
+        """The direction of local step `number`. The loss of the step is the loss of its first gradient."""
         w_P, past = self.w_P().clone(), len(self.losses)
 
         def gradient(row_P: Tensor, batch: int) -> Tensor:
             self.load(row_P)
             return torch.cat([part.reshape(-1) for part in self.of_batch(batch)])
 
-        direction_P = local_step(gradient, w_P, *self.companion)
+        direction_P = local_step(gradient, w_P, *companion_arguments(self.companion, number))
         del self.losses[past + 1 :]
         self.load(w_P)
         return self.parts_of(direction_P)
 
     def moved_companion(self, row_P: Tensor) -> Tensor | None:
-        """The second model (P,), with the buffers of `row_P`; None without a second model."""
-        return torch.cat([*self.companion, row_P[self.network.spec.trained :]]) if self.companion else None
+        """`whole_companion` after the steps; None without a second model."""
+        return whole_companion(self.network, self.companion, row_P) if self.companion else None
 
     def step_losses(self, trace: int) -> list[float]:
         """Losses of the first `trace` steps."""
@@ -90,6 +90,24 @@ class LocalGradient(ABC):
         return self.network.draws_from(self._seeds[batch])
 
 
+def companion_parts(network: Network, task: TrainingTask) -> list[Tensor]:
+    """The tensors that a local step may change: trained columns of the second model, and the share (1,) if learned."""
+    if task.companion_P is None:
+        return []
+    model_P, share = task.companion_P[: network.spec.trained], task.companion_P[network.spec.size :]
+    return [model_P, share] if len(share) else [model_P]
+
+
+def whole_companion(network: Network, parts: Sequence[Tensor], row_P: Tensor) -> Tensor:
+    """The second model (P,) from its `companion_parts`, with the buffers of `row_P`, and the share if learned."""
+    return torch.cat([parts[0], row_P[network.spec.trained :], *parts[1:]])
+
+
+def companion_arguments(parts: Sequence[Tensor], number: int) -> list[Any]:
+    """The arguments of local step `number` after the row: see `core.local_sgd.LocalStep`."""
+    return [*parts, number] if len(parts) > 1 else [*parts]
+
+
 class LocalUpdate(Protocol):
     """The steps of a local optimiser."""
 
@@ -111,7 +129,7 @@ def take_steps(
     local, batches = task.local, task.batches_on(gradient.network.device)
     for number in range(task.steps):
         gradient.begin([next(batches) for _ in range(task.batches_per_step)])
-        step = gradient.of_batch(0) if task.local_step is None else gradient.direction_of(task.local_step)
+        step = gradient.of_batch(0) if task.local_step is None else gradient.direction_of(task.local_step, number)
         with torch.no_grad():
             if local.clips:  # weight decay belongs to the optimiser's step, proximal terms to the gradient
                 for term in proximal:

@@ -28,7 +28,8 @@ class TrainingTask:
     proximal: tuple[Proximal[Tensor], ...] = ()
     local_step: LocalStep | None = None
     objective: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # (loss, features, y) -> loss; None: the loss
-    companion_P: Tensor | None = None  # a second model, which the local step may move
+    # a second model, followed by the client's share if that is learned; the local step may change both
+    companion_P: Tensor | None = None
     trace: int = 0  # number of first steps whose losses are part of the result
     frozen_P: Tensor | None = None  # a frozen model whose logits are added
     velocity: Tensor | None = None  # initial momentum buffer (trained columns,); None: zeros
@@ -80,7 +81,7 @@ class TrainingResult:
     train_loss: float
     replacement_P: Tensor | None = None  # uploaded instead of the row: a moving anchor, or an attacker's forgery
     velocity: Tensor | None = None  # momentum buffer (trained columns,), if it persists
-    companion_P: Tensor | None = None  # the second model after the last step
+    companion_P: Tensor | None = None  # the second model, and the learned share, after the last step
     step_losses: Sequence[float] = ()  # of the first `task.trace` steps
     # largest absolute values of the row's weights and buffers, if the engine has computed them for many rows at once
     largest: tuple[float, float] | None = None

@@ -14,10 +14,10 @@ from cfl_ray.core.work import AverageDeferred, Train, UpdateFeatures
 from cfl_ray.engine import mixtures, scoring
 from cfl_ray.engine.client_state import (
     client_state_value,
+    companion_row,
     predicting_row,
     starting_row,
     stored_velocity,
-    with_client_state,
 )
 from cfl_ray.engine.engines import ENGINES, TrainedBatch
 from cfl_ray.engine.evaluating import client_scores
@@ -253,7 +253,7 @@ def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
     if work.companion is None:
         start_P = starting_row(start_P, work.client_state, value)
     else:
-        companion_P = with_client_state(chunk.on_device(work.companion, index), work.client_state, value)
+        companion_P = companion_row(chunk.on_device(work.companion, index), work.client_state, value)
     if work.local.persist and work.client_state is not None:
         velocity = stored_velocity(value, work.client_state, start_P)
     return TrainingTask(

@@ -14,6 +14,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from cfl_ray.core.work import Proximal
 from cfl_ray.engine import sequential
 from cfl_ray.engine.failure import naming_client
+from cfl_ray.engine.local_steps import companion_arguments, companion_parts, whole_companion
 from cfl_ray.engine.rows import padded, rows_on
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.vmap_batches import in_batches, train_alone
@@ -106,8 +107,8 @@ def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[Trainin
         _ProximalGradients(network, [task.proximal[which] for task in tasks]) for which in range(len(tasks[0].proximal))
     ]
     velocity_mP = _initial_velocity(network, tasks) if tasks[0].local.momentum else None
-    companions = [task.companion_P[: network.spec.trained] for task in tasks if task.companion_P is not None]
-    companion = [rows_on(network.device, companions, copies=True)] if companions else []
+    companions = zip(*(companion_parts(network, task) for task in tasks), strict=True)
+    companion = [rows_on(network.device, parts, copies=True) for parts in companions]
     loss_m = _train_rows(network, tasks, plan, rows_mP, velocity_mP, proximal, companion)
     anchor_mP = next((moved for term in proximal if (moved := term.moved(rows_mP)) is not None), None)
     largest = _largest(rows_mP, network.spec.trained)
@@ -121,7 +122,7 @@ def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[Trainin
         anchor_P = None if anchor_mP is None else anchor_mP[index]
         velocity = velocity_mP[index] if velocity_mP is not None and task.local.persist else None
         row_P, seconds = rows_mP[index], [second_mP[index].to(rows_mP.device) for second_mP in companion]
-        companion_P = torch.cat([*seconds, row_P[network.spec.trained :]]) if seconds else None
+        companion_P = whole_companion(network, seconds, row_P) if seconds else None
         trace = traces[index][: task.steps]
         results.append(
             TrainingResult(index, row_P, losses[index], anchor_P, velocity, companion_P, trace, largest[index])
@@ -241,7 +242,8 @@ def _train_rows(
         now_mP = rows_mP[:, :trained]
         active = plan.active[number * batches_per_step]
         before = [rows.clone() for rows in companion]
-        step = gradient(now_mP, 0) if local_step is None else local_step(gradient, now_mP, *companion)
+        arguments = companion_arguments(companion, number)
+        step = gradient(now_mP, 0) if local_step is None else local_step(gradient, now_mP, *arguments)
         for rows, stay in zip(companion, before, strict=True):
             rows.copy_(torch.where(active[:, None], rows, stay))
         if local.weight_decay and not local.clips:

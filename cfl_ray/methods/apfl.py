@@ -1,16 +1,19 @@
 """APFL: Y. Deng, M. M. Kamani, M. Mahdavi. Adaptive Personalized Federated Learning. arXiv:2003.13461, Algorithm 1.
 
-    w_i <- w_t;  for every batch:  vbar_i = alpha v_i + (1 - alpha) w_i
-                                   v_i <- v_i - eta alpha grad f_i(vbar_i)       grad of f_i(vbar_i) with respect to v_i
+    w_i <- w_t;  for every batch:  vbar_i = alpha_i v_i + (1 - alpha_i) w_i
+                                   v_i <- v_i - eta alpha_i grad f_i(vbar_i)     grad of f_i(vbar_i) with respect to v_i
                                    w_i <- w_i - eta grad f_i(w_i)                the same batch, w_i before its step
+        if adaptive, in the first: alpha_i <- alpha_i - eta <v_i - w_i, grad f_i(vbar_i)>     in 0 .. 1, models before
     w_{t+1} <- Avg(w_i)                                                          over the cohort
 
-v_i stays with the client, which predicts with alpha v_i + (1 - alpha) w_t. It starts as the first global model that the
-client receives; a client that never took part predicts with w_t.
+v_i and alpha_i stay with the client, which predicts with alpha_i v_i + (1 - alpha_i) w_t. v_i starts as the first
+global model that the client receives; a client that never took part predicts with w_t.
 
-Deviations: alpha is the same for all clients and fixed (the paper also adapts it). Clients are averaged by samples
-(paper: uniformly). Both models take plain SGD steps, without `local.momentum`; `local.clip_norm` is for w_i alone. The
-official code (FedTorch) mixes the outputs of the two models; here, as in the paper, their parameters.
+Deviations: clients are averaged by samples (paper: uniformly). Both models take plain SGD steps, without
+`local.momentum`; `local.clip_norm` is for w_i alone. The official code (MLOPTPSU/FedTorch, ab8068d) mixes the outputs
+of both models (here, as in the paper, their parameters), and adds 0.02 alpha_i to the gradient of alpha_i. As in that
+code, only the first step of a round adapts alpha_i: later w_i is no longer the global model that the client predicts
+with, and alpha_i would fall to 0 while w_i fits the client's own data.
 """
 
 from collections.abc import Callable
@@ -28,16 +31,26 @@ from cfl_ray.core.weights import global_weights
 
 @dataclass(frozen=True)
 class Interpolated:
-    """The gradient of w_i. The companion v_i is stepped in place, by the gradient at the mixture of both models."""
+    """The gradient of w_i. v_i, and alpha_i if it is adapted, take their steps in place."""
 
-    alpha: float
+    alpha: float  # if it is not adapted
     lr: float
     weight_decay: float
     batches_per_step: int = 1
 
-    def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor, v: Tensor) -> Tensor:
-        direction = gradient(w, 0)
-        v.sub_(self.lr * (self.alpha * gradient(v.lerp(w, 1 - self.alpha), 0) + self.weight_decay * v))
+    def __call__(
+        self,
+        gradient: Callable[[Tensor, int], Tensor],
+        w: Tensor,
+        v: Tensor,
+        adapted: Tensor | None = None,
+        number: int = 0,
+    ) -> Tensor:
+        direction, alpha = gradient(w, 0), self.alpha if adapted is None else adapted.clone()
+        at_mixture = gradient(v.lerp(w, 1 - alpha), 0)
+        if adapted is not None and number == 0:
+            adapted.sub_(self.lr * ((v - w) * at_mixture).sum(-1, keepdim=True)).clamp_(0, 1)
+        v.sub_(self.lr * (alpha * at_mixture + self.weight_decay * v))
         return direction
 
 
@@ -52,6 +65,11 @@ class APFL(Method[State], name="apfl"):
         low=0,
         high=1,
     )
+    adaptive: bool = option(
+        False,
+        "every client adapts its own alpha, which starts as `alpha`, by the gradient of its loss",
+        source="official code: fed_adaptive_alpha",
+    )
     weights: str = weights_option()
 
     @property
@@ -61,7 +79,7 @@ class APFL(Method[State], name="apfl"):
     @property
     def personal(self) -> ClientState:
         """v_i, and its share in the model that the client predicts with."""
-        return ClientState("personal", private=False, share=self.alpha)
+        return ClientState("personal", private=False, share=self.alpha, learned_share=self.adaptive)
 
     def init(self, start: Start) -> State:
         return start.one_model()

@@ -55,8 +55,6 @@ from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import serve_per_cluster
-from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED
 from cfl_ray.core.weights import cluster_weights
 
@@ -395,9 +393,6 @@ class CFL(Method[CFLState], name="cfl"):
             valid_M[here] = updates.valid_M
             leaf_M[here[updates.valid_M]] = state.leaf_at(split, updates.valid_features_MF, "max")
         return state.advance(assign_N=state.place(clients.ids_M[valid_M], leaf_M[valid_M]))
-
-    def serve(self, state: CFLState, clients: Clients) -> Serving:
-        return serve_per_cluster(state, clients)
 
 
 def noise(update_EF: Tensor, side_E: np.ndarray) -> float:

@@ -40,8 +40,7 @@ from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import fedavg_per_cluster, place_in_any, serve_per_cluster
-from cfl_ray.core.serving import Serving
+from cfl_ray.core.rounds import fedavg_per_cluster, place_in_any
 from cfl_ray.core.state import UNASSIGNED
 from cfl_ray.core.weights import cluster_weights
 
@@ -147,6 +146,3 @@ class CFLGP(Method[ProfileState], name="cflgp"):
             ids.append(others.ids_M[more.valid_M])
             delta_MF.append(more.valid_features_MF)
         return state.with_updates(k, np.concatenate(ids), torch.cat(delta_MF))
-
-    def serve(self, state: ProfileState, clients: Clients) -> Serving:
-        return serve_per_cluster(state, clients)

@@ -32,8 +32,6 @@ from cfl_ray.clustering.agglomerative import linkage_tree
 from cfl_ray.core.clients import Clients, least_loss
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import serve_per_cluster
-from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.core.weights import global_weights
 
@@ -266,6 +264,3 @@ class FedDrift(Method[PoolState], name="feddrift"):
 
     def drift(self, state: PoolState, clients: Clients) -> PoolState:
         return state.advance(due=state.step >= 0)
-
-    def serve(self, state: PoolState, clients: Clients) -> Serving:
-        return serve_per_cluster(state, clients)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cfl_ray.core.clients import Clients, Mixture, Sent
 from cfl_ray.core.method import Method, Start, option, weights_option
-from cfl_ray.core.mixtures import ONLY_MEAN, PLACEMENT, MixtureState, equal_weights
+from cfl_ray.core.mixtures import PLACEMENT, MixtureState, equal_weights
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 
@@ -37,7 +37,6 @@ class FedEM(Method[MixtureState], name="fedem"):
     """K models; each client predicts with their mixture, learned by expectation-maximisation."""
 
     placement = PLACEMENT
-    only_mean = ONLY_MEAN
 
     num_models: int = option(3, "K, number of models that are mixed; 1 is FedAvg", source="paper", low=1)
     damped: bool = option(

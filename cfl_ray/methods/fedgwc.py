@@ -31,8 +31,7 @@ from cfl_ray.clustering.spectral import affinities, best_parts
 from cfl_ray.core.clients import Clients, LocalTraining
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import place_in_any, serve_per_cluster
-from cfl_ray.core.serving import Serving
+from cfl_ray.core.rounds import place_in_any
 from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.core.weights import cluster_weights
 
@@ -148,9 +147,6 @@ class FedGWC(Method[InteractionState], name="fedgwc"):
     def join(self, state: InteractionState, clients: Clients) -> InteractionState:
         """Newcomers join the cluster with the least loss."""
         return place_in_any(state, clients)
-
-    def serve(self, state: InteractionState, clients: Clients) -> Serving:
-        return serve_per_cluster(state, clients)
 
 
 def positions(seen_S: np.ndarray, ids_m: np.ndarray) -> np.ndarray:

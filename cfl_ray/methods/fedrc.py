@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cfl_ray.core.clients import Clients, Mixture, Sent
 from cfl_ray.core.method import Method, Start, option, weights_option
-from cfl_ray.core.mixtures import ONLY_MEAN, PLACEMENT, MixtureState, equal_weights
+from cfl_ray.core.mixtures import PLACEMENT, MixtureState, equal_weights
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 
@@ -60,7 +60,6 @@ class FedRC(Method[FedRCState], name="fedrc"):
     """FedEM with mixtures that do not depend on label skew: models separate concepts, not labels."""
 
     placement = PLACEMENT
-    only_mean = ONLY_MEAN
 
     num_models: int = option(3, "K, number of models that are mixed; 1 is FedAvg", source="paper", low=1)
     fit_steps: int = option(10, "E and M steps of a client that has not trained yet", source="ours", low=1)

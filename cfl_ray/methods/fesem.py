@@ -27,8 +27,7 @@ from cfl_ray.clustering.signatures import sketch_option
 from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import row_or_last, serve_per_cluster, with_mean
-from cfl_ray.core.serving import Serving
+from cfl_ray.core.rounds import row_or_last, with_mean
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import cluster_weights
 
@@ -125,6 +124,3 @@ class FeSEM(Method[State], name="fesem"):
         after = state.advance(assign_N=state.place(clients.ids_M[updates.valid_M], cluster_M))
         clients.member_events(state.members_K, after.members_K, clients=len(cluster_M))
         return after
-
-    def serve(self, state: State, clients: Clients) -> Serving:
-        return serve_per_cluster(state, clients)

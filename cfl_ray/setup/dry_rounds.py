@@ -131,7 +131,7 @@ class TrafficEstimate:
     first_round: tuple[float, float]
     later_round: tuple[float, float]
     models: int  # cluster models after the second round
-    deferred: int  # clients whose results stay in the object store until they can be averaged
+    deferred: int  # results that stay in the object store until they can be averaged
     load: Load  # of a client in a later round
     kept: dict[str, int]  # floats that a client keeps between rounds, by name
 
@@ -165,7 +165,7 @@ def traffic(
     if isinstance(method.aggregation_rule, Mean):
         deferred = max(backend.deferred, default=0)
     else:
-        deferred = cohort  # a robust rule needs all results together
+        deferred = cohort * backend.kept.get("mixture weights", 1)  # a robust rule needs all results together
     return TrafficEstimate(mbit[0], mbit[1], models, deferred, load, backend.kept)
 
 

@@ -10,36 +10,67 @@ from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.local import Local
 
 
-def client(one, number, w, v, alpha, decay=0.0):
-    """(w_i, v_i) after the steps, v_i by the gradient at the mixture before the step of w_i."""
-    for _ in range(STEPS):
-        mixed = alpha * v + (1 - alpha) * w
-        v = v - ETA * (alpha * gradient(one, number, mixed) + decay * v)
+def client(one, number, w, v, alpha, decay=0.0, adaptive=False):
+    """(w_i, v_i, alpha_i) after the steps; v_i, and in the first alpha_i, by the gradient before the step of w_i."""
+    for step in range(STEPS):
+        at_mixture = gradient(one, number, alpha * v + (1 - alpha) * w)
+        slope = ((v - w) * at_mixture).sum() if adaptive and step == 0 else 0.0
+        v = v - ETA * (alpha * at_mixture + decay * v)
         w = w - ETA * (gradient(one, number, w) + decay * w)
-    return w, v
+        alpha = min(max(alpha - ETA * slope, 0.0), 1.0)
+    return w, v, alpha
 
 
 @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised"])
-@pytest.mark.parametrize("alpha, decay", [(0.3, 0.0), (0.7, 0.1)])
-def test_both_models_follow_the_formulas(alpha, decay, engine):
-    one, method = stage(weight_decay=decay), APFL(alpha=alpha)
+@pytest.mark.parametrize("alpha, decay, adaptive", [(0.3, 0.0, False), (0.7, 0.1, False), (0.3, 0.1, True)])
+def test_both_models_and_alpha_follow_the_formulas(alpha, decay, adaptive, engine):
+    one, method = stage(weight_decay=decay), APFL(alpha=alpha, adaptive=adaptive)
     one.engine = engine
     one.__post_init__()
     w = matrix(one.model())
-    own, state = {0: w, 1: w}, None
-    for number in (1, 2):
-        results = [client(one, i, w, own[i], alpha, decay) for i in (0, 1)]
-        w, own = mean(results[0][0], results[1][0]), {i: results[i][1] for i in (0, 1)}
+    own, state = {0: (w, alpha), 1: (w, alpha)}, None
+    for number in (1, 2, 3):
+        results = [client(one, i, w, *own[i], decay, adaptive) for i in (0, 1)]
+        w, own = mean(results[0][0], results[1][0]), {i: results[i][1:] for i in (0, 1)}
         state = one.play(method, None, state=state, first=number)
         assert_close(state.models_KP[0], w)
-        for i in (0, 1):
-            assert_close(one.client_states["personal", i], own[i])
+        for i, (v, alpha_i) in own.items():
+            kept = one.client_states["personal", i]
+            assert_close(kept[: w.size], v)
+            assert kept[w.size :].tolist() == ([pytest.approx(alpha_i, abs=1e-6)] if adaptive else [])
+            assert not adaptive or number == 1 or abs(alpha_i - alpha) > 1e-3
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_the_global_model_is_that_of_fedavg_with_mini_batches_too(alpha):
+def test_alpha_does_not_move_before_both_models_differ(alpha):
+    """In the first step of a client v_i is w_i: the first round is that of APFL with a fixed alpha, bit for bit."""
     one, other = groups(batch_size=30), groups(batch_size=30)
-    found, expected = one.play(APFL(alpha=alpha), *COHORTS), other.play(FedAvg(), *COHORTS)
+    adaptive, fixed = APFL(alpha=alpha, adaptive=True), APFL(alpha=alpha)
+    found, expected = one.play(adaptive, None), other.play(fixed, None)
+    assert torch.equal(found.models_KP, expected.models_KP) and floats(one) == floats(other)
+    for i in range(8):
+        *v, share = one.client_states["personal", i].tolist()
+        assert v == other.client_states["personal", i].tolist() and share == pytest.approx(alpha)
+    assert accuracy(one, adaptive, found).tolist() == accuracy(other, fixed, expected).tolist()
+
+
+def test_alpha_stays_between_0_and_1_and_is_the_share_of_the_own_model_in_predictions():
+    one, method = groups(epochs=5, lr=2.0), APFL(alpha=0.9, adaptive=True)
+    state = one.play(method, *[None] * 4)
+    alphas = []
+    for i in range(8):
+        v, alpha = one.client_states["personal", i].split([state.models_KP.shape[1], 1])
+        mixed = torch.lerp(state.models_KP[0], v, float(alpha))
+        assert accuracy(one, method, state, [i]) == pytest.approx([row_accuracy(one, mixed, i)])
+        alphas.append(float(alpha))
+    assert min(alphas) >= 0 and max(alphas) == 1
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_global_model_is_that_of_fedavg_with_mini_batches_too(alpha, adaptive):
+    one, other = groups(batch_size=30), groups(batch_size=30)
+    found, expected = one.play(APFL(alpha=alpha, adaptive=adaptive), *COHORTS), other.play(FedAvg(), *COHORTS)
     assert torch.equal(found.models_KP, expected.models_KP) and floats(one) == floats(other)
 
 
@@ -76,6 +107,13 @@ def test_a_late_client_starts_from_the_model_that_it_receives():
     assert_close(one.client_states["personal", 1], client(one, 1, w1, w1, 0.3)[1])
 
 
+def test_adapted_alpha_prefers_the_own_model_in_groups_that_disagree():
+    one, method = groups(epochs=5, lr=0.5, batch_size=40), APFL(alpha=0.5, adaptive=True)
+    state = one.play(method, *OPPOSED_COHORTS["all clients"])
+    alphas = [float(one.client_states["personal", i][-1]) for i in range(8)]
+    assert min(alphas) > 0.5 and accuracy(one, method, state).min() > 0.7
+
+
 @pytest.mark.parametrize("cohorts", OPPOSED_COHORTS)
 def test_mixtures_serve_groups_that_disagree(cohorts):
     one, method = groups(epochs=5, lr=0.5, batch_size=40), APFL(alpha=0.75)
@@ -84,3 +122,7 @@ def test_mixtures_serve_groups_that_disagree(cohorts):
 
 class TestEngines(EnginesAndCheckpoints):
     METHOD = APFL(alpha=0.6)
+
+
+class TestEnginesWithAdaptedAlpha(EnginesAndCheckpoints):
+    METHOD = APFL(alpha=0.6, adaptive=True)

@@ -10,6 +10,7 @@ from linear import ETA, N_0, N_1, STEPS, assert_close, data, matrix, stage
 from rounds import COHORTS, EnginesAndCheckpoints, accuracy, floats, groups, mlp
 from torch import nn
 
+from cfl_ray.core.aggregation import RULES, MultiKrum, TrimmedMean
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.mixtures import entropy
 from cfl_ray.data import federation_from_arrays
@@ -18,6 +19,7 @@ from cfl_ray.methods.fedem import FedEM
 from cfl_ray.methods.fedrc import FedRC
 
 METHODS = [FedEM, FedRC]
+TRIMMED = int(TrimmedMean().share * 7)  # of seven results, at each end
 
 
 def sample_losses(one: Stage, client: int, w: np.ndarray) -> np.ndarray:
@@ -89,11 +91,41 @@ class TestFormulas:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "mean"])
+def test_a_rule_is_applied_to_every_model_separately(method, rule):
+    """To the results W_ik of model k alone; a client whose data are not valid is no member."""
+    valid = [0, 1, 2, 3, 4, 6, 7]
+    one = groups(federation=Spoiled([5]), epochs=1)
+    robust = method(num_models=3, aggregation=rule)
+    state = robust.init(one.start())
+    clients = one.clients(aggregation=robust.aggregation_rule)
+    found = robust.round(state, clients, None).models_KP.double().numpy()
+    trained_MKP = np.stack(
+        [method(num_models=3).round(state, one.clients([i]), None).models_KP.double().numpy() for i in valid]
+    )
+    start_KP, weight_M = state.models_KP.double().numpy(), one.federation.num_samples_N[valid]
+    for k, rows_MP in enumerate(trained_MKP.swapaxes(0, 1)):
+        changes_MP = rows_MP - start_KP[k]
+        length_M = np.linalg.norm(changes_MP, axis=1)
+        scale_M = weight_M / weight_M.sum() * np.minimum(1, np.median(length_M) / length_M)
+        chosen = MultiKrum().chosen(((rows_MP[:, None] - rows_MP) ** 2).sum(2))
+        expected = {
+            "median": np.median(rows_MP, 0),
+            "trimmed_mean": np.sort(rows_MP, 0)[TRIMMED : len(rows_MP) - TRIMMED].mean(0),
+            "multi_krum": rows_MP[chosen].mean(0),
+            "norm_clipping": start_KP[k] + scale_M @ changes_MP,
+        }
+        assert np.allclose(found[k], expected[rule], rtol=0, atol=1e-6), k
+    assert not np.allclose(found[0], found[1], atol=1e-2)
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("local", [{}, {"batch_size": 30, "momentum": 0.9}])
-def test_one_model_is_fedavg(method, local):
+@pytest.mark.parametrize("rule", RULES)
+def test_one_model_is_fedavg_with_every_rule(method, local, rule):
     """Bit for bit: the draws are those of FedAvg's only exchange."""
-    found = groups(**local).play(method(num_models=1), *COHORTS).models_KP
-    assert torch.equal(found, groups(**local).play(FedAvg(), *COHORTS).models_KP)
+    found = groups(**local).play(method(num_models=1, aggregation=rule), *COHORTS).models_KP
+    assert torch.equal(found, groups(**local).play(FedAvg(aggregation=rule), *COHORTS).models_KP)
 
 
 def test_fedrc_with_equal_shares_is_fedem():

@@ -23,8 +23,6 @@ REFUSED = {
     "pfedgraph": ROBUST,
     "fedcac": ROBUST,
     "fedccfa": ROBUST,
-    "fedem": ROBUST,
-    "fedrc": ROBUST,
     "fednova": ["median", "trimmed_mean", "multi_krum"],
 }
 

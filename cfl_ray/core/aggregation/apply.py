@@ -54,10 +54,14 @@ def aggregate(
     training, outcome: the exchange that left the results on the hosts. Returns an outcome like that of
     `AverageDeferred`, which computes the mean.
     """
-    valid_M = np.isin(ids_M, training.ids_M[outcome.arrays["valid"]])
+    key_M = training.keys_of(ids_M, np.arange(len(ids_M)))
+    trained_M = training.keys_of(training.ids_M, np.arange(len(training.ids_M)))
+    valid_M = np.isin(key_M, trained_M[outcome.arrays["valid"]])
     averaging = averaging.subset(valid_M[averaging.client_E])
     if isinstance(rule, ClippingRule):
-        return _clipped_mean(rule, backend, training, outcome, ids_M, averaging, valid_M)
+        order = np.argsort(trained_M)
+        at_E = order[np.searchsorted(trained_M, key_M[averaging.client_E], sorter=order)]
+        return _clipped_mean(rule, backend, training, outcome, ids_M, averaging, valid_M, at_E)
     columns = uploaded_columns(training.tables[training.start.table].shape[1], training.client_state)
     chosen: list[tuple[int, int, float]] = []  # (output row, member, weight) of rows that are weighted means
     means: dict[int, Tensor] = {}
@@ -69,11 +73,11 @@ def aggregate(
         if len(member_n) >= 3 and columns.count:
             if isinstance(applied, ColumnRule):
                 function = ByColumns(applied, weight_n)
-                values, cuts = _combined(function, backend, training, ids_M[member_n], columns)
+                values, cuts = _combined(function, backend, training, key_M[member_n], columns)
                 parts = [part[: stop - start] for part, (start, stop) in zip(values, cuts, strict=True)]
                 means[out] = _whole_row(parts, columns, training.tables[training.start.table].shape[1])
                 continue
-            values, _ = _combined(squared_distances, backend, training, ids_M[member_n], columns)
+            values, _ = _combined(squared_distances, backend, training, key_M[member_n], columns)
             result_n = _weights(applied, sum(values, start=np.zeros(())), weight_n)
         chosen += [(out, *pair) for pair in zip(member_n.tolist(), result_n.tolist(), strict=True) if pair[1] > 0]
     arrived_R = np.bincount(averaging.out_E, averaging.weight_E, averaging.num_rows)
@@ -105,7 +109,7 @@ def _combined(
     function: Callable[[Iterable[np.ndarray]], np.ndarray],
     backend: Backend,
     training: Train,
-    ids_n: np.ndarray,
+    key_n: np.ndarray,
     columns: Columns,
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
     """Values (ranges, ...) of a function for every range of these columns, in their order, and the (start, stop)."""
@@ -119,7 +123,7 @@ def _combined(
         (),
         stop_M=stop_M,
         part_M=part_M,
-        members=ids_n,
+        members=key_n,
         function=function,
         deferred_from=training.address.exchange,
     )
@@ -141,10 +145,12 @@ def _clipped_mean(
     ids_M: np.ndarray,
     averaging: Averaging,
     valid_M: np.ndarray,
+    at_E: np.ndarray,
 ) -> Outcome:
-    """The mean of w + s (W - w) with weights p: of W with weights p s, from the hosts, and of w with p (1 - s)."""
-    position = {client: at for at, client in enumerate(training.ids_M.tolist())}
-    at_E = np.array([position[client] for client in ids_M[averaging.client_E].tolist()], np.int64)
+    """The mean of w + s (W - w) with weights p: of W with weights p s, from the hosts, and of w with p (1 - s).
+
+    at_E: the position in `training` of each entry's result.
+    """
     distance_E, scale_E = outcome.arrays["upload_distance"][at_E], np.ones(len(at_E))
     for out in np.unique(averaging.out_E):
         mine = averaging.out_E == out

@@ -130,8 +130,8 @@ class Exchange:
         self.results: list[ChunkResult] = []  # of calls
         self.skipped: list[ChunkResult] = []  # of excluded clients
         self.states: dict[int, StoredValue] = {}  # by client
-        self.deferred: list[dict[int, StoredValue]] = []  # of each part of a result: by client
-        # values that the work leaves with clients: (by client, whether those of a call are packed, bytes of a value)
+        self.deferred: list[dict[int, StoredValue]] = []  # of each part of a result: by key
+        # values that the work leaves with clients: (by key, whether those of a call are packed, bytes of a value)
         self.left: list[tuple[dict[int, StoredValue], bool, int]] = []
         self.node_of: dict[ray.ObjectRef[Any], str] = {}  # of the values that calls in progress will leave
         self.left_bytes = 0  # of each client
@@ -169,8 +169,8 @@ class Exchange:
             dispatch.run()
             if self.collects:
                 self._collect(dispatch)
-        clients = self.deferred[0] if self.deferred else ()
-        deferred = {client: tuple(part[client] for part in self.deferred) for client in clients}
+        keys = self.deferred[0] if self.deferred else ()
+        deferred = {key: tuple(part[key] for part in self.deferred) for key in keys}
         self.backend.client_states.keep(self.work, self.states, deferred)
         results = [*self.results, *self.skipped]  # `skipped` last: exclusions override results
         return outcome_of(self.work, results, self.changes or self.sums.values())
@@ -307,16 +307,17 @@ class Exchange:
         self.results.append(result)
         self.received_cost += sum(chunk.cost for chunk in chunks)
         self.sums.merge({out: shared_tensor(total_2P) for out, total_2P in totals.items()})
-        ids, rest = self.work.ids_M[result.index_m].tolist(), iter(refs)
+        keys = self.work.keys_of(self.work.ids_M[result.index_m], result.index_m).tolist()
+        rest = iter(refs)
         for kept, is_packed, size in self.left:
             if is_packed:
                 pack = next(rest)
                 node = self.node_of.pop(pack)
-                values = [StoredValue(pack, position, size, node) for position in range(len(ids))]
+                values = [StoredValue(pack, position, size, node) for position in range(len(keys))]
             else:
-                values = [StoredValue(ref, None, size, self.node_of.pop(ref)) for ref in islice(rest, len(ids))]
-            entries = zip(ids, values, result.arrays["valid"], strict=True)
-            kept.update({client: value for client, value, valid in entries if valid})
+                values = [StoredValue(ref, None, size, self.node_of.pop(ref)) for ref in islice(rest, len(keys))]
+            entries = zip(keys, values, result.arrays["valid"], strict=True)
+            kept.update({key: value for key, value, valid in entries if valid})
 
     def _collect(self, dispatch: Dispatch) -> None:
         """Adds up the sums of all hosts. The chunks of a host that dies before this are put back."""
