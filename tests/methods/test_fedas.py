@@ -9,8 +9,6 @@ from rounds import EnginesAndCheckpoints, accuracy, floats, groups, mlp, row_acc
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.engine.attack import Attack
-from cfl_ray.engine.in_process import InProcessBackend
-from cfl_ray.engine.worker import Worker
 from cfl_ray.methods.fedas import FedAS
 from cfl_ray.methods.fedper import FedPer
 
@@ -89,13 +87,12 @@ def test_weights_are_only_of_those_that_took_part():
     assert sorted(client for _, client in one.client_states) == [0, 3]
 
 
-def test_a_trace_that_is_none_has_no_weight():
-    """Attackers send negative traces: the average is that of the honest clients."""
-    one, other = (groups(batch_size=40) for _ in range(2))
-    attack = Attack("scaled", frozenset({1, 2}), scale=-1.0)
-    one.backend = InProcessBackend(Worker(one.network, one.federation, one.engine, attack))
-    found, expected = one.play(FedAS(), [0, 1, 2, 3]), other.play(FedAS(), [0, 3])
-    assert torch.allclose(found.models_KP, expected.models_KP, rtol=0, atol=1e-6)
+def test_a_negative_trace_of_an_attacker_has_no_weight():
+    """The colluders send -2 times what they should: the others' average remains."""
+    one, other = groups(), groups()
+    one.backend.worker.attack = Attack("colluders", frozenset([6, 7]), scale=2.0)
+    found, expected = one.play(FedAS(), None), other.play(FedAS(), [0, 1, 2, 3, 4, 5])
+    assert torch.equal(found.models_KP, expected.models_KP)
 
 
 def test_newcomers_have_the_averaged_model_and_others_their_own():
