@@ -1,13 +1,11 @@
 """Models for clients outside the federation, by the rule of the method, with or without labels."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cfl_ray.core.clients import RoundStats
 from cfl_ray.core.method import VOTE, Method
@@ -19,23 +17,12 @@ from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from cfl_ray.results.trained import TrainedMethod
+from cfl_ray.results.trained import Newcomer, TrainedMethod
 
 _MEAN_MIXTURE = "a mixture of all models, with the mean weights of all clients"
 _LARGEST = "the model with the largest weight, the first of equal ones"
 _ONLY = "the only model"
 _ENTROPY = "the cluster model whose predictions have the least mean entropy"
-
-
-@dataclass(frozen=True)
-class Newcomer:
-    """A client outside the federation, with its model from a method."""
-
-    cluster: int  # cluster of the model; -1: none
-    why: str
-    model: nn.Module  # in evaluation mode, for normalised inputs
 
 
 class _WithNewcomer(Federation):
@@ -110,7 +97,7 @@ class _Joined:
 
 
 def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None) -> Newcomer:
-    """See `TrainedMethod.place`."""
+    """See `MethodResult.place`."""
     if y is None:
         return _without_labels(trained, trained.inputs(x))
     joined, method = _Joined(trained, _samples(trained, x, y)), trained.steps.method
@@ -127,7 +114,7 @@ def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
 
 
 def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
-    """See `TrainedMethod.adapt`."""
+    """See `MethodResult.adapt`."""
     joined = _Joined(trained, _samples(trained, x, y))
     serving, local = joined.serving, joined.clients.local
     if serving.client_state is not None:

@@ -16,11 +16,11 @@ from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.data.federation import TensorSamples
 from cfl_ray.errors import ConfigError
+from cfl_ray.results import newcomers
 from cfl_ray.results.client_metrics import ClientMetrics, read_client_metrics
 from cfl_ray.results.diagnostics_log import by_name, read_diagnostics
-from cfl_ray.results.newcomers import Newcomer
 from cfl_ray.results.recovery import recovery_frame
-from cfl_ray.results.trained import TrainedMethod
+from cfl_ray.results.trained import Newcomer, TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
 from cfl_ray.tracking.record import PAST_SCORES, is_evaluated
@@ -140,12 +140,22 @@ class MethodResult:
         return self.trained.train(client, round)
 
     def place(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None = None) -> Newcomer:
-        """The model that a client with these samples would get, and why; see `TrainedMethod.place`."""
-        return self.trained.place(x, y)
+        """The model of a client outside the federation with these samples, and the reason for it.
+
+        x: normalised inputs (n, *shape). y: their targets, with which the client is placed like a newcomer in a run
+            (`Method.join`). None: it gets the cluster model whose predictions have the least mean entropy.
+        docs/concepts/newcomers.md has the rule of every method. Raises ConfigError, with the reason, if the method has
+        no model for such a client. The trained method does not change.
+        """
+        return newcomers.place(self.trained, x, y)
 
     def adapt(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
-        """As `place`, after a training on these samples; see `TrainedMethod.adapt`."""
-        return self.trained.adapt(x, y)
+        """As `place`, after training on these samples.
+
+        A method with personal columns trains them in a separate round. The models of other methods are trained as in a
+        round, or as the method prescribes before predictions.
+        """
+        return newcomers.adapt(self.trained, x, y)
 
     def predict(self, x: Any, like: Any) -> np.ndarray:
         """Predictions for normalised inputs by the model of a client or a newcomer; see `TrainedMethod.predict`."""

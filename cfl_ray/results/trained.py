@@ -24,7 +24,6 @@ from cfl_ray.engine.scoring import mixed
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.models import ModelRecipe
-from cfl_ray.results.newcomers import Newcomer, adapt, place
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,6 +52,15 @@ class MixtureModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return mixed(torch.stack([model(x).log_softmax(-1) for model in self.models]), self.weight_K)
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A client outside the federation, with its model from a method."""
+
+    cluster: int  # cluster of the model; -1: none
+    why: str
+    model: nn.Module  # in evaluation mode, for normalised inputs
 
 
 @dataclass(frozen=True)
@@ -144,24 +152,6 @@ class TrainedMethod:
         if serving.tune is not None:
             row_P = self.tuned(client, row_P, serving.tune, self.train(client), serving.frozen_P)
         return self.module(row_P, serving.frozen_P)
-
-    def place(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None = None) -> Newcomer:
-        """The model of a client outside the federation with these samples, and the reason for it.
-
-        x: normalised inputs (n, *shape). y: their targets, with which the client is placed like a newcomer in a run
-            (`Method.join`). None: it gets the cluster model whose predictions have the least mean entropy.
-        docs/concepts/newcomers.md has the rule of every method. Raises ConfigError, with the reason, if the method has
-        no model for such a client. The trained method does not change.
-        """
-        return place(self, x, y)
-
-    def adapt(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
-        """As `place`, after training on these samples.
-
-        A method with personal columns trains them in a separate round. The models of other methods are trained as in a
-        round, or as the method prescribes before predictions.
-        """
-        return adapt(self, x, y)
 
     def inputs(self, x: Tensor | np.ndarray) -> Tensor:
         """Normalised inputs as a tensor. Raises DataError for another shape than that of the federation's samples."""

@@ -138,7 +138,7 @@ def ours(data: Data, new: Data, seed: int, how: How) -> Mixtures:
     def look(result: Any, rounds: int) -> None:
         state = result.trained.state
         run.pi[rounds] = np.where(state.weight_NK.sum(1, keepdims=True) > 0, state.weight_NK, np.nan)
-        newcomers = [result.trained.place(x, y) for x, y in zip(new.x, new.y, strict=True)]
+        newcomers = [result.place(x, y) for x, y in zip(new.x, new.y, strict=True)]
         run.new_pi = np.stack([newcomer.model.weight_K for newcomer in newcomers])
 
     run.course = runs.ours(data, seed, KEPT, method, MODEL, local, look=look, fraction=how.fraction, rows=global_models)
