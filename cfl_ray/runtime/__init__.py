@@ -1,1 +1,1 @@
-"""Running an experiment: launch, the round loop, checkpoints, requests to a live run; `on_ray` runs it on a cluster."""
+"""The rounds of a method: the loop, checkpoints, requests to a live run; `on_ray` runs them on a cluster."""
