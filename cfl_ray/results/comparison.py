@@ -32,7 +32,16 @@ if TYPE_CHECKING:
 
 FORMATS = ("md", "csv", "latex", "html")
 # shown after the score of the task, by which methods are compared, if a method has them
-_SHOWN = ("accuracy", "accuracy_local", "accuracy_p10", "macro_f1", "test_loss", "num_clusters", "ari")
+_SHOWN = (
+    "accuracy",
+    "accuracy_local",
+    "accuracy_p10",
+    "macro_f1",
+    "test_loss",
+    "num_clusters",
+    "ari",
+    "virtual_seconds",
+)
 _LESS = (  # metrics of which lower values are better
     *("test_loss", "train_loss", "mbit", "mbit_down", "mbit_up", "seconds"),
     *("virtual_seconds", "seconds_to_target"),
@@ -58,8 +67,8 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     evaluation are excluded.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or numeric diagnostics (their last
-        values); empty: the score of the task, its P-local and worst decile, macro F1, test loss, number of clusters and
-        ARI, if recorded. trust: as in `load_run`.
+        values); empty: the score of the task, its P-local, that of honest clients and worst decile, macro F1, test
+        loss, number of clusters, ARI and virtual seconds, if recorded. trust: as in `load_run`.
     Raises ConfigError for a metric that no run has. If `accuracy` is in the table, the metric `accuracy_std` has the
     column `accuracy_std_over_clients`.
     """
@@ -258,7 +267,7 @@ def _chosen(run_metrics: RunMetrics, metrics: Sequence[str]) -> list[str]:
         if name not in present:
             raise ConfigError(f"no run has the metric {name!r}{did_you_mean(name, present)}")
     scores = dict.fromkeys(primary_of(values) for seeds in run_metrics.values() for values in seeds.values())
-    usual = [*(f"{score}{ending}" for score in scores for ending in ("", "_local", "_p10", "_p90")), *_SHOWN]
+    usual = [*(f"{score}{ending}" for score in scores for ending in ("", "_local", "_honest", "_p10", "_p90")), *_SHOWN]
     shown = list(dict.fromkeys(metrics or [name for name in usual if name in present])) or present[:3]
     return [*shown, *(name for name in ("mbit", "seconds") if name in present and name not in shown)]
 

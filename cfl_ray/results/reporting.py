@@ -167,9 +167,11 @@ def _columns(run_metrics: RunMetrics, scores: Sequence[str]) -> list[str]:
         if not math.isnan(value)
     }
     of_scores = [
-        f"{score}{ending}" for score in dict.fromkeys(scores) for ending in ("", "_local", "_tuned", "_p10", "_p90")
+        f"{score}{ending}"
+        for score in dict.fromkeys(scores)
+        for ending in ("", "_local", "_tuned", "_honest", "_p10", "_p90")
     ]
-    others = ["macro_f1", "ari", "num_clusters", "mbit", "rounds_to_target", "seconds"]
+    others = ["macro_f1", "ari", "num_clusters", "mbit", "rounds_to_target", "virtual_seconds", "seconds"]
     return [name for name in dict.fromkeys([*of_scores, *others]) if name in present]
 
 

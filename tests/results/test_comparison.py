@@ -57,6 +57,13 @@ def test_mean_spread_and_p_over_the_seeds(runs):
     assert format_table(compare_runs(runs[:2]), "md").count("| needs three seeds |") == 2
 
 
+def test_the_usual_columns_are_those_that_were_recorded():
+    values = {"accuracy": 0.5, "mbit": 1.0, "seconds": 2.0}
+    assert not {"accuracy_honest", "virtual_seconds"} & set(table_of({("a", "fedavg"): {0: values}}).columns)
+    attacked = table_of({("a", "fedavg"): {0: values | {"accuracy_honest": 0.7, "virtual_seconds": 18.0}}})
+    assert attacked["accuracy_honest"].tolist() == [0.7] and attacked["virtual_seconds"].tolist() == [18.0]
+
+
 def test_other_settings_are_another_experiment(runs):
     frame = compare_runs(runs)
     names = [f"small (model.options.hidden={hidden})" for hidden in (4, 8)]
