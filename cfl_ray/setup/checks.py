@@ -127,9 +127,14 @@ def try_methods(setup: Setup) -> None:
 
 
 def check_asynchronous(setup: Setup) -> None:
-    """Raises ConfigError for methods whose rounds cannot be asynchronous, and a buffer that would never be full."""
+    """Raises ConfigError for methods whose rounds cannot be asynchronous, and numbers of clients that cannot be."""
     if setup.asynchrony is None:
         return
+    wanted, clients = setup.experiment.asynchronous.concurrency or 0, setup.federation.num_clients
+    if wanted > clients:
+        raise ConfigError(
+            f"asynchronous.concurrency: {wanted} clients at work, but the federation has {clients}; at most {clients}"
+        )
     check_buffer(setup.asynchrony.buffer, setup.experiment.asynchronous.concurrency or setup.division.cohort)
     spec = setup.network().spec
     for label, method in setup.methods.items():

@@ -291,6 +291,10 @@ def test_the_methods_of_asynchronous_rounds():
         ({"clock": {}, "cohort": {"over_selection": 1.5}}, "cohort.over_selection needs virtual time"),
         ({"asynchronous": {"buffer": 6}}, "asynchronous.buffer is 6, but only 5 clients are at work"),
         ({"asynchronous": {"buffer": 4, "concurrency": 3}}, "only 3 clients are at work"),
+        (
+            {"asynchronous": {"buffer": 4, "concurrency": 13}},
+            "concurrency: 13 clients at work, but the federation has 12",
+        ),
         ({"asynchronous": {"buffer": 2}, "cohort": {"clients": 5, "over_selection": 2}}, "wait for no cohort"),
         ({"asynchronous": {"buffer": 2}, "clock": UNEQUAL | {"deadline": 3}}, "have no deadline"),
         (
