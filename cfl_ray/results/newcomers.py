@@ -151,8 +151,8 @@ def _without_labels(trained: TrainedMethod, x: Tensor) -> Newcomer:
             f"class probabilities; the targets are {trained.federation.shape.targets!r}: give them, place(x, y)"
         )
     with torch.no_grad():
-        log_p = torch.stack([model(x).log_softmax(-1) for model in models])  # (K, n, C)
-    best = int(-(log_p.exp() * log_p).sum(-1).mean(-1).argmin())
+        p = torch.stack([model(x).softmax(-1) for model in models])  # (K, n, C)
+    best = int(torch.special.entr(p).sum(-1).mean(-1).argmin())
     return Newcomer(rows_K[best], _ENTROPY, models[best])
 
 

@@ -88,8 +88,11 @@ def test_a_settled_cluster_splits_and_its_clients_go_on_from_its_model():
     assert after.change_K.tolist() == [1, 1] and after.patient_K.tolist() == [0, 0]
     left = method.leave(after, np.array([1, 2]))
     assert left.interaction_SS.shape == (6, 6) and left.seen_S.tolist() == [0, 3, 4, 5, 6, 7]
+    rows = [groups().play(FedAvg(), *[[client]] * 3).models_KP for client in (0, 1)]  # of either group
+    left = left.advance(models_KP=torch.cat(rows))
     joined = method.join(left, one.clients([1, 2], round=3))
-    assert (joined.assign_N[[1, 2]] >= 0).all()
+    assert joined.assign_N[[1, 2]].tolist() == [1, 0], "the cluster with the least loss"
+    assert method.serve(joined, one.clients([1, 2, 0])).row_M.tolist() == [1, 0, 0]
 
 
 @pytest.mark.parametrize("cohorts", [COHORTS, [None] * 3])

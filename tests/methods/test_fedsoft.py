@@ -82,6 +82,23 @@ def test_importances_are_estimated_every_tau_rounds_by_all_reachable_clients():
     assert floats(one) == (2 * 2 * size, 2 * size)
 
 
+def test_newcomers_have_the_centre_that_fits_most_of_their_samples_best():
+    one, method = groups(), FedSoft(clients_per_cluster=None)
+    rows = [groups().play(FedAvg(), *[[client]] * 3).models_KP for client in (0, 1)]  # of either group
+    state = method.init(one.start()).advance(models_KP=torch.cat(rows))
+    serving = method.serve(method.join(state, one.clients([3, 6])), one.clients([3, 6, 2]))
+    assert serving.row_M.tolist() == [1, 0, 0] and torch.equal(serving.models_KP, state.models_KP)
+    for client in (3, 6):
+        x, y = one.federation.train(client)
+        loss_nK = []
+        for row_P in torch.cat(rows):
+            one.network.load(row_P)
+            loss_nK.append(torch.nn.functional.cross_entropy(one.network.module(x), y, reduction="none"))
+        share = (loss_nK[0] < loss_nK[1]).float().mean().item()
+        joined = method.join(state, one.clients([client]))
+        assert joined.weight_NK[client, 0] == pytest.approx(share, abs=1e-6)
+
+
 def test_clients_without_valid_data_are_not_drawn():
     one = Stage(Spoiled([0]), mlp, LocalSGD(epochs=1, lr=0.3))
     state = one.play(FedSoft(), None, None)

@@ -33,6 +33,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def results():
     methods = [{name: OPTIONS.get(name, {})} for name in sorted(REGISTRY)]
+    methods.append({"apfl": {"adaptive": True, "alpha": 0.9, "label": "apfl-adaptive"}})
     return cfl_ray.simulate(cfl_ray.Experiment(methods=methods, **SECTIONS))
 
 
@@ -63,6 +64,60 @@ def test_a_newcomer_gets_a_model_by_each_rule_or_the_reason(name, results):
     assert accuracy > 0.3 or name in ("per_fedavg", "cgpfl"), "it has trained on these samples; these make small steps"
     assert torch.equal(state.models_KP, before[0]) and np.array_equal(state.assign_N, before[1])
     assert np.array_equal(result.predict(3, x), before[2]), "the trained method is as before"
+
+
+def softmax(result, row_P, x) -> torch.Tensor:
+    """Probabilities (n, C) of a model of the server, with the frozen model of additive methods."""
+    with torch.no_grad():
+        return result.trained.module(row_P, result.trained.serve(np.array([0])).frozen_P)(x).softmax(-1)
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_without_labels_the_model_is_the_only_one_of_least_entropy_or_the_mean_of_all(name, results):
+    result = results[name]
+    state, (x, _) = result.trained.state, result.train(3)
+    serving = result.trained.serve(result.trained.online)
+    rule = rules_of(result.trained)[1]
+    if rule.startswith("refused"):
+        return
+    with torch.no_grad():
+        newcomer = result.place(x)
+        found = newcomer.model(x).softmax(-1)
+    if serving.weight_MK is not None:
+        mean_K = torch.from_numpy(serving.weight_MK.mean(0)).float()
+        expected = sum(weight * softmax(result, row_P, x) for weight, row_P in zip(mean_K, serving.models_KP))
+    else:
+        rows = [k for k in range(state.num_clusters) if state.members_K[k]] or range(state.num_clusters)
+        p_of = {k: softmax(result, serving.models_KP[k], x) for k in rows}
+        entropy_of = {k: torch.special.entr(p).sum(1).mean().item() for k, p in p_of.items()}
+        assert newcomer.cluster == min(entropy_of, key=entropy_of.__getitem__)
+        expected = p_of[newcomer.cluster]
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_with_labels_the_model_is_the_only_one_or_that_of_least_loss_by_rules_that_say_so(name, results):
+    result = results[name]
+    state, rule = result.trained.state, rules_of(result.trained)[0]
+    if rule != "the only model" and "least loss" not in rule:
+        return  # the tests of the method have its rule
+    for client in range(8):
+        x, y = result.train(client)
+        loss_K = [-softmax(result, row_P, x).log()[range(len(y)), y].mean().item() for row_P in state.models_KP]
+        newcomer = result.place(x, y)
+        with torch.no_grad():
+            found = newcomer.model(x).softmax(-1)
+        assert torch.allclose(found, softmax(result, state.models_KP[int(np.argmin(loss_K))], x), atol=1e-5)
+        assert len(loss_K) == 1 or newcomer.cluster == np.argmin(loss_K)
+
+
+def test_a_newcomer_of_adaptive_apfl_has_the_global_model_and_then_a_mixture_with_its_own_alpha(results):
+    result = results["apfl-adaptive"]
+    x, y = result.train(3)
+    (row_P,) = result.trained.state.models_KP
+    with torch.no_grad():
+        assert torch.allclose(result.place(x, y).model(x).softmax(-1), softmax(result, row_P, x), atol=1e-5)
+    assert (result.predict(x, like=result.adapt(x, y)) == y.numpy()).mean() > 0.3
 
 
 def test_samples_of_a_member_are_placed_with_it(results):
