@@ -196,9 +196,7 @@ class Driver:
         tags: dict[str, Any] = {
             "name": experiment.name,
             "dataset": data.source,
-            "partition": data.partition.kind
-            if data.shift.kind == "none"
-            else f"{data.shift.kind}/{data.partition.kind}",
+            "partition": "/".join(kind for kind in (data.shift.kind, data.partition.kind) if kind != "none"),
             "seed": experiment.seed,
             "config_hash": experiment.config_hash,
             "git_commit": _git_commit(),

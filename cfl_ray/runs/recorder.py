@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -28,9 +29,10 @@ class MethodRecorder:
     def __init__(self, setup: Setup, label: str, directory: Path | None, run_log: RunLog | None):
         self.setup, self.label, self.directory, self.run_log = setup, label, directory, run_log
         self.primary = setup.task.metrics[0]
-        of_newcomers = (f"newcomer_{self.primary.name}", f"newcomer_{self.primary.name}_tuned")
-        self.of_newcomers = of_newcomers  # metrics of the whole run, as RUN_METRICS
-        self.records = list(read_records(directory)) if directory else []
+        # metrics of the whole run, as RUN_METRICS
+        self.of_newcomers = tuple(f"newcomer_{self.primary.name}{end}" for end in ("", "_tuned"))
+        self.records: list[RoundRecord] = []  # of all rounds; with a directory from the method's end on only
+        self.last = next(iter(deque(read_records(directory), maxlen=1)), None) if directory else None
         self.reassignments = Reassignments(directory)
         self.clients = ClientMetrics(directory, setup.task.score_names)
         self.diagnostics = DiagnosticsLog(directory)
@@ -39,7 +41,7 @@ class MethodRecorder:
     @property
     def last_round(self) -> int:
         """The last recorded round; 0: none."""
-        return self.records[-1].round if self.records else 0
+        return self.last.round if self.last else 0
 
     def add(self, report: RoundReport) -> None:
         """Records a round in each file that does not have it.
@@ -56,18 +58,20 @@ class MethodRecorder:
         if report.round <= self.last_round:
             return
         run_only = {*RUN_METRICS, *self.of_newcomers}
-        # every report brings names of its own: records, which stay in memory, share them
+        # every report brings names of its own: records that stay in memory share them
         metrics = {sys.intern(name): value for name, value in report.metrics.items() if name not in run_only}
         of_task = of_task_in(self.setup).union(map(sys.intern, numbers))
-        if self.records and self.records[-1].of_task == of_task:
-            of_task = self.records[-1].of_task
-        record = RoundRecord(report.round, metrics, report.time_ms, of_task, report.phase, report.events)
-        self.records.append(record)
-        if self.run_log is not None:
-            self.run_log.log(record)
+        if self.last is not None and self.last.of_task == of_task:
+            of_task = self.last.of_task
+        self.last = RoundRecord(report.round, metrics, report.time_ms, of_task, report.phase, report.events)
+        if self.run_log is None:
+            self.records.append(self.last)
+        else:
+            self.run_log.log(self.last)
 
     def summarise(self, last: RoundReport) -> None:
         """Computes the metrics of the whole run, after its last round."""
+        self.records = list(read_records(self.directory)) if self.directory else self.records
         clustered = any("num_clusters" in record.metrics for record in self.records)
         self.summary = summarise(
             self.records,
@@ -94,11 +98,9 @@ class MethodRecorder:
         write_figures(files.artifacts, {self.label: self.records})
         if events := [event for record in self.records for event in record.events]:
             write_text(files.cluster_events, "".join(json.dumps(event.to_fields()) + "\n" for event in events))
-        if files.diagnostics.exists():
-            with drafted(files.artifact(files.diagnostics)) as draft:
-                shutil.copyfile(files.diagnostics, draft)
-        if files.events.exists():  # joins and leaves on request
-            write_text(files.artifact(files.events), files.events.read_text())  # without credentials, as `to_line`
+        for file in filter(Path.exists, (files.diagnostics, files.events)):  # events: joins and leaves on request
+            with drafted(files.artifact(file)) as draft:
+                shutil.copyfile(file, draft)
         write_text(files.artifact(files.config), self.setup.experiment.to_yaml(credentials=False))
 
 
