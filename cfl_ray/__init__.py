@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from cfl_ray.data import Federation, federation_from_arrays, federation_from_dataset
     from cfl_ray.errors import ConfigError, UserError
     from cfl_ray.results.comparison import compare_runs
-    from cfl_ray.runs.launch import resume, run, simulate
-    from cfl_ray.runs.load import load_run
+    from cfl_ray.lifecycle.launch import resume, run, simulate
+    from cfl_ray.lifecycle.load import load_run
     from cfl_ray.study.run import run_study
 
 __all__ = [
@@ -69,8 +69,8 @@ _MODULES = {  # the modules of the names above, imported on first use: `cfl-ray 
     "cfl_ray.core.weights": ("cluster_weights", "global_weights"),
     "cfl_ray.data": ("Federation", "federation_from_arrays", "federation_from_dataset"),
     "cfl_ray.results.comparison": ("compare_runs",),
-    "cfl_ray.runs.launch": ("resume", "run", "simulate"),
-    "cfl_ray.runs.load": ("load_run",),
+    "cfl_ray.lifecycle.launch": ("resume", "run", "simulate"),
+    "cfl_ray.lifecycle.load": ("load_run",),
     "cfl_ray.study.run": ("run_study",),
 }
 

@@ -84,7 +84,7 @@ def one_mlflow_store(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def drawing():
     """Runs draw no figures and no page, which take longer than they do, unless `with drawing()`."""
-    from cfl_ray.runs import driver, recorder
+    from cfl_ray.lifecycle import driver, recorder
     from cfl_ray.study import run
 
     places = (recorder, "write_figures"), (driver, "write_figures"), (driver, "report_at_the_end")

@@ -74,7 +74,11 @@ def test_adapters_of_a_frozen_transformer():
 
 @pytest.mark.parametrize(
     "engine, reason",
-    [("vectorised", "draws at random"), ("manual", "the first axis has to be the batch"), ("span", "draws at random")],
+    [
+        ("vectorised", "draws random numbers"),
+        ("manual", "the first axis has to be the batch"),
+        ("span", "draws random numbers"),
+    ],
 )
 def test_an_engine_that_cannot_train_it_is_refused_with_the_reason(engine, reason):
     with pytest.raises(ConfigError, match=f"runtime.engine: {engine} cannot train these clients: .*{reason}"):

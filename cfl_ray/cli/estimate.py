@@ -119,9 +119,7 @@ class Estimate:
             for label, number in wanted.items()
             if number > clients
         ]
-        at_work = self.setup.experiment.asynchronous.concurrency or 0
-        idle = [f"asynchronous.concurrency ({at_work}) is more than the {clients} clients"] if at_work > clients else []
-        return self.setup.experiment.warnings + empty + idle
+        return self.setup.experiment.warnings + empty
 
 
 def estimate(experiment: Experiment, summary: FederationSummary | None = None) -> Estimate:

@@ -37,7 +37,7 @@ def run(
 ) -> None:
     """Run an experiment: all its methods, with live progress and a table of results at the end."""
     from cfl_ray.cli.progress import Display
-    from cfl_ray.runs import launch
+    from cfl_ray.lifecycle import launch
 
     experiment = load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:
@@ -58,7 +58,7 @@ def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False)
     from cfl_ray.results.run_record import check_not_edited
     from cfl_ray.results.trust import load_record, load_study_record
     from cfl_ray.run_directory import RunDirectory
-    from cfl_ray.runs import launch
+    from cfl_ray.lifecycle import launch
 
     if RunDirectory(run_dir).is_study:
         if in_process:

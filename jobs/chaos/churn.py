@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cfl_ray import Experiment, run
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.runtime.round_report import RoundReport
 
 console = Console(highlight=False)

@@ -146,7 +146,7 @@ def test_a_run_directory_of_another_config_is_refused_and_unchanged(capsys):
 
 def test_a_finished_run_is_not_resumed_but_shown(capsys, monkeypatch):
     assert call(capsys, "run", "--in-process", "--run-dir", "my run", *QUICK)[0] == 0
-    monkeypatch.setattr("cfl_ray.runs.launch.prepare", None)  # nothing is prepared
+    monkeypatch.setattr("cfl_ray.lifecycle.launch.prepare", None)  # nothing is prepared
     status, printed, _ = call(capsys, "resume", "my run")
     lines = printed.splitlines()
     assert status == 0 and lines[0] == "my run is finished: nothing is left to do."

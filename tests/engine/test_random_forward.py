@@ -1,4 +1,4 @@
-"""Networks whose forward pass draws at random: functional dropout, attention, noise; and layers without sizes."""
+"""Networks whose forward pass draws random numbers: functional dropout, attention, noise; and layers without sizes."""
 
 import numpy as np
 import pytest
@@ -117,7 +117,7 @@ class TestRandomForward:
     def test_other_engines_refuse_or_draw_the_same(self, factory):
         network = Network(factory, SHAPE)
         tasks = tasks_of(network)
-        assert "draws at random" in vectorised.why_not(network, tasks)
+        assert "draws random numbers" in vectorised.why_not(network, tasks)
         assert span.why_not(network, tasks)
         if manual.why_not(network, tasks) is None:  # functional dropout
             assert torch.allclose(rows(manual, network, tasks), rows(sequential, network, tasks), rtol=0, atol=1e-5)

@@ -50,7 +50,7 @@ class Adapted(nn.Module):
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
-    monkeypatch.setattr("cfl_ray.runs.recorder.write_figures", lambda *arguments: None)
+    monkeypatch.setattr("cfl_ray.lifecycle.recorder.write_figures", lambda *arguments: None)
 
 
 def experiment(output, **changes) -> cfl_ray.Experiment:

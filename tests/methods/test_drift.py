@@ -5,7 +5,7 @@ import pytest
 
 import cfl_ray
 from cfl_ray.methods import REGISTRY
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 
 
 class Notes(Watcher):

@@ -18,7 +18,7 @@ from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.results.results import MethodResult
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 
 CLOCKS = {"round_seconds"}
 DATA = {

@@ -20,7 +20,7 @@ from cfl_ray.results.found_runs import find_runs
 from cfl_ray.results.published import compare_with
 from cfl_ray.results.reporting import report_of, write_report
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 
 DIAGNOSTICS = RunDirectory.diagnostics.name
 

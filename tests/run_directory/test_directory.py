@@ -179,7 +179,7 @@ def test_the_folder_is_taken_before_ray_starts(experiment, tmp_path, monkeypatch
             raise AssertionError
         raise RunError("seen")
 
-    monkeypatch.setattr("cfl_ray.runs.launch._Launch._session", start)
+    monkeypatch.setattr("cfl_ray.lifecycle.launch._Launch._session", start)
     with pytest.raises(RunError, match="seen"):
         simulate(experiment, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -17,7 +17,7 @@ from cfl_ray.config import load
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.plugins.loading import load_plugin
 from cfl_ray.results.trust import sign_record
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 
 HERE = Path(__file__).parent
 CPUS, GPUS = 6, 1  # logical: no test needs the hardware

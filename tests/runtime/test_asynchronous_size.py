@@ -13,7 +13,7 @@ from cfl_ray.checkpoint.store import CheckpointStore
 RUN = """
 import os, signal, sys
 from cfl_ray import Experiment, simulate
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 
 class Killed(Watcher):
     def round(self, label, report):

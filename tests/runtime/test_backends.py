@@ -40,7 +40,9 @@ def test_an_own_backend_carries_out_the_exchanges():
 
 
 def test_run_without_ray_where_the_config_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("cfl_ray.runs.launch._Launch._session", _not_on_ray(cfl_ray.runs.launch._Launch._session))
+    monkeypatch.setattr(
+        "cfl_ray.lifecycle.launch._Launch._session", _not_on_ray(cfl_ray.lifecycle.launch._Launch._session)
+    )
     results = cfl_ray.run(experiment(backend="in_process"), tmp_path / "run")
     assert results.run_info["hosts"] == "this process"
 

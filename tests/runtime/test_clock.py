@@ -8,7 +8,7 @@ import pytest
 from cfl_ray import load_run, resume, simulate
 from cfl_ray.cli.live_client import status
 from cfl_ray.errors import Interrupted
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 
 HOUR = 3600 * 10**9
 

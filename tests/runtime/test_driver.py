@@ -11,8 +11,8 @@ import pytest
 
 from cfl_ray import Experiment, simulate
 from cfl_ray.errors import RunError
-from cfl_ray.runs import launch, recorder
-from cfl_ray.runs.driver import params_of
+from cfl_ray.lifecycle import launch, recorder
+from cfl_ray.lifecycle.driver import params_of
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.prepare import prepare
 from cfl_ray.tracking import RunInfo, RunLog, read_end, read_info

@@ -14,7 +14,7 @@ from cfl_ray.engine.engines import ENGINES
 from cfl_ray.errors import Interrupted
 from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 
 NUMERICS = RunDirectory.environment.name
 

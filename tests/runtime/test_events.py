@@ -13,7 +13,7 @@ from cfl_ray.cli.tables import describe_method
 from cfl_ray.errors import Interrupted
 from cfl_ray.methods import REGISTRY
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 
 PLANTED = {
     "data": {

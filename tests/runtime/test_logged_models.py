@@ -7,7 +7,7 @@ from mlflow import MlflowClient
 
 from cfl_ray import simulate
 from cfl_ray.errors import ConfigError
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.tracking import deliver_pending, mlflow_models, mlflow_tracker
 from cfl_ray.tracking.mlflow import DEFAULTS
 

@@ -152,7 +152,7 @@ def test_server_that_dies_too_often_ends_the_run_which_can_be_resumed(
 DRIVER = """
 import sys
 from cfl_ray import config, run
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 
 class Saying(Watcher):
     def round(self, label, report):

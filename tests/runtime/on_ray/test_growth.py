@@ -18,7 +18,7 @@ import ray
 from ray.cluster_utils import Cluster  # real processes: a head, and raylets with an object store of their own
 from cfl_ray import Experiment, run
 from cfl_ray.plugins.loading import load_plugin
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 
 values, logged, log, result = json.loads(sys.argv[1])
 federation = load_plugin(logged, "federation")(12, log)

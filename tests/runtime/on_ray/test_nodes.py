@@ -16,7 +16,7 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster  # real processes: a head, and a raylet with an object store of its own
 from cfl_ray import config, run
-from cfl_ray.runs.driver import Watcher
+from cfl_ray.lifecycle.driver import Watcher
 
 soon = {
     "health_check_initial_delay_ms": 0,

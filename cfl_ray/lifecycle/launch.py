@@ -26,10 +26,10 @@ from cfl_ray.results.trust import load_record, sign_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.run_directory.session_file import cluster_address, withdraw_server
-from cfl_ray.runs.driver import Driver, StudyPlace, Watcher
-from cfl_ray.runs.extension import begin_extended, check_extension
+from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
+from cfl_ray.lifecycle.extension import begin_extended, check_extension
 from cfl_ray.runtime.journal import copy_events
-from cfl_ray.runs.load import opener
+from cfl_ray.lifecycle.load import opener
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.setup.prepare import prepare
 from cfl_ray.setup.setup import Setup

@@ -26,8 +26,8 @@ from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runs.load import load_trained
-from cfl_ray.runs.recorder import MethodRecorder, finish, of_task_in, write_figures
+from cfl_ray.lifecycle.load import load_trained
+from cfl_ray.lifecycle.recorder import MethodRecorder, finish, of_task_in, write_figures
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import Session
 from cfl_ray.setup.setup import Setup

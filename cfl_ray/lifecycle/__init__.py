@@ -1,0 +1,1 @@
+"""Runs from start to end: launched, driven, recorded, extended, and loaded again."""
