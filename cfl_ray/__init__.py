@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from cfl_ray.core.weights import cluster_weights, global_weights
     from cfl_ray.data import Federation, federation_from_arrays, federation_from_dataset
     from cfl_ray.errors import ConfigError, UserError
-    from cfl_ray.results.comparison import compare_runs
     from cfl_ray.lifecycle.launch import resume, run, simulate
     from cfl_ray.lifecycle.load import load_run
+    from cfl_ray.results.comparison import compare_runs
     from cfl_ray.study.run import run_study
 
 __all__ = [

@@ -26,11 +26,11 @@ from cfl_ray.cli.tables import (
 from cfl_ray.config import Experiment
 from cfl_ray.errors import Diverged, RunStopped
 from cfl_ray.errors.redaction import redact
+from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.results.load import recorded_run
 from cfl_ray.results.results import Results
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.schedule import ignored_events
 from cfl_ray.setup.setup import Setup

@@ -102,8 +102,8 @@ def export(
     trust: Trust = False,
 ) -> None:
     """Write the model of a cluster, or the model that a client predicts with, to a file. The run may be live."""
-    from cfl_ray.results.export import export_model
     from cfl_ray.lifecycle.load import load_run
+    from cfl_ray.results.export import export_model
 
     if output == STDOUT:
         raise ConfigError("a model is not written to standard output: name a file; its ending is the format")

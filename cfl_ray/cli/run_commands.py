@@ -54,11 +54,11 @@ def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False)
     RUN may be the folder of a study: its unfinished runs continue, and failed runs are repeated.
     """
     from cfl_ray.cli.progress import Display
+    from cfl_ray.lifecycle import launch
     from cfl_ray.results.load import finished_results
     from cfl_ray.results.run_record import check_not_edited
     from cfl_ray.results.trust import load_record, load_study_record
     from cfl_ray.run_directory import RunDirectory
-    from cfl_ray.lifecycle import launch
 
     if RunDirectory(run_dir).is_study:
         if in_process:

@@ -16,6 +16,8 @@ from typing import Any
 from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.errors import RunStopped
+from cfl_ray.lifecycle.load import load_trained
+from cfl_ray.lifecycle.recorder import MethodRecorder, finish, of_task_in, write_figures
 from cfl_ray.methods import full_label
 from cfl_ray.results.environment import add_fallbacks
 from cfl_ray.results.export import save_models
@@ -26,8 +28,6 @@ from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.lifecycle.load import load_trained
-from cfl_ray.lifecycle.recorder import MethodRecorder, finish, of_task_in, write_figures
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import Session
 from cfl_ray.setup.setup import Setup

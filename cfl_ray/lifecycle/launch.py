@@ -12,6 +12,9 @@ from pathlib import Path
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped
+from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
+from cfl_ray.lifecycle.extension import begin_extended, check_extension
+from cfl_ray.lifecycle.load import opener
 from cfl_ray.results.environment import Environment, read_environment, write_environment
 from cfl_ray.results.load import finished_results
 from cfl_ray.results.results import Results
@@ -26,10 +29,7 @@ from cfl_ray.results.trust import load_record, sign_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.run_directory.session_file import cluster_address, withdraw_server
-from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
-from cfl_ray.lifecycle.extension import begin_extended, check_extension
 from cfl_ray.runtime.journal import copy_events
-from cfl_ray.lifecycle.load import opener
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.setup.prepare import prepare
 from cfl_ray.setup.setup import Setup

@@ -17,6 +17,7 @@ from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
+from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.results.comparison import (
     StudyFigures,
     format_table,
@@ -34,7 +35,6 @@ from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
 from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command, hold
-from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.study.metrics import metric_warnings, scores_of
 from cfl_ray.study.plan import ALL, Selection, StudyRun, plan

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserError
-from cfl_ray.run_directory import RunDirectory
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.lifecycle.launch import StudyPlace, run_of_study
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.resources import Resources
 from cfl_ray.system.files import write_text

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import cfl_ray
-from cfl_ray.methods import REGISTRY
 from cfl_ray.lifecycle.driver import Watcher
+from cfl_ray.methods import REGISTRY
 
 
 class Notes(Watcher):

@@ -14,11 +14,11 @@ from interrupted import interrupt_once
 import cfl_ray
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.errors import ConfigError, Interrupted
+from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.results.results import MethodResult
-from cfl_ray.lifecycle.driver import Watcher
 
 CLOCKS = {"round_seconds"}
 DATA = {

@@ -13,6 +13,7 @@ import cfl_ray
 from cfl_ray.cli import main
 from cfl_ray.config.published import load_published
 from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.results import reporting
 from cfl_ray.results.comparison import compare_runs
 from cfl_ray.results.diagnostics_log import DiagnosticsLog, read_diagnostics
@@ -20,7 +21,6 @@ from cfl_ray.results.found_runs import find_runs
 from cfl_ray.results.published import compare_with
 from cfl_ray.results.reporting import report_of, write_report
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.lifecycle.driver import Watcher
 
 DIAGNOSTICS = RunDirectory.diagnostics.name
 

@@ -15,9 +15,9 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 from cfl_ray import Experiment, simulate
 from cfl_ray.config import load
 from cfl_ray.config.data import SOURCE_KINDS
+from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.plugins.loading import load_plugin
 from cfl_ray.results.trust import sign_record
-from cfl_ray.lifecycle.driver import Watcher
 
 HERE = Path(__file__).parent
 CPUS, GPUS = 6, 1  # logical: no test needs the hardware

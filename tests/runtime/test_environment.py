@@ -12,9 +12,9 @@ from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.engine.engines import ENGINES
 from cfl_ray.errors import Interrupted
+from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.lifecycle.driver import Watcher
 
 NUMERICS = RunDirectory.environment.name
 

@@ -11,9 +11,9 @@ from cfl_ray.cli.live_client import status
 from cfl_ray.cli.progress import Display
 from cfl_ray.cli.tables import describe_method
 from cfl_ray.errors import Interrupted
+from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.methods import REGISTRY
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.lifecycle.driver import Watcher
 
 PLANTED = {
     "data": {

@@ -5,9 +5,9 @@ import pytest
 from cfl_ray import ConfigError, Experiment, load_run, resume, run, simulate
 from cfl_ray.config import load
 from cfl_ray.errors import DataError
-from cfl_ray.run_directory.session_file import ServerAddress, publish_server
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.lifecycle.launch import _with_current_cluster
+from cfl_ray.run_directory.session_file import ServerAddress, publish_server
 from cfl_ray.runtime.journal import Journal, JournalEvent
 
 

@@ -9,9 +9,9 @@ import pytest
 from cfl_ray import resume, simulate
 from cfl_ray.checkpoint.manifest import CheckpointManifest
 from cfl_ray.errors import Interrupted
+from cfl_ray.lifecycle.recorder import MethodRecorder
 from cfl_ray.results.arrow_log import whole_batches
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.lifecycle.recorder import MethodRecorder
 from cfl_ray.setup.prepare import prepare
 from cfl_ray.tracking import RunLog, read_info, read_records
 
