@@ -4,7 +4,7 @@
     python -m jobs.results collect runs/fedclust-table1    stores the metrics of its runs
     python -m jobs.results share                           uses a run in every study that plans the same experiment
     python -m jobs.results costs                           estimates the cost of all runs
-    python -m jobs.results write                           writes the page
+    python -m jobs.results write                           writes the page, and the table in docs/choosing.md
 
 `collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of
 the last evaluation, seconds, and the keys in which the run differs from its recipe. A run with less than a quarter of
@@ -33,6 +33,7 @@ from cfl_ray.results.comparison import read_study
 from cfl_ray.results.study_folder import run_folders
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.tracking import flatten, read_info, read_records
+from jobs.results import choosing
 from jobs.results.cells import FIGURES, ROOT, STUDIES, cells_of, compared
 from jobs.results.page import FIGURE, page, scatter
 
@@ -249,7 +250,8 @@ def main(arguments: list[str] | None = None) -> None:
         cells = compared()
         PAGE.write_text(page(cells))
         (PAGE.parent / FIGURE).write_text(scatter(cells))
-        print(f"wrote {PAGE}")
+        choosing.PAGE.write_text(choosing.with_table(choosing.PAGE.read_text(), choosing.section()))
+        print(f"wrote {PAGE} and the table in {choosing.PAGE}")
         return
     for folder in given.folders:
         print(f"wrote {collect(folder, given.recipe)}")

@@ -11,6 +11,7 @@ from cfl_ray.config.study import load_study
 from cfl_ray.study.run import run_study
 from jobs.results import __main__ as results
 from jobs.results import cells as results_cells
+from jobs.results import choosing
 from jobs.results import page as results_page
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,13 @@ def test_the_page_is_that_of_the_figures():
     assert (ROOT / "docs" / "results.md").read_text() == results_page.page(results_cells.compared()), (
         "python -m jobs.results write"
     )
+
+
+def test_the_table_of_methods_is_that_of_the_figures():
+    page = choosing.PAGE.read_text()
+    assert page == choosing.with_table(page, choosing.section()), "python -m jobs.results write"
+    with pytest.raises(ValueError, match="needs the lines"):
+        choosing.with_table("# Another page\n", "")
 
 
 def test_every_published_cell_is_counted_once():

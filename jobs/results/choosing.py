@@ -1,0 +1,46 @@
+"""The table of all methods in docs/choosing.md, of the study heterogeneity/digits.yaml."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from cfl_ray.results.ranks import ranks_of
+from jobs.results.cells import ROOT
+
+PAGE = ROOT / "docs" / "choosing.md"
+FIGURES = ROOT / "docs" / "results" / "heterogeneity-digits.csv"
+SETTINGS = ("label_skew", "feature_shift", "concept_shift", "both", "drift")
+BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+
+
+def section(figures: Path = FIGURES) -> str:
+    """Mean accuracy of each method in each setting in percent, its mean rank and its costs; best rank first."""
+    runs = pd.read_csv(figures).assign(mbit=lambda frame: frame.mbit_down + frame.mbit_up)
+    metrics: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for run in runs.itertuples():
+        metrics.setdefault((run.setting, run.method), {})[run.seed] = {"accuracy": run.accuracy}
+    ranks = ranks_of(metrics, "accuracy")
+    assert ranks is not None
+    accuracy = 100 * runs.pivot_table("accuracy", "method", "setting")
+    costs = runs.groupby("method")[["mbit", "seconds"]].mean()
+    lines = [
+        ranks.in_words,
+        "",
+        f"| method | {' | '.join(name.replace('_', ' ') for name in SETTINGS)} | mean rank | Mbit | seconds |",
+        "|---" * (len(SETTINGS) + 4) + "|",
+    ]
+    for method, rank in ranks.mean_rank.items():
+        shown = " | ".join(f"{accuracy.loc[method, setting]:.0f}" for setting in SETTINGS)
+        bold = f"**{rank:.1f}**" if ranks.is_near_best(method) else f"{rank:.1f}"
+        cost = costs.loc[method]
+        lines.append(f"| {method} | {shown} | {bold} | {cost.mbit:.0f} | {cost.seconds:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str, table: str) -> str:
+    """The page with this table between its two marks. Raises ValueError for a page without them."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{PAGE.name} needs the lines {BEGIN.strip()} and {END.strip()}")
+    return f"{before}{begin}\n{table}\n{end}{after}"
