@@ -1,8 +1,8 @@
 """The Wasserstein-adjusted score: how well clusters separate clients by the skew of their labels.
 
 A. Licciardi, D. Leo, E. Fanì, B. Caputo, M. Ciccone. Interaction-Aware Gaussian Weighting for Clustered Federated
-Learning. ICML 2025, arXiv:2502.03340. The official code does not contain it, so its values are not
-compared with the authors'.
+Learning. ICML 2025, arXiv:2502.03340. The official code does not contain it: the definition below
+follows the paper's description, and its values were not compared with the authors'.
 """
 
 import numpy as np
