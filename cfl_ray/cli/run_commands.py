@@ -1,7 +1,7 @@
 """The commands `run`, `resume` and `prepare`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,7 +9,12 @@ from cfl_ray.cli.arguments import File, InProcess, Overrides, RunDir, Trust
 from cfl_ray.cli.console import command_line, out, say
 from cfl_ray.cli.inputs import deliver_earlier_results, is_trusted, load_experiment
 from cfl_ray.cli.study_commands import run_all, study_from
-from cfl_ray.errors import ConfigError
+from cfl_ray.config import Experiment
+from cfl_ray.errors import ConfigError, Interrupted
+from cfl_ray.lifecycle.cluster import open_cluster
+
+if TYPE_CHECKING:
+    from cfl_ray.runtime.on_ray.cluster import Cluster
 
 
 def run(
@@ -36,16 +41,26 @@ def run(
     ] = None,
 ) -> None:
     """Run an experiment: all its methods, with live progress and a table of results at the end."""
+    experiment = load_experiment(file, overrides)
+    cluster = None if in_process else _start_ray(experiment)
     from cfl_ray.cli.progress import Display
     from cfl_ray.lifecycle import launch
 
-    experiment = load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:
         if in_process:
             results = launch.simulate(experiment, run_dir or launch.new_run_dir(experiment), display, replay, extend)
         else:
-            results = launch.run(experiment, run_dir, display, replay, extend)
+            results = launch.run(experiment, run_dir, display, replay, extend, cluster)
     display.finish(results)
+
+
+def _start_ray(experiment: Experiment) -> "Cluster | None":
+    """The cluster of a run; while Ray starts, torch is imported."""
+    say("preparing Ray ...")
+    try:
+        return open_cluster(experiment.runtime, meanwhile="cfl_ray.lifecycle.launch")
+    except KeyboardInterrupt:
+        raise Interrupted("stopped. Nothing was kept") from None
 
 
 def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False) -> None:

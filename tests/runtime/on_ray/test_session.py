@@ -16,18 +16,14 @@ from cfl_ray.setup.prepare import prepare
 
 @pytest.fixture
 def session(experiment, monkeypatch, tmp_path):
-    """A session whose servers are names, and `session.steps` what was done to them; `saved` is the last round saved."""
+    """A session without servers: `session.steps` is what was done to them, `saved` the last round saved."""
     made = object.__new__(RaySession)
     made.setup = prepare(experiment(methods=["fedavg", "ditto"], rounds=9, runtime={"retries": 2}))
     made.run_dir, made.label, made.stall_rule = tmp_path, "ditto", StallRule(30, 600)
-    made.retry, made.faults, made.actor, made.steps, made.saved = RetryPolicy("the server", 2), [], "server 1", [], 3
+    made.retry, made.faults, made.steps, made.saved = RetryPolicy("the server", 2), [], [], 3
+    made.cluster = SimpleNamespace(begun="begun", end_server=lambda: made.steps.append("end"), server=None)
 
-    def start():
-        made.actor = f"server {len(made.steps) // 2 + 2}"
-        made.steps.append(f"start {made.actor}")
-
-    made._start_server = start
-    monkeypatch.setattr(session_module, "ray", SimpleNamespace(kill=lambda actor: made.steps.append(f"kill {actor}")))
+    made._start_server = lambda: made.steps.append("start")
     store = SimpleNamespace(rounds=lambda: [made.saved])
     monkeypatch.setattr(session_module, "checkpoint_store", lambda *_: store)
     clock = [0.0]
@@ -46,7 +42,7 @@ def unreachable():
 
 def test_a_server_out_of_reach_is_ended_before_the_next_one_starts(session):
     session._recover(unreachable())
-    assert session.steps == ["kill server 1", "start server 2"]
+    assert session.steps == ["end", "start"]
 
 
 def test_a_server_that_always_dies_before_it_saves_ends_the_run(session):
@@ -61,6 +57,11 @@ def test_a_saved_round_grants_all_retries_again(session):
     for session.saved in range(3, 9):
         session._recover(unreachable())
     assert len(session.steps) == 12
+
+
+def answering(asked):
+    """A server that appends what it is asked to `asked`."""
+    return SimpleNamespace(call=SimpleNamespace(remote=lambda *order: asked.append(order) or "answer"))
 
 
 class FailingOnce:
@@ -80,7 +81,7 @@ class FailingOnce:
 )
 def test_whatever_ends_a_server_another_one_begins_the_method_again(error, session):
     asked = []
-    session.actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *order: asked.append(order) or "answer"))
+    session.cluster.server = answering(asked)
     session.started, session._start_server = "started", lambda: None
     session._answer = FailingOnce(error)
     assert session._ask("report", "ditto") == "answer"
@@ -88,7 +89,7 @@ def test_whatever_ends_a_server_another_one_begins_the_method_again(error, sessi
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_a_cause(session):
-    session.actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *order: "answer"))
+    session.cluster.server = answering([])
     session.started, session._answer = "started", FailingOnce(RuntimeEnvSetupError("no such environment"))
     with pytest.raises(RunError, match="the server cannot start: .*no such environment.*; it needs the driver's node"):
         session._ask("report", "ditto")
