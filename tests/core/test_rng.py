@@ -24,12 +24,20 @@ def test_draws_never_change_from_one_version_to_the_next():
     assert torch.randint(1000, (4,), generator=torch_stream(*ADDRESS)).tolist() == [724, 31, 716, 679]
 
 
-def test_numbers_of_many_clients_are_those_of_their_streams():
-    clients = np.array([0, 1, 7, 2**40, -1, 999_999])
-    drawn = uniforms(3, 7, 2, clients, "dropout")
-    assert drawn.tolist() == [stream(3, 7, 2, int(client), "dropout").random() for client in clients]
+def test_numbers_of_many_clients_are_those_of_a_counter():
+    key = stream(3, 7, 2, -1, "dropout").bit_generator.state["state"]["key"]
+
+    def of(client):
+        return np.random.Generator(np.random.Philox(key=key, counter=[0, client, 0, 0])).random()
+
+    clients = np.array([0, 1, 7, 2**40, 999_999])
+    assert uniforms(3, 7, 2, clients, "dropout").tolist() == [of(client) for client in clients.tolist()]
     many = uniforms(3, 7, 2, np.arange(20_000), "dropout")  # more than a block
-    assert many[-1] == stream(3, 7, 2, 19_999, "dropout").random() and len(uniforms(3, 7, 2, clients[:0], "x")) == 0
+    assert many[-1] == of(19_999) and len(uniforms(3, 7, 2, clients[:0], "x")) == 0
+    assert np.all(uniforms(3, 7, 2, clients, "x") != many[0]) and np.all(
+        uniforms(3, 8, 2, clients, "dropout") != many[0]
+    )
+    assert abs(many.mean() - 0.5) < 0.01 and abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.03
 
 
 def test_every_part_of_an_address_counts():
