@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from cfl_ray.core.clients import Clients, ClientState, LocalTraining
+from cfl_ray.core.clients import ClientData, Clients, ClientState, LocalTraining
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
@@ -97,3 +97,14 @@ class APFL(Method[State], name="apfl"):
 
     def serve(self, state: State, clients: Clients) -> Serving:
         return Serving(state.models_KP, clients.first_row(), client_state=self.personal)
+
+    def diagnose(self, state: State, clients: Clients) -> None:
+        if self.adaptive:
+            first = clients.known_models(state.models_KP.new_full((1, clients.spec.size + 1), self.alpha))
+            alpha_MF, valid_M = clients.describe(_share, first, floats=0, client_state=self.personal)
+            clients.record("alpha", alpha_MF[valid_M, 0], ("clients",), ids=clients.ids_M[valid_M])
+
+
+def _share(client: ClientData, state: Tensor) -> Tensor:
+    """alpha_i, which follows v_i in the state of a client."""
+    return state[-1:]

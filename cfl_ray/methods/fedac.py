@@ -91,12 +91,7 @@ class FedAC(Method[FedACState], name="fedac"):
 
     # CNT
     adapt_clusters: bool = option(True, "CNT: adapt the number of clusters", source="FedAC")
-    adapt_every: int = option(
-        10,
-        "rounds between two steps of CNT",
-        source="ours: not known from the paper",
-        low=1,
-    )
+    adapt_every: int = option(10, "rounds between two steps of CNT", source="ours: not known from the paper", low=1)
     adapt_after: int = option(20, "rounds before the first step of CNT", source="ours: not known from the paper", low=0)
     adaptation: str = option(
         "significance",

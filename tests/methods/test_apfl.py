@@ -1,5 +1,7 @@
 """APFL: both models by the formulas, its reductions to FedAvg and local training, and the mixture that predicts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from linear import ETA, STEPS, assert_close, gradient, matrix, mean, sgd, stage
@@ -112,6 +114,20 @@ def test_adapted_alpha_prefers_the_own_model_in_groups_that_disagree():
     state = one.play(method, *OPPOSED_COHORTS["all clients"])
     alphas = [float(one.client_states["personal", i][-1]) for i in range(8)]
     assert min(alphas) > 0.5 and accuracy(one, method, state).min() > 0.7
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_adapted_alphas_of_all_clients_are_recorded(adaptive):
+    """Those that clients keep, and the first alpha of a client that never trained; nothing is counted as traffic."""
+    one, method = groups(epochs=2, lr=0.5, batch_size=40), APFL(alpha=0.4, adaptive=adaptive)
+    state = one.play(method, [0, 1], [1], [1, 5])
+    clients = replace(one.clients(round=3), evaluated=True)
+    method.diagnose(state, clients)
+    found = {name: clients.stats.diagnostics.array(name) for name in clients.stats.diagnostics.names}
+    assert found.keys() == ({"alpha"} if adaptive else set()) and not clients.stats.traffic.up_bits
+    if adaptive:
+        kept = [float(one.client_states["personal", i][-1]) if i in (0, 1, 5) else 0.4 for i in range(8)]
+        assert found["alpha"].value.tolist() == pytest.approx(kept) and len(set(kept)) > 2
 
 
 @pytest.mark.parametrize("cohorts", OPPOSED_COHORTS)

@@ -39,6 +39,7 @@ ARRAYS = {  # method: (options, {name: axes}) in three rounds
     "fesem_cam": ({"num_clusters": 2}, {"centre_distance": ("clients", "clusters")}),
     "cflgp": ({"num_clusters": 2}, {"similarity": PAIRS, "signatures": ("clients", "components")}),
     "pfedgraph": ({}, {"similarity": PAIRS, "graph": PAIRS}),
+    "apfl": ({"adaptive": True}, {"alpha": ("clients",)}),
 }
 NUMBERS = {
     "pfedme": {"global_score"},
