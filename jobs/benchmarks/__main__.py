@@ -6,6 +6,7 @@
     python -m jobs.benchmarks states            rounds of 5,000 clients that keep 1 MB each, and the resumed run
     python -m jobs.benchmarks scale             server time and traffic of a round at up to 1,000 hosts, simulated
     python -m jobs.benchmarks nodes W2          one node against two, and the speedup of up to eight, simulated
+    python -m jobs.benchmarks mixtures          CPU seconds of FedEM with three models against FedAvg
     python -m jobs.benchmarks clustering        time and memory of clustering thousands of clients on the server
 
 The workloads are in benchmarks/workloads.py, the bare loop in benchmarks/peers/bare.py; benchmarks/compare.py measures
@@ -19,7 +20,7 @@ from benchmarks.workloads import WORKLOADS
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = ["speed", "memory", "states", "scale", "nodes", "clustering"]
+    kinds = ["speed", "memory", "states", "scale", "nodes", "mixtures", "clustering"]
     parser.add_argument("what", nargs="?", choices=kinds, default="speed")
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=f"some of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
@@ -47,6 +48,10 @@ def main() -> None:
             from jobs.benchmarks.nodes import nodes
 
             nodes(arguments.workloads, arguments.rounds)
+        case "mixtures":
+            from jobs.benchmarks.mixtures import mixtures
+
+            mixtures(arguments.rounds)
         case "clustering":
             from jobs.benchmarks.clustering import clustering
 

@@ -4,7 +4,7 @@
     python -m jobs.results collect runs/fedclust-table1    stores the metrics of its runs
     python -m jobs.results share                           uses a run in every study that plans the same experiment
     python -m jobs.results costs                           estimates the cost of all runs
-    python -m jobs.results write                           writes the page, and the table in docs/choosing.md
+    python -m jobs.results write                           writes the page, and the tables in docs/choosing.md
 
 `collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of
 the last evaluation, seconds, and the keys in which the run differs from its recipe. A run with less than a quarter of
@@ -51,8 +51,11 @@ _KEPT = (
 # ---- collect: from folders of runs to docs/results/STUDY.csv
 
 
-def collect(folder: Path, recipe: Path | None) -> Path:
-    """Writes the metrics of the finished runs of a study; runs that are in the file already are kept or replaced."""
+def collect(folder: Path, recipe: Path | None, name: str | None = None) -> Path:
+    """Writes the metrics of the finished runs of a study; runs that are in the file already are kept or replaced.
+
+    name: of the file, for a recipe that was run on other data; None: that of the recipe.
+    """
     record = recipe or find_recipe(folder)
     planned = {(cell.setting, cell.method, cell.seed): cell.experiment for cell in cells_of(load_study(record))}
     rows = []
@@ -77,7 +80,7 @@ def collect(folder: Path, recipe: Path | None) -> Path:
             | {name: float(f"{value:.6g}") for name, value in kept.items()}
             | {"config_hash": experiment.config_hash, "commit": info.tags.get("git_commit", "")[:10]}
         )
-    file = FIGURES / f"{record.parent.name}-{record.stem}.csv"
+    file = FIGURES / f"{name or f'{record.parent.name}-{record.stem}'}.csv"
     frame = pd.DataFrame(rows)
     if file.exists():
         before = pd.read_csv(file, dtype=_WORDS)
@@ -236,6 +239,9 @@ def main(arguments: list[str] | None = None) -> None:
     collecting = verbs.add_parser("collect", help="keep the metrics of finished runs")
     collecting.add_argument("folders", nargs="+", type=Path, metavar="STUDY_FOLDER")
     collecting.add_argument("--recipe", type=Path, help="the study's YAML file; default: found by the folder's name")
+    collecting.add_argument(
+        "--name", help="the file's name, for a recipe run on other data; default: that of the recipe"
+    )
     verbs.add_parser("share", help="use runs in the other studies that plan the same experiment")
     verbs.add_parser("costs", help="estimate what runs would take")
     verbs.add_parser("write", help="write the page")
@@ -251,10 +257,10 @@ def main(arguments: list[str] | None = None) -> None:
         PAGE.write_text(page(cells))
         (PAGE.parent / FIGURE).write_text(scatter(cells))
         choosing.PAGE.write_text(choosing.with_table(choosing.PAGE.read_text(), choosing.section()))
-        print(f"wrote {PAGE} and the table in {choosing.PAGE}")
+        print(f"wrote {PAGE} and the tables in {choosing.PAGE}")
         return
     for folder in given.folders:
-        print(f"wrote {collect(folder, given.recipe)}")
+        print(f"wrote {collect(folder, given.recipe, given.name)}")
 
 
 if __name__ == "__main__":

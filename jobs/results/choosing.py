@@ -1,4 +1,4 @@
-"""The table of all methods in docs/choosing.md, of the study heterogeneity/digits.yaml."""
+"""The tables of all methods in docs/choosing.md: the study heterogeneity/digits.yaml, on each of its data sets."""
 
 from pathlib import Path
 
@@ -8,14 +8,25 @@ from cfl_ray.results.ranks import ranks_of
 from jobs.results.cells import ROOT
 
 PAGE = ROOT / "docs" / "choosing.md"
-FIGURES = ROOT / "docs" / "results" / "heterogeneity-digits.csv"
+FIGURES = {  # by data set
+    "Digits": ROOT / "docs" / "results" / "heterogeneity-digits.csv",
+}
 SETTINGS = ("label_skew", "feature_shift", "concept_shift", "both", "drift")
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 
 
-def section(figures: Path = FIGURES) -> str:
-    """Mean accuracy of each method in each setting in percent, its mean rank and its costs; best rank first."""
+def section() -> str:
+    """The tables of all data sets, each under its name."""
+    return "\n".join(f"### {name}\n\n{table(figures)}" for name, figures in FIGURES.items())
+
+
+def table(figures: Path) -> str:
+    """Mean accuracy of each method in each setting in percent, its mean rank and its costs; best rank first.
+
+    Of the seeds that all methods have in all settings.
+    """
     runs = pd.read_csv(figures).assign(mbit=lambda frame: frame.mbit_down + frame.mbit_up)
+    runs = runs[runs.groupby("seed")["seed"].transform("size") == len(SETTINGS) * runs["method"].nunique()]
     metrics: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for run in runs.itertuples():
         metrics.setdefault((run.setting, run.method), {})[run.seed] = {"accuracy": run.accuracy}
@@ -24,7 +35,7 @@ def section(figures: Path = FIGURES) -> str:
     accuracy = 100 * runs.pivot_table("accuracy", "method", "setting")
     costs = runs.groupby("method")[["mbit", "seconds"]].mean()
     lines = [
-        ranks.in_words,
+        f"Seeds {', '.join(map(str, sorted(set(runs.seed))))}. {ranks.in_words}",
         "",
         f"| method | {' | '.join(name.replace('_', ' ') for name in SETTINGS)} | mean rank | Mbit | seconds |",
         "|---" * (len(SETTINGS) + 4) + "|",

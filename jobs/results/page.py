@@ -1,5 +1,6 @@
 """The text of docs/results.md: published numbers, the runs that repeat them, and the cost of the other runs."""
 
+import inspect
 import math
 import textwrap
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from scipy.stats import binomtest
 from cfl_ray import Experiment
 from cfl_ray.config.published import PublishedTable, load_published
 from cfl_ray.config.study import load_study
+from cfl_ray.methods import REGISTRY
 from jobs.results.cells import FIGURES, SEEDS, STATES, STUDIES, Compared, cells_of, read_reasons
 
 _PROTOCOLS = {"accuracy": "P-server", "accuracy_local": "P-local", "newcomer_accuracy_tuned": "P-tune"}
@@ -32,6 +34,7 @@ OWN = {  # paper: its own methods
     "cam": ("ifca_cam", "fesem_cam"),
     "fedac": ("fedac",),
     "fedclust": ("fedclust",),
+    "fedem": ("fedem",),
     "stocfl": ("stocfl", "stocfl_chain"),
 }
 _VALUES: tuple[Callable[[Compared], float], ...] = (  # published, here, here by P-server
@@ -39,7 +42,7 @@ _VALUES: tuple[Callable[[Compared], float], ...] = (  # published, here, here by
     lambda cell: cell.here or 0.0,
     lambda cell: float(cell.runs["accuracy"].mean()) * 100,
 )
-_COLOURS = dict(zip(OWN, ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#e69f00"), strict=True))
+_COLOURS = dict(zip(OWN, ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#e69f00"), strict=True))
 _LINES = ((0, 0, 100, 100, ""), (2, 0, 100, 98, "3"), (0, 2, 98, 100, "3"), (0, 0, 100, 0, ""), (0, 0, 0, 100, ""))
 _ENDS = ("accuracy_low", "accuracy_high")  # least and greatest of the last quarter of the rounds
 _RANGE = "accuracy in the last quarter of the rounds"
@@ -105,8 +108,25 @@ def page(cells: list[Compared]) -> str:
         missing = [t for t in published.tables if not any(c.is_run for c in cells if (c.paper, c.table) == (name, t))]
         if missing:
             lines += [f"Not run: {', '.join(_title(one) for one in missing)}.", ""]
+    lines += _without_numbers(set(papers))
     lines += _missing()
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _without_numbers(published: set[str]) -> list[str]:
+    """The other studies that are named after a method and have runs, each under the reference to its paper."""
+    lines = [
+        "## Papers without numbers",
+        "",
+        "The main experiment of papers whose printed figures are not at hand, so that only the order of the methods",
+        "can be judged; most are shortened, as the commands say.",
+        "",
+    ]
+    for folder in sorted(path.name for path in STUDIES.iterdir()):
+        if folder in REGISTRY and folder not in published and (figures := _figures(folder)):
+            reference = inspect.getdoc(inspect.getmodule(REGISTRY[folder])).partition("\n\n")[0]
+            lines += [f"## {reference.partition(':')[0]}", "", *reference.splitlines(), "", *figures]
+    return lines
 
 
 def _figures(paper: str) -> list[str]:

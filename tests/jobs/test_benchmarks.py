@@ -1,10 +1,14 @@
 """The benchmarks where they need neither Ray nor minutes."""
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from jobs.benchmarks import clustering
+from benchmarks.workloads import Workload
+from jobs.benchmarks import clustering, mixtures
 from jobs.benchmarks.nodes import speedup
 from jobs.benchmarks.scale import CALL_SECONDS, simulate_round
 
@@ -74,3 +78,33 @@ class TestNodes:
     def test_more_hosts_than_clients_are_of_no_use(self):
         times, best = speedup(8, 20, 1, 10_000)
         assert times < 2 and best < 2
+
+
+class TestMixtures:
+    """The plain loops beside FedEM and FedAvg."""
+
+    WORK = Workload("", "lenet5", {}, 10, 2, 20, 8, 1, shuffle=False)
+
+    def test_one_model_is_fedavg_and_equal_models_share_each_sample(self):
+        """Equal models have responsibility 1 / 3 for all samples: three steps at a third of the learning rate."""
+        torch.manual_seed(0)
+        three = mixtures.PlainLoop(self.WORK, 3)
+        first = copy.deepcopy(three.modules[0].state_dict())
+        for module in three.modules:
+            module.load_state_dict(first)
+        one = mixtures.PlainLoop(replace(self.WORK, lr=self.WORK.lr / 3), 1)
+        one.modules[0].load_state_dict(first)
+        for loop, models in ((three, 3), (one, 1)):
+            weight_Kn = loop.responsibilities(loop.x[0], loop.y[0])
+            assert torch.allclose(weight_Kn, torch.full((models, 20), 1 / models))
+            loop.batches = lambda samples: torch.arange(samples).split(8)
+            loop.round()
+        for found, expected, start in zip(
+            three.modules[2].parameters(), one.modules[0].parameters(), first.values(), strict=True
+        ):
+            assert torch.allclose(found, expected, atol=1e-6) and not torch.allclose(found, start, atol=1e-6)
+
+    @pytest.mark.parametrize("method", ["fedavg", {"fedem": {"num_models": 3}}])
+    def test_our_rounds_run_in_this_process(self, method):
+        with mixtures.our_round(self.WORK, method, "sequential") as run:
+            assert [run().round for _ in range(2)] == [1, 2]
