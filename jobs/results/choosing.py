@@ -10,6 +10,7 @@ from jobs.results.cells import ROOT
 PAGE = ROOT / "docs" / "choosing.md"
 FIGURES = {  # by data set
     "Digits": ROOT / "docs" / "results" / "heterogeneity-digits.csv",
+    "Fashion-MNIST": ROOT / "docs" / "results" / "heterogeneity-fashion_mnist.csv",
 }
 SETTINGS = ("label_skew", "feature_shift", "concept_shift", "both", "drift")
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
@@ -35,7 +36,7 @@ def table(figures: Path) -> str:
     accuracy = 100 * runs.pivot_table("accuracy", "method", "setting")
     costs = runs.groupby("method")[["mbit", "seconds"]].mean()
     lines = [
-        f"Seeds {', '.join(map(str, sorted(set(runs.seed))))}. {ranks.in_words}",
+        f"Seeds: {', '.join(map(str, sorted(set(runs.seed))))}. {ranks.in_words}",
         "",
         f"| method | {' | '.join(name.replace('_', ' ') for name in SETTINGS)} | mean rank | Mbit | seconds |",
         "|---" * (len(SETTINGS) + 4) + "|",

@@ -119,7 +119,7 @@ def _without_numbers(published: set[str]) -> list[str]:
         "## Papers without numbers",
         "",
         "The main experiment of papers whose printed figures are not at hand, so that only the order of the methods",
-        "can be judged; most are shortened, as the commands say.",
+        "can be judged. A run is shortened if the command above its table has other values.",
         "",
     ]
     for folder in sorted(path.name for path in STUDIES.iterdir()):
