@@ -50,7 +50,7 @@ def uniforms(seed: int, round: int, exchange: int, clients: np.ndarray, purpose:
 
 
 def _philox(key: np.ndarray, client_M: np.ndarray) -> np.ndarray:
-    """The first word of Philox4x64-10 (J. Salmon et al., SC 2011) for each counter, equal to that of NumPy's generator."""
+    """The first word of Philox4x64-10 (J. Salmon et al., SC 2011) for each counter, as that of NumPy's generator."""
     zero = np.zeros(1, np.uint64)
     counter = [zero + np.uint64(1), client_M, zero, zero]
     for round in range(10):
