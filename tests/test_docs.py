@@ -8,11 +8,19 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import threading
+import tomllib
+import venv
 import zipfile
+from collections.abc import Sequence
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from cfl_ray import config, simulate
 from cfl_ray.cli import main
@@ -175,24 +183,76 @@ def test_installations_without_a_gpu_use_the_index_of_the_image():
     assert f"--index-url {index} torch" in (ROOT / "Dockerfile").read_text()
 
 
-def test_an_extra_index_with_builds_for_cpus_wins_over_pypi(tmp_path):
-    """pip prefers X+cpu to X, whose CUDA libraries are then not asked for; the two indexes are folders here."""
-    for folder, version, needs in (("pypi", "2.9", "Requires-Dist: nvidia-cudnn"), ("cpu", "2.9+cpu", "")):
-        simple = tmp_path / folder / "torch"
-        simple.mkdir(parents=True)
-        name = f"torch-{version}-py3-none-any.whl"
-        (simple / "index.html").write_text(f'<a href="{name}">{name}</a>')
-        with zipfile.ZipFile(simple / name, "w") as wheel:
-            of = f"torch-{version}.dist-info"
-            wheel.writestr(f"{of}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n{needs}\n")
-            wheel.writestr(f"{of}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(f"{of}/RECORD", "")
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
-    indexes = ["--index-url", (tmp_path / "pypi").as_uri(), "--extra-index-url", (tmp_path / "cpu").as_uri()]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    clean["PIP_CONFIG_FILE"] = os.devnull  # nor the indexes of this machine
-    done = subprocess.run([*command, *indexes, "torch"], capture_output=True, text=True, check=True, env=clean)
-    assert [one["metadata"]["version"] for one in json.loads(done.stdout)["install"]] == ["2.9+cpu"]
+def test_the_readmes_installation_without_a_gpu_gets_and_keeps_the_builds_for_cpus(tmp_path):
+    """Of an index without and one with builds for CPUs, served here, with empty packages of this project's needs."""
+    (command,) = re.findall(r"`pip install (--extra-index-url \S+ \.)`", README)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [Requirement(need) for need in project["dependencies"]]
+    version_of = {need.name: version(need.name).partition("+")[0] for need in needs}
+    torch, vision = version_of["torch"], version_of["torchvision"]
+    for need in needs:
+        _make_wheel(tmp_path / "pypi" / need.name, need.name, version_of[need.name], *need.extras)
+    _make_wheel(tmp_path / "pypi/torch", "torch", torch, requires=["nvidia-cudnn"])
+    _make_wheel(tmp_path / "pypi/nvidia-cudnn", "nvidia-cudnn", "9")
+    _make_wheel(tmp_path / "whl/cpu/torch", "torch", f"{torch}+cpu")
+    for folder, label in (("pypi", ""), ("whl/cpu", "+cpu")):
+        _make_wheel(tmp_path / folder / "torchvision", "torchvision", vision + label, requires=[f"torch=={torch}"])
+    folder = tmp_path / "clone"
+    made = _make_wheel(folder, "cfl-ray", project["version"], requires=project["dependencies"])
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    (folder / "backend.py").write_text(
+        "import shutil\n\n\ndef build_wheel(to, settings=None, metadata=None):\n"
+        f"    return shutil.copy({made.name!r}, to) and {made.name!r}\n"
+    )
+    venv.create(tmp_path / "venv")
+    asked = []
+
+    class Index(SimpleHTTPRequestHandler):
+        def log_message(self, format, *arguments):
+            asked.append(self.path)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Index, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_address[1]}"
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHONPATH"))}
+        clean |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"{here}/pypi", "PIP_NO_CACHE_DIR": "1"}
+
+        def pip(arguments: str) -> str:
+            pip = [sys.executable, "-m", "pip", "--python", tmp_path / "venv/bin/python"]
+            done = subprocess.run(
+                [*pip, *shlex.split(arguments)], cwd=folder, env=clean, capture_output=True, text=True
+            )
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        for arguments in (command.replace("https://download.pytorch.org", here), "."):
+            pip(f"install {arguments}")
+            found = {package["name"]: package["version"] for package in json.loads(pip("list --format json"))}
+            assert found == version_of | {
+                "cfl-ray": project["version"],
+                "torch": f"{torch}+cpu",
+                "torchvision": f"{vision}+cpu",
+            }
+        assert not any("nvidia" in path for path in asked)
+        pip("install --dry-run --ignore-installed .")
+        assert any("nvidia" in path for path in asked), "without the index, CUDA's libraries are downloaded"
+        server.shutdown()
+
+
+def _make_wheel(folder: Path, name: str, version: str, *extras: str, requires: Sequence[str] = ()) -> Path:
+    """An empty package and its page of an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{name.replace('-', '_')}-{version}"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Provides-Extra: {extra}" for extra in extras] + [f"Requires-Dist: {need}" for need in requires]
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{stem}.dist-info/METADATA", "\n".join(lines) + "\n")
+        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+    (folder / "index.html").write_text(f'<a href="{stem}-py3-none-any.whl">{stem}-py3-none-any.whl</a>')
+    return folder / f"{stem}-py3-none-any.whl"
 
 
 def test_ci_runs_the_readmes_test_command():

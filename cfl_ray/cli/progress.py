@@ -229,7 +229,7 @@ class Display(Watcher):
     # ---- end of the run
 
     def finish(self, results: Results) -> None:
-        """Prints how long the run took, and its results. Raises Diverged if a method has no usable model."""
+        """Prints how long the run took, and its results. Raises Diverged if a method diverged."""
         self.show(results, f"finished in {time.monotonic() - self.began:.0f} s")
         diverged = {label: why for label, method in results.methods.items() if (why := why_diverged(method.records))}
         if diverged:

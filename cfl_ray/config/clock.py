@@ -165,5 +165,8 @@ class AsynchronousConfig(ConfigSection):
     @property
     def unused(self) -> dict[str, str]:
         """Keys without effect, and why."""
-        names = [name for name in type(self).model_fields if name not in ("buffer", "staleness")]
-        return unused_keys(self, "asynchronous", names, "asynchronous.buffer is null") if self.buffer is None else {}
+        if self.buffer is not None:
+            return {}
+        names, reason = type(self).model_fields.keys() - {"buffer", "staleness"}, "asynchronous.buffer is null"
+        of_staleness = unused_keys(self.staleness, "asynchronous.staleness", type(self.staleness).model_fields, reason)
+        return unused_keys(self, "asynchronous", names, reason) | of_staleness

@@ -249,6 +249,13 @@ class ColumnsDataConfig(PartsDataConfig):
 
     columns: ColumnsConfig = ColumnsConfig()
 
+    @property
+    def unused(self) -> dict[str, str]:
+        """Keys of this section that have no effect, and why."""
+        other = "image" if self.source == "csv" else "features"
+        reason = f"source {self.source} does not read it"
+        return super().unused | unused_keys(self.columns, "data.columns", [other], reason)
+
 
 class HfDiskConfig(ColumnsDataConfig):
     """Tables whose inputs can be token ids."""

@@ -248,7 +248,9 @@ class Experiment(ConfigSection):
             of_privacy |= unused_keys(
                 self.secure_aggregation, "secure_aggregation", ["clip"], "privacy.clip bounds changes"
             )
-        of_rounds = self.cohort.unused | self.asynchronous.unused
+        if self.clock.kind == "none":
+            of_privacy |= unused_keys(self.cohort, "cohort", ["over_selection"], "clock.kind is none")
+        of_rounds = self.cohort.unused | self.asynchronous.unused | self.attack.unused
         return of_data | self.local.unused | of_rounds | of_privacy | past
 
     @property

@@ -47,11 +47,18 @@ def unused_keys(section: ConfigSection, where: str, names: Iterable[str], reason
 
 def unused_warnings(root: ConfigSection, unused: Mapping[str, str]) -> list[str]:
     """Warnings of unused keys whose value is not the default."""
-    warnings = []
-    for key, reason in unused.items():
+    return [
+        f"{key} ({reference_of(value) if key.endswith('.kind') else value}) has no effect: {unused[key]}"
+        for key, value in not_default(root, unused).items()
+    ]
+
+
+def not_default(root: ConfigSection, keys: Iterable[str]) -> dict[str, Any]:
+    """The dotted keys whose value is not the default, with their values."""
+    values = {}
+    for key in keys:
         *sections, name = key.split(".")
         section: Any = reduce(getattr, sections, root)
-        value = getattr(section, name)
-        if value != type(section).model_fields[name].default:
-            warnings.append(f"{key} ({reference_of(value) if name == 'kind' else value}) has no effect: {reason}")
-    return warnings
+        if (value := getattr(section, name)) != type(section).model_fields[name].default:
+            values[key] = value
+    return values

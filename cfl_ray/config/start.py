@@ -14,6 +14,5 @@ class StartConfig(ConfigSection):
         le=10,
         description="for networks that begin with the same weights every time, such as pretrained ones: standard "
         "deviation of normal random numbers that are added to the parameters of all first models but one. null: a "
-        "method whose first models must differ (ifca, ifca_cam, fesem_cam, fedavg_plus, fedprox_plus) refuses such "
-        "a network",
+        "method whose first models must differ refuses such a network (docs/extend/pretrained.md names them)",
     )

@@ -32,7 +32,7 @@ from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import Session
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
-from cfl_ray.tracking.record import OFF, EndStatus, primary_of
+from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, primary_of
 
 
 @dataclass
@@ -220,6 +220,7 @@ def params_of(experiment: Experiment) -> dict[str, str]:
     """The keys that have an effect on a run, for comparisons of runs; all keys are in its config.yaml.
 
     Without what is off, and without places of data and results; of evaluation and runtime what differs from defaults.
+    A default is off if it does nothing, such as no momentum.
     """
     values, defaults = flatten(experiment.to_dict()), flatten(Experiment().to_dict())
     without = {"name", "output", *(f"data.{key}" for key in NOT_IN_RECIPE), *experiment.unused}
@@ -227,6 +228,7 @@ def params_of(experiment: Experiment) -> dict[str, str]:
         key: value
         for key, value in values.items()
         if value not in OFF
+        and (value not in NEUTRAL or value != defaults.get(key, value))
         and key not in without
         and not key.startswith("tracking.")
         and not (key.startswith(("evaluation.", "runtime.")) and value == defaults.get(key))

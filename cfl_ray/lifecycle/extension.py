@@ -13,7 +13,7 @@ from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import Experiment
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import resolve
-from cfl_ray.results.run_record import check_not_edited, differences, recorded_hash, write_config
+from cfl_ray.results.run_record import check_not_edited, differences, recorded_hash, rounds_at_start, write_config
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import copy_events
 from cfl_ray.setup.learning import resolve_learning
@@ -29,6 +29,7 @@ def check_extension(earlier: Path, experiment: Experiment) -> None:
     except ConfigError as error:
         raise ConfigError(f"extend: {error}") from None
     recorded = config.load(directory.config)
+    recorded = recorded.model_copy(update={"rounds": rounds_at_start(directory, recorded)})
     check_not_edited(directory, recorded)
     if (same := experiment.model_copy(update={"rounds": recorded.rounds})).config_hash != recorded_hash(directory):
         differing = differences(directory, same)

@@ -98,7 +98,8 @@ def reference_of(part: Any) -> Any:
 
 def is_made_in_python(reference: str) -> bool:
     """Whether a name in a config is that of an object made in Python, as `reference_of` records it."""
-    return re.fullmatch(r"([\w<>]+\.)+[\w<>]+", reference) is not None and not reference.endswith(".py")
+    is_file = reference.endswith((".py", ".npz", ".csv", ".parquet"))
+    return re.fullmatch(r"([\w<>]+\.)+[\w<>]+", reference) is not None and not is_file
 
 
 def parse_choice(key: str, value: Any) -> tuple[Any, dict[str, Any]]:

@@ -8,6 +8,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.config.part import keys_of
 from cfl_ray.config.paths import recorded_in
+from cfl_ray.config.section import not_default
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.errors.redaction import redact
 from cfl_ray.results.trust import sign_record
@@ -17,7 +18,7 @@ from cfl_ray.run_directory.lock import command
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.system.files import read_text, write_text
 from cfl_ray.tracking import flatten, read_info
-from cfl_ray.tracking.record import OFF
+from cfl_ray.tracking.record import NEUTRAL, OFF
 
 _HASH = "# config hash "
 _LISTED, _SHOWN = 3, 60  # keys that a message names, letters of a value
@@ -44,6 +45,14 @@ def stored_hash(directory: RunDirectory, experiment: Experiment) -> str:
     return recorded_hash(directory) if directory.is_run else experiment.config_hash
 
 
+def rounds_at_start(directory: RunDirectory, now: Experiment) -> int:
+    """The number of rounds that a run began with. now: its config.yaml, which may have been edited."""
+    try:
+        return int(read_info(directory.path).params["rounds"])
+    except (DataError, KeyError, ValueError):  # killed before info.json was written
+        return now.rounds
+
+
 def differences(directory: RunDirectory, now: Experiment) -> str:
     """The keys in which an experiment differs from the experiment that the run began with, in words."""
     different = _changed(directory, now) or ["parts made in Python or the content of a file"]
@@ -65,7 +74,9 @@ def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
     }  # known keys that are not in `here` belong to other kinds
     keys = [key for key in sorted({*there, *here}) if key.partition(".")[0] not in {*NOT_HASHED, "session"}]
     keys = [key for key in keys if key in here or key not in known]
-    keys = [key for key in keys if key in there or here[key] not in OFF]  # info.json lacks keys that are off
+    unused, off = now.unused.keys(), OFF | NEUTRAL  # info.json lacks keys without effect
+    given = not_default(now, unused)
+    keys = [key for key in keys if key in there or (key in given if key in unused else here[key] not in off)]
     before = {key: there.get(key, defaults.get(key, "null")) for key in keys}
     return [
         f"{key} ({_short(before[key])} there, {_short(redact(here.get(key, 'null')))} here)"
@@ -84,7 +95,7 @@ def check_not_edited(directory: RunDirectory, experiment: Experiment) -> None:
         return
     grown = changed[0].startswith("rounds (") and len(changed) == 1
     advice = (
-        "undo the edit; more rounds: "
+        "undo the edit to go on; for more rounds: "
         + command("run", directory.config, f"rounds={experiment.rounds}", "--extend", directory.path)
         if grown
         else f"undo the edit to go on, or begin a new run with: {command('run', directory.config)}"

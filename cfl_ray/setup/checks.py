@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.config import check_buffer
+from cfl_ray.config.client_ids import format_ids
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.method import Method
 from cfl_ray.core.tasks import Task
@@ -38,7 +39,7 @@ def check_batches(setup: Setup) -> None:
         single_N = (sizes_N == 1) | (batch_N == 1) | ((sizes_N % batch_N == 1) & (not local.drop_last))
         if not single_N.any() or (reason := network.why_not_batch_of(1)) is None:
             continue
-        client, more = int(single_N.argmax()), int(single_N.sum()) - 1
+        client, ids = int(single_N.argmax()), np.flatnonzero(single_N).tolist()
         whole = sizes_N[client] == 1 or batch_N[client] == 1
         cure = (
             "leave such clients out (data.partition.min_samples: 2) and set local.batch_size to 2 or more"
@@ -46,7 +47,7 @@ def check_batches(setup: Setup) -> None:
             else "set local.drop_last: true, which leaves that batch out, or another local.batch_size"
         )
         raise ConfigError(
-            f"client {client}{f' and {more} more' * bool(more)} would train on a batch of one sample "
+            f"client{'s' * (len(ids) > 1)} {format_ids(ids)} would train on a batch of one sample "
             f"({sizes_N[client]} samples in batches of {batch_N[client]}), which the model's BatchNorm refuses "
             f"({reason}); {cure}, or use GroupNorm"
         )

@@ -244,6 +244,7 @@ class RunEnd:
 
 
 OFF = {"null", "false", "[]", "{}", "None", "False", "()"}  # values of keys and options that do nothing
+NEUTRAL = {"0.0", "none", "constant", "always"}  # likewise, of keys of the config; of options these can be settings
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -7,6 +7,8 @@ from statistics import fmean
 
 from cfl_ray.tracking.record import RoundRecord, primary_of
 
+MANY_REJECTED = 0.1  # share of a run's updates
+
 
 def summarise(
     records: Iterable[RoundRecord],
@@ -77,12 +79,21 @@ def rejected_updates(records: Iterable[RoundRecord]) -> RejectedUpdates:
 
 
 def why_diverged(records: Sequence[RoundRecord]) -> str | None:
-    """Returns the reason why a method ended without a usable model; None for a method with a usable model."""
+    """Returns the reason why the training of a method diverged; None if it did not.
+
+    The last updates or the last test loss are not finite, or a tenth of all updates was not and no client attacks.
+    """
     if not records:
         return None
     last, size = records[-1], records[-1].metrics.get("cohort_size", 0)
     if size and last.metrics.get("updates_rejected", 0) >= size:
         return f"all {size:.0f} updates of round {last.round}, the last one, were rejected as not finite or not valid"
+    rejected, attacked = (
+        rejected_updates(records),
+        any(name.endswith("_honest") for of in records for name in of.metrics),
+    )
+    if rejected.total and not attacked and rejected.count >= MANY_REJECTED * rejected.total:
+        return f"{rejected} updates were rejected as not finite or not valid"
     final = next((record.metrics for record in reversed(records) if "test_loss" in record.metrics), {"test_loss": 0.0})
     loss, score = final["test_loss"], final.get(primary_of(final), 0.0)
     if math.isinf(loss) or (math.isnan(loss) and not math.isnan(score)):  # both are NaN without test samples

@@ -777,6 +777,21 @@ WITHOUT_EFFECT = [  # values, the key without effect, and why
     ),
     ({"local": {"epochs": 3, "steps": 9}}, "local.epochs (3)", "local.steps is 9"),
     ({"cohort": {"fraction": 0.2, "clients": 3}}, "cohort.fraction (0.2)", "cohort.clients is 3"),
+    (
+        {"attack": {"kind": "sign_flip", "fraction": 0.2, "clients": [3]}},
+        "attack.fraction (0.2)",
+        "attack.clients names them",
+    ),
+    (
+        {"asynchronous": {"staleness": {"kind": "polynomial"}}},
+        "asynchronous.staleness.kind (polynomial)",
+        "asynchronous.buffer is null",
+    ),
+    (
+        {"data": {"source": "csv", "root": "x", "columns": {"image": "a"}, "test": {"view": "holdout"}}},
+        "data.columns.image (a)",
+        "source csv does not read it",
+    ),
 ]
 
 

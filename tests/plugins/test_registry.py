@@ -42,5 +42,6 @@ def test_an_object_made_in_python_is_the_part_itself(parts):
     assert parts.resolve("two") == 2 and parts.resolve(7) == 7
     with pytest.raises(ConfigError, match="thing '__main__.f.<locals>.Mine' is an object made in Python, which the"):
         parts.find("__main__.f.<locals>.Mine")  # as the record of a run names it
-    with pytest.raises(ConfigError, match="unknown thing 'mine.py'"):
-        parts.find("mine.py")
+    for file in ("mine.py", "mine.npz", "mine.csv"):
+        with pytest.raises(ConfigError, match=f"unknown thing '{file}'"):
+            parts.find(file)

@@ -71,10 +71,11 @@ def test_runs_are_named_by_what_tells_them_apart_and_the_parent_holds_the_compar
 
 def test_parameters_of_a_run_are_those_that_have_an_effect_on_it():
     plain = params_of(Experiment(output="/tmp/elsewhere"))
-    assert plain["local.lr"] == "0.1" and plain["cohort.fraction"] == "0.5" and plain["attack.kind"] == "none"
-    left_out = ("attack.scale", "data.partition.alpha", "data.test.fraction", "local.clip_norm", "local.drop_last")
-    assert not plain.keys() & {*left_out, "output", "name", "data.root", "evaluation.every", "schedule"}
-    assert not any(key.startswith(("runtime.", "tracking.")) for key in plain)
+    of_data = ("data.source", "data.partition.kind", "data.partition.clients", "data.partition.min_samples")
+    of_training = ("data.test.view", "model.name", "local.epochs", "local.lr", "local.optimizer")
+    of_rounds = ("cohort.fraction", "cohort.sampling")
+    assert [*plain] == ["seed", "rounds", "methods", "task", *of_data, *of_training, *of_rounds]
+    assert plain["local.lr"] == "0.1" and plain["cohort.fraction"] == "0.5"
     changed = {
         "local": {"steps": 3, "clip_norm": 1.0},
         "cohort": {"clients": 4},
@@ -90,6 +91,46 @@ def test_parameters_of_a_run_are_those_that_have_an_effect_on_it():
         "evaluation.every",
     }
     assert plain.keys() - found.keys() == {"local.epochs", "cohort.fraction"}  # others take their place
+    for sections, keys in EFFECTS:
+        found = params_of(Experiment(**sections))
+        assert {key: found[key] for key in found.keys() - plain.keys()} == keys, sections
+
+
+EFFECTS = [  # sections, and the parameters that a run has because of them
+    (
+        {"attack": {"kind": "sign_flip", "clients": [0]}},
+        {"attack.kind": "sign_flip", "attack.clients": "[0]", "attack.from_round": "1", "attack.scale": "1.0"},
+    ),
+    (
+        {"data": {"partition": {"kind": "dirichlet"}}},
+        {"data.partition.alpha": "0.1", "data.partition.capped": "true", "data.test.fraction": "0.2"},
+    ),
+    (
+        {"data": {"shift": {"kind": "rotated", "angles": [0, 90]}}},
+        {"data.shift.kind": "rotated", "data.shift.angles": "[0, 90]"},
+    ),
+    (
+        {"local": {"momentum": 0.9, "schedule": "cosine"}, "cohort": {"dropout": 0.1}},
+        {"local.momentum": "0.9", "local.schedule": "cosine", "cohort.dropout": "0.1"},
+    ),
+    (
+        {"data": {"source": "csv", "root": "a.csv", "test": {"view": "holdout"}}},
+        {"data.columns.label": "label", "data.test.fraction": "0.2"},
+    ),
+    (
+        {"clock": {"kind": "constant"}, "asynchronous": {"buffer": 3}},
+        {
+            "clock.kind": "constant",
+            "clock.seconds_per_sample": "0.01",
+            "clock.down_mbps": "20.0",
+            "clock.up_mbps": "5.0",
+            "asynchronous.buffer": "3",
+            "asynchronous.mixing": "1.0",
+            "asynchronous.mix": "changes",
+            "cohort.over_selection": "1.0",
+        },
+    ),
+]
 
 
 def test_memory_does_not_grow_with_the_rounds(experiment, tmp_path):

@@ -1,5 +1,8 @@
 """First models of methods that need several, of networks without random weights; pretrained starts."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -50,6 +53,9 @@ def test_methods_that_need_several_first_models_refuse_equal_ones():
             assert "start.noise=0.01" in str(error)
             refusing.add(name)
     assert refusing == SEVERAL
+    page = (Path(__file__).parents[2] / "docs/extend/pretrained.md").read_text()
+    (named,) = re.findall(r"If all weights are given, (.*?) refuse", page, re.S)
+    assert set(re.findall(r"`(\w+)`", named)) == SEVERAL
 
 
 def test_noise_moves_all_first_models_but_the_common_one():

@@ -6,6 +6,7 @@ from cfl_ray import ConfigError, Experiment, load_run, resume, run, simulate
 from cfl_ray.config import load
 from cfl_ray.errors import DataError
 from cfl_ray.lifecycle.driver import Watcher
+from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.lifecycle.launch import _with_current_cluster
 from cfl_ray.run_directory.session_file import ServerAddress, publish_server
 from cfl_ray.runtime.journal import Journal, JournalEvent
@@ -50,9 +51,10 @@ def test_a_config_that_was_edited_after_the_start_is_refused_with_the_keys_and_t
     assert f"new run with: cfl-ray run {file}" in str(error.value)
     file.write_text(whole.replace("\nrounds: 2\n", "\nrounds: 5\n", 1))
     with pytest.raises(
-        ConfigError, match=rf"undo the edit; more rounds: cfl-ray run {file} rounds=5 --extend {run_dir}$"
+        ConfigError, match=rf"undo the edit to go on; for more rounds: cfl-ray run {file} rounds=5 --extend {run_dir}$"
     ):
         resume(run_dir, on_ray=False)
+    check_extension(run_dir, load(file))  # the command that the message names
     file.write_text(whole.replace("hosts: 2\n", "hosts: 1\n", 1))  # where and how it runs may change
     assert resume(run_dir, on_ray=False)["ditto"].final
 
@@ -63,9 +65,11 @@ def test_only_keys_that_differ_are_named_as_edited(tmp_path):
         "import numpy as np\n\n\ndef load():\n    x = np.random.default_rng(0).normal(size=(40, 3))\n"
         '    return {"x": x, "y": (x[:, 0] > 0).astype(int), "clients": np.arange(40) // 10}\n'
     )
-    here = Experiment(methods=["fedavg"], rounds=1, data={"source": f"{tmp_path / 'my.py'}:load"}, output=tmp_path)
+    source, attack = f"{tmp_path / 'my.py'}:load", {"kind": "sign_flip", "clients": [0]}
+    here = Experiment(methods=["fedavg"], rounds=1, data={"source": source}, attack=attack, output=tmp_path)
     simulate(here, tmp_path / "run")
     file = tmp_path / "run/config.yaml"
+    assert "fraction: 0.1" in file.read_text(), "a key without effect here"
     file.write_text(file.read_text().replace("clip_norm: null\n", "clip_norm: 2.0\n"))
     with pytest.raises(
         ConfigError, match=r"was edited after the run began: local.clip_norm \(null there, 2.0 here\); a run"

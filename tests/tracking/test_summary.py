@@ -53,9 +53,15 @@ def test_rejected_updates_are_counted_with_all_updates_of_the_run():
     assert str(rejected_updates(earlier)) == "2" and rejected_updates(earlier).total is None
 
 
+def test_a_method_has_diverged_if_a_tenth_of_its_updates_was_rejected_without_attackers():
+    assert why_diverged(rounds_with(3, 0, 0)) == "3 of 30 updates were rejected as not finite or not valid"
+    assert why_diverged(rounds_with(2, 0, 0)) is None
+    assert why_diverged(rounds_with(9, 0, 0, accuracy_honest=0.9)) is None
+
+
 def test_a_method_has_diverged_if_its_last_round_or_its_last_test_has_no_finite_result():
     nan, inf = float("nan"), float("inf")
-    assert why_diverged([]) is None and why_diverged(rounds_with(10, 9)) is None
+    assert why_diverged([]) is None and why_diverged(rounds_with(10, 9, accuracy_honest=0.9)) is None
     assert why_diverged(rounds_with(0, 10)).startswith("all 10 updates of round 2, the last one, were rejected")
     assert why_diverged(rounds_with(0, 0, size=0)) is None  # nobody could be reached
     assert why_diverged(rounds_with(0, test_loss=inf, accuracy=0.1)) == "its last test loss is inf"
