@@ -1,5 +1,6 @@
 """Results as objects: frames, models and predictions, from memory and from files."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,8 @@ from cfl_ray.methods import REGISTRY
 from cfl_ray.results.client_metrics import ClientMetrics
 from cfl_ray.results.export import export_model
 from cfl_ray.results.reporting import write_report
+from cfl_ray.results.results import MethodResult
+from cfl_ray.results.trained import Newcomer
 from cfl_ray.run_directory import RunDirectory
 
 CLIENT_METRICS = RunDirectory.client_metrics.name
@@ -125,6 +128,34 @@ def test_samples_are_those_of_the_last_round_or_of_a_given_one(experiment_):
 def test_a_finished_run_that_is_resumed_has_its_models(kept, run):
     again = cfl_ray.resume(kept)["ifca"]
     assert torch.equal(again.trained.state.models_KP, run["ifca"].trained.state.models_KP)
+
+
+def test_every_method_of_a_result_gives_the_same_for_each_way_of_getting_it(experiment_, in_memory, tmp_path):
+    """From `simulate` without and with files, `load_run`, and `resume` of the finished run."""
+    alone = cfl_ray.Experiment(**experiment_.to_dict() | {"methods": ["ifca"]})
+    ways = {"in memory": in_memory, "simulate": cfl_ray.simulate(alone, tmp_path / "run")}
+    ways |= {"load_run": cfl_ray.load_run(tmp_path / "run"), "resume": cfl_ray.resume(tmp_path / "run", on_ray=False)}
+    x, y = in_memory["ifca"].train(0)
+    arguments = {"model": (0,), "state_dict": (0,), "personal_model": (1,), "test": (0,), "train": (0, 1)}
+    arguments |= {"predict": (x, 1), "place": (x, y), "adapt": (x, y)}
+    fields = {"directory", "open_trained", "clients", "reported", "trained", "seconds"}
+    asked = [name for name in dir(MethodResult) if not name.startswith("_") and name not in fields]
+    assert {*arguments, "client_metrics", "recovery", "diagnostics", "assignments", "events"} <= {*asked}
+
+    def shown(value) -> str:
+        if isinstance(value, Newcomer):
+            return f"{value.cluster} {value.why} {shown(value.model)}"
+        if isinstance(value, torch.nn.Module):
+            return shown(value.state_dict())
+        text = str(value.to_dict("list") if hasattr(value, "columns") else value)
+        return re.sub(r"'round_seconds': (\[.*?\]|[\d.e-]+)", "", text)
+
+    for name in asked:
+        found = {}
+        for way, results in ways.items():
+            value = getattr(results["ifca"], name)
+            found[way] = shown(value(*arguments.get(name, ())) if callable(value) else value)
+        assert len(set(found.values())) == 1, (name, found)
 
 
 def test_a_run_that_was_stopped_has_what_was_saved(experiment_, kept, tmp_path):
