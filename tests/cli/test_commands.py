@@ -482,6 +482,18 @@ def test_prepare_writes_the_shards_of_a_users_function(capsys):
         assert status == 0 and "4 clients" in printed and f"Shards: {manifest.parent.absolute()}" in printed
 
 
+def test_what_averaged_statistics_of_batchnorm_mean_is_said_once(capsys):
+    Path("net.py").write_text(
+        "from torch import nn\n\n\ndef with_norm(shape, classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5), nn.Linear(5, classes))\n"
+    )
+    for command in (["check"], ["run", "--in-process"]):
+        for model, count in (("net.py:with_norm", 1), ("mlp", 0)):
+            status, printed, _ = call(capsys, *command, f"model={model}", "schedule=[]", *QUICK)
+            assert status == 0
+            assert printed.count("variances of clients are averaged like weights") == count, (command, model)
+
+
 def test_what_clients_are_tested_on_is_said_before_and_after(capsys):
     """Under label skew, by default their own held-out samples; the whole test set is worth a warning."""
     skewed = ["data.shift.kind=none", "data.partition={kind: dirichlet, clients: 5}", "schedule=[]", *QUICK]

@@ -395,7 +395,11 @@ class TestYaml:
     @pytest.mark.parametrize(
         "text, message",
         [
-            ("rounds: [1", "experiment.yaml is not valid YAML"),
+            ("rounds: [1", "experiment.yaml is not valid YAML: line 1, column 11: "),
+            ("methods: [fedavg\ndata: {}", "experiment.yaml is not valid YAML: line 2, column 5: expected ','"),
+            ("name: x\n\tseed: 1", r"character '\\t' that cannot start any token; indent with spaces, not with tabs"),
+            ("name: x\n seed: 1", "values are not allowed here; indent the keys of a section alike, and put a text"),
+            ('name: "x', "unexpected end of stream; close the quotes"),
             ("- rounds", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got list"),
             ("just words", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got str"),
             ("3: 4", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got the key 3"),
@@ -417,8 +421,9 @@ class TestYaml:
         ],
     )
     def test_other_files_are_refused(self, text, message, file):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=message) as error:
             load(file(text))
+        assert "\n" not in str(error.value)
 
     def test_a_merged_mapping_may_have_the_keys_of_the_one_that_takes_it(self, file):
         text = "local: &shared {lr: 0.5, epochs: 2}\nmethods: [{fedavg: {local: {<<: *shared, lr: 0.1}}}]"
