@@ -134,12 +134,14 @@ def grown(federation: Federation, added: Federation) -> ChainedFederation:
 
 
 def _check_compatible(federation: Federation, added: Federation) -> None:
+    names = added.shape.class_names, federation.shape.class_names
     properties: dict[str, tuple[object, object]] = {
         "inputs of shape": (added.shape.input, federation.shape.input),
         "vocabulary": (added.shape.vocabulary, federation.shape.vocabulary),
         "targets": (added.shape.targets, federation.shape.targets),
         "targets of shape": (added.shape.target_shape, federation.shape.target_shape),
         "number of classes": (added.shape.num_classes, federation.shape.num_classes),
+        "names of the classes": names if all(names) else ((), ()),  # not known of both
         "test view": (added.view, federation.view),
         "normalisation": (_as_floats(added.normalize), _as_floats(federation.normalize)),
     }

@@ -24,6 +24,7 @@ class DataShape:
     vocabulary: int | None = None  # inputs are token ids 0 .. vocabulary - 1; None: inputs are real numbers
     targets: str = "class"  # kind of the targets (`core.tasks`)
     target_shape: tuple[int, ...] = ()  # shape of a sample's target
+    class_names: tuple[str, ...] = ()  # by label, if the source names its classes
 
     @property
     def dtype(self) -> torch.dtype:

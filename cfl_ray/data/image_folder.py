@@ -40,7 +40,9 @@ def read(train: Path, test: Path | None, test_inside: bool, pixels: bool, progre
     test_x = test_y = None
     if test is not None:
         test_x, test_y = _part(files_of(test), test, classes, shape, pixels, progress)
-    return Images(train_x, train_y, test_x, test_y, len(classes), client=_clients(train, files))
+    return Images(
+        train_x, train_y, test_x, test_y, len(classes), client=_clients(train, files), class_names=tuple(classes)
+    )
 
 
 def _part(

@@ -33,11 +33,13 @@ class Images:
     test_group: np.ndarray | None = None  # int32 (n_test,): true group of each test sample; None: not known
     vocabulary: int | None = None  # token ids are 0 .. vocabulary - 1; None: the inputs are not tokens
     targets: str = "class"  # kind of the targets (`core.tasks`)
+    class_names: tuple[str, ...] = ()  # by label, if the source names its classes
 
     @property
     def data_shape(self) -> DataShape:
         """The shapes of inputs and targets in the federation of these samples."""
-        return DataShape(self.shape, self.num_classes, self.vocabulary, self.targets, self.train_y.shape[1:])
+        shape_of_target = self.train_y.shape[1:]
+        return DataShape(self.shape, self.num_classes, self.vocabulary, self.targets, shape_of_target, self.class_names)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -103,6 +103,7 @@ def _write(
         vocabulary=plan.images.vocabulary,
         targets=targets,
         target_shape=list(target_shape),
+        class_names=list(plan.images.class_names),
         normalize=normalize,
         index=index,
         train=train,
@@ -111,6 +112,7 @@ def _write(
     )
     unused = {"dtype", "vocabulary"} if dtype == "uint8" else set()  # left out, as in earlier manifests of images
     unused |= {"targets", "target_shape"} if targets == "class" else set()
+    unused |= set() if plan.images.class_names else {"class_names"}
     (staging / MANIFEST).write_text(manifest.model_dump_json(indent=1, exclude=unused))
     sync(staging / MANIFEST)
     sync(staging)

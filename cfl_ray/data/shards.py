@@ -51,6 +51,7 @@ class ShardManifest(BaseModel):
     vocabulary: _Size | None = None  # number of token ids; None: the inputs are not tokens
     targets: Literal["class", "real", "binary", "tokens"] = "class"  # kind of the targets (`core.tasks`)
     target_shape: list[_Size] = []  # shape of a sample's target
+    class_names: list[str] = []  # by label, if the source names its classes
     normalize: list[list[float]] | None
     index: ShardFile
     train: list[ShardFile] = Field(min_length=1)
@@ -141,6 +142,7 @@ class ShardFederation(IndexedFederation):
             manifest.vocabulary,
             manifest.targets,
             tuple(manifest.target_shape),
+            tuple(manifest.class_names),
         )
         super().__init__(shape, manifest.view, manifest.recipe, index, scaling.check(shape.input))
 

@@ -61,12 +61,13 @@ def images_of(
             f"{parts[1][0]} holds inputs of shape {inputs[1].shape[1:]}, {parts[0][0]} of {inputs[0].shape[1:]}; "
             "they must agree"
         )
+    class_names: tuple[str, ...] = ()
     if targets == "class":
         if not isinstance(columns.label, str):
             raise DataError(
                 f"data.columns.label names {len(columns.label)} columns, a class has 1; set task: multi_label"
             )
-        labels = _labels(parts, columns.label)
+        labels, class_names = _labels(parts, columns.label)
         num_classes = max(int(y.max()) for y in labels) + 1
     else:
         labels = [_targets(part, columns.label, targets) for part in parts]
@@ -96,6 +97,7 @@ def images_of(
         test_group=test_group,
         vocabulary=vocabulary,
         targets=targets,
+        class_names=class_names,
     )
 
 
@@ -201,8 +203,8 @@ def _finite(part: Named, column: str, x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _labels(parts: list[Named], column: str) -> list[np.ndarray]:
-    """Returns the labels of each part, int16 (n,). Words are numbered in the sorted order of the training words."""
+def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """The labels of each part, int16 (n,), and the words by label, in sorted order of the training words, if any."""
     columns = [_column(part, column) for part in parts]
     if all(pa.types.is_integer(values.type) for values in columns):
         labels = [values.to_numpy() for values in columns]
@@ -211,7 +213,7 @@ def _labels(parts: list[Named], column: str) -> list[np.ndarray]:
                 raise DataError(
                     f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}"
                 )
-        return [y.astype(np.int16) for y in labels]
+        return [y.astype(np.int16) for y in labels], ()
     if not all(_is_text(values.type) for values in columns):
         raise DataError(
             f"{parts[0][0]}: label column {column!r} must hold integers or words, it holds {columns[0].type}; "
@@ -222,7 +224,7 @@ def _labels(parts: list[Named], column: str) -> list[np.ndarray]:
     known = np.unique(words[0])
     if unknown := sorted(set(np.concatenate(words).tolist()) - set(known.tolist())):
         raise DataError(f"{parts[1][0]}: label {unknown[0]!r} of column {column!r} has no training row")
-    return [np.searchsorted(known, part_words).astype(np.int16) for part_words in words]
+    return [np.searchsorted(known, part_words).astype(np.int16) for part_words in words], tuple(known.tolist())
 
 
 def _names(columns: str | list[str]) -> list[str]:

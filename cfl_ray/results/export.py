@@ -24,8 +24,8 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
         .pt           the same, for `torch.load` and `load_state_dict`
         .onnx         the network with its parameters; needs the packages onnx and onnxscript
 
-    A safetensors file names method, cluster or client, round, input shape, scale and normalisation of inputs in its
-    metadata.
+    A safetensors file names method, cluster or client, round, input shape, scale and normalisation of inputs, and
+    the names of the classes if the data set has them, in its metadata.
     Raises ConfigError for another ending, and for a cluster or client that does not exist.
     """
     write = _WRITERS.get(path.suffix)
@@ -44,6 +44,8 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
         "scale": federation.scale,
         "normalize": federation.normalize,
     }
+    if federation.shape.class_names:
+        metadata["class_names"] = federation.shape.class_names
     path.parent.mkdir(parents=True, exist_ok=True)
     with drafted(path, SHARED) as draft:
         write(model, draft, _example(trained), metadata)

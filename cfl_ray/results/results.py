@@ -161,6 +161,11 @@ class MethodResult:
         """Predictions for normalised inputs by the model of a client or a newcomer; see `TrainedMethod.predict`."""
         return self.trained.predict(x, like)
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes by label, if the data set has them (words of a CSV file, folders of images)."""
+        return self.trained.federation.shape.class_names
+
     def assignments(self) -> pd.DataFrame:
         """A row per client: client, name, cluster, group, served_by, why; see `TrainedMethod.assignments`."""
         return self.trained.assignments()

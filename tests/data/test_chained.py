@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,9 +118,12 @@ class SyntheticLike(SyntheticFederation):
 
 
 def test_federations_that_do_not_fit_are_refused(digits):
-    base = arrays(["a", "b"])
+    base, named = arrays(["a", "b"]), arrays(["d"])
+    base.shape, named.shape = (replace(base.shape, class_names=tuple(names)) for names in ("xyz", "xzy"))
+    assert grown(base, arrays(["c"])).shape.class_names == ("x", "y", "z")
     for added, says in (
         (arrays(["c"], shape=(5,)), r"inputs of shape: the new clients have \(5,\), the federation has \(4,\)"),
+        (named, r"names of the classes: the new clients have \('x', 'z', 'y'\), the federation has \('x', 'y', 'z'\)"),
         (arrays(["c"], classes=5), "number of classes: the new clients have 5, the federation has 3"),
         (
             arrays(["c"], normalize=[[0.5], [0.5]]),

@@ -132,6 +132,7 @@ class TestCsv:
         images = self.read(tmp_path)
         assert images.train_x.dtype == np.float32 and images.train_x.tolist() == [[1, 2.5], [2, 0], [3, 1], [4, 7]]
         assert images.train_y.tolist() == [1, 0, 1, 0] and images.client.tolist() == ["x", "x", "y", "y"]
+        assert images.class_names == ("apple", "pear")
         assert self.read(tmp_path, columns={"features": ["b"]}).shape == (1,)
 
     def test_becomes_a_federation(self, tmp_path):
@@ -145,6 +146,7 @@ class TestCsv:
         )
         federation = build(data, 0, tmp_path / "shards")
         assert [federation.client_name(client) for client in range(2)] == ["x", "y"]
+        assert federation.shape.class_names == ("apple", "pear")
 
     @pytest.mark.parametrize(
         "text, columns, message",
@@ -217,6 +219,7 @@ class TestImageFolder:
         images = self.read(folder, train_files="train", test_files="test")
         assert images.shape == (3, 4, 5) and images.train_y.tolist() == [0, 0, 0, 1, 1, 1] and len(images.test_y) == 2
         assert images.train_x[4, :, 0, 0].tolist() == [1, 1, 7] and images.client is None
+        assert images.class_names == ("cat", "dog")
 
     def test_a_file_names_clients(self, folder):
         lines = [f"{name}/{number}.png,{number % 2}" for name in ("cat", "dog") for number in range(3)]

@@ -222,6 +222,20 @@ class TestExport:
         model = run["ditto"].personal_model(3)
         model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
 
+    def test_the_names_of_classes_are_in_the_result_and_in_the_file(self, run, tmp_path):
+        from safetensors import safe_open
+
+        (tmp_path / "t.csv").write_text("a,b,kind\n" + "1,2,plum\n4,1,pear\n" * 20)
+        columns, partition = {"label": "kind"}, {"clients": 2}
+        data = {"source": "csv", "root": str(tmp_path), "columns": columns, "partition": partition}
+        sections = {"data": data, "tracking": {"enabled": False}, "output": str(tmp_path)}
+        cfl_ray.simulate(cfl_ray.Experiment(rounds=1, methods=["fedavg"], **sections), tmp_path / "run")
+        result = cfl_ray.load_run(tmp_path / "run")["fedavg"]
+        assert result.class_names == ("pear", "plum") and run["ifca"].class_names == ()
+        export_model(result.trained, tmp_path / "model.safetensors", cluster=0)
+        with safe_open(tmp_path / "model.safetensors", "pt") as content:
+            assert content.metadata()["class_names"] == '["pear", "plum"]'
+
     def test_every_other_request_is_refused(self, run, tmp_path):
         trained = run["ifca"].trained
         with pytest.raises(ConfigError, match=r"a model is written as .safetensors, .pt, .onnx, got '.h5'"):
