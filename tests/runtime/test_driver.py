@@ -10,6 +10,7 @@ import tracemalloc
 import pytest
 
 from cfl_ray import Experiment, simulate
+from cfl_ray.engine.engines import ENGINES
 from cfl_ray.errors import RunError
 from cfl_ray.lifecycle import launch, recorder
 from cfl_ray.lifecycle.driver import params_of
@@ -63,6 +64,7 @@ def test_runs_are_named_by_what_tells_them_apart_and_the_parent_holds_the_compar
     for info, name in zip((parent, *children), names, strict=True):
         assert re.fullmatch(re.escape(name) + r", seed 7, \d{4}-\d\d-\d\d \d\d:\d\d", info.name)
     assert [info.params.get("method.num_clusters") for info in children] == [None, "2", "3"]
+    assert parent.params["session.engine"] in ENGINES
     assert "methods" in parent.params and not any("methods" in info.params for info in children)
     end = read_end(tmp_path / "run")
     for label, name in (("fedavg", "fedavg"), ("ifca-num_clusters=2", "ifca-num_clusters_2")):
