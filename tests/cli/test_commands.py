@@ -516,12 +516,14 @@ def test_more_clusters_than_clients_are_worth_a_warning(capsys):
 
 
 def test_training_that_diverges_is_worth_a_warning_and_a_status(capsys):
-    _, output, _ = call(capsys, "run", "--in-process", "--run-dir", "far", "local.lr=100", *QUICK)
+    status, output, error = call(capsys, "run", "--in-process", "--run-dir", "far", "local.lr=100", *QUICK)
     (warning,) = [line for line in output.splitlines() if "were rejected as not finite or not valid" in line]
     count, total = map(int, re.match(r"warning: (\d+) of (\d+) updates of clients were rejected", warning).groups())
     assert 1 < count < total and "(fedavg, " in warning and "lower local.lr" in warning
     found = json.loads(call(capsys, "status", "--json", "far")[1])
-    assert found["rejected"] == {"fedavg": count} and found["updates"] == {"fedavg": total} and found["diverged"] == {}
+    assert found["rejected"] == {"fedavg": count} and found["updates"] == {"fedavg": total}
+    why = f"{count} of {total} updates were rejected as not finite or not valid"
+    assert status == 3 and error.startswith(f"error: fedavg diverged: {why};") and found["diverged"] == {"fedavg": why}
     assert f"fedavg {count} of {total}" in call(capsys, "status", "far")[1]
 
 
