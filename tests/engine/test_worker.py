@@ -142,6 +142,13 @@ class TestClientView:
         expected = torch.cat([(residual.T @ x).reshape(-1), residual.sum(0)]) / len(x)
         assert torch.allclose(one.gradient(row_P).double(), expected, rtol=0, atol=1e-6)
 
+    def test_outputs_are_those_of_the_module_without_dropout(self):
+        one = self.one(net, uneven([10, 7]))
+        row_P = one.network.new_model(3, 0)
+        module = net().eval()
+        module.load_state_dict(one.spec.tensors(row_P))
+        assert torch.allclose(one.outputs(row_P), module(one.x), rtol=0, atol=1e-6)
+
     def test_training_is_local_training_with_changes(self):
         one = self.one(net, uneven([10, 7]))
         start_P = one.network.new_model(3, 0)
