@@ -181,6 +181,14 @@ def test_the_table_is_sortable_and_has_what_readers_need(page):
     assert '<html lang="en">' in page and 'name="viewport"' in page and "@media print" in page
 
 
+def test_the_table_has_the_paired_test_with_what_it_tests_or_what_it_needs(page):
+    assert "paired t-test of the first metric against the best method of the experiment" in without_library(page)
+    shown = report()
+    rows = [row | {"runs": 3, "p": 0.0123, "effect": -2.34} for row in shown.rows]
+    assert rows and ">0.012 (d -2.3)</td>" in render(replace(shown, rows=rows))
+    assert ">needs three seeds</td>" in render(replace(shown, rows=[row | {"runs": 2} for row in shown.rows]))
+
+
 def test_a_metric_of_which_less_is_better():
     """The best is the lowest, the worst tenth of the clients the highest."""
 
