@@ -16,12 +16,13 @@ from cfl_ray.errors import RunError, RunStopped, UserError
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
-from cfl_ray.runtime.on_ray.stall import LOOK_SECONDS, duration
+from cfl_ray.runtime.on_ray.stall import LOOK_SECONDS, STOP_SECONDS, duration
 
 _CALLS_PER_HOST = 2  # one running, one queued, so that the host never waits for the server
 # a chunk that failed on so many hosts, or so many times, ends the run; a single bad host cannot reach these limits
 _FAILED_HOSTS, _FAILED_TIMES = 3, 6
 _NAMED = 5  # clients in a message
+_IDLE = 0.05  # of a CPU, below which a host does not compute: hosts may share a busy CPU
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Dispatch:
     # by slow call: the seconds after which it is reported next, and the last report
     told: dict[ray.ObjectRef[Any], tuple[float, str]] = field(default_factory=dict)
     chunks_done: dict[int, int] = field(default_factory=dict)  # by host: of its present call, at the last query
+    # by call, once a user asks to stop: time and CPU seconds of its host at the last query
+    computed: dict[ray.ObjectRef[Any], tuple[float, float]] = field(default_factory=dict)
     _known: int = -1  # `pool.changes` when `_hosts` was made
     _hosts: list[int] = field(default_factory=list)  # numbers of all hosts
     _ready: list[int] = field(default_factory=list)  # numbers of the ready hosts
@@ -72,12 +75,13 @@ class Dispatch:
 
         Raises ObjectLostError if an object that the calls need (client state) was lost with its node.
         """
-        free = self._all_free()
+        free, looked = self._all_free(), time.monotonic()
         while self.schedule or self.under_way:
             self._hand_out(free)
             ended = self.pool.wait(list(self.under_way), self._seconds_left())
             free = [call.host for ref in ended if (call := self._end(ref)) is not None]
-            if not ended:
+            if not ended or time.monotonic() - looked > LOOK_SECONDS:  # also if other hosts end calls all the time
+                looked = time.monotonic()
                 self._end_late()
                 self._watch()
             if not free or self._known != self.pool.changes:
@@ -133,6 +137,7 @@ class Dispatch:
         self.of_host[call.host.number].remove(ref)
         self.since[call.host.number], self.chunks_done[call.host.number] = time.monotonic(), 0
         self.told.pop(ref, None)
+        self.computed.pop(ref, None)
         try:
             chunks = [self.schedule.chunks[number] for number in call.numbers]
             self.calls.receive(chunks, [ray.get(ref), *call.returns[1:]])
@@ -213,7 +218,8 @@ class Dispatch:
             call = self.under_way[refs[0]]
             chunks = [self.schedule.chunks[chunk] for chunk in call.numbers]
             usual, waited = self.calls.usual_seconds(chunks), time.monotonic() - self.since[number]
-            if waited > rule.stop_after(usual) and self.pool.stop_asked():
+            stop = self.pool.stop_asked()
+            if stop and waited > (STOP_SECONDS if self._idles(call) else rule.stop_after(usual)):
                 raise RunStopped(f"stopped, as asked, while {self._doing(call, chunks, waited)}")
             if waited <= rule.slow_after(usual) or self._has_progressed(call):
                 continue
@@ -228,11 +234,19 @@ class Dispatch:
 
     def _has_progressed(self, call: _CallUnderWay) -> bool:
         """Whether a host has done chunks of its call since the last query; if so, its time starts again."""
-        before, done = self.chunks_done.get(call.host.number, 0), self.pool.chunks_done(call.host)
-        if done is None or done <= before:
+        before, progress = self.chunks_done.get(call.host.number, 0), self.pool.progress(call.host)
+        if progress is None or progress[0] <= before:
             return False
-        self.chunks_done[call.host.number], self.since[call.host.number] = done, time.monotonic()
+        self.chunks_done[call.host.number], self.since[call.host.number] = progress[0], time.monotonic()
         return True
+
+    def _idles(self, call: _CallUnderWay) -> bool:
+        """Whether a host does not answer, or has not computed since the last query."""
+        ref, progress, now = call.returns[0], self.pool.progress(call.host), time.monotonic()
+        if progress is None:
+            return True
+        (before, cpu_before), self.computed[ref] = self.computed.get(ref, (now, 0.0)), (now, progress[1])
+        return progress[1] - cpu_before < _IDLE * (now - before)
 
     def _doing(self, call: _CallUnderWay, chunks: Sequence[Chunk], waited: float) -> str:
         host, ids = call.host, self.calls.clients(chunks)

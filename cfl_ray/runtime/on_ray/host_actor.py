@@ -103,9 +103,9 @@ class ClientHost:
         return self.process.work(*order)
 
     @ray.method(concurrency_group=_LIVE)
-    def chunks_done(self) -> int:
-        """The chunks that are done of the present call, asked by the server while the call is under way."""
-        return self.process.chunks_done
+    def progress(self) -> tuple[int, float]:
+        """(Chunks that are done of the present call, CPU seconds of this process), while the call is under way."""
+        return self.process.chunks_done, time.process_time()
 
     @ray.method(concurrency_group=_LIVE)
     def has_directory(self, shared: SharedDirectory) -> bool:

@@ -252,11 +252,11 @@ class Pool:
         runtime = self.setup.experiment.runtime
         return StallRule(runtime.stall_warning, runtime.stall_limit)
 
-    def chunks_done(self, host: Host) -> int | None:
-        """Number of chunks that a host has done of its present call; None if the host does not answer."""
+    def progress(self, host: Host) -> tuple[int, float] | None:
+        """As `ClientHost.progress`; None if the host does not answer."""
         try:
-            done: int = ray.get(host.actor.chunks_done.remote(), timeout=_ANSWER_SECONDS)
-            return done
+            progress: tuple[int, float] = ray.get(host.actor.progress.remote(), timeout=_ANSWER_SECONDS)
+            return progress
         except RayError:
             return None
 

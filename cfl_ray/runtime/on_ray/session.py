@@ -24,7 +24,8 @@ from cfl_ray.runtime.round_report import RoundReport, Status
 from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.setup.setup import Setup
 
-_LOOK_SECONDS = 5.0  # between two looks at what the server waits for
+# between two looks at what the server waits for, and for its answer: with STOP_SECONDS, `stop` holds within 10 s
+_LOOK_SECONDS, _ANSWER_SECONDS = 2.0, 1.0
 
 
 class ServerStalled(Exception):
@@ -125,7 +126,7 @@ class RaySession:
         while not ray.wait([ref], timeout=_LOOK_SECONDS)[0]:
             progress: Progress | None = None
             with suppress(RayError):  # a server that died, which `ref` says as well, or that does not answer
-                progress = ray.get(self.cluster.server.progress.remote(), timeout=_LOOK_SECONDS)
+                progress = ray.get(self.cluster.server.progress.remote(), timeout=_ANSWER_SECONDS)
             watch.look(progress, now := time.monotonic())
             waits_for = (progress.waits_for if progress else "") or watch.warning(now)
             if waits_for and waits_for != self.told:

@@ -8,10 +8,11 @@ from ray.exceptions import ActorDiedError, ObjectFetchTimedOutError, ObjectLostE
 
 from cfl_ray.engine.chunks import Chunk
 from cfl_ray.engine.failure import ClientFailure
-from cfl_ray.errors import ConfigError, DataError, RunError
+from cfl_ray.errors import ConfigError, DataError, RunError, RunStopped
 from cfl_ray.runtime.on_ray import dispatch as dispatch_module
 from cfl_ray.runtime.on_ray.dispatch import _FAILED_HOSTS, _FAILED_TIMES, Dispatch
 from cfl_ray.runtime.on_ray.schedule import Schedule
+from cfl_ray.runtime.on_ray.stall import StallRule
 
 CHUNKS = 12
 
@@ -152,3 +153,73 @@ def test_errors_of_the_user_end_the_run_at_once(cause, run):
 def test_objects_that_are_lost_go_to_the_caller(run):
     with pytest.raises(ObjectLostError):
         run(lambda host, chunks: task_error(ObjectLostError("00", "owner", "site")))
+
+
+class HangingPool(FakePool):
+    """Host 0 hangs, with a CPU share of `computes`; the others end a call every half second. The clock is fake."""
+
+    stall_rule, looks, slow, named = StallRule(30, None), 0, "", ""
+
+    def __init__(self, hosts, usual=1.0, computes=0.0, asked=float("inf")):
+        super().__init__(hosts)
+        self.now, self.usual, self.computes, self.asked = 0.0, usual, computes, asked
+        for host in self.hosts:
+            host.pid = host.number
+
+    def wait(self, calls, seconds=None):
+        ended = [ref for ref in calls if self.calls.at[ref][0] != 0 or self.now > 300][:1]
+        self.now += 0.5 if ended else seconds
+        return ended
+
+    def stop_asked(self):
+        return self.now >= self.asked
+
+    def progress(self, host):
+        return 0, self.computes * self.now
+
+
+@pytest.fixture
+def dispatch(monkeypatch):
+    """Returns a function: the dispatch of `chunks` chunks of 4 in a pool."""
+
+    def make(pool, chunks):
+        pool.calls = calls = Calls(lambda host, chunks: None)
+        calls.usual_seconds, calls.clients = lambda chunks: pool.usual, lambda chunks: [0]
+        fake_ray = SimpleNamespace(get=calls.get, wait=lambda refs, timeout: ([], refs))
+        monkeypatch.setattr(dispatch_module, "ray", fake_ray)
+        monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda: pool.now))
+        return Dispatch(pool, Schedule([Chunk(np.array([n])) for n in range(chunks)], together=False), calls)
+
+    return make
+
+
+def test_a_host_that_hangs_is_named_while_others_end_calls(dispatch):
+    pool = HangingPool(3)
+    begun = dispatch(pool, 200)
+    begun.run()
+    assert "host 0 (process 0 on node ) has made no progress for 3" in pool.notes[0], "after 30 s, not after 100"
+
+
+@pytest.mark.parametrize("asked", [0.0, 7.3, 41.0])
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_stop_ends_work_that_usually_takes_long_within_ten_seconds_if_its_host_idles(hosts, asked, dispatch):
+    pool = HangingPool(hosts, usual=60.0, asked=asked)
+    with pytest.raises(RunStopped, match="stopped, as asked, while host 0"):
+        dispatch(pool, 200).run()
+    assert pool.now - asked < 10
+
+
+def test_stop_waits_for_a_host_that_computes(dispatch):
+    """Up to three times as long as such work takes; hosts that share a busy CPU compute slowly."""
+    pool = HangingPool(1, usual=60.0, computes=0.1, asked=3.0)
+    with pytest.raises(RunStopped):
+        dispatch(pool, 1).run()
+    assert 180 <= pool.now < 183
+
+
+def test_stop_does_not_wait_for_a_host_that_does_not_answer(dispatch):
+    pool = HangingPool(1, usual=60.0, asked=3.0)
+    pool.progress = lambda host: None
+    with pytest.raises(RunStopped):
+        dispatch(pool, 1).run()
+    assert 5 < pool.now < 8

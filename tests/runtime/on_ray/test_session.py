@@ -1,16 +1,17 @@
 """The session without Ray: a server that dies is ended before another one is started, a bounded number of times."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RuntimeEnvSetupError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, OutOfMemoryError, RuntimeEnvSetupError
 
-from cfl_ray.errors import RunError
+from cfl_ray.errors import RunError, RunStopped
 from cfl_ray.runtime.on_ray import retry
 from cfl_ray.runtime.on_ray import session as session_module
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.session import RaySession
-from cfl_ray.runtime.on_ray.stall import StallRule
+from cfl_ray.runtime.on_ray.stall import Progress, StallRule
 from cfl_ray.setup.prepare import prepare
 
 
@@ -93,3 +94,42 @@ def test_a_server_that_cannot_start_ends_the_run_with_a_cause(session):
     session.started, session._answer = "started", FailingOnce(RuntimeEnvSetupError("no such environment"))
     with pytest.raises(RunError, match="the server cannot start: .*no such environment.*; it needs the driver's node"):
         session._ask("report", "ditto")
+
+
+class HangingServer:
+    """A server of which every call takes an hour, on a fake clock. From second `hangs` on it makes no progress.
+
+    It answers `progress` all the same if it `answers`; a user asks to stop in second `asked`.
+    """
+
+    def __init__(self, hangs, asked, answers):
+        self.now, self.hangs, self.asked, self.answers = 0.0, hangs, asked, answers
+        self.progress = SimpleNamespace(remote=lambda: "progress")
+
+    def monotonic(self):
+        return self.now
+
+    def wait(self, refs, timeout):
+        self.now += timeout
+        return [], refs
+
+    def get(self, ref, timeout):
+        if self.now >= self.hangs and not self.answers:
+            self.now += timeout
+            raise GetTimeoutError("no answer")
+        return Progress("", (min(self.now, self.hangs),), stop_asked=self.now >= self.asked)
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["it answers", "it does not answer"])
+def test_stop_ends_a_run_whose_server_hangs_within_ten_seconds(answers, session, monkeypatch):
+    """At whatever moment the server hangs and a user asks."""
+    session.name, session.servers, session.told, session.warn = "run", 1, "", lambda text: None
+    session.record_wait = session.warn
+    for hangs, later in itertools.product((0.0, 0.7, 2.1, 3.9, 5.0), (0.1, 1.0, 2.9, 4.5, 60.0)):
+        server = session.actor = HangingServer(hangs, hangs + later, answers)
+        monkeypatch.setattr(session_module, "ray", server)
+        monkeypatch.setattr(session_module, "time", server)
+        monkeypatch.setattr(session_module, "stop_is_asked", lambda actor, server=server: server.now >= server.asked)
+        with pytest.raises(RunStopped, match="stopped, as asked, while the server has made no progress for"):
+            session._answer("answer", StallRule(30, None))
+        assert 0 <= server.now - server.asked < 10, (hangs, later)
