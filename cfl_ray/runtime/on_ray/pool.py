@@ -45,6 +45,7 @@ class Host:
     retry: RetryPolicy
     node: str = ""
     pid: int = 0
+    device: str = ""
     added: bool = False  # after the run began
     environment: HostEnvironment | None = None  # None until it is ready
 
@@ -61,7 +62,6 @@ class Pool:
     setup: Setup
     choice: EngineChoice | None = None
     kept_engine: str | None = None  # engine of the run before it was interrupted
-    device: str = "cpu"
     hosts: list[Host] = field(default_factory=list)
     exchanges: int = 0  # begun
     finished: int = 0  # exchanges
@@ -217,7 +217,7 @@ class Pool:
         except RayError as error:
             self.lost(host, error)
             return
-        host.starting, host.node, host.pid, self.device = None, about["node"], about["pid"], about["device"]
+        host.starting, host.node, host.pid, host.device = None, about["node"], about["pid"], about["device"]
         host.environment = about["environment"]
         self._note_other_environment(host)
         self.had_hosts = True
@@ -226,6 +226,11 @@ class Pool:
             nodes = len(set(ready))
             self.notes.append(f"host {host.number} was added: {len(ready)} on {nodes} node{'s' * (nodes > 1)}")
             host.added = False
+
+    @property
+    def device(self) -> str:
+        """The name of the device of the first ready host, on which engines are measured."""
+        return next((host.device for host in self._ready()), "cpu")
 
     def environments(self) -> list[HostEnvironment]:
         """The environments of the ready hosts."""

@@ -22,7 +22,7 @@ class FakeCluster:
 
     def __init__(self):
         self.now, self.started, self.room_at, self.nodes, self.errors, self.killed = 0.0, [], [], {}, {}, []
-        self.instructions = {}  # by number, where not AVX2
+        self.instructions, self.devices = {}, {}  # by number, if not AVX2 and not a CPU
         self.on_wait, self.asked, self.pauses = lambda: None, 0, []
 
     def install(self, monkeypatch):
@@ -68,7 +68,12 @@ class FakeCluster:
         if number in self.errors:
             raise self.errors[number]
         environment = HostEnvironment("a CPU", self.instructions.get(number, "AVX2"), "2.0")
-        return {"node": f"node {number}", "pid": number, "device": "cpu", "environment": environment}
+        return {
+            "node": f"node {number}",
+            "pid": number,
+            "device": self.devices.get(number, "cpu"),
+            "environment": environment,
+        }
 
 
 @pytest.fixture
@@ -258,6 +263,12 @@ def test_an_error_of_the_user_at_the_start_ends_the_run_at_once(made, fake):
     fake.errors = {0: failed_start(ConfigError("no GPU"))}
     with pytest.raises(ConfigError, match="no GPU"):
         pool.ready()
+
+
+def test_the_device_of_a_run_is_that_of_the_host_that_measures_its_engines(made, fake):
+    fake.room_at, pool = [0, 0], made(hosts=2)
+    fake.devices = {0: "H100", 1: "A100"}
+    assert pool.nodes() == 2 and pool.device == "H100" == pool.ready()[0].device
 
 
 def test_hosts_that_compute_other_bits_are_named_once_for_each_kind(made, fake):
