@@ -43,6 +43,8 @@ def ask_server(server: ServerAddress, verb: str, *arguments: Any) -> Any:
             f"the server has not answered within {seconds} s; it may still do what was asked: see `cfl-ray status`"
         ) from None
     except RayActorError as error:
+        if verb == "stop":  # the driver ends the run, and it does not start another server for a run that is to stop
+            return "the server was ended before it answered: the run ends now; every saved round is kept"
         raise RunError(
             f"the server died when it was asked ({short_reason(error)}); another one is started: "
             "see `cfl-ray status` for what it knows"

@@ -141,8 +141,13 @@ class RaySession:
         return ray.get(ref)
 
     def _recover(self, error: Exception) -> None:
-        """Starts another server, which loads the newest checkpoint. Raises RunError after too many."""
+        """Starts another server, which loads the newest checkpoint.
+
+        Raises RunError after too many, RunStopped if a user has asked to stop.
+        """
         cause = short_reason(error)
+        if stop_is_asked(f"{self.name}-{self.servers}"):
+            raise RunStopped(f"stopped, as asked, after the server died ({cause})")
         store = checkpoint_store(self.setup, self.run_dir, self.label) if self.label else None
         saved = (store.rounds() or [0])[-1] if store else 0
         methods, rounds = list(self.setup.methods), self.setup.experiment.rounds

@@ -27,6 +27,8 @@ def session(experiment, monkeypatch, tmp_path):
     made._start_server = lambda: made.steps.append("start")
     store = SimpleNamespace(rounds=lambda: [made.saved])
     monkeypatch.setattr(session_module, "checkpoint_store", lambda *_: store)
+    monkeypatch.setattr(session_module, "stop_is_asked", lambda actor: False)
+    made.name, made.servers = "run", 1
     clock = [0.0]
 
     def later():
@@ -44,6 +46,13 @@ def unreachable():
 def test_a_server_out_of_reach_is_ended_before_the_next_one_starts(session):
     session._recover(unreachable())
     assert session.steps == ["end", "start"]
+
+
+def test_no_server_is_started_for_a_run_that_is_to_stop(session, monkeypatch):
+    monkeypatch.setattr(session_module, "stop_is_asked", lambda actor: actor == "run-1")
+    with pytest.raises(RunStopped, match="stopped, as asked, after the server died"):
+        session._recover(unreachable())
+    assert session.steps == []
 
 
 def test_a_server_that_always_dies_before_it_saves_ends_the_run(session):
@@ -123,7 +132,7 @@ class HangingServer:
 @pytest.mark.parametrize("answers", [True, False], ids=["it answers", "it does not answer"])
 def test_stop_ends_a_run_whose_server_hangs_within_ten_seconds(answers, session, monkeypatch):
     """At whatever moment the server hangs and a user asks."""
-    session.name, session.servers, session.told, session.warn = "run", 1, "", lambda text: None
+    session.told, session.warn = "", lambda text: None
     session.record_wait = session.warn
     for hangs, later in itertools.product((0.0, 0.7, 2.1, 3.9, 5.0), (0.1, 1.0, 2.9, 4.5, 60.0)):
         server = session.actor = HangingServer(hangs, hangs + later, answers)

@@ -1,6 +1,7 @@
 """Hosts and servers that hang: named, replaced with the same results, and no obstacle to a request to stop."""
 
 import os
+import re
 import signal
 import time
 from contextlib import suppress
@@ -196,6 +197,6 @@ def test_stop_ends_a_run_whose_server_hangs(hang, experiment, cluster, notes, ac
         run(changed, tmp_path / "run", notes(let_hang))
     asking.join(60)
     (answer,) = answers
-    expected = "process 7 on elsewhere, ends the run" if hang == "a process that halts" else "the run ends after round"
-    assert expected in answer
+    halted = r"elsewhere, ends the run now|before it answered: the run ends now"  # the driver may be faster than `ask`
+    assert re.search(halted if hang == "a process that halts" else "the run ends after round", answer)
     until(lambda: not actors("ServerActor"), 60)
