@@ -174,6 +174,14 @@ def test_the_cache_has_a_limit_and_keeps_what_was_used_lately(cache, monkeypatch
     assert [path.name for path in cache.iterdir()] == ["a.arrow"], "used in the last hour"
 
 
+def test_a_file_that_is_fetched_takes_the_room_of_old_ones(remote, cache, monkeypatch):
+    monkeypatch.setenv("CFL_RAY_CACHE_GB", "0")
+    (cache / "old.arrow").write_bytes(bytes(1000))
+    os.utime(cache / "old.arrow", (0, 0))
+    open_shards(remote[0])
+    assert not (cache / "old.arrow").exists() and list(cache.glob("*.arrow"))
+
+
 def test_a_file_of_the_cache_that_is_used_stays(remote, cache):
     uri, _ = remote
     open_shards(uri).train(0)

@@ -183,3 +183,14 @@ def test_the_folder_is_taken_before_ray_starts(experiment, tmp_path, monkeypatch
     with pytest.raises(RunError, match="seen"):
         simulate(experiment, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    """Versions of filelock before the one that pyproject.toml asks for empty the target."""
+    run, target = RunDirectory(tmp_path / "run"), tmp_path / "target"
+    run.path.mkdir()
+    target.write_text("mine")
+    run.start_lock.symlink_to(target)
+    with pytest.raises((OSError, RunError)), run.starting():
+        raise AssertionError
+    assert target.read_text() == "mine"

@@ -14,6 +14,14 @@ def test_the_session_folder_is_the_users_alone(tmp_path, monkeypatch):
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="is not a folder that only you can enter"):
         connect.session_folder()
+    folder.chmod(0o700)
+    monkeypatch.setattr(connect.os, "geteuid", lambda: folder.stat().st_uid + 1)  # it belongs to another user
+    folder = folder.rename(tmp_path / f"cfl_ray-{connect.os.geteuid()}")
+    with pytest.raises(ConfigError, match="is not a folder that only you can enter"):
+        connect.session_folder()
+    monkeypatch.undo()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    folder = folder.rename(tmp_path / f"cfl_ray-{connect.os.geteuid()}")
     folder.rmdir()
     folder.symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="is not a folder that only you can enter"):
