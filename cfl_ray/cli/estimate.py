@@ -1,6 +1,7 @@
 """Estimate of what an experiment needs, before it runs: sizes, memory and traffic."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -119,7 +120,15 @@ class Estimate:
             for label, number in wanted.items()
             if number > clients
         ]
-        return self.setup.experiment.warnings + empty
+        return self.setup.experiment.warnings + empty + _unwritable(Path(self.setup.experiment.output).absolute())
+
+
+def _unwritable(output: Path) -> list[str]:
+    """A warning if the output folder is not there and cannot be made; otherwise empty."""
+    there = next(path for path in (output, *output.parents) if path.exists())
+    if there.is_dir() and os.access(there, os.W_OK):
+        return []
+    return [f"output: {output} cannot be written: {there} is not a folder in which you can make files"]
 
 
 def estimate(experiment: Experiment, summary: FederationSummary | None = None) -> Estimate:

@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -101,8 +101,11 @@ def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield draft
         draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename in (draft, str(draft)):
+            error.filename = str(path)  # the user does not know the draft
+        with suppress(OSError):  # for example in a folder that is read-only
+            draft.unlink(missing_ok=True)
         raise
 
 

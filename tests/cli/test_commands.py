@@ -515,6 +515,17 @@ def test_more_clusters_than_clients_are_worth_a_warning(capsys):
     assert "warning: fesem.num_clusters (41) is more than the 40 clients: some clusters stay empty" in output
 
 
+def test_an_output_that_cannot_be_written_is_worth_a_warning(capsys):
+    Path("file").write_text("")
+    _, output, _ = call(capsys, "check", "output=file/runs")
+    here = Path.cwd()
+    assert f"warning: output: {here}/file/runs cannot be written: {here}/file is not a folder" in " ".join(
+        output.split()
+    )
+    _, output, _ = call(capsys, "check", "output=new/runs")
+    assert "warning" not in output and not Path("new").exists()
+
+
 def test_training_that_diverges_is_worth_a_warning_and_a_status(capsys):
     status, output, error = call(capsys, "run", "--in-process", "--run-dir", "far", "local.lr=100", *QUICK)
     (warning,) = [line for line in output.splitlines() if "were rejected as not finite or not valid" in line]

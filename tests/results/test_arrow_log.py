@@ -1,5 +1,7 @@
 """Arrow files that grow with the rounds."""
 
+import tracemalloc
+
 import numpy as np
 import pyarrow as pa
 
@@ -13,6 +15,9 @@ def test_a_run_that_goes_on_does_not_read_what_it_has_recorded(tmp_path):
     for round in (1, 2, 3):
         writer.add(round, scores_MV)
     before = pa.total_allocated_bytes()
+    tracemalloc.start()
     resumed = ClientMetrics(tmp_path)
-    assert resumed.last == 3 and pa.total_allocated_bytes() - before < 10_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert resumed.last == 3 and pa.total_allocated_bytes() - before < 10_000 and peak < 1_000_000
     assert (tmp_path / "client_metrics.arrow").stat().st_size > 5_000_000

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,14 @@ def test_what_is_no_json_object_is_damaged(tmp_path, content):
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(DataError, match="x.json is damaged"):
         read_json(tmp_path / "x.json")
+
+
+def test_a_folder_that_takes_no_file_is_named_with_the_file_that_was_wanted(tmp_path):
+    (tmp_path / "a").write_text("")
+    for path in (Path("/proc/page.html"), tmp_path / "none" / "page.html", tmp_path / "a" / "page.html"):
+        with pytest.raises(OSError) as error:
+            write_json(path, {})
+        assert error.value.filename == str(path)
 
 
 def test_private_files_and_folders_whatever_the_umask(tmp_path):

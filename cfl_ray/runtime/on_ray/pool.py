@@ -318,7 +318,7 @@ class Pool:
         Computed late, because the cluster detects the loss of a node some time after the loss of its hosts.
         """
         there = alive(node for node in self.given_up if node)
-        pass  # a node does not come back
+        self.given_up = [node for node in self.given_up if not node or node in there]  # a node does not come back
         return len(self.given_up)
 
     def _node_is_lost(self, host: Host) -> bool:
