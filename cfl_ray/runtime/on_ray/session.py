@@ -122,11 +122,14 @@ class RaySession:
 
         Raises ServerStalled if it makes no progress for too long, RunStopped if a user asks to stop meanwhile.
         """
-        watch = ServerWatch(rule, time.monotonic())
+        watch, looking = ServerWatch(rule, time.monotonic()), None
         while not ray.wait([ref], timeout=_LOOK_SECONDS)[0]:
             progress: Progress | None = None
-            with suppress(RayError):  # a server that died, which `ref` says as well, or that does not answer
-                progress = ray.get(self.cluster.server.progress.remote(), timeout=_ANSWER_SECONDS)
+            looking = looking or self.cluster.server.progress.remote()
+            if ray.wait([looking], timeout=_ANSWER_SECONDS)[0]:  # otherwise a late answer counts at the next look
+                with suppress(RayError):  # a server that died, which `ref` says as well
+                    progress = ray.get(looking)
+                looking = None
             watch.look(progress, now := time.monotonic())
             waits_for = (progress.waits_for if progress else "") or watch.warning(now)
             if waits_for and waits_for != self.told:
@@ -146,7 +149,7 @@ class RaySession:
         Raises RunError after too many, RunStopped if a user has asked to stop.
         """
         cause = short_reason(error)
-        if stop_is_asked(f"{self.name}-{self.servers}"):
+        if stop_is_asked(self.cluster.server_name):
             raise RunStopped(f"stopped, as asked, after the server died ({cause})")
         store = checkpoint_store(self.setup, self.run_dir, self.label) if self.label else None
         saved = (store.rounds() or [0])[-1] if store else 0
