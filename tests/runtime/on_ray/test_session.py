@@ -146,23 +146,26 @@ def test_stop_ends_a_run_whose_server_hangs_within_ten_seconds(answers, session,
 class SlowServer(HangingServer):
     """A server on a busy machine: it makes progress, and answers after three seconds."""
 
-    sent = None
+    def __init__(self):
+        super().__init__(1e9, 1e9, True)
+        self.progress, self.sent = SimpleNamespace(remote=self.send), 0.0
+
+    def send(self):
+        self.sent = self.now
+        return "progress"
 
     def wait(self, refs, timeout):
-        if refs == ["progress"]:
-            self.sent = self.now if self.sent is None else self.sent
-            if self.now - self.sent >= 3:
-                return refs, []
+        if refs == ["progress"] and self.now - self.sent >= 3:
+            return refs, []
         self.now += timeout
         return (refs, []) if self.now > 100 else ([], refs)
 
     def get(self, ref):
-        self.sent = None
         return Progress("", (self.now,)) if ref == "progress" else ref
 
 
 def test_a_late_answer_shows_progress_all_the_same(session, monkeypatch):
-    server = session.actor = SlowServer(1e9, 1e9, True)
+    server = session.actor = SlowServer()
     monkeypatch.setattr(session_module, "ray", server)
     monkeypatch.setattr(session_module, "time", server)
     session.told, session.warn = "", pytest.fail
