@@ -87,16 +87,18 @@ def _name(process: psutil.Process) -> str:
 def soaked(run: Run, mlflow: MlflowServer, rounds: int, every: float) -> tuple[dict[str, list], Counter]:
     """Waits for the run while it kills each target every `every` seconds, one after the other.
 
+    Each kill is followed by a round: on a busy machine a server may take longer to start than the next kill is away.
+
     Returns (round, how much) of each quantity, and the number of kills by target.
     """
     draw, samples, kills = random.Random(0), defaultdict(list), Counter()
     targets, began = itertools.cycle(TARGETS), time.monotonic()
     next_kill, restart, next_sample = began + every / len(TARGETS), float("inf"), began
-    done, advanced = 0, began
+    done, advanced, at_kill = 0, began, 0
     while run.driver.poll() is None:
         now = time.monotonic()
-        if every and now > next_kill and 0 < done < rounds * (1 - QUIET):
-            target, next_kill = next(targets), now + every / len(TARGETS)
+        if every and now > next_kill and at_kill < done < rounds * (1 - QUIET):
+            target, next_kill, at_kill = next(targets), now + every / len(TARGETS), done
             if target == "mlflow":
                 mlflow.kill()
                 restart = now + _DOWN_SECONDS

@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jobs.chaos import soak
 from jobs.chaos.__main__ import main
 from jobs.chaos.soak import grown
 
@@ -78,3 +80,23 @@ def test_what_grows_is_named():
     }
     _, wrong = grown(samples, 1000)
     assert wrong == ["gcs MB: too few samples", "host MB grew by 6.3%"]
+
+
+def test_each_kill_of_a_soak_is_followed_by_a_round(tmp_path, monkeypatch):
+    """A server that takes 100 s to start is not killed meanwhile."""
+    clock, kills = [0.0], []
+    fake_time = SimpleNamespace(
+        monotonic=lambda: clock[0], sleep=lambda seconds: clock.__setitem__(0, clock[0] + seconds)
+    )
+    monkeypatch.setattr(soak, "time", fake_time)
+    monkeypatch.setattr(soak, "quantities", lambda run: ())
+    run = SimpleNamespace(
+        driver=SimpleNamespace(poll=lambda: None if clock[0] < 400 else 0),
+        rounds_done=lambda: 1 + int(clock[0] // 100),
+        kill=lambda target, draw: kills.append((target, run.rounds_done())) or True,
+        directory=tmp_path / "run",
+        wait_for_end=lambda: None,
+    )
+    mlflow = SimpleNamespace(kill=lambda: kills.append(("mlflow", run.rounds_done())), launch=lambda: None)
+    soak.soaked(run, mlflow, 100, every=30)
+    assert kills == [("host", 1), ("server", 2), ("mlflow", 3), ("host", 4)]
