@@ -113,8 +113,11 @@ def _stop(run: Run, folder: Path, target: str, draw: random.Random) -> int:
         (taken,) = folder.glob(f"{trap(folder).name}.*")
         taken.unlink()
         return int(taken.suffix[1:])
-    run.wait_until(lambda: run.processes(target))
-    process = draw.choice(run.processes(target))
+    there: list[psutil.Process] = []
+    run.wait_until(lambda: there.extend(run.processes(target)) or there)
+    if not there:
+        raise SystemExit(f"the run ended before a {target} could be stopped; see {run.log}")
+    process = draw.choice(there)
     process.send_signal(signal.SIGSTOP)
     return process.pid
 
