@@ -28,7 +28,7 @@ def session(experiment, monkeypatch, tmp_path):
     store = SimpleNamespace(rounds=lambda: [made.saved])
     monkeypatch.setattr(session_module, "checkpoint_store", lambda *_: store)
     monkeypatch.setattr(session_module, "stop_is_asked", lambda actor: False)
-    made.name, made.servers = "run", 1
+    made.cluster.server_name = "run-1"
     clock = [0.0]
 
     def later():
@@ -134,7 +134,7 @@ def test_stop_ends_a_run_whose_server_hangs_within_ten_seconds(answers, session,
     session.told, session.warn = "", lambda text: None
     session.record_wait = session.warn
     for hangs, later in itertools.product((0.0, 0.7, 2.1, 3.9, 5.0), (0.1, 1.0, 2.9, 4.5, 60.0)):
-        server = session.actor = HangingServer(hangs, hangs + later, answers)
+        server = session.cluster.server = HangingServer(hangs, hangs + later, answers)
         monkeypatch.setattr(session_module, "ray", server)
         monkeypatch.setattr(session_module, "time", server)
         monkeypatch.setattr(session_module, "stop_is_asked", lambda actor, server=server: server.now >= server.asked)
@@ -165,7 +165,7 @@ class SlowServer(HangingServer):
 
 
 def test_a_late_answer_shows_progress_all_the_same(session, monkeypatch):
-    server = session.actor = SlowServer()
+    server = session.cluster.server = SlowServer()
     monkeypatch.setattr(session_module, "ray", server)
     monkeypatch.setattr(session_module, "time", server)
     session.told, session.warn = "", pytest.fail
