@@ -114,12 +114,19 @@ def _stop(run: Run, folder: Path, target: str, draw: random.Random) -> int:
         taken.unlink()
         return int(taken.suffix[1:])
     there: list[psutil.Process] = []
-    run.wait_until(lambda: there.extend(run.processes(target)) or there)
+    run.wait_until(lambda: there.extend(filter(_has_started, run.processes(target))) or there)
     if not there:
         raise SystemExit(f"the run ended before a {target} could be stopped; see {run.log}")
     process = draw.choice(there)
     process.send_signal(signal.SIGSTOP)
     return process.pid
+
+
+def _has_started(process: psutil.Process) -> bool:
+    """Whether a host or a server does rounds: no round waits for a host that starts."""
+    with suppress(psutil.Error, IndexError):
+        return not process.cmdline()[0].endswith(".start")
+    return False
 
 
 def _is_gone(pid: int) -> bool:
