@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Folders of tests that take longest a file; xdist hands out files in this order, so that both workers end together.
+# Folders of tests that take longest a file; xdist hands out files in this order, so that the workers end together.
 LONGEST_FIRST = ("tests", "jobs", "on_ray", "study", "runtime", "results", "benchmarks", "cli", "methods", "tracking")
 
 

@@ -7,7 +7,7 @@ import typer
 
 from cfl_ray.cli.arguments import File, InProcess, Overrides, RunDir, Trust
 from cfl_ray.cli.console import command_line, out, say
-from cfl_ray.cli.inputs import deliver_earlier_results, is_trusted, load_experiment
+from cfl_ray.cli.inputs import check_methods, deliver_earlier_results, is_trusted, load_experiment, read_experiment
 from cfl_ray.cli.study_commands import run_all, study_from
 from cfl_ray.config import Experiment
 from cfl_ray.errors import ConfigError, Interrupted
@@ -41,8 +41,9 @@ def run(
     ] = None,
 ) -> None:
     """Run an experiment: all its methods, with live progress and a table of results at the end."""
-    experiment = load_experiment(file, overrides)
+    experiment = read_experiment(file, overrides)
     cluster = None if in_process else _start_ray(experiment)
+    check_methods(experiment)
     from cfl_ray.cli.progress import Display
     from cfl_ray.lifecycle import launch
 

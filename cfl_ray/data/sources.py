@@ -1,6 +1,7 @@
 """The data sets by name: in which folders their files are searched, and how they are read."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,26 @@ def digits(data: DataConfig) -> Source:
 
 
 def _read_digits(pixels: bool, progress: Progress | None) -> Images:
-    from sklearn.datasets import load_digits
-
-    loaded = load_digits()
-    x, y = loaded.images.astype(np.uint8)[:, None], loaded.target.astype(np.int16)
+    table = _digits_table()
+    x, y = table[:, :-1].reshape(-1, 1, 8, 8).astype(np.uint8), table[:, -1].astype(np.int16)
     # seed 0 for every experiment, since the test set belongs to the data set
     rng = stream(0, -1, -1, -1, "data/digits-split")
     per_class = [rng.permutation(np.flatnonzero(y == label)) for label in range(10)]
     test = np.sort(np.concatenate([rows[: round(0.2 * len(rows))] for rows in per_class]))
     train = np.setdiff1d(np.arange(len(y)), test)
     return Images(x[train], y[train], x[test], y[test], num_classes=10, scale=16)
+
+
+def _digits_table() -> np.ndarray:
+    """The 64 pixels and the label of each image, in the order of `sklearn.datasets.load_digits`."""
+    package = find_spec("sklearn")
+    file = Path(package and package.origin or "").parent / "datasets/data/digits.csv.gz"
+    if file.exists():
+        return np.loadtxt(file, delimiter=",")
+    from sklearn.datasets import load_digits  # takes more than a second to import
+
+    loaded = load_digits()
+    return np.column_stack([loaded.data, loaded.target])
 
 
 # --- MNIST with its writers ---------------------------------------------------------------------

@@ -9,17 +9,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import scipy.io
+import sklearn.datasets
 from PIL import Image
 from torchvision import datasets
 
 from cfl_ray.config.data import SOURCE_KINDS
-from cfl_ray.data import image_sets
+from cfl_ray.data import image_sets, sources
 from cfl_ray.data.sources import locate
 from cfl_ray.errors import DataError
 
 
 def read(name, pixels=True, **data):
     return locate(name, SOURCE_KINDS.of(source=name, **data)).read(pixels, None)
+
+
+def test_digits_are_those_of_scikit_learn(monkeypatch):
+    """Read from its file, since importing it takes a second; from its function where the file is not there."""
+    loaded = sklearn.datasets.load_digits()
+    for _ in range(2):
+        table = sources._digits_table()
+        assert np.array_equal(table[:, :-1].reshape(loaded.images.shape), loaded.images)
+        assert np.array_equal(table[:, -1], loaded.target)
+        monkeypatch.setattr(sources, "find_spec", lambda name: None)
 
 
 def test_digits():
