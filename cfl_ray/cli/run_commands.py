@@ -1,5 +1,6 @@
 """The commands `run`, `resume` and `prepare`."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,13 +42,14 @@ def run(
     ] = None,
 ) -> None:
     """Run an experiment: all its methods, with live progress and a table of results at the end."""
+    began = time.monotonic()
     experiment = read_experiment(file, overrides)
     cluster = None if in_process else _start_ray(experiment)
     check_methods(experiment)
     from cfl_ray.cli.progress import Display
     from cfl_ray.lifecycle import launch
 
-    with Display(out, experiment.rounds) as display:
+    with Display(out, experiment.rounds, began) as display:
         if in_process:
             results = launch.simulate(experiment, run_dir or launch.new_run_dir(experiment), display, replay, extend)
         else:
