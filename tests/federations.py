@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cfl_ray.core.aggregation import AggregationRule, Mean
+from cfl_ray.core.backend import ClientStateKey
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
@@ -16,7 +17,6 @@ from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.state import State
 from cfl_ray.core.tasks import CLASSIFICATION, Task
-from cfl_ray.core.work import ClientStateKey
 from cfl_ray.data import Federation, federation_from_arrays
 from cfl_ray.data.replay import distinct_rounds
 from cfl_ray.data.synthetic import SyntheticFederation

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cfl_ray.core.work import ClientStateKey, SavedEntry, SavedState
+from cfl_ray.core.backend import ClientStateKey, SavedEntry, SavedState
 from cfl_ray.errors import RunError
 from cfl_ray.system.files import open_private, sha256, sync
 

@@ -45,7 +45,7 @@ from cfl_ray.checkpoint.segments import (
     system_reason,
     writing,
 )
-from cfl_ray.core.work import ClientStateKey, ClientStateSource, SavedState
+from cfl_ray.core.backend import ClientStateKey, ClientStateSource, SavedState
 from cfl_ray.errors import RunError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import drafted, private_folder, sync

@@ -1,6 +1,8 @@
 """The commands `run`, `resume` and `prepare`."""
 
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,26 +46,30 @@ def run(
     """Run an experiment: all its methods, with live progress and a table of results at the end."""
     began = time.monotonic()
     experiment = read_experiment(file, overrides)
-    cluster = None if in_process else _start_ray(experiment)
-    check_methods(experiment)
-    from cfl_ray.cli.progress import Display
-    from cfl_ray.lifecycle import launch
+    with nullcontext() if in_process else _ray_for(experiment) as cluster:
+        check_methods(experiment)
+        from cfl_ray.cli.progress import Display
+        from cfl_ray.lifecycle import launch
 
-    with Display(out, experiment.rounds, began) as display:
-        if in_process:
-            results = launch.simulate(experiment, run_dir or launch.new_run_dir(experiment), display, replay, extend)
-        else:
-            results = launch.run(experiment, run_dir, display, replay, extend, cluster)
+        with Display(out, experiment.rounds, began) as display:
+            if in_process:
+                folder = run_dir or launch.new_run_dir(experiment)
+                results = launch.simulate(experiment, folder, display, replay, extend)
+            else:
+                results = launch.run(experiment, run_dir, display, replay, extend, cluster)
     display.finish(results)
 
 
-def _start_ray(experiment: Experiment) -> "Cluster | None":
-    """The cluster of a run; while Ray starts, torch is imported."""
+@contextmanager
+def _ray_for(experiment: Experiment) -> Iterator["Cluster | None"]:
+    """Context with the cluster of a run; while Ray starts, torch is imported."""
     say("preparing Ray ...")
     try:
-        return open_cluster(experiment.runtime, meanwhile="cfl_ray.lifecycle.launch")
+        cluster = open_cluster(experiment.runtime, meanwhile="cfl_ray.lifecycle.launch")
     except KeyboardInterrupt:
         raise Interrupted("stopped. Nothing was kept") from None
+    with nullcontext() if cluster is None else closing(cluster):
+        yield cluster
 
 
 def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.aggregation import AggregationRule, ClippingRule, Mean, aggregate, range_cuts
+from cfl_ray.core.backend import Backend
 from cfl_ray.core.events import births_and_deaths, cluster_event
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns, ParamSpec
@@ -26,7 +27,6 @@ from cfl_ray.core.work import (
     Address,
     AverageDeferred,
     Averaging,
-    Backend,
     ClientState,
     Describe,
     EvaluateClients,

@@ -5,11 +5,11 @@ states (`updates_client_state`) or leaves results on the hosts (`defers_results`
 (`empty_result`). `engine.worker` carries the work out.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from cfl_ray.core.sketch import sketch
 
 Anchor = TypeVar("Anchor")
 OtherAnchor = TypeVar("OtherAnchor")
-ClientStateKey = tuple[str, int]  # (name, client)
 
 
 @dataclass(frozen=True)
@@ -604,98 +603,3 @@ class Outcome:
     arrived_R: np.ndarray | None = None  # float64 (R,): sum of the normalised weights that arrived
     excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position among the M clients
     fallbacks: frozenset[str] = frozenset()  # why clients were not trained by the chosen engine, one line each
-
-
-# ---- backends
-
-
-class SavedEntry(NamedTuple):
-    """An entry of a file of a checkpoint: client states (R, F)."""
-
-    file: str
-    name: str
-
-
-class SavedState(NamedTuple):
-    """A client state in a checkpoint: a row of a memory-mapped entry (R, F) of its file.
-
-    A removed file stays readable while any of its rows is referenced.
-    """
-
-    rows_RF: Tensor
-    row: int
-    entry: SavedEntry | None = None  # for other processes; None: a value in memory
-
-    @classmethod
-    def of(cls, value: Tensor) -> Self:
-        """Wraps a value in memory."""
-        return cls(value[None], 0)
-
-    def tensor(self) -> Tensor:
-        """A copy of the value (F,)."""
-        return self.rows_RF[self.row].clone()
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows_RF.shape[1] * self.rows_RF.itemsize
-
-
-class StateFile(Protocol):
-    """A file of a checkpoint for the client states of `keys`, which any process that has the values can write."""
-
-    @property
-    def keys(self) -> Sequence[ClientStateKey]:
-        """The client states, in the order of the values."""
-
-    def write(self, values: Iterable[Tensor], again: bool = False) -> Any:
-        """Writes the values, in the order of `keys`. Returns what the checkpoint needs to know of the file.
-
-        again: after another process was asked to write them, which may still do so.
-        """
-
-
-class ClientStateSource(Protocol):
-    """Client states, as a checkpoint saves them."""
-
-    unsaved: int  # bytes of the values that were stored since the last call of `changed`
-
-    def changed(self, everything: bool = False) -> dict[ClientStateKey, int]:
-        """Bytes of the client states that changed since the last call, or of all.
-
-        Those that are in one place are side by side.
-        """
-
-    def forgotten(self) -> set[ClientStateKey]:
-        """Keys of the client states that were dropped since the last call."""
-
-    def write(self, files: Sequence[StateFile]) -> list[Any]:
-        """Results of `StateFile.write` for each file, called where its values are."""
-
-    def move(self, entries: Mapping[ClientStateKey, Any]) -> None:
-        """Takes the values, which did not change, from another place: the files of a checkpoint."""
-
-    def in_files(self) -> set[str]:
-        """The files that hold values."""
-
-
-class Backend(Protocol):
-    """Carries out exchanges, in this process or on the hosts of a cluster. A user's backend has these methods."""
-
-    @property
-    def client_states(self) -> ClientStateSource:
-        """The states of all clients."""
-
-    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
-        """Replaces the client states by those of a checkpoint."""
-
-    def run(self, work: Work) -> Outcome:
-        """Carries out one exchange."""
-
-    def use(self, federation: Any) -> None:
-        """Uses the clients of this federation from now on."""
-
-    def forget(self, ids: np.ndarray) -> None:
-        """Drops all states of the clients `ids`."""
-
-    def client_state(self, name: str, client: int) -> Tensor | None:
-        """The state that a client keeps under a name; None if it has none."""

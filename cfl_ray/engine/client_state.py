@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.work import ClientState, ClientStateKey, SavedState, StateFile, Work
+from cfl_ray.core.backend import ClientStateKey, SavedState, StateFile
+from cfl_ray.core.work import ClientState, Work
 from cfl_ray.engine.task import TrainingResult
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.work import ClientStateKey, CombineColumns, Outcome, SavedState, Work
+from cfl_ray.core.backend import ClientStateKey, SavedState
+from cfl_ray.core.work import CombineColumns, Outcome, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.chunks import chunks_of, outcome_of
 from cfl_ray.engine.client_state import ClientStateStore

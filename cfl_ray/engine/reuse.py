@@ -14,19 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.work import (
-    Backend,
-    ClientStateKey,
-    ClientStateSource,
-    Evaluate,
-    EvaluateClients,
-    EvaluateShared,
-    Losses,
-    Outcome,
-    Rows,
-    SavedState,
-    Work,
-)
+from cfl_ray.core.backend import Backend, ClientStateKey, ClientStateSource, SavedState
+from cfl_ray.core.work import Evaluate, EvaluateClients, EvaluateShared, Losses, Outcome, Rows, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.calling import described, place_of

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.config import EvaluationConfig
+from cfl_ray.core.backend import Backend
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.core.tasks import CLASSIFICATION, Task
-from cfl_ray.core.work import Address, Backend, EvaluateClients, EvaluateShared, Rows
+from cfl_ray.core.work import Address, EvaluateClients, EvaluateShared, Rows
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.scoring import scores
 

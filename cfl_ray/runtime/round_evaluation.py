@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from cfl_ray.core.backend import Backend
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.diagnostics import CLIENTS, Diagnostics
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
-from cfl_ray.core.work import Backend
 from cfl_ray.runtime.evaluation import (
     Evaluator,
     Scores,

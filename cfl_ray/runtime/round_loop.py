@@ -16,6 +16,7 @@ import numpy as np
 
 from cfl_ray.checkpoint.interval import CheckpointInterval
 from cfl_ray.checkpoint.store import Checkpoint, CheckpointStore
+from cfl_ray.core.backend import Backend
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
 from cfl_ray.core.events import births_and_deaths
@@ -24,7 +25,6 @@ from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.versions import Received
-from cfl_ray.core.work import Backend
 from cfl_ray.data.replay import distinct_rounds
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.reuse import ReusingBackend

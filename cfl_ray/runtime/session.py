@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import BuiltinKind, RuntimeConfig
-from cfl_ray.core.work import Backend
+from cfl_ray.core.backend import Backend
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError

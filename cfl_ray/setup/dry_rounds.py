@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cfl_ray.clock.devices import Load
 from cfl_ray.core.aggregation import Mean
+from cfl_ray.core.backend import ClientStateKey, SavedState
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
@@ -21,7 +22,7 @@ from cfl_ray.core.rng import Draws
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.state import State
 from cfl_ray.core.versions import NotAsynchronous, Received, Versions
-from cfl_ray.core.work import ClientStateKey, Describe, FitMixture, Losses, Outcome, SavedState, Train, Work
+from cfl_ray.core.work import Describe, FitMixture, Losses, Outcome, Train, Work
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.privacy.noisy_sums import PrivateRun

@@ -15,11 +15,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from cfl_ray.config import EvaluationConfig
+from cfl_ray.core.backend import SavedState
 from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream, torch_stream
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.work import Address, SavedState
+from cfl_ray.core.work import Address
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.engine import sequential, span, vectorised
 from cfl_ray.engine.task import TrainingTask

@@ -9,10 +9,11 @@ from federations import Spoiled, Stage, planted, uneven
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from cfl_ray.core.backend import SavedState
 from cfl_ray.core.clients import ClientState, LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream
-from cfl_ray.core.work import Address, SavedState
+from cfl_ray.core.work import Address
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine import sequential
 from cfl_ray.engine.attack import Attack

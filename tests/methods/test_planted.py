@@ -12,8 +12,8 @@ from oneshot import accuracy, cohorts
 from rounds import mlp
 
 from cfl_ray.clustering.agreement import agreement
+from cfl_ray.core.backend import SavedState
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.work import SavedState
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.methods.stocfl import StoCFL

@@ -11,8 +11,9 @@ from torch import Tensor
 from cfl_ray.core.aggregation.median import Median
 from cfl_ray.core.aggregation.multi_krum import MultiKrum
 from cfl_ray.core.aggregation.rule import ClippingRule, ColumnRule, WeightRule, checked_result
+from cfl_ray.core.backend import Backend
 from cfl_ray.core.params import Columns
-from cfl_ray.core.work import AverageDeferred, Averaging, Backend, ClientState, CombineColumns, Outcome, Train
+from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, CombineColumns, Outcome, Train
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.calling import place_of
 

@@ -13,18 +13,8 @@ from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
 from cfl_ray.checkpoint.lease import SharedDirectory
-from cfl_ray.core.work import (
-    Address,
-    AverageDeferred,
-    ChunkResult,
-    ClientStateKey,
-    CombineColumns,
-    Exclusion,
-    Outcome,
-    SavedState,
-    Train,
-    Work,
-)
+from cfl_ray.core.backend import ClientStateKey, SavedState
+from cfl_ray.core.work import Address, AverageDeferred, ChunkResult, CombineColumns, Exclusion, Outcome, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.chunks import Chunk, chunks_of, outcome_of
 from cfl_ray.engine.engines import chunk_size

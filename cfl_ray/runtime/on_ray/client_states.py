@@ -16,7 +16,8 @@ from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
 from cfl_ray.checkpoint.lease import SharedDirectory
-from cfl_ray.core.work import ClientStateKey, CombineColumns, SavedState, StateFile, Work
+from cfl_ray.core.backend import ClientStateKey, SavedState, StateFile
+from cfl_ray.core.work import CombineColumns, Work
 from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.errors import UserError
 from cfl_ray.runtime.on_ray.pool import Host, Pool

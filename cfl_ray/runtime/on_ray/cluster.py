@@ -26,7 +26,7 @@ class Cluster:
     def __init__(self, runtime: RuntimeConfig):
         self.runtime = runtime
         self.session = uuid.uuid4().hex  # names the driver's session; each of its servers adds a number
-        self.servers = 0
+        self.servers, self.closed = 0, False
         self.server: Any = None  # the actor; None: there is none yet
         self.started_here = connect(runtime.address, runtime.hosts, runtime.cpu_capability)
         self.signals = ExitStack()
@@ -72,7 +72,10 @@ class Cluster:
             self.server = None
 
     def close(self) -> None:
-        """Ends the server with its hosts, and a cluster that was started here."""
+        """Ends the server with its hosts, and a cluster that was started here; once, also if that is interrupted."""
+        if self.closed:
+            return
+        self.closed = True
         self.end_server()
         if self.started_here:
             ray.shutdown()

@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
 from cfl_ray.checkpoint.segments import entry_rows
-from cfl_ray.core.work import ClientStateKey, SavedEntry, SavedState
+from cfl_ray.core.backend import ClientStateKey, SavedEntry, SavedState
 from cfl_ray.nn.shared import shared_tensor
 
 PACKED_BYTES = 100_000  # a larger value is a separate object

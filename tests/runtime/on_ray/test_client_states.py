@@ -10,8 +10,8 @@ import torch
 from cfl_ray.checkpoint import segments
 from cfl_ray.checkpoint.lease import SharedDirectory
 from cfl_ray.checkpoint.store import CheckpointStore
+from cfl_ray.core.backend import SavedState
 from cfl_ray.core.clients import Clients, ClientState, RoundStats
-from cfl_ray.core.work import SavedState
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.on_ray.client_states import RayClientStates
