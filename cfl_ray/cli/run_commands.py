@@ -1,8 +1,5 @@
 """The commands `run`, `resume` and `prepare`."""
 
-import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,14 +7,12 @@ import typer
 
 from cfl_ray.cli.arguments import File, InProcess, Overrides, RunDir, Trust
 from cfl_ray.cli.console import command_line, out, say
-from cfl_ray.cli.inputs import check_methods, deliver_earlier_results, is_trusted, load_experiment, read_experiment
+from cfl_ray.cli.inputs import deliver_earlier_results, is_trusted, load_experiment
 from cfl_ray.cli.study_commands import run_all, study_from
-from cfl_ray.config import Experiment
-from cfl_ray.errors import ConfigError, Interrupted
-from cfl_ray.lifecycle.cluster import open_cluster
+from cfl_ray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cfl_ray.runtime.on_ray.cluster import Cluster
+    pass
 
 
 def run(
@@ -44,32 +39,16 @@ def run(
     ] = None,
 ) -> None:
     """Run an experiment: all its methods, with live progress and a table of results at the end."""
-    began = time.monotonic()
-    experiment = read_experiment(file, overrides)
-    with nullcontext() if in_process else _ray_for(experiment) as cluster:
-        check_methods(experiment)
-        from cfl_ray.cli.progress import Display
-        from cfl_ray.lifecycle import launch
+    from cfl_ray.cli.progress import Display
+    from cfl_ray.lifecycle import launch
 
-        with Display(out, experiment.rounds, began) as display:
-            if in_process:
-                folder = run_dir or launch.new_run_dir(experiment)
-                results = launch.simulate(experiment, folder, display, replay, extend)
-            else:
-                results = launch.run(experiment, run_dir, display, replay, extend, cluster)
+    experiment = load_experiment(file, overrides)
+    with Display(out, experiment.rounds) as display:
+        if in_process:
+            results = launch.simulate(experiment, run_dir or launch.new_run_dir(experiment), display, replay, extend)
+        else:
+            results = launch.run(experiment, run_dir, display, replay, extend)
     display.finish(results)
-
-
-@contextmanager
-def _ray_for(experiment: Experiment) -> Iterator["Cluster | None"]:
-    """Context with the cluster of a run; while Ray starts, torch is imported."""
-    say("preparing Ray ...")
-    try:
-        cluster = open_cluster(experiment.runtime, meanwhile="cfl_ray.lifecycle.launch")
-    except KeyboardInterrupt:
-        raise Interrupted("stopped. Nothing was kept") from None
-    with nullcontext() if cluster is None else closing(cluster):
-        yield cluster
 
 
 def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False) -> None:

@@ -227,15 +227,14 @@ class _Launch:
                         self.cluster.close()
 
     def _all_methods(self, lock: contextlib.ExitStack) -> Results:
-        if self.on_ray and self.cluster is None:
-            self.watcher.preparing("Ray")
-            self.cluster = open_cluster(self.experiment.runtime)
         self.watcher.preparing("federation")
         setup = prepare(self.experiment, self.watcher.preparing)
         if self.keep and not self.resumed:
             self.directory = self._new_directory()
             lock.enter_context(RunDirectory(self.directory).starting())  # before Ray, which takes long to start
-        self.watcher.preparing("the client hosts" if self.on_ray else "the engine")
+        self.watcher.preparing("Ray and the client hosts" if self.on_ray else "the engine")
+        if self.on_ray and self.cluster is None:
+            self.cluster = open_cluster(self.experiment.runtime)
         self.session = self._session(setup)
         run_info, environment = self.session.about()
         if self.extend is not None:
