@@ -50,7 +50,7 @@ FOREIGN = {  # package of others -> the only place that may import it
     "rich": "cli/",
 }
 LIGHT = ["cfl_ray.cli.commands", "cfl_ray.cli.tables", "cfl_ray.cli.live_client", "cfl_ray.runtime.on_ray.ask"]
-LIGHT += ["cfl_ray.runtime.on_ray.cluster", "cfl_ray.lifecycle.cluster"]
+LIGHT += ["cfl_ray.runtime.on_ray.host_actor", "cfl_ray.runtime.on_ray.server_actor"]
 
 
 @functools.cache

@@ -208,10 +208,10 @@ def check_machine(setup: Setup) -> None:
     runtime = setup.experiment.runtime
     if cluster_address(runtime.address) is not None or runtime.backend != "ray":
         return
-    from cfl_ray.runtime.on_ray.placement import host_count, hosts_asked_for  # imports ray
+    from cfl_ray.runtime.on_ray.placement import host_count  # imports ray
 
     cpus = max(runtime.hosts or 0, usable_cpus())
-    host_count(runtime, hosts_asked_for(setup), {"CPU": cpus, "GPU": torch.cuda.device_count()})
+    host_count(setup, {"CPU": cpus, "GPU": torch.cuda.device_count()})
     compute_device(setup.experiment, has_gpu=bool(runtime.gpus_per_host))
 
 

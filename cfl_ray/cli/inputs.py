@@ -17,38 +17,25 @@ IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a sub
 
 
 def load_experiment(file: str | None, overrides: list[str] | None, asks: bool = False) -> "Experiment":
-    """The experiment of `read_experiment`, whose methods and undelivered results were looked at.
+    """Returns the experiment. A first argument with `=` that is no file is an override of the built-in example.
 
     asks: whether to ask before a Python file of another user is imported.
     """
-    from cfl_ray.results.trust import check_owners
-
-    experiment = read_experiment(file, overrides)
-    if asks:
-        is_trusted(lambda: check_owners(experiment))
-    check_methods(experiment)
-    return experiment
-
-
-def check_methods(experiment: "Experiment") -> None:
-    """Raises ConfigError for unknown methods and options; delivers results that wait for MLflow. Imports torch."""
-    from cfl_ray.methods import resolve
-
-    resolve(experiment.methods)
-    deliver_earlier_results(experiment)
-
-
-def read_experiment(file: str | None, overrides: list[str] | None) -> "Experiment":
-    """The experiment. A first argument with `=` that is no file is an override of the built-in example."""
     from cfl_ray import config
+    from cfl_ray.methods import resolve
+    from cfl_ray.results.trust import check_owners
 
     changes = list(overrides or ())
     if file is not None and "=" in file and not is_file(file):
         changes = [file, *changes]
         file = None
     experiment = config.load(file, changes)
+    if asks:
+        is_trusted(lambda: check_owners(experiment))
+    resolve(experiment.methods)
     if (base := output_base()) is not None and not Path(experiment.output).is_absolute():
         experiment = experiment.model_copy(update={"output": str(base / experiment.output)})
+    deliver_earlier_results(experiment)
     return experiment
 
 

@@ -81,10 +81,8 @@ class Pace:
 class Display(Watcher):
     """Progress bars on a terminal; otherwise plain lines, about ten per method. A context manager."""
 
-    def __init__(self, console: Console, rounds: int, began: float | None = None) -> None:
-        """began: `time.monotonic` when the command began; None: now."""
-        self.console, self.rounds = console, rounds
-        self.began = time.monotonic() if began is None else began
+    def __init__(self, console: Console, rounds: int) -> None:
+        self.console, self.rounds, self.began = console, rounds, time.monotonic()
         self.live = console.is_terminal
         columns = [
             TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),

@@ -1,7 +1,7 @@
 """The commands `run`, `resume` and `prepare`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,9 +10,6 @@ from cfl_ray.cli.console import command_line, out, say
 from cfl_ray.cli.inputs import deliver_earlier_results, is_trusted, load_experiment
 from cfl_ray.cli.study_commands import run_all, study_from
 from cfl_ray.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 def run(

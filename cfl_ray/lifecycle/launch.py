@@ -1,20 +1,17 @@
 """Running an experiment from start to end: `run` on Ray, `simulate` in this process, `resume` for a stopped run."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped
-from cfl_ray.lifecycle.cluster import open_cluster
 from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
 from cfl_ray.lifecycle.extension import begin_extended, check_extension
 from cfl_ray.lifecycle.load import opener
@@ -31,14 +28,11 @@ from cfl_ray.results.run_record import (
 from cfl_ray.results.trust import load_record, sign_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
-from cfl_ray.run_directory.session_file import withdraw_server
+from cfl_ray.run_directory.session_file import cluster_address, withdraw_server
 from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.setup.prepare import prepare
 from cfl_ray.setup.setup import Setup
-
-if TYPE_CHECKING:
-    from cfl_ray.runtime.on_ray.cluster import Cluster
 
 
 def run(
@@ -47,7 +41,6 @@ def run(
     watcher: Watcher | None = None,
     replay: str | Path | None = None,
     extend: str | Path | None = None,
-    cluster: Cluster | None = None,
 ) -> Results:
     """Runs every method of the experiment on Ray and returns their results.
 
@@ -56,7 +49,6 @@ def run(
     replay: directory of another run of this experiment, whose requested joins and leaves are repeated in this run.
     extend: directory of a run of this experiment with fewer `rounds`. This run begins with a copy of its rounds; the
         results are the same as without `extend`.
-    cluster: the cluster of this run, which ends with it; None joins or starts one.
 
     Raises ConfigError for bad input and for a folder that belongs to another config, RunError if the run cannot
     continue (saved rounds are kept), RunStopped if a request ended it early.
@@ -68,7 +60,6 @@ def run(
         run_dir=_path(run_dir or None),
         replay=_path(replay),
         extend=_path(extend),
-        cluster=cluster,
     ).run()
 
 
@@ -186,7 +177,6 @@ class _Launch:
     replay: Path | None = None
     extend: Path | None = None
     study: StudyPlace | None = None  # of the run; None: not part of a study
-    cluster: Cluster | None = None  # None until it is joined or started
     directory: Path | None = field(default=None, init=False)  # set once it is known to belong to this run
     session: Session | None = field(default=None, init=False)
 
@@ -220,11 +210,9 @@ class _Launch:
                 file = f"{error.filename}: " if error.filename else ""
                 raise RunError(f"{file}{error.strerror or error}. {self._how_to_continue()}") from error
             finally:
-                with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: Ray ends with this process
-                    if self.session is not None:
+                if self.session is not None:
+                    with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: Ray ends with this process
                         self.session.close()
-                    if self.cluster is not None:
-                        self.cluster.close()
 
     def _all_methods(self, lock: contextlib.ExitStack) -> Results:
         self.watcher.preparing("federation")
@@ -233,8 +221,6 @@ class _Launch:
             self.directory = self._new_directory()
             lock.enter_context(RunDirectory(self.directory).starting())  # before Ray, which takes long to start
         self.watcher.preparing("Ray and the client hosts" if self.on_ray else "the engine")
-        if self.on_ray and self.cluster is None:
-            self.cluster = open_cluster(self.experiment.runtime)
         self.session = self._session(setup)
         run_info, environment = self.session.about()
         if self.extend is not None:
@@ -258,11 +244,14 @@ class _Launch:
             )
 
     def _session(self, setup: Setup) -> Session:
-        if self.cluster is None:
+        if not self.on_ray:
             return InProcessSession(setup, self.directory)
+        if cluster_address(self.experiment.runtime.address) is None and "ray" not in sys.modules:
+            # Ray reads it when it is imported; it keeps other users out of a cluster that is started for this run
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         from cfl_ray.runtime.on_ray.session import RaySession  # imports ray, which `simulate` does not need
 
-        return RaySession(setup, self.directory, self.cluster, self.watcher.warn)
+        return RaySession(setup, self.directory, self.watcher.warn)
 
     def _new_directory(self) -> Path:
         """The run directory, not yet created. Raises ConfigError if it holds a run or a study."""

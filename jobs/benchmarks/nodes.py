@@ -56,7 +56,6 @@ def seconds_of_rounds(name: str, cores: Sequence[int], rounds: int) -> list[floa
     """Seconds of each round after the first of a workload, on a cluster of its own with a node on each of the cores."""
     import ray
 
-    from cfl_ray.lifecycle.cluster import open_cluster
     from cfl_ray.runtime.on_ray.session import RaySession
     from cfl_ray.setup.prepare import prepare
 
@@ -64,8 +63,7 @@ def seconds_of_rounds(name: str, cores: Sequence[int], rounds: int) -> list[floa
     with tempfile.TemporaryDirectory() as output, cluster_of(cores) as address:
         federation = federation_from_arrays(*samples_of(work), num_classes=work.classes, holdout=0.001)
         changes = {"address": address, "hosts": len(cores), "checkpoint_every": 10_000}
-        experiment = experiment_of(work, output, rounds + 2, data=federation, runtime=changes)
-        session = RaySession(prepare(experiment), None, open_cluster(experiment.runtime))
+        session = RaySession(prepare(experiment_of(work, output, rounds + 2, data=federation, runtime=changes)), None)
         try:
             reports = islice(session.rounds("fedavg"), 2, rounds + 2)  # without the start, and the round that warms up
             return [report.metrics["round_seconds"] for report in reports]

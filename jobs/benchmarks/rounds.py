@@ -21,13 +21,11 @@ class OnRay:
     """A method of cfl_ray on Ray, with one host per core."""
 
     def __init__(self, experiment: Experiment, run_dir: Path | None = None) -> None:
-        from cfl_ray.lifecycle.cluster import open_cluster
         from cfl_ray.runtime.on_ray.session import RaySession
         from cfl_ray.setup.prepare import prepare
 
         setup = prepare(experiment)
-        self.cluster = open_cluster(experiment.runtime)
-        self.session = RaySession(setup, run_dir, self.cluster)
+        self.session = RaySession(setup, run_dir)
         self.session.about()  # waits for the hosts
         began = time.perf_counter()
         self.rounds = self.session.rounds(next(iter(setup.methods)), lambda text: None)
@@ -62,7 +60,6 @@ class OnRay:
     def close(self) -> None:
         self.closing.set()
         self.session.close()
-        self.cluster.close()
 
 
 def _private_mb(pid: int) -> float:

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -73,10 +72,6 @@ def server_runtime_env(instructions: str | None) -> dict[str, Any] | None:
 class ClientHost:
     """One process with one compute thread; `host_process.HostProcess` does the work."""
 
-    def load(self) -> None:
-        """Imports what `start` needs, while there is no setup yet."""
-        import_module("cfl_ray.runtime.on_ray.host_process")
-
     def start(self, packed: list[ray.ObjectRef[Any]], engine: str, pause: float = 0.0) -> dict[str, Any]:
         """Makes this host ready after a pause (seconds). Returns its node, process id and device.
 
@@ -135,16 +130,8 @@ def start_host(
     engine: str = "sequential",
     pause: float = 0.0,
     federation_ref: ray.ObjectRef[Any] | None = None,
-    actor: Any = None,
 ) -> StartedHost:
-    """Makes a host ready. actor: of `new_host`; None: another one. pause: see `ClientHost.start`."""
-    actor = actor or new_host(runtime)
-    packed = [setup_ref] if federation_ref is None else [setup_ref, federation_ref]
-    return StartedHost(actor, actor.start.remote(packed, engine, pause))
-
-
-def new_host(runtime: RuntimeConfig) -> Any:
-    """The actor of a host that loads its code, wherever there is room, or as soon as there is.
+    """Starts a host wherever there is room, or as soon as there is. pause: see `ClientHost.start`.
 
     An actor that waits for room is how the cluster's autoscaler learns that machines are missing, and it goes with this
     run. `ray.autoscaler.sdk.request_resources` would not: it is one request for the whole cluster, which every caller
@@ -159,5 +146,5 @@ def new_host(runtime: RuntimeConfig) -> Any:
         runtime_env=host_runtime_env(runtime.cpu_capability),
         enable_task_events=False,  # of which Ray's head would keep 3 kB for each of the last 100,000 calls
     ).remote()
-    actor.load.remote()
-    return actor
+    packed = [setup_ref] if federation_ref is None else [setup_ref, federation_ref]
+    return StartedHost(actor, actor.start.remote(packed, engine, pause))

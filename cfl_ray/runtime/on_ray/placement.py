@@ -1,17 +1,12 @@
 """The number of hosts that a cluster has room for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import ray
 
 from cfl_ray.config import RuntimeConfig
 from cfl_ray.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cfl_ray.setup.setup import Setup
+from cfl_ray.setup.setup import Setup
 
 
 def room(runtime: RuntimeConfig, resources: dict[str, float]) -> int:
@@ -32,13 +27,13 @@ def hosts_asked_for(setup: Setup) -> int | None:
     return -(-setup.federation.num_clients // runtime.clients_per_host) if runtime.clients_per_host else runtime.hosts
 
 
-def host_count(runtime: RuntimeConfig, asked_for: int | None, resources: dict[str, float], grows: bool = False) -> int:
+def host_count(setup: Setup, resources: dict[str, float], grows: bool = False) -> int:
     """Number of hosts to start. Raises ConfigError if the config asks for more than the cluster has room for.
 
-    asked_for: None: as many as there is room for.
     grows: whether the cluster may grow; hosts without room then wait, so that its autoscaler adds machines.
     """
-    count = asked_for or max(room(runtime, resources), 1)
+    runtime = setup.experiment.runtime
+    count = hosts_asked_for(setup) or max(room(runtime, resources), 1)
     shares = {"GPU": runtime.gpus_per_host, "CPU": runtime.cpus_per_host}
     for kind, share in shares.items():
         there = resources.get(kind, 0)

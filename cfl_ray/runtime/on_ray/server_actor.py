@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from cfl_ray.errors import RunError
-from cfl_ray.runtime.on_ray.host_actor import new_host, start_host
+from cfl_ray.runtime.on_ray.host_actor import start_host
 from cfl_ray.runtime.on_ray.stall import Progress
 
 if TYPE_CHECKING:
@@ -28,20 +27,17 @@ class ServerActor:
 
     process: ServerProcess | None = None
 
-    def begin(self, runtime: RuntimeConfig, hosts: int) -> None:
-        """Creates the hosts, and imports what `start` needs while they do the same; needs no setup."""
-        self.runtime, self.hosts = runtime, [new_host(runtime) for _ in range(hosts)]
-        import_module("cfl_ray.runtime.on_ray.server_process")
-
     def start(
         self,
         packed: list[ray.ObjectRef[Any]],
+        runtime: RuntimeConfig,
+        hosts: int,
         run_dir: Path | None,
         session: str,
         fault: tuple[float, str] | None,
     ) -> None:
-        """Makes the hosts and this server ready; `ClientHost.start` says why this is not the constructor."""
-        started = [start_host(self.runtime, packed[0], actor=host) for host in self.hosts]
+        """Starts the hosts and makes this server ready; `ClientHost.start` says why this is not the constructor."""
+        started = [start_host(runtime, packed[0]) for _ in range(hosts)]
         from cfl_ray.runtime.on_ray.server_process import ServerProcess
 
         self.process = ServerProcess(packed, run_dir, session, fault)

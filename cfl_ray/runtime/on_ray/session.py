@@ -1,28 +1,32 @@
 """A session on a Ray cluster: a server actor on the driver's node, client hosts on any node with free resources."""
 
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnschedulableError, RayError, RayTaskError, RuntimeEnvSetupError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cfl_ray.errors import RunError, RunStopped
 from cfl_ray.plugins.loading import sent_by_value
 from cfl_ray.results.environment import Environment
-from cfl_ray.run_directory.session_file import ServerAddress, publish_server, withdraw_server
+from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
 from cfl_ray.runtime.on_ray.ask import stop_is_asked
-from cfl_ray.runtime.on_ray.cluster import Cluster
-from cfl_ray.runtime.on_ray.connect import as_user_error, short_reason
-from cfl_ray.runtime.on_ray.placement import hosts_asked_for
+from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
+from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
+from cfl_ray.runtime.on_ray.placement import host_count
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
+from cfl_ray.runtime.on_ray.server_actor import server_actor_class
 from cfl_ray.runtime.on_ray.stall import Progress, ServerWatch, StallRule, duration
 from cfl_ray.runtime.round_report import RoundReport, Status
 from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.setup.setup import Setup
+from cfl_ray.system.signals import sigterm_interrupts
 
 # between two looks at what the server waits for, and for its answer: with STOP_SECONDS, `stop` holds within 10 s
 _LOOK_SECONDS, _ANSWER_SECONDS = 2.0, 1.0
@@ -33,16 +37,10 @@ class ServerStalled(Exception):
 
 
 class RaySession:
-    """The server on a cluster. A server that dies is started again from its last checkpoint."""
+    """Starts or joins a cluster, and the server on it. A server that dies is started again from its last checkpoint."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        run_dir: Path | None,
-        cluster: Cluster,
-        warn: Callable[[str], None] = lambda text: None,
-    ):
-        self.setup, self.run_dir, self.cluster, self.warn = setup, run_dir, cluster, warn
+    def __init__(self, setup: Setup, run_dir: Path | None, warn: Callable[[str], None] = lambda text: None):
+        self.setup, self.run_dir, self.warn = setup, run_dir, warn
         self.told = ""  # what the user knows that the server waits for
         self.record_wait: Callable[[str], None] = lambda text: None
         runtime = setup.experiment.runtime
@@ -51,16 +49,43 @@ class RaySession:
         self.label: str | None = None
         self.faults: list[str] = []
         self.last_fault: tuple[float, str] | None = None
-        _send_plugins_by_value()
-        self.hosts = cluster.host_count(hosts_asked_for(setup))
-        self.setup_ref = _put(setup)
-        self._start_server()
+        self.name = uuid.uuid4().hex  # of this session; each of its servers adds a number
+        self.servers = 0
+        self.actor: Any = None
+        self.started_here = connect(runtime.address, runtime.hosts, runtime.cpu_capability)
+        self.signals = ExitStack()
+        self.signals.enter_context(sigterm_interrupts())
+        try:
+            _send_plugins_by_value()
+            grows = runtime.wait_for_hosts != "auto" and not self.started_here
+            self.hosts = host_count(setup, ray.cluster_resources(), grows)
+            self.setup_ref = _put(setup)
+            self._start_server()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def server_name(self) -> str:
+        """Of the present server, on the cluster."""
+        return f"{self.name}-{self.servers}"
 
     def _start_server(self) -> None:
-        if self.cluster.server is None:
-            self.cluster.begin_server(self.hosts)
-        self.started = self.cluster.server.start.remote(
-            [self.setup_ref], self.run_dir, self.cluster.session, self.last_fault
+        node = ray.get_runtime_context().get_node_id()  # the driver's, which has the run directory
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
+        self.servers += 1
+        runtime = self.setup.experiment.runtime
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "scheduling_strategy": here,
+            "name": self.server_name,
+            "namespace": NAMESPACE,
+        }
+        options["enable_task_events"] = False  # as for hosts
+        options["runtime_env"] = server_runtime_env(runtime.cpu_capability)
+        self.actor = server_actor_class().options(**options).remote()
+        self.started = self.actor.start.remote(
+            [self.setup_ref], runtime, self.hosts, self.run_dir, self.name, self.last_fault
         )
         if self.label:
             self._publish()
@@ -71,9 +96,9 @@ class RaySession:
             return
         configured = self.setup.experiment.runtime.address or ""
         address = configured if configured.startswith("ray://") else ray.get_runtime_context().gcs_address
-        if self.cluster.started_here:
+        if self.started_here:
             address = f"127.0.0.1:{address.rpartition(':')[2]}"  # the address it listens on, whatever it reports
-        publish_server(self.run_dir, ServerAddress.here(address, self.cluster.server_name, self.cluster.started_here))
+        publish_server(self.run_dir, ServerAddress.here(address, self.server_name, self.started_here))
 
     # ---- asked by the driver
 
@@ -97,15 +122,18 @@ class RaySession:
     def close(self) -> None:
         if self.run_dir is not None:
             withdraw_server(self.run_dir)
-        self.cluster.end_server()
+        if self.actor is not None:
+            ray.kill(self.actor)
+        if self.started_here:
+            ray.shutdown()
+        self.signals.close()
 
     def _ask(self, verb: str, *arguments: Any) -> Any:
         """The server's answer; a server that died is replaced first. Raises what a user can act on."""
         while True:
             try:
-                for ref in (self.cluster.begun, self.started):
-                    self._answer(ref, self.stall_rule.for_start())
-                return self._answer(self.cluster.server.call.remote(verb, *arguments), self.stall_rule)
+                self._answer(self.started, self.stall_rule.for_start())
+                return self._answer(self.actor.call.remote(verb, *arguments), self.stall_rule)
             except RayTaskError as error:
                 raise as_user_error(error) from error
             except (RuntimeEnvSetupError, ActorUnschedulableError) as error:
@@ -125,7 +153,7 @@ class RaySession:
         watch, looking = ServerWatch(rule, time.monotonic()), None
         while not ray.wait([ref], timeout=_LOOK_SECONDS)[0]:
             progress: Progress | None = None
-            looking = looking or self.cluster.server.progress.remote()
+            looking = looking or self.actor.progress.remote()
             if ray.wait([looking], timeout=_ANSWER_SECONDS)[0]:  # otherwise a late answer counts at the next look
                 with suppress(RayError):  # a server that died, which `ref` says as well
                     progress = ray.get(looking)
@@ -136,7 +164,7 @@ class RaySession:
                 self.warn(waits_for)
                 self.record_wait(waits_for)
             self.told = waits_for or self.told
-            if watch.stops(now, progress is None and stop_is_asked(self.cluster.server_name)):
+            if watch.stops(now, progress is None and stop_is_asked(f"{self.name}-{self.servers}")):
                 silent = duration(now - watch.since)
                 raise RunStopped(f"stopped, as asked, while the server has made no progress for {silent}")
             if watch.is_over(now):
@@ -149,7 +177,7 @@ class RaySession:
         Raises RunError after too many, RunStopped if a user has asked to stop.
         """
         cause = short_reason(error)
-        if stop_is_asked(self.cluster.server_name):
+        if stop_is_asked(self.server_name):
             raise RunStopped(f"stopped, as asked, after the server died ({cause})")
         store = checkpoint_store(self.setup, self.run_dir, self.label) if self.label else None
         saved = (store.rounds() or [0])[-1] if store else 0
@@ -161,7 +189,7 @@ class RaySession:
         self.faults.append(f"the server died and was started again: {cause}")
         self.last_fault = (time.time(), self.faults[-1])
         self.retry.started()
-        self.cluster.end_server()
+        ray.kill(self.actor)  # it may only be out of reach; it would work in addition to the new one
         self._start_server()
 
 

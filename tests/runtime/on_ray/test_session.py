@@ -17,18 +17,22 @@ from cfl_ray.setup.prepare import prepare
 
 @pytest.fixture
 def session(experiment, monkeypatch, tmp_path):
-    """A session without servers: `session.steps` is what was done to them, `saved` the last round saved."""
+    """A session whose servers are names, and `session.steps` what was done to them; `saved` is the last round saved."""
     made = object.__new__(RaySession)
     made.setup = prepare(experiment(methods=["fedavg", "ditto"], rounds=9, runtime={"retries": 2}))
     made.run_dir, made.label, made.stall_rule = tmp_path, "ditto", StallRule(30, 600)
-    made.retry, made.faults, made.steps, made.saved = RetryPolicy("the server", 2), [], [], 3
-    made.cluster = SimpleNamespace(begun="begun", end_server=lambda: made.steps.append("end"), server=None)
+    made.retry, made.faults, made.actor, made.steps, made.saved = RetryPolicy("the server", 2), [], "server 1", [], 3
 
-    made._start_server = lambda: made.steps.append("start")
+    def start():
+        made.actor = f"server {len(made.steps) // 2 + 2}"
+        made.steps.append(f"start {made.actor}")
+
+    made._start_server = start
+    monkeypatch.setattr(session_module, "ray", SimpleNamespace(kill=lambda actor: made.steps.append(f"kill {actor}")))
     store = SimpleNamespace(rounds=lambda: [made.saved])
     monkeypatch.setattr(session_module, "checkpoint_store", lambda *_: store)
     monkeypatch.setattr(session_module, "stop_is_asked", lambda actor: False)
-    made.cluster.server_name = "run-1"
+    made.name, made.servers = "run", 1
     clock = [0.0]
 
     def later():
@@ -45,7 +49,7 @@ def unreachable():
 
 def test_a_server_out_of_reach_is_ended_before_the_next_one_starts(session):
     session._recover(unreachable())
-    assert session.steps == ["end", "start"]
+    assert session.steps == ["kill server 1", "start server 2"]
 
 
 def test_no_server_is_started_for_a_run_that_is_to_stop(session, monkeypatch):
@@ -69,11 +73,6 @@ def test_a_saved_round_grants_all_retries_again(session):
     assert len(session.steps) == 12
 
 
-def answering(asked):
-    """A server that appends what it is asked to `asked`."""
-    return SimpleNamespace(call=SimpleNamespace(remote=lambda *order: asked.append(order) or "answer"))
-
-
 class FailingOnce:
     """Answers of servers, the first of which is an error."""
 
@@ -91,7 +90,7 @@ class FailingOnce:
 )
 def test_whatever_ends_a_server_another_one_begins_the_method_again(error, session):
     asked = []
-    session.cluster.server = answering(asked)
+    session.actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *order: asked.append(order) or "answer"))
     session.started, session._start_server = "started", lambda: None
     session._answer = FailingOnce(error)
     assert session._ask("report", "ditto") == "answer"
@@ -99,7 +98,7 @@ def test_whatever_ends_a_server_another_one_begins_the_method_again(error, sessi
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_a_cause(session):
-    session.cluster.server = answering([])
+    session.actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *order: "answer"))
     session.started, session._answer = "started", FailingOnce(RuntimeEnvSetupError("no such environment"))
     with pytest.raises(RunError, match="the server cannot start: .*no such environment.*; it needs the driver's node"):
         session._ask("report", "ditto")
@@ -134,7 +133,7 @@ def test_stop_ends_a_run_whose_server_hangs_within_ten_seconds(answers, session,
     session.told, session.warn = "", lambda text: None
     session.record_wait = session.warn
     for hangs, later in itertools.product((0.0, 0.7, 2.1, 3.9, 5.0), (0.1, 1.0, 2.9, 4.5, 60.0)):
-        server = session.cluster.server = HangingServer(hangs, hangs + later, answers)
+        server = session.actor = HangingServer(hangs, hangs + later, answers)
         monkeypatch.setattr(session_module, "ray", server)
         monkeypatch.setattr(session_module, "time", server)
         monkeypatch.setattr(session_module, "stop_is_asked", lambda actor, server=server: server.now >= server.asked)
@@ -165,7 +164,7 @@ class SlowServer(HangingServer):
 
 
 def test_a_late_answer_shows_progress_all_the_same(session, monkeypatch):
-    server = session.cluster.server = SlowServer()
+    server = session.actor = SlowServer()
     monkeypatch.setattr(session_module, "ray", server)
     monkeypatch.setattr(session_module, "time", server)
     session.told, session.warn = "", pytest.fail
