@@ -88,10 +88,8 @@ def why_diverged(records: Sequence[RoundRecord]) -> str | None:
     last, size = records[-1], records[-1].metrics.get("cohort_size", 0)
     if size and last.metrics.get("updates_rejected", 0) >= size:
         return f"all {size:.0f} updates of round {last.round}, the last one, were rejected as not finite or not valid"
-    rejected, attacked = (
-        rejected_updates(records),
-        any(name.endswith("_honest") for of in records for name in of.metrics),
-    )
+    rejected = rejected_updates(records)
+    attacked = any(name.endswith("_honest") for record in records for name in record.metrics)
     if rejected.total and not attacked and rejected.count >= MANY_REJECTED * rejected.total:
         return f"{rejected} updates were rejected as not finite or not valid"
     final = next((record.metrics for record in reversed(records) if "test_loss" in record.metrics), {"test_loss": 0.0})

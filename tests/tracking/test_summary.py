@@ -63,7 +63,7 @@ def test_a_method_has_diverged_if_its_last_round_or_its_last_test_has_no_finite_
     nan, inf = float("nan"), float("inf")
     assert why_diverged([]) is None and why_diverged(rounds_with(10, 9, accuracy_honest=0.9)) is None
     assert why_diverged(rounds_with(0, 10)).startswith("all 10 updates of round 2, the last one, were rejected")
-    assert why_diverged(rounds_with(0, 0, size=0)) is None  # nobody could be reached
+    assert why_diverged(rounds_with(0, 0, size=0)) is None  # no client was reachable
     assert why_diverged(rounds_with(0, test_loss=inf, accuracy=0.1)) == "its last test loss is inf"
     assert why_diverged(rounds_with(0, test_loss=nan, accuracy=0.1)) == "its last test loss is nan"
     assert why_diverged(rounds_with(0, test_loss=nan, accuracy=nan)) is None  # no test samples
