@@ -249,8 +249,8 @@ class _Launch:
         if cluster_address(self.experiment.runtime.address) is None and "ray" not in sys.modules:
             # Ray reads it when it is imported; it keeps other users out of a cluster that is started for this run
             os.environ.setdefault("RAY_AUTH_MODE", "token")
-        # Imports ray, which `simulate` does not need; before the cluster is joined, which for a while leaves a submitted
-        # job without the folder of its code.
+        # Imports ray, which `simulate` does not need; before the cluster is joined, which for a while leaves a
+        # submitted job without the folder of its code.
         from cfl_ray.runtime.on_ray.session import RaySession
 
         return RaySession(setup, self.directory, self.watcher.warn)
