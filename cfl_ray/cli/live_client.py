@@ -13,6 +13,7 @@ from typing import Any
 from cfl_ray import config
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import RunError, UserError
+from cfl_ray.results.run_record import how_to_resume
 from cfl_ray.results.study_folder import num_methods
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
@@ -53,7 +54,7 @@ class RunStatus:
     diverged: dict[str, str] = field(default_factory=dict)  # methods that ended without a usable model, and why
     early: dict[str, str] = field(default_factory=dict)  # methods that ended before their last round, and why
     pending: list[str] = field(default_factory=list)  # granted requests that have not taken effect
-    next: str | None = None  # the command that continues the run
+    next: str | None = None  # how to continue the run
     driver: str | None = None  # host and process id
 
 
@@ -112,7 +113,7 @@ def status(run_dir: Path) -> RunStatus:
         },
         early={label: why for label, why in early.items() if why},
         pending=answer.get("pending", []),
-        next=None if live or finished else command("resume", run_dir),
+        next=None if live or finished else how_to_resume(directory),
         driver=f"{session.host}, process {session.pid}" if live and session else None,
     )
 
@@ -124,9 +125,9 @@ def ask(run_dir: Path, verb: str, *arguments: Any) -> str:
     """
     if not _run(run_dir).is_live:
         refusal = f"{run_dir} is not live, so it takes no request to {verb.partition('_')[0]}; "
-        if status(run_dir).state == "finished":
+        if (to_resume := status(run_dir).next) is None:
             raise RunError(f"{refusal}it is finished, see `{command('status', run_dir)}`")
-        raise RunError(f"{refusal}see `{command('status', run_dir)}`, go on with `{command('resume', run_dir)}`")
+        raise RunError(f"{refusal}see `{command('status', run_dir)}`, go on with `{to_resume}`")
     session = read_server_address(run_dir)
     if session is None:
         raise RunError(

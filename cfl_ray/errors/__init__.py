@@ -35,6 +35,10 @@ class RunError(UserError):
     """A failure of a run that had started correctly."""
 
 
+class NotReady(RunError):
+    """A request that a live run cannot take just now: it is only starting, or between two methods."""
+
+
 class Diverged(RunError):
     """A run that is complete, with a method that has no usable model."""
 

@@ -22,12 +22,12 @@ from cfl_ray.results.run_record import (
     check_hash_of_run,
     check_not_edited,
     differences,
+    how_to_resume,
     recorded_hash,
     write_config,
 )
 from cfl_ray.results.trust import load_record, sign_record
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.run_directory.lock import command
 from cfl_ray.run_directory.session_file import cluster_address, withdraw_server
 from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.session import InProcessSession, Session
@@ -268,7 +268,7 @@ class _Launch:
             differing = differences(run, self.experiment)
             raise ConfigError(f"{directory} belongs to another config: {differing}; choose another folder")
         raise ConfigError(
-            f"{directory} already holds a run of this config; continue it with `{command('resume', directory)}` "
+            f"{directory} already holds a run of this config; continue it with `{how_to_resume(run)}` "
             "or choose another folder"
         )
 
@@ -310,11 +310,8 @@ class _Launch:
     def _how_to_continue(self) -> str:
         if self.directory is None or not RunDirectory(self.directory).is_run:
             return "Nothing was kept"
-        here = [] if self.on_ray or self.experiment.runtime.backend != "ray" else ["--in-process"]
-        if self.experiment.has_objects:
-            again = f"cfl_ray.resume({str(self.directory)!r}, experiment=...{', on_ray=False' if here else ''})"
-            return f"Every saved round is kept; go on with: {again}"
-        return f"Every saved round is kept; go on with: {command('resume', self.directory, *here)}"
+        in_process = not self.on_ray and self.experiment.runtime.backend == "ray"
+        return f"Every saved round is kept; go on with: {how_to_resume(RunDirectory(self.directory), in_process)}"
 
 
 def _path(path: str | Path | None) -> Path | None:

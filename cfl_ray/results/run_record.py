@@ -21,6 +21,7 @@ from cfl_ray.tracking import flatten, read_info
 from cfl_ray.tracking.record import NEUTRAL, OFF
 
 _HASH = "# config hash "
+_OBJECTS = "# has objects made in Python\n"
 _LISTED, _SHOWN = 3, 60  # keys that a message names, letters of a value
 
 
@@ -29,7 +30,7 @@ def write_config(directory: Path, experiment: Experiment, run_dir: Path | None =
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode of `output`, a parent, follows the umask
     remember_credentials(experiment.to_dict())
     header = f"{_HASH}{experiment.config_hash}\n# format {FORMAT}\n{recorded_in(run_dir or directory)}"
-    text = header + experiment.to_record()
+    text = header + (_OBJECTS if experiment.has_objects else "") + experiment.to_record()
     sign_record(directory, experiment, text)
     write_text(RunDirectory(directory).config, text)
 
@@ -38,6 +39,13 @@ def recorded_hash(directory: RunDirectory) -> str:
     """The config hash of a run directory, which also covers objects made in Python that config.yaml cannot express."""
     first = (read_text(directory.config) or "").partition("\n")[0]
     return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(directory.config).config_hash
+
+
+def how_to_resume(directory: RunDirectory, in_process: bool = False) -> str:
+    """The command that continues a run; the Python call if the run has objects made in Python."""
+    if _OBJECTS not in (read_text(directory.config) or ""):
+        return command("resume", directory.path, *(["--in-process"] if in_process else []))
+    return f"cfl_ray.resume({str(directory.path)!r}, experiment=...{', on_ray=False' if in_process else ''})"
 
 
 def stored_hash(directory: RunDirectory, experiment: Experiment) -> str:

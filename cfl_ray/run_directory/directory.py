@@ -223,6 +223,10 @@ class RunDirectory:
             raise ConfigError(
                 f"{self.path} is the folder of a study; name one of its runs: {self.path}/SETTING/METHOD/seed-SEED"
             )
+        if self.start_lock.is_file() and is_held(self.start_lock):
+            raise ConfigError(
+                f"a run is starting in {self.path}; ask again in a moment, or end it with Ctrl-C or SIGTERM"
+            )
         raise ConfigError(f"{self.path} holds no run: there is no {self.config}")
 
     @property

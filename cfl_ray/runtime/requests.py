@@ -14,7 +14,7 @@ from cfl_ray.config.client_ids import format_ids
 from cfl_ray.core.population import Population
 from cfl_ray.data.chained import grown
 from cfl_ray.data.federation import Federation
-from cfl_ray.errors import ConfigError, RunError
+from cfl_ray.errors import ConfigError, NotReady
 from cfl_ray.runtime.journal import JoinedShards, Journal, JournalEvent
 from cfl_ray.runtime.round_report import Status
 
@@ -100,10 +100,10 @@ class Requests:
             return self._grant(event, "leave")
 
     def stop(self) -> str:
-        """Ends the run after the present round. Returns a line for the user. Raises RunError if no round is running."""
+        """Ends the run after the present round. Returns a line for the user. Raises NotReady if no round is running."""
         with self.lock:
             if self.status not in ("running", "evaluating", "saving"):
-                raise RunError(f"{self.label} is not running just now; ask again in a moment")
+                raise NotReady(f"{self.label} is not running just now; ask again in a moment")
             if self.stop_after is None:
                 self.journal.add(JournalEvent(self.round, stop=self.session))
                 self.stop_after = self.round

@@ -13,7 +13,8 @@ from interrupted import interrupt_once
 
 import cfl_ray
 from cfl_ray.checkpoint.store import CheckpointStore
-from cfl_ray.errors import ConfigError, Interrupted
+from cfl_ray.cli.live_client import ask, status
+from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.fedavg import FedAvg
@@ -280,6 +281,9 @@ class TestRunDirectories:
         call = re.escape(f"go on with: cfl_ray.resume('{tmp_path}/run', experiment=..., on_ray=False)")
         with pytest.raises(Interrupted, match=f"{call}$"):
             cfl_ray.simulate(run, tmp_path / "run")
+        assert status(tmp_path / "run").next == f"cfl_ray.resume('{tmp_path}/run', experiment=...)"
+        with pytest.raises(RunError, match=r"is not live.*go on with `cfl_ray\.resume\("):
+            ask(tmp_path / "run", "stop")
         with pytest.raises(
             ConfigError, match=r"does not hold arrays made in Python: give it the experiment, resume\(RUN"
         ):

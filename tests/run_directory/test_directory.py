@@ -156,6 +156,8 @@ def test_of_two_drivers_that_start_in_one_folder_one_starts(tmp_path):
         message = "another process starts a run in .*run; choose another folder"
         with pytest.raises(RunError, match=message), RunDirectory(tmp_path / "run").starting():
             raise AssertionError
+        with pytest.raises(ConfigError, match="a run is starting in .*run; ask again in a moment"):
+            run.require_run()
         run.config.write_text("x: 1")
     with pytest.raises(RunError, match="another process has started a run in"), run.starting():
         raise AssertionError

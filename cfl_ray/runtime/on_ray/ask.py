@@ -4,19 +4,20 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_exists, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
-from cfl_ray.errors import RunError
+from cfl_ray.errors import NotReady, RunError
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress
 from cfl_ray.runtime.on_ray.connect import as_user_error, join_cluster, short_reason
 
 _ANSWER_SECONDS, _STOP_SECONDS = 120, 8
+_AFTER_ROUND, _NOW = b"after the round", b"now"  # when a run ends that is asked to stop
 
 
 def ask_server(server: ServerAddress, verb: str, *arguments: Any) -> Any:
     """The server's answer to a request. Raises RunError if it cannot be reached, ConfigError if it refuses.
 
-    A request to stop is left on the cluster as well, for the driver of a server that hangs.
+    A request to stop is left on the cluster as well, for the driver: of a server that hangs, or that is not ready.
     """
     driver = f"the driver, process {server.pid} on {server.host},"
     seconds = _STOP_SECONDS if verb == "stop" else _ANSWER_SECONDS
@@ -26,12 +27,16 @@ def ask_server(server: ServerAddress, verb: str, *arguments: Any) -> Any:
             join_cluster(server.address, server.loopback)
         actor = ray.get_actor(server.actor, namespace=NAMESPACE)
         if verb == "stop":
-            _internal_kv_put(_stop_key(server.actor), b"")
+            _internal_kv_put(_stop_key(server.actor), _AFTER_ROUND)
         return ray.get(actor.ask.remote(verb, *arguments), timeout=seconds)
     except RayTaskError as error:
+        reason = as_user_error(error)
+        if verb == "stop" and isinstance(reason, NotReady):
+            _internal_kv_put(_stop_key(server.actor), _NOW)
+            return "no round is running just now: the run ends now; every saved round is kept"
         if verb == "stop":  # refused
             _internal_kv_del(_stop_key(server.actor))
-        raise as_user_error(error) from error
+        raise reason from error
     except GetTimeoutError:
         if verb == "stop":
             return (
@@ -61,7 +66,12 @@ def ask_server(server: ServerAddress, verb: str, *arguments: Any) -> Any:
 
 def stop_is_asked(actor: str) -> bool:
     """Whether a request to stop was left for the driver of this server, or of another server of its session."""
-    return bool(_internal_kv_exists(_stop_key(actor)))
+    return _internal_kv_get(_stop_key(actor)) is not None
+
+
+def stop_is_due(actor: str) -> bool:
+    """Whether the driver is to end the run at once: the server was not ready when a user asked to stop."""
+    return bool(_internal_kv_get(_stop_key(actor)) == _NOW)
 
 
 def _stop_key(actor: str) -> str:

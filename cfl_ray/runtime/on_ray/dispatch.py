@@ -83,6 +83,7 @@ class Dispatch:
             if not ended or time.monotonic() - looked > LOOK_SECONDS:  # also if other hosts end calls all the time
                 looked = time.monotonic()
                 self._end_late()
+                self.pool.watch_starts()
                 self._watch()
             if not free or self._known != self.pool.changes:
                 free = self._all_free()

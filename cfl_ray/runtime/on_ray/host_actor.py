@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cfl_ray.checkpoint.segments import ClientStateFile, EntryFile
     from cfl_ray.config import RuntimeConfig
     from cfl_ray.engine.autotune import EngineChoice
+    from cfl_ray.runtime.on_ray.host_process import HostProcess
     from cfl_ray.runtime.on_ray.stored import Place
 
 _HOST_ENVIRONMENT = {
@@ -72,6 +73,8 @@ def server_runtime_env(instructions: str | None) -> dict[str, Any] | None:
 class ClientHost:
     """One process with one compute thread; `host_process.HostProcess` does the work."""
 
+    process: HostProcess | None = None
+
     def start(self, packed: list[ray.ObjectRef[Any]], engine: str, pause: float = 0.0) -> dict[str, Any]:
         """Makes this host ready after a pause (seconds). Returns its node, process id and device.
 
@@ -85,22 +88,31 @@ class ClientHost:
         self.process = HostProcess(packed, engine)
         return self.process.about()
 
+    def _ready(self) -> HostProcess:
+        assert self.process is not None, "it has no work before it is ready"
+        return self.process
+
     def measure_engine(self) -> EngineChoice:
-        return self.process.measure_engine()
+        return self._ready().measure_engine()
 
     def set_engine(self, engine: str) -> None:
-        self.process.worker.engine = engine
+        self._ready().worker.engine = engine
 
     def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
-        self.process.use(packed)
+        self._ready().use(packed)
 
     def work(self, *order: Any) -> Any:
-        return self.process.work(*order)
+        return self._ready().work(*order)
+
+    @ray.method(concurrency_group=_LIVE)
+    def placed(self) -> tuple[str, int]:
+        """The node and the process id, which are known before the host is ready."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     @ray.method(concurrency_group=_LIVE)
     def progress(self) -> tuple[int, float]:
         """(Chunks that are done of the present call, CPU seconds of this process), while the call is under way."""
-        return self.process.chunks_done, time.process_time()
+        return self.process.chunks_done if self.process else 0, time.process_time()
 
     @ray.method(concurrency_group=_LIVE)
     def has_directory(self, shared: SharedDirectory) -> bool:
@@ -108,13 +120,13 @@ class ClientHost:
         return shared.is_here()
 
     def write(self, file: ClientStateFile, places: list[Place]) -> EntryFile:
-        return self.process.write(file, places)
+        return self._ready().write(file, places)
 
     def collect(self, exchange: int, rows: list[int]) -> Any:
-        return self.process.collect(exchange, rows)
+        return self._ready().collect(exchange, rows)
 
     def combine(self, last: bool, *totals: np.ndarray | None) -> np.ndarray | None:
-        return self.process.combine(last, *totals)
+        return self._ready().combine(last, *totals)
 
 
 class StartedHost(NamedTuple):
@@ -122,6 +134,7 @@ class StartedHost(NamedTuple):
 
     actor: Any
     ready: ray.ObjectRef[Any]  # answers when it is ready
+    placed: ray.ObjectRef[Any]  # answers when it has a process, with `ClientHost.placed`
 
 
 def start_host(
@@ -147,4 +160,4 @@ def start_host(
         enable_task_events=False,  # of which Ray's head would keep 3 kB for each of the last 100,000 calls
     ).remote()
     packed = [setup_ref] if federation_ref is None else [setup_ref, federation_ref]
-    return StartedHost(actor, actor.start.remote(packed, engine, pause))
+    return StartedHost(actor, actor.start.remote(packed, engine, pause), actor.placed.remote())

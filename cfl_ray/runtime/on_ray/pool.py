@@ -20,6 +20,7 @@ from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.placement import alive, free, hosts_asked_for, room
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.stall import StallRule
+from cfl_ray.runtime.on_ray.start_watch import StartWatch
 from cfl_ray.setup.engine_choice import engine_choice
 from cfl_ray.setup.setup import Setup
 
@@ -43,6 +44,7 @@ class Host:
     actor: Any
     starting: ray.ObjectRef[Any] | None  # resolved when the host is ready; None from then on
     retry: RetryPolicy
+    start: StartWatch
     node: str = ""
     pid: int = 0
     device: str = ""
@@ -99,7 +101,10 @@ class Pool:
 
     def _host(self, number: int, started: StartedHost, added: bool = False) -> Host:
         retry = RetryPolicy(f"host {number}", self.setup.experiment.runtime.retries)
-        return Host(number, started.actor, started.ready, retry, added=added)
+        return Host(number, started.actor, started.ready, retry, self._watched(number, started), added=added)
+
+    def _watched(self, number: int, started: StartedHost, pause: float = 0.0) -> StartWatch:
+        return StartWatch(number, started, self.stall_rule.for_start(), pause)
 
     def _measure(self) -> EngineChoice:
         while True:
@@ -134,10 +139,11 @@ class Pool:
     def _ready(self) -> list[Host]:
         return [host for host in self.hosts if host.starting is None]
 
-    def _wait_for_hosts(self, starting: list[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
+    def _wait_for_hosts(self, starting: list[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]] | None:
         """The references in `starting` of hosts that have started; waits for the first host.
 
-        Empty if the wait takes too long and other hosts are ready. Otherwise raises as `ready`.
+        None if a host was replaced meanwhile; empty if the wait takes too long and other hosts are ready. Otherwise
+        raises as `ready`.
         """
         needed, began, told = not self._ready(), time.monotonic(), 0
         limit = self._limit() if needed else _PLACE_SECONDS
@@ -147,6 +153,8 @@ class Pool:
                 self.looks += 1
                 if ended:
                     return ended
+                if self.watch_starts():
+                    return None
                 if needed and self.stop_asked():
                     raise RunStopped("stopped while it waited for client hosts, as asked")
                 if needed and told < len(_TELL_SECONDS) and waited >= _TELL_SECONDS[told]:
@@ -174,8 +182,30 @@ class Pool:
         return (
             f"no client host is ready after {waited:.0f} s: {len(self.hosts)} of {runtime.cpus_per_host:g} CPU{gpus} "
             f"each wait for room on the cluster or start (free: {free()}); the run waits {until} "
-            "(runtime.wait_for_hosts)" + (f"; the last fault: {self.last_fault[1]}" if self.last_fault else "")
+            "(runtime.wait_for_hosts)"
+            + "".join(f"; {line}" for line in self.halted_starts())
+            + (f"; the last fault: {self.last_fault[1]}" if self.last_fault else "")
         )
+
+    def watch_starts(self) -> bool:
+        """Notes hosts that make no progress while they start. Replaces them after the limit, and returns whether any.
+
+        Raises RunError if the last host is given up.
+        """
+        over, now = False, time.monotonic()
+        for host in list(self.hosts):
+            if host.starting is None:
+                continue
+            if line := host.start.look(now):
+                self.notes.append(line)
+            if host.start.is_over(now):
+                over = True
+                self.failed(host, RunError("it made no progress while it started"))
+        return over
+
+    def halted_starts(self) -> list[str]:
+        """The hosts that make no progress while they start, in words; read by other threads."""
+        return [host.start.told for host in list(self.hosts) if host.starting is not None and host.start.told]
 
     def nodes(self, seconds: float = 30) -> int:
         """Number of nodes that have a host, counting hosts that are ready within `seconds`."""
@@ -191,7 +221,10 @@ class Pool:
         refs = [*calls, *starting]
         ended, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         if not ended:
-            ended = ray.wait(refs, timeout=seconds)[0] if calls else self._wait_for_hosts(refs)
+            waited_for = ray.wait(refs, timeout=seconds)[0] if calls else self._wait_for_hosts(refs)
+            if waited_for is None:
+                return []
+            ended = waited_for
         if not ended and not calls:
             for host in starting.values():
                 self._give_up(host, f"could not be placed within {_PLACE_SECONDS} s (free: {free()})")
@@ -270,6 +303,7 @@ class Pool:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
             self._refill()
+            self.watch_starts()
         self.exchanges += 1
         return self.exchanges
 
@@ -341,6 +375,7 @@ class Pool:
         ray.kill(host.actor)
         started = self._start_another(pause)
         host.actor, host.starting, host.node, host.pid = started.actor, started.ready, "", 0
+        host.start = self._watched(host.number, started, pause)
         host.retry.started()
 
     def _give_up(self, host: Host, why: str, node_lost: bool = False) -> None:

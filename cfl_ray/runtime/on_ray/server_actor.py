@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from cfl_ray.errors import RunError
+from cfl_ray.errors import NotReady
 from cfl_ray.runtime.on_ray.host_actor import start_host
 from cfl_ray.runtime.on_ray.stall import Progress
 
@@ -51,7 +51,7 @@ class ServerActor:
     def ask(self, verb: str, *arguments: Any) -> Any:
         """Answers `cfl-ray status`, `join`, `leave` and `stop`. Raises ConfigError for a refused request."""
         if (process := self._ready()).requests is None:
-            raise RunError(_STARTING)
+            raise NotReady(_STARTING)
         return process.ask(verb, *arguments)
 
     @ray.method(concurrency_group=_REQUESTS)
@@ -61,7 +61,7 @@ class ServerActor:
 
     def _ready(self) -> ServerProcess:
         if self.process is None:
-            raise RunError(_STARTING)
+            raise NotReady(_STARTING)
         return self.process
 
 

@@ -122,7 +122,8 @@ class ServerProcess:
         loop, pool = self.loop, self.pool
         at = (loop.label, loop.status, loop.round) if loop else ()
         steps = (*at, pool.exchanges, pool.finished, pool.changes, pool.looks, pool.waiting)
-        return Progress(pool.waiting or pool.named, steps, time.process_time(), self._stop_asked())
+        waits_for = pool.waiting or "; ".join(filter(None, (pool.named, *pool.halted_starts())))
+        return Progress(waits_for, steps, time.process_time(), self._stop_asked())
 
     def _stop_asked(self) -> bool:
         return self.requests is not None and self.requests.stop_after is not None
@@ -146,11 +147,12 @@ class ServerProcess:
         return answer
 
     def _status(self) -> dict[str, Any]:
-        requests, hosts = self._requests(), list(self.pool.hosts)
+        requests, pool, hosts = self._requests(), self.pool, list(self.pool.hosts)
+        waits_for = pool.waiting or "; ".join(filter(None, (pool.slow, *pool.halted_starts())))
         population, ready = requests.population, [host for host in hosts if not host.starting]
         return {
             "method": requests.label,
-            "state": requests.status + (f": {pool}" if (pool := self.pool.waiting or self.pool.slow) else ""),
+            "state": requests.status + (f": {waits_for}" if waits_for else ""),
             "round": requests.round,
             "hosts": len(ready),
             "hosts_starting": len(hosts) - len(ready),

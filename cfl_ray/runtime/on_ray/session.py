@@ -15,14 +15,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cfl_ray.errors import RunError, RunStopped
 from cfl_ray.plugins.loading import sent_by_value
 from cfl_ray.results.environment import Environment
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
-from cfl_ray.runtime.on_ray.ask import stop_is_asked
+from cfl_ray.runtime.on_ray.ask import stop_is_asked, stop_is_due
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
 from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
 from cfl_ray.runtime.on_ray.placement import host_count
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.server_actor import server_actor_class
-from cfl_ray.runtime.on_ray.stall import Progress, ServerWatch, StallRule, duration
+from cfl_ray.runtime.on_ray.stall import Progress, ProgressWatch, StallRule, duration
 from cfl_ray.runtime.round_report import RoundReport, Status
 from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.setup.setup import Setup
@@ -52,6 +53,8 @@ class RaySession:
         self.name = uuid.uuid4().hex  # of this session; each of its servers adds a number
         self.servers = 0
         self.actor: Any = None
+        self.ready = False  # the server has started
+        self.looked = time.monotonic()  # for a request to stop
         self.started_here = connect(runtime.address, runtime.hosts, runtime.cpu_capability)
         self.signals = ExitStack()
         self.signals.enter_context(sigterm_interrupts())
@@ -73,7 +76,7 @@ class RaySession:
     def _start_server(self) -> None:
         node = ray.get_runtime_context().get_node_id()  # the driver's, which has the run directory
         here = NodeAffinitySchedulingStrategy(node, soft=False)
-        self.servers += 1
+        self.servers, self.ready = self.servers + 1, False
         runtime = self.setup.experiment.runtime
         options: dict[str, Any] = {
             "num_cpus": 0,
@@ -87,12 +90,11 @@ class RaySession:
         self.started = self.actor.start.remote(
             [self.setup_ref], runtime, self.hosts, self.run_dir, self.name, self.last_fault
         )
-        if self.label:
-            self._publish()
+        self._publish()
 
     def _publish(self) -> None:
         """Writes where the server is, for the command line."""
-        if self.run_dir is None:
+        if self.run_dir is None or not RunDirectory(self.run_dir).is_run:  # a new run is not kept before it has started
             return
         configured = self.setup.experiment.runtime.address or ""
         address = configured if configured.startswith("ray://") else ray.get_runtime_context().gcs_address
@@ -132,7 +134,9 @@ class RaySession:
         """The server's answer; a server that died is replaced first. Raises what a user can act on."""
         while True:
             try:
-                self._answer(self.started, self.stall_rule.for_start())
+                if not self.ready:
+                    self._answer(self.started, self.stall_rule.for_start())
+                    self.ready = True
                 return self._answer(self.actor.call.remote(verb, *arguments), self.stall_rule)
             except RayTaskError as error:
                 raise as_user_error(error) from error
@@ -150,8 +154,12 @@ class RaySession:
 
         Raises ServerStalled if it makes no progress for too long, RunStopped if a user asks to stop meanwhile.
         """
-        watch, looking = ServerWatch(rule, time.monotonic()), None
-        while not ray.wait([ref], timeout=_LOOK_SECONDS)[0]:
+        watch = ProgressWatch(rule, time.monotonic(), "the server", ", from the last checkpoint")
+        looking = None
+        while True:
+            self._end_if_asked()
+            if ray.wait([ref], timeout=_LOOK_SECONDS)[0]:
+                return ray.get(ref)
             progress: Progress | None = None
             looking = looking or self.actor.progress.remote()
             if ray.wait([looking], timeout=_ANSWER_SECONDS)[0]:  # otherwise a late answer counts at the next look
@@ -164,12 +172,18 @@ class RaySession:
                 self.warn(waits_for)
                 self.record_wait(waits_for)
             self.told = waits_for or self.told
-            if watch.stops(now, progress is None and stop_is_asked(f"{self.name}-{self.servers}")):
+            if watch.stops(now, progress is None and stop_is_asked(self.server_name)):
                 silent = duration(now - watch.since)
                 raise RunStopped(f"stopped, as asked, while the server has made no progress for {silent}")
             if watch.is_over(now):
                 raise ServerStalled(f"it made no progress for {duration(now - watch.since)}")
-        return ray.get(ref)
+
+    def _end_if_asked(self) -> None:
+        """Raises RunStopped if a user asked to stop when no round was running."""
+        if (now := time.monotonic()) > self.looked + _LOOK_SECONDS:
+            self.looked = now
+            if stop_is_due(self.server_name) or (not self.ready and stop_is_asked(self.server_name)):
+                raise RunStopped("stopped, as asked, when no round was running")
 
     def _recover(self, error: Exception) -> None:
         """Starts another server, which loads the newest checkpoint.

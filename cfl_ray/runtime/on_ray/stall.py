@@ -54,15 +54,15 @@ class StallRule:
         return max(STOP_SECONDS, 3 * (usual or 0.0))
 
 
-class ServerWatch:
-    """A driver's view of a server that it waits for.
+class ProgressWatch:
+    """A view of a process that is waited for: the server, or a host that starts.
 
-    A server makes progress if its steps change, or if it computes: clustering may take long, a process that hangs takes
-    no CPU time.
+    It makes progress if its steps change, or if it computes: clustering may take long, a process that hangs takes no
+    CPU time. name: of the process, and then: how another one continues, for the user.
     """
 
-    def __init__(self, rule: StallRule, now: float):
-        self.rule, self.since, self.looked = rule, now, now
+    def __init__(self, rule: StallRule, now: float, name: str = "the server", then: str = ""):
+        self.rule, self.since, self.looked, self.name, self.then = rule, now, now, name, then
         self.last: Progress | None = None
         self.tell_after = rule.warning
 
@@ -72,7 +72,7 @@ class ServerWatch:
         if progress is not None:
             computed = last is not None and progress.cpu_seconds - last.cpu_seconds > _COMPUTES * passed
             if last is None or progress.steps != last.steps or computed:
-                self.since, self.tell_after = now, self.rule.warning
+                self.since, self.tell_after = max(self.since, now), self.rule.warning
             self.last, self.looked = progress, now
 
     def warning(self, now: float) -> str:
@@ -84,9 +84,13 @@ class ServerWatch:
         limit = self.rule.limit
         until = "never" if limit is None else f"after {duration(limit)}"
         return (
-            f"the server has made no progress for {duration(silent)}; another one is started {until} "
-            "(runtime.stall_limit), from the last checkpoint"
+            f"{self.name} has made no progress for {duration(silent)}; another one is started {until} "
+            f"(runtime.stall_limit){self.then}"
         )
+
+    def is_slow(self, now: float) -> bool:
+        """Whether the user is to know that there is no progress."""
+        return now - self.since >= self.rule.warning
 
     def stops(self, now: float, asked: bool = False) -> bool:
         """Whether a request to stop, also one that the server has not answered, ends the run: it makes no progress."""
@@ -94,7 +98,7 @@ class ServerWatch:
         return asked and now - self.since > STOP_SECONDS
 
     def is_over(self, now: float) -> bool:
-        """Whether the server is to be replaced."""
+        """Whether the process is to be replaced."""
         return self.rule.limit is not None and now - self.since > self.rule.limit
 
 

@@ -30,6 +30,9 @@ class FakePool:
     def wait(self, calls, seconds=None):
         return calls[:1]
 
+    def watch_starts(self):
+        return False
+
     def failed(self, host, error):
         self.lost(host, error)
 

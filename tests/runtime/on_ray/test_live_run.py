@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -220,8 +221,8 @@ def check_forgeries(run_dir):
     file.write_text(genuine)
 
 
-def test_a_run_on_a_ray_of_its_own_is_found_as_well(gated, gate, start, until, tmp_path):
-    """One that the driver started, and that listens on loopback alone."""
+def test_a_run_on_a_ray_of_its_own_is_found_as_well_also_while_it_starts(gated, gate, start, until, tmp_path):
+    """One that the driver started, and that listens on loopback alone. Its server takes seconds to start."""
     run_dir = tmp_path / "run"
     (tmp_path / "small.yaml").write_text(gated(methods=[{GATED: {"gate": str(gate.file)}}]).to_yaml())
     gate(1)
@@ -230,3 +231,11 @@ def test_a_run_on_a_ray_of_its_own_is_found_as_well(gated, gate, start, until, t
     assert cli("stop", run_dir) == (0, "gated: the run ends after round 2, which is saved\n")
     gate(10**6)
     assert driver.wait(300) == 0 and "stopped after round 2 of gated, as asked" in driver.output()
+
+    gate(3)
+    driver = start("resume", run_dir)
+    until(lambda: cli("stop", run_dir)[0] == 0)  # refused until it has an address
+    assert driver.wait(60) == 0 and re.search("stopped.*as asked", driver.output())
+    assert [round for round, _ in recorded(run_dir, "gated")][:2] == [1, 2]
+    status = live_client.status(run_dir)
+    assert (status.state, status.next) == ("stopped", f"cfl-ray resume {run_dir}")

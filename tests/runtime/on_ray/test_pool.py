@@ -9,12 +9,18 @@ from ray.exceptions import ActorDiedError, NodeDiedError, RaySystemError, RayTas
 from cfl_ray.errors import ConfigError, DataError, RunError, RunStopped
 from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray import pool as pool_module
-from cfl_ray.runtime.on_ray import retry
+from cfl_ray.runtime.on_ray import retry, start_watch
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.pool import _FIRST_HOST_SECONDS, Pool
 from cfl_ray.setup.prepare import prepare
 
 DAY = 86400.0
+
+
+class Actor(str):
+    @property
+    def progress(self):
+        return SimpleNamespace(remote=lambda: f"progress {self.split()[1]}")
 
 
 class FakeCluster:
@@ -23,6 +29,7 @@ class FakeCluster:
     def __init__(self):
         self.now, self.started, self.room_at, self.nodes, self.errors, self.killed = 0.0, [], [], {}, {}, []
         self.instructions, self.devices = {}, {}  # by number, if not AVX2 and not a CPU
+        self.halted = set()  # numbers of hosts that have a place, and never answer
         self.on_wait, self.asked, self.pauses = lambda: None, 0, []
 
     def install(self, monkeypatch):
@@ -36,6 +43,8 @@ class FakeCluster:
         )
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(pool_module, "ray", fake_ray)
+        placed = SimpleNamespace(wait=self.wait_for_places, get=lambda ref: (f"node {ref[-1]}", int(ref[-1])))
+        monkeypatch.setattr(start_watch, "ray", placed)
         monkeypatch.setattr(pool_module, "time", clock)
         monkeypatch.setattr(retry, "time", clock)
         monkeypatch.setattr(pool_module, "start_host", self.start)
@@ -53,15 +62,19 @@ class FakeCluster:
     def start(self, runtime=None, setup_ref=None, engine="", pause=0.0, federation_ref=None):
         self.pauses.append(pause)
         number = len(self.started)
-        self.started.append(StartedHost(f"actor {number}", f"ready {number}"))
+        self.started.append(StartedHost(Actor(f"actor {number}"), f"ready {number}", f"placed {number}"))
         return self.started[-1]
 
     def wait(self, refs, num_returns=1, timeout=None):
         self.on_wait()
-        there = [ref for ref in refs if int(ref.split()[1]) < sum(at <= self.now for at in self.room_at)]
+        room = sum(at <= self.now for at in self.room_at)
+        there = [ref for ref in refs if int(ref[-1]) < room and int(ref[-1]) not in self.halted]
         if not there:
             self.now += DAY if timeout is None else timeout
         return there, [ref for ref in refs if ref not in there]
+
+    def wait_for_places(self, refs, timeout):
+        return [ref for ref in refs if ref.startswith("placed") and int(ref[-1]) in self.halted], []
 
     def get(self, ref, timeout=None):
         number = int(ref.split()[1])
@@ -99,6 +112,36 @@ def made(experiment, fake):
 def test_the_first_host_may_take_as_long_as_a_machine_takes_to_boot(made, fake):
     fake.room_at = [_FIRST_HOST_SECONDS - 1]
     assert [host.number for host in made().ready()] == [0]
+
+
+def test_a_host_that_halts_while_it_starts_is_named_and_replaced(made, fake):
+    fake.halted, fake.room_at = {0}, [0, 0]
+    pool = made(hosts=1, wait_for_hosts=None, stall_warning=30, stall_limit=100)
+    assert [host.pid for host in pool.ready()] == [1]
+    assert fake.killed == ["actor 0"] and 600 < fake.now < 610
+    named = [line for line in pool.notes if line.startswith("host 0 (process 0 on node node 0), which starts, has")]
+    assert len(named) == 5 and "no progress for 3" in named[0]
+    assert "another one is started after 10 min (runtime.stall_limit)" in named[0]
+    assert "host 0 failed (it made no progress while it started)" in pool.last_fault[1] and not pool.halted_starts()
+
+
+def test_a_host_that_halts_while_it_starts_does_not_hold_up_the_others(made, fake):
+    fake.halted, fake.room_at = {1}, [0, 0, 0]
+    pool = made(hosts=2, stall_warning=30, stall_limit=100)
+    for fake.now in range(700):
+        assert 0 in [host.pid for host in pool.ready()]
+        pool.next_exchange()
+        pool.wait(["call 0"])
+        if fake.now == 300:
+            (line,) = pool.halted_starts()
+            assert line.startswith("host 1 (process 1 on node node 1), which starts, has made no progress for")
+    assert fake.killed == ["actor 1"] and {host.pid for host in pool.ready()} == {0, 2}
+
+
+def test_a_host_that_halts_always_while_it_starts_is_given_up(made, fake):
+    fake.halted, fake.room_at = set(range(9)), [0] * 9
+    with pytest.raises(RunError, match=r"the last client host failed after 2 restarts \(it made no progress while it"):
+        made(hosts=1, wait_for_hosts=None, stall_limit=100, retries=2).ready()
 
 
 @pytest.mark.parametrize("seconds, limit", [("auto", _FIRST_HOST_SECONDS), (40, 40)])

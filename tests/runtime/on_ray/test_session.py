@@ -32,7 +32,9 @@ def session(experiment, monkeypatch, tmp_path):
     store = SimpleNamespace(rounds=lambda: [made.saved])
     monkeypatch.setattr(session_module, "checkpoint_store", lambda *_: store)
     monkeypatch.setattr(session_module, "stop_is_asked", lambda actor: False)
-    made.name, made.servers = "run", 1
+    monkeypatch.setattr(session_module, "stop_is_due", lambda actor: False)
+    made.name, made.servers, made.ready, made.looked, made.told = "run", 1, True, 0.0, ""
+    made.warn = made.record_wait = lambda text: None
     clock = [0.0]
 
     def later():
@@ -130,8 +132,6 @@ class HangingServer:
 @pytest.mark.parametrize("answers", [True, False], ids=["it answers", "it does not answer"])
 def test_stop_ends_a_run_whose_server_hangs_within_ten_seconds(answers, session, monkeypatch):
     """At whatever moment the server hangs and a user asks."""
-    session.told, session.warn = "", lambda text: None
-    session.record_wait = session.warn
     for hangs, later in itertools.product((0.0, 0.7, 2.1, 3.9, 5.0), (0.1, 1.0, 2.9, 4.5, 60.0)):
         server = session.actor = HangingServer(hangs, hangs + later, answers)
         monkeypatch.setattr(session_module, "ray", server)
@@ -140,6 +140,32 @@ def test_stop_ends_a_run_whose_server_hangs_within_ten_seconds(answers, session,
         with pytest.raises(RunStopped, match="stopped, as asked, while the server has made no progress for"):
             session._answer("answer", StallRule(30, None))
         assert 0 <= server.now - server.asked < 10, (hangs, later)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_request_that_the_server_was_not_ready_for_ends_the_run(ready, session, monkeypatch):
+    """A server that starts has not answered it at all."""
+    session.ready, session.actor = ready, HangingServer(1e9, 1e9, True)
+    monkeypatch.setattr(session_module, "ray", session.actor)
+    monkeypatch.setattr(session_module, "time", session.actor)
+    asked = "stop_is_due" if ready else "stop_is_asked"
+    monkeypatch.setattr(session_module, asked, lambda actor: actor == "run-1" and session.actor.now >= 7)
+    with pytest.raises(RunStopped, match="stopped, as asked, when no round was running"):
+        session._answer("answer", StallRule(30, 600))
+    assert 7 <= session.actor.now <= 17
+
+
+def test_a_request_is_seen_between_quick_rounds(session, monkeypatch):
+    """The driver never waits, and looks every few seconds all the same."""
+    clock, looks = itertools.count(0.0, 0.1), []
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    quick = SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=lambda ref: ref)
+    monkeypatch.setattr(session_module, "ray", quick)
+    monkeypatch.setattr(session_module, "stop_is_due", lambda actor: looks.append(actor) or len(looks) == 3)
+    with pytest.raises(RunStopped):
+        for _ in range(1000):
+            session._answer("answer", StallRule(30, 600))
+    assert next(clock) < 10
 
 
 class SlowServer(HangingServer):

@@ -9,6 +9,7 @@ from threading import Thread
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from cfl_ray import run, simulate
@@ -16,7 +17,7 @@ from cfl_ray.cli.live_client import ask
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.errors import RunError, RunStopped
 from cfl_ray.run_directory.session_file import ServerAddress
-from cfl_ray.runtime.on_ray.stall import Progress, ServerWatch, StallRule, duration
+from cfl_ray.runtime.on_ray.stall import Progress, ProgressWatch, StallRule, duration
 from cfl_ray.setup.prepare import prepare
 
 
@@ -31,7 +32,7 @@ class TestRule:
         assert StallRule(30, None).given_up_after(1.0) == float("inf")
 
     def test_a_server_that_starts_has_six_times_as_long(self):
-        watch = ServerWatch(self.rule.for_start(), 0.0)
+        watch = ProgressWatch(self.rule.for_start(), 0.0)
         assert not watch.is_over(3599) and watch.is_over(3601)
         assert StallRule(30, None).for_start().limit is None
 
@@ -42,10 +43,10 @@ class TestRule:
         assert [duration(seconds) for seconds in (4.0, 90, 600, 9000)] == ["4 s", "90 s", "10 min", "2.5 h"]
 
 
-class TestServerWatch:
+class TestProgressWatch:
     def watched(self, *answers):
         """A watch after an answer every 5 seconds; None: there was none."""
-        watch, now = ServerWatch(StallRule(30, 600), 0.0), 0.0
+        watch, now = ProgressWatch(StallRule(30, 600), 0.0), 0.0
         for answer in answers:
             now += 5.0
             watch.look(answer, now)
@@ -111,6 +112,21 @@ def test_a_host_that_halts_is_named_and_replaced(backend, until):
 
 
 @pytest.mark.slow
+def test_a_host_that_halts_while_it_starts_is_named_and_replaced(backend, until):
+    """The other host does the work meanwhile."""
+    pool, host = backend.pool, backend.pool.hosts[0]
+    expected, pool.notes = train(backend, 1), []
+    pool.end(host, "was ended")
+    _, halted = ray.get(host.start.started.placed)
+    os.kill(halted, signal.SIGSTOP)
+    began = time.monotonic()
+    while not pool.notes[-1].startswith("host 0 failed (it made no progress while it started)"):
+        assert torch.equal(train(backend, 1), expected) and time.monotonic() < began + 60
+    assert any(f"host 0 (process {halted} on node " in line and "which starts, has made" in line for line in pool.notes)
+    until(lambda: pool.nodes() == 1 and host.pid not in (0, halted))
+
+
+@pytest.mark.slow
 def test_stop_ends_an_exchange_that_hangs(backend):
     train(backend, 1)
     host = backend.pool.hosts[1]
@@ -132,7 +148,7 @@ def test_stop_ends_an_exchange_that_hangs(backend):
 
 @pytest.mark.slow
 def test_a_server_that_halts_is_replaced_with_the_same_figures(experiment, figures, cluster, notes, actors, tmp_path):
-    runtime = {"stall_warning": 3, "stall_limit": 6}
+    runtime = {"stall_warning": 3, "stall_limit": 10}
     changed = experiment(rounds=3, runtime=runtime)
     halted = []
 
