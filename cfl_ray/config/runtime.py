@@ -90,7 +90,7 @@ class RuntimeConfig(ConfigSection):
         gt=0,
         description="seconds without progress, at least, after which a host or the server is replaced and its work is "
         "done again, with the same results (a host: at least ten times as long as it takes to be named; six times this "
-        "if nothing is known of such work yet, and for a server that starts); null: never",
+        "if nothing is known of such work yet, and for a server or a host that starts); null: never",
     )
     checkpoint_every: int | None = Field(
         None,
