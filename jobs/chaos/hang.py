@@ -31,7 +31,8 @@ from jobs.chaos.same_outcome import IDENTICAL, differences, tags_in_mlflow
 TARGETS = ["host", "server", "data"]
 WARNING, LIMIT = 2.0, 25.0  # seconds: runtime.stall_warning and stall_limit
 UNDISTURBED = 8  # last rounds, in which nothing hangs: a round is recorded when the next ones may be under way already
-_DELAY = 0.3  # seconds after the record of a round, at most, until a process is stopped
+_DELAY = 0.3  # seconds after the record of a round, at most, until the next process that is at work is stopped
+_WORKS = {"host": ".work", "server": ".call"}  # ends the title of a process that does rounds: nobody waits for a start
 _LOOKS = 30.0  # seconds for looks at what makes no progress, and for the end of the process, on a busy machine
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _LIMIT_SAID = re.compile(r"(?:the host is replaced|another one is started) after ([\d.]+) (s|min|h)")
@@ -91,8 +92,9 @@ def hung(run: Run, folder: Path, targets: Sequence[str], rounds: int, count: int
     for round, target in zip(sorted(draw.sample(range(1, rounds - UNDISTURBED), count)), order, strict=True):
         run.wait_for_rounds(round)
         time.sleep(draw.uniform(0, _DELAY))
-        begin, began = run.log.stat().st_size, time.monotonic()
+        begin = run.log.stat().st_size
         pid = _stop(run, folder, target, draw)
+        began = time.monotonic()
         naming = "the server has made no progress" if target == "server" else f"(process {pid} on node"
         run.wait_until(partial(_said, run, begin, naming))
         named, before = time.monotonic() - began, run.rounds_done()
@@ -106,27 +108,37 @@ def hung(run: Run, folder: Path, targets: Sequence[str], rounds: int, count: int
 
 
 def _stop(run: Run, folder: Path, target: str, draw: random.Random) -> int:
-    """Stops a process of this kind and returns its id."""
+    """Lets a process of this kind stop answering, and returns its id."""
+    found = partial(_at_work, run, target)
     if target == "data":
         trap(folder).touch()
-        run.wait_until(lambda: not trap(folder).exists())
-        (taken,) = folder.glob(f"{trap(folder).name}.*")
-        taken.unlink()
-        return int(taken.suffix[1:])
-    there: list[psutil.Process] = []
-    run.wait_until(lambda: there.extend(filter(_has_started, run.processes(target))) or there)
-    if not there:
-        raise SystemExit(f"the run ended before a {target} could be stopped; see {run.log}")
-    process = draw.choice(there)
-    process.send_signal(signal.SIGSTOP)
-    return process.pid
+        found = partial(_trapped, trap(folder))
+    pids: list[int] = []
+    run.wait_until(lambda: pids.extend(found()) or pids)
+    if not pids:
+        raise SystemExit(f"the run ended before a process stopped answering ({target}); see {run.log}")
+    pid = draw.choice(pids)
+    if target != "data":
+        psutil.Process(pid).send_signal(signal.SIGSTOP)
+    return pid
 
 
-def _has_started(process: psutil.Process) -> bool:
-    """Whether a host or a server does rounds: no round waits for a host that starts."""
-    with suppress(psutil.Error, IndexError):
-        return not process.cmdline()[0].endswith(".start")
-    return False
+def _trapped(trap: Path) -> list[int]:
+    """The process that waits for the data source."""
+    taken = list(trap.parent.glob(f"{trap.name}.*"))
+    for file in taken:
+        file.unlink()
+    return [int(file.suffix[1:]) for file in taken]
+
+
+def _at_work(run: Run, target: str) -> list[int]:
+    """Processes of this kind that do a round."""
+    found = []
+    for process in run.processes(target):
+        with suppress(psutil.Error, IndexError):
+            if process.cmdline()[0].endswith(_WORKS[target]):
+                found.append(process.pid)
+    return found
 
 
 def _is_gone(pid: int) -> bool:
