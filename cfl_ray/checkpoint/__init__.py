@@ -1,1 +1,1 @@
-"""Checkpoints of a method of a run, written as differences to the previous checkpoint and verified on load."""
+"""Checkpoints of a method of a run, written as differences to the previous checkpoint and verified when read."""

@@ -14,7 +14,8 @@ from cfl_ray.checkpoint.segments import EntryFile, as_rows, opened, rows_in, wri
 from cfl_ray.errors import DataError, RunError
 from cfl_ray.system.files import read_file, write_json
 
-FORMAT = 3
+FORMAT = 4
+_READ = (3, 4)  # format 3: no file has client states apart
 _TYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -75,8 +76,8 @@ class CheckpointManifest(BaseModel):
             raise RunError(f"{file} is no checkpoint")
         if values.pop("sha256", None) != _digest(values):
             raise RunError(f"{file} was altered")
-        if values["format"] != FORMAT:
-            raise RunError(f"{file} has format {values['format']}, this version reads {FORMAT}")
+        if values["format"] not in _READ:
+            raise RunError(f"{file} has format {values['format']}, this version reads {_READ[0]} to {FORMAT}")
         try:
             manifest = cls.model_validate(values)
         except ValidationError as error:

@@ -2,14 +2,17 @@
 
     values/NAME/CHUNK (R, ...) and rows/NAME/CHUNK    rows of a state tensor, and their numbers; a single number
                                                       is the first of a block of consecutive rows
-    states/NAME/CHUNK (R, ...) and clients/NAME/CHUNK  client states of a name, and their clients
+    states/NAME/CHUNK (R, ...), clients/NAME/CHUNK    client states of a name, their clients, and their checksums
+    and sums/NAME/CHUNK
     metadata "gone"                                   JSON: [name, client] of each client state that was dropped
                                                       since the previous segment; never of states in this segment
 
 Files are named SEGMENT-PART.safetensors: a checkpoint writes at most one segment, and no number is used twice. Client
-states have separate files, which the processes that have the values write (`ClientStateFile`).
+states have separate files, which the processes that have the values write (`ClientStateFile`). A value is compared with
+its checksum when it is read, not when a checkpoint is loaded: a run with 100 GB of values is resumed in seconds.
 """
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,6 +38,7 @@ STATE_FILE_BYTES = 16 << 20  # the same for files of client states, which hosts 
 ENTRY_BYTES = 128  # size of an entry without its values: its name and place in the header
 FAN_OUT = 16  # number of segments of similar size that are merged into one
 _COMPARE_BYTES = 4 << 20  # rows are compared in blocks of this size
+_ALTERED = ".altered"  # ends the name of an empty file beside a file in which a client state was found altered
 
 
 class Damaged(RunError):
@@ -47,6 +51,7 @@ class EntryFile(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     name: str = Field(pattern=r"^\d{6,15}-\d{1,9}\.safetensors$")
     sha256: str
+    values_apart: bool = False  # whether `sha256` leaves out the client states, which have checksums of their own
     bytes: int = Field(ge=0)
     ended: int = Field(ge=0)  # bytes in earlier files of the tensors and client states that this file drops
 
@@ -61,17 +66,46 @@ class EntryFile(BaseModel):
         return self.bytes + 2 * self.ended
 
     def check(self, folder: Path, content: bool = True) -> None:
-        """Raises Damaged unless the file has the size and, if `content`, the checksum in the manifest."""
+        """Raises Damaged unless the file has the size and, if `content`, the checksum in the manifest.
+
+        Client states are compared only if one was found altered before.
+        """
         file = folder / self.name
         try:
             size = file.stat().st_size
-            checksum = sha256(file) if content and size == self.bytes else self.sha256
+            checksum = self.sha256
+            if content and size == self.bytes:
+                checksum = _sha256_apart(file) if self.values_apart else sha256(file)
         except OSError as error:
             raise Damaged(f"{file} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise Damaged(f"{file} cannot be read: no header ({error})") from error
         if size != self.bytes:
             raise Damaged(f"{file} has {size} bytes, expected {self.bytes}")
         if checksum != self.sha256:
             raise Damaged(f"{file} has sha256 {checksum[:12]}, expected {self.sha256[:12]}")
+        if content and Path(f"{file}{_ALTERED}").exists():
+            with opened(folder, self) as entries:
+                for _, saved in client_states_in(entries, file):
+                    saved.tensor()
+
+
+def _sha256_apart(file: Path) -> str:
+    """SHA-256 of a file of client states without their values: of its header, clients and checksums.
+
+    Raises ValueError for a file without a header.
+    """
+    with open(file, "rb") as stream:
+        length = stream.read(8)
+        header = stream.read(min(int.from_bytes(length, "little"), file.stat().st_size))
+        digest = hashlib.sha256(length + header)
+        begin = stream.tell()
+        for name, entry in json.loads(header).items():
+            if not name.startswith(("__metadata__", "states/")):
+                first, last = entry["data_offsets"]
+                stream.seek(begin + first)
+                digest.update(stream.read(last - first))
+        return digest.hexdigest()
 
 
 # ---- reading
@@ -92,10 +126,47 @@ def _mapped(file: str) -> Any:
     return safe_open(file, "pt")
 
 
-def entry_rows(entry: SavedEntry) -> Tensor:
-    """The client states (R, F) of an entry, mapped. Raises OSError or SafetensorError if the file cannot be read."""
-    rows_RF: Tensor = _mapped(entry.file).get_tensor(entry.name)
-    return rows_RF
+@dataclass(frozen=True)
+class EntryRows:
+    """The client states (R, F) of an entry, mapped. A row is compared with its checksum whenever it is read."""
+
+    entry: SavedEntry
+    rows_RF: Tensor
+    sums_R: Tensor | None  # int64; None: the checksum of the file has the values
+
+    @classmethod
+    def of(cls, entries: Any, entry: SavedEntry) -> "EntryRows":
+        """The rows of an entry of an open file."""
+        names: list[str] = entries.keys()
+        sums = entry.name.replace("states", "sums", 1)
+        return cls(entry, entries.get_tensor(entry.name), entries.get_tensor(sums) if sums in names else None)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.rows_RF.shape
+
+    @property
+    def itemsize(self) -> int:
+        return self.rows_RF.itemsize
+
+    def __getitem__(self, row: int) -> Tensor:
+        value = self.rows_RF[row]
+        if self.sums_R is not None and _checksum(value) != self.sums_R[row]:
+            with suppress(OSError):  # a folder that cannot be written
+                open_private(Path(f"{self.entry.file}{_ALTERED}"), "wb").close()
+            raise Damaged(f"{self.entry.file} was altered: a client state in it; resume the run to go back")
+        return value
+
+
+def _checksum(value: Tensor) -> int:
+    """The first 8 bytes of the SHA-256 of the value's bytes."""
+    content = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.sha256(content.data).digest()[:8], "little", signed=True)
+
+
+def entry_rows(entry: SavedEntry) -> EntryRows:
+    """The client states of an entry. Raises OSError or SafetensorError if the file cannot be read."""
+    return EntryRows.of(_mapped(entry.file), entry)
 
 
 def client_states_in(entries: Any, file: Path) -> Iterator[tuple[ClientStateKey, SavedState]]:
@@ -106,11 +177,12 @@ def client_states_in(entries: Any, file: Path) -> Iterator[tuple[ClientStateKey,
             chunk = entry.removeprefix("states/")
             name = chunk.rpartition("/")[0]
             clients = entries.get_tensor(f"clients/{chunk}").tolist()
-            rows_RF, place = entries.get_tensor(entry), SavedEntry(str(file), entry)
-            if len(rows_RF) != len(clients):
-                raise Damaged(f"{entry} has {len(rows_RF)} values for {len(clients)} clients")
+            place = SavedEntry(str(file), entry)
+            rows = EntryRows.of(entries, place)
+            if len(rows.rows_RF) != len(clients) or (rows.sums_R is not None and len(rows.sums_R) != len(clients)):
+                raise Damaged(f"{entry} has {len(rows.rows_RF)} values for {len(clients)} clients")
             for row, client in enumerate(clients):
-                yield (name, client), SavedState(rows_RF, row, place)
+                yield (name, client), SavedState(rows, row, place)
 
 
 def dropped_in(entries: Any) -> set[ClientStateKey]:
@@ -140,16 +212,13 @@ class ClientStateFile:
     segment: int
     part: int  # even; the next number is for a second writer
     keys: tuple[ClientStateKey, ...]
-    sources: tuple[EntryFile, ...] = ()  # files that values are read from: merging must not hide an altered file
 
     def write(self, values: Iterable[Tensor], again: bool = False) -> EntryFile:
-        """Writes the file. Raises RunError with the file and the reason if that fails, Damaged for a source.
+        """Writes the file. Raises RunError with the file and the reason if that fails.
 
         States of equal name, shape and type become one entry: with an entry for each, writing thousands of them would
         take ten times as long.
         """
-        for source in self.sources:
-            source.check(self.folder)
         states: dict[tuple[str, torch.Size, torch.dtype], tuple[list[int], list[Tensor]]] = {}
         for (name, client), value in zip(self.keys, values, strict=True):
             clients, rows = states.setdefault((name, value.shape, value.dtype), ([], []))
@@ -159,7 +228,8 @@ class ClientStateFile:
         for chunk, ((name, *_), (clients, rows)) in enumerate(states.items()):
             batch[f"clients/{name}/{chunk}"] = torch.tensor(clients)
             batch[f"states/{name}/{chunk}"] = torch.stack(rows)
-        return _write(self.folder, self.segment, self.part + again, batch)
+            batch[f"sums/{name}/{chunk}"] = torch.tensor([_checksum(row) for row in rows])
+        return _write(self.folder, self.segment, self.part + again, batch, values_apart=True)
 
 
 class EntryWriter:
@@ -172,10 +242,8 @@ class EntryWriter:
         self._batch: dict[str, Tensor] = {}  # entries of the next file
         self._size = 0  # bytes of _batch
 
-    def state_files(
-        self, bytes_of: Mapping[ClientStateKey, int], sources: Mapping[ClientStateKey, EntryFile] | None = None
-    ) -> list[ClientStateFile]:
-        """The files of these client states, which are to be written. sources: files that hold their values."""
+    def state_files(self, bytes_of: Mapping[ClientStateKey, int]) -> list[ClientStateFile]:
+        """The files of these client states, which are to be written."""
         groups: list[list[ClientStateKey]] = []
         room = 0
         for key, size in bytes_of.items():
@@ -183,17 +251,8 @@ class EntryWriter:
                 groups.append([])
                 room = STATE_FILE_BYTES
             groups[-1].append(key)
-            room -= size + 8
-        return [
-            ClientStateFile(
-                self.folder,
-                self.segment,
-                next(self._parts),
-                tuple(keys),
-                tuple(dict.fromkeys(sources[key] for key in keys)) if sources else (),
-            )
-            for keys in groups
-        ]
+            room -= size + 16
+        return [ClientStateFile(self.folder, self.segment, next(self._parts), tuple(keys)) for keys in groups]
 
     def add_rows(self, name: str, tensor: Tensor, row_R: Tensor | range) -> None:
         """Adds the rows `row_R` (ascending) of a state tensor."""
@@ -241,13 +300,16 @@ def _write(
     batch: dict[str, Tensor],
     dropped: Sequence[ClientStateKey] = (),
     ended: int = 0,
+    values_apart: bool = False,
 ) -> EntryFile:
     file = folder / f"{segment:06d}-{part}.safetensors"
     with writing(file):
         open_private(file, "wb").close()  # safetensors keeps the permissions of a file that exists
         save_file(_without_shared_memory(batch), file, {"gone": json.dumps(dropped)})
         sync(file)
-        return EntryFile(name=file.name, sha256=sha256(file), bytes=file.stat().st_size, ended=ended)
+        digest = _sha256_apart(file) if values_apart else sha256(file)
+        size = file.stat().st_size
+        return EntryFile(name=file.name, sha256=digest, values_apart=values_apart, bytes=size, ended=ended)
 
 
 @contextmanager

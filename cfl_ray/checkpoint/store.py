@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, verified on load; tensors in safetensors, the rest in JSON. Loading runs no code.
+"""Checkpoints: complete or absent, verified when read; tensors in safetensors, the rest in JSON. Loading runs no code.
 
     checkpoints/000012.json               after round 12: the JSON values, shapes of the tensors, and the segment
                                           files needed, oldest first
@@ -129,22 +129,13 @@ class CheckpointStore:
                 file.check(self.folder, content=False)
             self._save(round, tensors, values, states, everything=False)
         except Damaged as error:
-            self._check_states(states, error)
+            for file in self.files:  # client states are mapped: a file that was removed is still there, no shorter one
+                if file.values_apart and (self.folder / file.name).exists():
+                    file.check(self.folder, content=False)
             self.files, self._saved = [], {}
             self._save(round, tensors, values, states, everything=True)
             return f"everything was saved again, because earlier checkpoints are damaged: {error}"
         return None
-
-    def _check_states(self, states: ClientStateSource, damage: Damaged) -> None:
-        """Raises RunError if client states are in a file that was altered; a file that was removed is still mapped."""
-        used = states.in_files()
-        for file in self.files:
-            path = self.folder / file.name
-            if str(path) in used and path.exists():
-                try:
-                    file.check(self.folder)
-                except Damaged:
-                    raise RunError(f"{damage}, and client states are in it; resume the run to go back") from damage
 
     def _save(
         self,
@@ -201,10 +192,9 @@ class CheckpointStore:
         rows = sum(cost(tensors[name], rows_to_write(changed_R, tensors[name])) for name, changed_R in changed.items())
         stay, merged = self._stay_and_merge(sum(file.bytes for file in state_files) + rows + 2 * ended)
         kept: dict[ClientStateKey, int] = {}  # bytes of the states of merged files that are in use
-        sources: dict[ClientStateKey, EntryFile] = {}
         for file in reversed(merged):  # newest first, so `written` and `dropped` have the entries of later files
             with opened(self.folder, file) as entries:
-                if rows_of := list(rows_in(entries)):  # files of client states are checked when they are read
+                if rows_of := list(rows_in(entries)):  # client states are checked when they are read
                     file.check(self.folder)
                 for name, row_R, _ in rows_of:
                     if name in tensors:
@@ -212,9 +202,9 @@ class CheckpointStore:
                 for key, saved in client_states_in(entries, self.folder / file.name):
                     if key not in written and key not in dropped:
                         written.add(key)
-                        kept[key], sources[key] = saved.nbytes, file
+                        kept[key] = saved.nbytes
                 dropped |= dropped_in(entries)
-        state_files += states.write(writer.state_files(kept, sources))
+        state_files += states.write(writer.state_files(kept))
         for name, changed_R in changed.items():
             writer.add_rows(name, tensors[name], rows_to_write(changed_R, tensors[name]))
         ended += sum(file.ended for file in merged)
@@ -255,9 +245,10 @@ class CheckpointStore:
         self._kept = {kept: self._kept[kept] for kept in sorted(self._kept)[-self.keep_last :]}
         needed = {file.name for files in self._kept.values() for file in files}
         for path in self.folder.iterdir():
-            segment = re.fullmatch(r"\d+-\d+\.safetensors", path.name) and path.name not in needed
+            segment = re.match(r"\d+-\d+\.safetensors", path.name)
+            unneeded = segment and segment[0] not in needed  # the file, or the mark that a state in it was altered
             old = re.fullmatch(r"\d+\.json", path.name) and int(path.stem) <= round and int(path.stem) not in self._kept
-            if segment or old or path.name.startswith("."):
+            if unneeded or old or path.name.startswith("."):
                 with suppress(OSError):  # a file that stays takes space but does no harm
                     path.unlink()
 
@@ -300,7 +291,7 @@ class CheckpointStore:
         Returns its round; None if there are no checkpoints. Raises RunError if none can be used or a file cannot be
         written.
         """
-        if (checkpoint := self.load()) is None:
+        if (checkpoint := self.load(_read_client_states)) is None:
             return None
         manifest = self._manifest(checkpoint.round)
         with writing(other.folder):
@@ -318,6 +309,12 @@ class CheckpointStore:
         return CheckpointManifest.read(
             self.folder / f"{round:06d}.json", config_hash=self.config_hash, method=self.directory.name, round=round
         )
+
+
+def _read_client_states(checkpoint: Checkpoint) -> None:
+    """Reads every client state, and raises RunError if one was altered."""
+    for _, saved in checkpoint.client_states():
+        saved.tensor()
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

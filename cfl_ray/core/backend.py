@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cfl_ray.core.work import Outcome, Work
@@ -18,13 +19,26 @@ class SavedEntry(NamedTuple):
     name: str
 
 
+class SavedRows(Protocol):
+    """Client states (R, F), from which single rows are read."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def itemsize(self) -> int: ...
+
+    def __getitem__(self, row: int) -> Tensor:
+        """Raises RunError if the row was altered since it was saved."""
+
+
 class SavedState(NamedTuple):
     """A client state in a checkpoint: a row of a memory-mapped entry (R, F) of its file.
 
     A removed file stays readable while any of its rows is referenced.
     """
 
-    rows_RF: Tensor
+    rows_RF: SavedRows
     row: int
     entry: SavedEntry | None = None  # for other processes; None: a value in memory
 
@@ -75,9 +89,6 @@ class ClientStateSource(Protocol):
 
     def move(self, entries: Mapping[ClientStateKey, Any]) -> None:
         """Takes the values, which did not change, from another place: the files of a checkpoint."""
-
-    def in_files(self) -> set[str]:
-        """The files that hold values."""
 
 
 class Backend(Protocol):

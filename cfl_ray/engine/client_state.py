@@ -121,11 +121,6 @@ class ClientStateStore:
         """Replaces values by equal values stored in another place; they do not count as changed."""
         self._values.update(entries)
 
-    def in_files(self) -> set[str]:
-        """The files that hold values."""
-        values = self._values.values()
-        return {value.entry.file for value in values if isinstance(value, SavedState) and value.entry}
-
     def write(self, files: Sequence[StateFile]) -> list[Any]:
         """Writes values to these files. Returns the results of `StateFile.write`."""
         return [file.write(self.tensors(file.keys)) for file in files]

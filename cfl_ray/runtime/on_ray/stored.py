@@ -69,6 +69,7 @@ def place_of(value: StoredValue | SavedState) -> Place:
 def tensor_of(content: Any, position: int | None) -> Tensor:
     """A value from the content of its object, or its entry in a file, without a copy."""
     if isinstance(content, SavedEntry):
+        assert position is not None, "an entry has the values of many clients"
         return entry_rows(content)[position]
     return shared_tensor(content if position is None else Pack(*content).value(position))
 

@@ -1,6 +1,7 @@
 """Client states on hosts: written to the files of a checkpoint, and read from there, by the processes that use them."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -13,6 +14,7 @@ from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.core.backend import SavedState
 from cfl_ray.core.clients import Clients, ClientState, RoundStats
 from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.errors import RunError
 from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.on_ray.client_states import RayClientStates
 from cfl_ray.runtime.on_ray.stored import StoredValue
@@ -131,7 +133,22 @@ def test_files_that_are_removed_are_still_read(setup, pool, tmp_path):
     assert "everything was saved again" in run.round(2, IDS[:3])
     here.round(2, IDS[:3])
     assert_equal(run.saved(), here.values())
-    assert run.kinds() == {SavedState} and all(str(run.store.folder) in file for file in run.states.in_files())
+    assert run.kinds() == {SavedState}
+    assert {Path(run.states[key].entry.file).exists() for key in run.states.keys()} == {True}  # noqa: SIM118
+
+
+def test_a_state_that_was_altered_is_refused_by_the_host_that_reads_it(setup, pool, tmp_path):
+    run = Run(setup, tmp_path / "on_ray", pool)
+    run.round(1), run.round(2)
+    (file,) = {run.states[key].entry.file for key in run.states.keys()}  # noqa: SIM118
+    content = bytearray(Path(file).read_bytes())
+    content[-1] ^= 1
+    Path(file).write_bytes(content)
+    with pytest.raises(
+        RunError, match=f"{Path(file).name} was altered: a client state in it; resume"
+    ):
+        run.round(3)
+    assert CheckpointStore(run.store.directory, "hash").load().round == 1
 
 
 def test_a_host_that_is_lost_has_its_files_written_here(setup, pool, tmp_path, monkeypatch):
