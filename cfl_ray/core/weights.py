@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_BLOCK = 1 << 20  # values of a block in float64
+
 
 def cluster_weights(assign_M: np.ndarray, weight_M: np.ndarray, num_clusters: int) -> Tensor:
     """Weights (K, M) of one average per cluster, float64 and not normalised: `weight_M` of the members in row k.
@@ -24,3 +26,16 @@ def cluster_weights(assign_M: np.ndarray, weight_M: np.ndarray, num_clusters: in
 def global_weights(weight_M: np.ndarray) -> Tensor:
     """Weights (1, M) of one average over all clients of the round, float64 and not normalised."""
     return torch.as_tensor(np.asarray(weight_M), dtype=torch.float64)[None]
+
+
+def averages_of(weight_RM: np.ndarray, models_MP: Tensor) -> Tensor:
+    """Averages (R, P) of models that the server has, float32; the weights of a row add up to 1.
+
+    For methods with an average for each client, whose server reads all models: sums on hosts would have R rows each.
+    """
+    weights = torch.from_numpy(weight_RM)
+    averages_RP = torch.empty(len(weight_RM), models_MP.shape[1])
+    width = max(1, _BLOCK // max(1, len(models_MP)))
+    for block, part in zip(averages_RP.split(width, 1), models_MP.split(width, 1), strict=True):
+        block.copy_(weights @ part.double())
+    return averages_RP

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.clients import Clients, UpdateFeatures
+from cfl_ray.core.clients import Clients
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import OwnModelsState
-from cfl_ray.core.weights import global_weights
+from cfl_ray.core.weights import averages_of, global_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,40 +81,35 @@ class FedCAC(Method[CriticalState], name="fedcac"):
         row_M, spec = state.rows_of(clients.ids_M), clients.spec
         start = clients.send(state.starts, row_M)
         clients.select(row_M > 0).send(state.models_KP)  # w and u_i are two models
-        updates = clients.train(start, features=UpdateFeatures(spec.trainable), defer_aggregation=True)
+        weights = global_weights(clients.weights(self.weights))
+        updates = clients.train(start, average=weights, features=spec.all)
         clients.count_upload(-(-spec.trained // 32))  # m_i
         valid_M = updates.valid_M
         if not valid_M.any():
             return state
         # m_i <- [c >= the tau n-th largest of the layer's n values c]
-        theta_MP, start_MP = updates.valid_features_MF, start.models_KP[row_M[valid_M], : spec.trained]
-        mask_MP = critical(theta_MP, start_MP, spec, self.tau)
+        theta_MP = updates.valid_features_MF
+        mask_MP = critical(theta_MP, start.models_KP[row_M[valid_M]], spec, self.tau)
         # O_ij = 1 - sum |m_i - m_j| / (2 sum m_i);   C_i
         together_MM = collaborators(overlaps(mask_MP), clients.round / self.beta)
         clients.record("collaborators", float(together_MM.sum(1).mean()))
         # u_i <- mean of theta_j over C_i;   w <- Avg of theta_i
-        weight_MM = np.zeros((len(together_MM), len(clients)))
-        weight_MM[:, valid_M] = together_MM
-        own = clients.average(updates, torch.from_numpy(weight_MM))
-        means = clients.average(updates, global_weights(clients.weights(self.weights)))
-        own_MP = own.averaged(default=state.models_KP.repeat(len(together_MM), 1))
-        whole_MP = torch.zeros(len(mask_MP), spec.size, dtype=torch.bool)
-        whole_MP[:, : spec.trained] = mask_MP
-        state = state.with_critical(clients.ids_M[valid_M], whole_MP, own_MP)
-        return state.advance(models_KP=means.averaged(default=state.models_KP))
+        own_MP = averages_of(together_MM / together_MM.sum(1, keepdims=True), theta_MP)
+        state = state.with_critical(clients.ids_M[valid_M], mask_MP, own_MP)
+        return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
     def serve(self, state: CriticalState, clients: Clients) -> Serving:
         return Serving(state.starts, state.rows_of(clients.ids_M))
 
 
 def critical(theta_MP: Tensor, start_MP: Tensor, spec: ParamSpec, tau: float) -> Tensor:
-    """m_i, bool (M, trained columns). Values of c that are 0 are not critical, so a layer may have fewer than tau n."""
-    c_MP = ((theta_MP - start_MP) * theta_MP).abs()
-    mask_MP = torch.zeros_like(c_MP, dtype=torch.bool)
+    """m_i, bool (M, P). Values of c that are 0 are not critical, so a layer may have fewer than tau n."""
+    mask_MP = torch.zeros_like(theta_MP, dtype=torch.bool)
     stops = spec.ends[: spec.num_params]
     for start, stop in zip((0, *stops), stops, strict=False):
         if count := int(tau * (stop - start)):
-            layer_Mn = c_MP[:, start:stop]
+            layer_Mn = theta_MP[:, start:stop]
+            layer_Mn = ((layer_Mn - start_MP[:, start:stop]) * layer_Mn).abs()
             least_M1 = layer_Mn.topk(count, dim=1).values[:, -1:]
             mask_MP[:, start:stop] = (layer_Mn >= least_M1) & (layer_Mn > 0)
     return mask_MP

@@ -37,7 +37,7 @@ from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import OwnModelsState
-from cfl_ray.core.weights import global_weights
+from cfl_ray.core.weights import averages_of, global_weights
 
 SAME = 0.9  # updates with a higher cosine count as equal
 
@@ -102,26 +102,24 @@ class PFedGraph(Method[GraphState], name="pfedgraph"):
     def round(self, state: GraphState, clients: Clients, rng: Draws) -> GraphState:
         # theta_i <- SGD on f_i(theta) - lambda cos(theta, a_i), from a_i
         start, features = clients.send(state.all_models, state.rows_of(clients.ids_M)), self.features(clients.spec)
-        updates = clients.train(start, how=self.training(start), features=features, defer_aggregation=True)
+        weights = global_weights(clients.weights())
+        updates = clients.train(start, how=self.training(start), average=weights, features=clients.spec.all)
         valid_M = updates.valid_M
         if not valid_M.any():
             return state
         # d_ij = -cos(theta_i - theta^0, theta_j - theta^0)
-        delta_MF = updates.valid_features_MF - features.of_rows(state.first_KP, clients.seed)
+        theta_MP = updates.valid_features_MF
+        delta_MF = features.of_rows(theta_MP, clients.seed) - features.of_rows(state.first_KP, clients.seed)
         record_similarity(clients, clients.ids_M[valid_M], delta_MF)
         cosine_MM = 1 - scipy.spatial.distance.squareform(distances(delta_MF, "cosine"))
         d_MM = -np.where(cosine_MM > SAME, 1.0, cosine_MM)
         # W_i <- projection of p - d_i / (2 alpha) onto the simplex
         p_M = clients.num_samples_M[valid_M] / clients.num_samples_M[valid_M].sum()
-        weight_MM = np.zeros((len(d_MM), len(clients)))
-        weight_MM[:, valid_M] = projected(p_M - d_MM / (2 * self.alpha))
-        clients.record("graph", weight_MM[:, valid_M], ("clients", "clients"), ids=clients.ids_M[valid_M])
+        weight_MM = projected(p_M - d_MM / (2 * self.alpha))
+        clients.record("graph", weight_MM, ("clients", "clients"), ids=clients.ids_M[valid_M])
         # a_i <- sum_j W_ij theta_j
-        aggregates = clients.average(updates, torch.from_numpy(weight_MM))
-        own_MP = aggregates.averaged(default=state.models_KP.repeat(len(d_MM), 1))
-        means = clients.average(updates, global_weights(clients.weights()))
-        state = state.with_models(clients.ids_M[valid_M], own_MP)
-        return state.advance(models_KP=means.averaged(default=state.models_KP))
+        state = state.with_models(clients.ids_M[valid_M], averages_of(weight_MM, theta_MP))
+        return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
     def features(self, spec: ParamSpec) -> UpdateFeatures:
         """The columns of a client's model that are compared."""

@@ -144,9 +144,7 @@ def test_a_state_that_was_altered_is_refused_by_the_host_that_reads_it(setup, po
     content = bytearray(Path(file).read_bytes())
     content[-1] ^= 1
     Path(file).write_bytes(content)
-    with pytest.raises(
-        RunError, match=f"{Path(file).name} was altered: a client state in it; resume"
-    ):
+    with pytest.raises(RunError, match=f"{Path(file).name} was altered: a client state in it; resume"):
         run.round(3)
     assert CheckpointStore(run.store.directory, "hash").load().round == 1
 

@@ -8,6 +8,8 @@ from cfl_ray import run, simulate
 from cfl_ray.methods import REGISTRY
 
 METHODS = sorted(REGISTRY)
+# one for each way in which clients, states and models are used
+FEW = ["apfl", "autocfl", "cfl", "ditto", "fedavg", "fedccfa", "feddrift", "fedem", "fesem", "ifca", "stocfl"]
 SCHEDULE = [
     {"round": 2, "join": [10, 11], "change": [{"clients": "2-3", "relabel": 1}]},
     {"round": 3, "leave": [0, 1]},
@@ -20,13 +22,18 @@ COHORT = {
 }
 
 
+@pytest.fixture(params=[FEW, pytest.param(METHODS, marks=pytest.mark.slow)], ids=["few", "all"])
+def methods(request):
+    return request.param
+
+
 @pytest.fixture
-def whole(experiment):
-    """All methods at once, with clients that join, leave, are unreachable and drop out, and all three protocols."""
+def whole(experiment, methods):
+    """Methods with clients that join, leave, are unreachable and drop out, and all three protocols."""
 
     def make(**changes):
         return experiment(
-            methods=[{name: EARLY.get(name, {})} for name in METHODS],
+            methods=[{name: EARLY.get(name, {})} for name in methods],
             schedule=SCHEDULE,
             cohort=COHORT,
             evaluation={"tuned_epochs": 1},
@@ -36,7 +43,7 @@ def whole(experiment):
     return make
 
 
-_EXPECTED = []
+_EXPECTED = {}
 
 
 def arrays(results):
@@ -51,32 +58,33 @@ def arrays(results):
 
 
 @pytest.fixture
-def expected(whole, figures):
-    """The figures of the whole experiment in this process, computed once."""
-    if not _EXPECTED:
+def expected(whole, methods, figures):
+    """The figures and arrays of the methods in this process, computed once."""
+    if len(methods) not in _EXPECTED:
         results = simulate(whole())
-        _EXPECTED.extend((figures(results), arrays(results)))
-    return _EXPECTED[0]
+        _EXPECTED[len(methods)] = figures(results), arrays(results)
+    return _EXPECTED[len(methods)]
 
 
-def test_the_experiment_has_something_to_get_wrong(whole, expected, figures):
-    first, other = expected, figures(simulate(whole(seed=1, rounds=1)))
-    assert all(len(first[label]) == 4 and first[label][0] != other[label][0] for label in METHODS)
+def test_the_experiment_has_something_to_get_wrong(whole, methods, expected, figures):
+    first, other = expected[0], figures(simulate(whole(seed=1, rounds=1)))
+    assert all(len(first[label]) == 4 and first[label][0] != other[label][0] for label in methods)
     same = {"fedavg", "fednova"}  # equal numbers of steps
-    assert len({str(first[label]) for label in METHODS if label not in same}) == len(METHODS) - len(same)
+    others = set(methods) - same
+    assert len({str(first[label]) for label in others}) == len(others)
     rounds = [metrics for _, metrics in first["ditto"]]
     assert any(metrics.get("clients_dropped", 0) > 0 for metrics in rounds)
     assert [metrics["clients_online"] for metrics in rounds] == [10, 12, 10, 10]
 
 
-@pytest.mark.parametrize("hosts", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_hosts_do_not_change_a_bit(whole, expected, figures, cluster, hosts):
+def test_hosts_do_not_change_a_bit(whole, methods, expected, figures, cluster):
+    hosts = 2 if methods is FEW else 3
     results = run(whole(runtime={"hosts": hosts}))
-    assert figures(results) == expected and results.run_info["hosts"] == f"{hosts} on 1 node"
+    assert figures(results) == expected[0] and results.run_info["hosts"] == f"{hosts} on 1 node"
     found = arrays(results)
-    assert found.keys() == _EXPECTED[1].keys() and {label for label, _, _ in found} > {"stocfl", "ifca", "fesem"}
+    assert found.keys() == expected[1].keys() and {label for label, _, _ in found} > {"stocfl", "ifca", "fesem"}
     for key, value in found.items():
-        assert np.allclose(value, _EXPECTED[1][key], atol=1e-5, equal_nan=True), key
+        assert np.allclose(value, expected[1][key], atol=1e-5, equal_nan=True), key
 
 
 RULES = ["median", {"trimmed_mean": {"share": 0.2}}, {"multi_krum": {"attackers": 1}}, "norm_clipping"]
