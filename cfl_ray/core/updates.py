@@ -116,7 +116,7 @@ class Updates:
     @property
     def valid_features_MF(self) -> Tensor:
         """Rows of `features_MF` of the clients that were not excluded."""
-        return self.features_MF[torch.from_numpy(self.valid_M)]
+        return self.features_MF if self.valid_M.all() else self.features_MF[torch.from_numpy(self.valid_M)]
 
     @property
     def norm_M(self) -> np.ndarray:

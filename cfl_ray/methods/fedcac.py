@@ -89,7 +89,7 @@ class FedCAC(Method[CriticalState], name="fedcac"):
             return state
         # m_i <- [c >= the tau n-th largest of the layer's n values c]
         theta_MP = updates.valid_features_MF
-        mask_MP = critical(theta_MP, start.models_KP[row_M[valid_M]], spec, self.tau)
+        mask_MP = critical(theta_MP, start.models_KP, row_M[valid_M], spec, self.tau)
         # O_ij = 1 - sum |m_i - m_j| / (2 sum m_i);   C_i
         together_MM = collaborators(overlaps(mask_MP), clients.round / self.beta)
         clients.record("collaborators", float(together_MM.sum(1).mean()))
@@ -102,14 +102,17 @@ class FedCAC(Method[CriticalState], name="fedcac"):
         return Serving(state.starts, state.rows_of(clients.ids_M))
 
 
-def critical(theta_MP: Tensor, start_MP: Tensor, spec: ParamSpec, tau: float) -> Tensor:
-    """m_i, bool (M, P). Values of c that are 0 are not critical, so a layer may have fewer than tau n."""
+def critical(theta_MP: Tensor, start_KP: Tensor, row_M: np.ndarray, spec: ParamSpec, tau: float) -> Tensor:
+    """m_i, bool (M, P), of clients that started from the rows `row_M`.
+
+    Values of c that are 0 are not critical, so a layer may have fewer than tau n.
+    """
     mask_MP = torch.zeros_like(theta_MP, dtype=torch.bool)
     stops = spec.ends[: spec.num_params]
     for start, stop in zip((0, *stops), stops, strict=False):
         if count := int(tau * (stop - start)):
             layer_Mn = theta_MP[:, start:stop]
-            layer_Mn = ((layer_Mn - start_MP[:, start:stop]) * layer_Mn).abs()
+            layer_Mn = ((layer_Mn - start_KP[row_M, start:stop]) * layer_Mn).abs()
             least_M1 = layer_Mn.topk(count, dim=1).values[:, -1:]
             mask_MP[:, start:stop] = (layer_Mn >= least_M1) & (layer_Mn > 0)
     return mask_MP

@@ -40,12 +40,12 @@ def test_masks_are_of_each_layer():
     one = groups()
     spec, draw = one.network.spec, torch.Generator().manual_seed(0)
     theta, start = torch.randn(3, 340, generator=draw), torch.randn(3, 340, generator=draw)
-    mask, at = critical(theta, start, spec, 0.3), 0
+    mask, at = critical(theta, start, np.arange(len(theta)), spec, 0.3), 0
     for shape in spec.shapes:
         size = int(np.prod(shape))
         assert (mask[:, at : at + size].sum(1) == int(0.3 * size)).all()
         at += size
-    assert not critical(theta, theta, spec, 0.3).any()
+    assert not critical(theta, theta, np.arange(len(theta)), spec, 0.3).any()
 
 
 def test_overlaps_and_collaborators():

@@ -5,13 +5,31 @@ from private_memory import peaks
 
 pytestmark = pytest.mark.slow
 
-METHODS = ["ditto", "local", "fedper", "lg_fedavg", "cgpfl", "fedac", "fesem", "cfl", "fedgroup", "autocfl"]
+METHODS = [
+    *(
+        "ditto",
+        "local",
+        "fedper",
+        "lg_fedavg",
+        "cgpfl",
+        "fedac",
+        "fesem",
+        "cfl",
+        "fedgroup",
+        "autocfl",
+        "apfl",
+        "fedas",
+    ),
+    *("fedrep", "fedsoft", "pfedme", "cflgp", "fesem_cam", "fl_hc"),
+]
+# each client has a model of its own on the server and uploads all of it: a call is as large as it may be from 50 on
+OWN_MODELS = ["fedcac", "fedccfa", "pfedgraph"]
 
 
-def experiment(cohort: int):
+def experiment(cohort: int, methods: list[str]):
     """A model of 2 MB, and one host."""
     return {
-        "methods": METHODS,
+        "methods": methods,
         "rounds": 2,
         "data": {"source": "synthetic", "synthetic_samples": 10, "partition": {"clients": 220}},
         "model": {"name": "mlp", "options": {"hidden": 640}},
@@ -23,8 +41,10 @@ def experiment(cohort: int):
 
 
 @pytest.mark.timeout(1100)
-def test_a_host_holds_the_states_of_a_few_clients(tmp_path):
-    small, large = peaks(experiment(20), tmp_path / "small"), peaks(experiment(220), tmp_path / "large")
-    found = f"MB of private memory with a cohort of 20 {small}, of 220 {large}"
+@pytest.mark.parametrize("methods, least", [(METHODS, 20), (OWN_MODELS, 60)], ids=["states", "own models"])
+def test_a_host_holds_what_a_few_clients_leave(tmp_path, methods, least):
+    small = peaks(experiment(least, methods), tmp_path / "small")
+    large = peaks(experiment(220, methods), tmp_path / "large")
+    found = f"MB of private memory with a cohort of {least} {small}, of 220 {large}"
     print(found)
     assert large["host"] < small["host"] + 60, found
