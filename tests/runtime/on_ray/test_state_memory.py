@@ -6,21 +6,8 @@ from private_memory import peaks
 pytestmark = pytest.mark.slow
 
 METHODS = [
-    *(
-        "ditto",
-        "local",
-        "fedper",
-        "lg_fedavg",
-        "cgpfl",
-        "fedac",
-        "fesem",
-        "cfl",
-        "fedgroup",
-        "autocfl",
-        "apfl",
-        "fedas",
-    ),
-    *("fedrep", "fedsoft", "pfedme", "cflgp", "fesem_cam", "fl_hc"),
+    *("apfl", "autocfl", "cfl", "cflgp", "cgpfl", "ditto", "fedac", "fedas", "fedgroup", "fedper", "fedrep"),
+    *("fedsoft", "fesem", "fesem_cam", "fl_hc", "lg_fedavg", "local", "pfedme"),
 ]
 # each client has a model of its own on the server and uploads all of it: a call is as large as it may be from 50 on
 OWN_MODELS = ["fedcac", "fedccfa", "pfedgraph"]
