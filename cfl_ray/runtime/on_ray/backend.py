@@ -30,7 +30,7 @@ from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, StoredValue
 
 # most bytes that the clients of a call keep or return, in the heap of the host until the call ends; more on a GPU,
 # whose host trains the clients of a call together
-_LEFT_BYTES, _LEFT_BYTES_GPU = 1 << 25, 1 << 29
+_LEFT_BYTES, _LEFT_BYTES_GPU = 1 << 24, 1 << 29
 # least seconds of work in a call, and per host: a call costs the server and the host about a millisecond each, and the
 # server makes a call for each of the other hosts in the meantime
 _CALL_SECONDS, _SERVER_SECONDS = 0.01, 0.001
