@@ -34,7 +34,7 @@ REFUSED = {
     "fednova": READS.format("further numbers"),
     "fedrc": READS.format("further numbers"),
     "fedsoft": READS.format("further numbers"),
-    "pfedgraph": "privacy needs equal weights",
+    "pfedgraph": READS.format("the models"),
 }
 WITH_SIGNATURES = "cfl cflgp cgpfl fedac fedclust fedgroup fesem pacfl stocfl"
 

@@ -50,8 +50,7 @@ def test_data_that_are_too_large(experiment, logged, notes, tmp_path):
     ],
 )
 def test_client_whose_code_fails(experiment, logged, cluster, tmp_path, fault, changes, message):
-    fixed = {"methods": ["fedavg"], "cohort": {"fraction": 1.0}, "runtime": {"retries": 1}}
-    broken = experiment(data=logged(6, **fault), **fixed, **changes)
+    broken = experiment(data=logged(6, **fault), methods=["fedavg"], cohort={"fraction": 1.0}, **changes)
     with pytest.raises(RunError) as error:
         run(broken, tmp_path / "run")
     text = str(error.value)
