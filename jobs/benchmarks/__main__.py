@@ -4,6 +4,7 @@
     python -m jobs.benchmarks speed W2 --rounds 5
     python -m jobs.benchmarks memory            peak memory of server and hosts as the cohort and N grow
     python -m jobs.benchmarks states            rounds of 5,000 clients that keep 1 MB each, and the resumed run
+    python -m jobs.benchmarks states --clients 20000 --cohort 1000
     python -m jobs.benchmarks scale             server time and traffic of a round at up to 1,000 hosts, simulated
     python -m jobs.benchmarks nodes W2          one node against two, and the speedup of up to eight, simulated
     python -m jobs.benchmarks mixtures          CPU seconds of FedEM with three models against FedAvg
@@ -24,6 +25,8 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=kinds, default="speed")
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=f"some of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
+    parser.add_argument("--clients", type=int, default=5_000, help="of states (default: 5000)")
+    parser.add_argument("--cohort", type=int, default=200, help="of states (default: 200)")
     arguments = parser.parse_args()
     if unknown := set(arguments.workloads) - set(WORKLOADS):
         parser.error(f"unknown workload {', '.join(sorted(unknown))}; valid: {', '.join(WORKLOADS)}")
@@ -39,7 +42,7 @@ def main() -> None:
         case "states":
             from jobs.benchmarks.rounds import states
 
-            states(arguments.rounds)
+            states(arguments.rounds, arguments.clients, arguments.cohort)
         case "scale":
             from jobs.benchmarks.scale import scale
 

@@ -5,6 +5,7 @@ import statistics
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -55,7 +56,8 @@ class OnRay:
                     if title.startswith(prefix)
                 }
             for pid, kind in processes.items():
-                self.peak[kind] = max(self.peak.get(kind, 0), _private_mb(pid))
+                with suppress(OSError):  # the process has ended
+                    self.peak[kind] = max(self.peak.get(kind, 0), _private_mb(pid))
 
     def close(self) -> None:
         self.closing.set()
@@ -130,9 +132,11 @@ def memory(rounds: int) -> None:
             measured.close()
 
 
-def states(rounds: int) -> None:
-    """Prints seconds and peak memory of rounds whose clients keep 1 MB each, and how long a resumed run reads."""
-    clients, cohort = 5_000, 200
+def states(rounds: int, clients: int, cohort: int) -> None:
+    """Prints seconds and peak memory of rounds whose clients keep 1 MB each, and how long a resumed run reads.
+
+    rounds: in units of 20.
+    """
     print(f"Ditto, {clients:,} clients with a state of 1 MB, cohort {cohort}, state_budget 1 GiB")
     with tempfile.TemporaryDirectory() as output:
         run_dir = Path(output) / "run"
@@ -145,7 +149,7 @@ def states(rounds: int) -> None:
             "local": {"epochs": 1},
             "cohort": {"clients": cohort},
             "evaluation": {"every": 10_000, "local": False, "clients": 10},
-            "runtime": {"checkpoint_every": 10_000},
+            "runtime": {"checkpoint_every": 20},
             "output": output,
         }
         measured = OnRay(Experiment(**values), run_dir)
