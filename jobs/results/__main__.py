@@ -117,9 +117,17 @@ def find_recipe(folder: Path) -> Path:
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> str:
     """The keys in which a run differs from its recipe: KEY=VALUE, joined by spaces."""
-    here, there = (flatten(_compared(one)) for one in (found, expected))
+    here, there = (
+        {key: _without_checkout(value) for key, value in flatten(_compared(one)).items()} for one in (found, expected)
+    )
     keys = [key for key in {**there, **here} if here.get(key) != there.get(key) and key != "data.root"]
     return " ".join(f"{key}={here.get(key)}" for key in keys)
+
+
+def _without_checkout(value: Any) -> Any:
+    """A value; of a file beside a recipe its path from the top of the checkout, which may be another one."""
+    _, folder, rest = str(value).rpartition("/jobs/experiments/")
+    return f"jobs/experiments/{rest}" if folder else value
 
 
 def _compared(config: dict[str, Any]) -> dict[str, Any]:

@@ -275,6 +275,12 @@ def test_options_of_the_method_that_differ_from_the_recipe_are_named():
     changed = there | {"methods": [{"ifca": {"num_clusters": 5, "label": "ifca_5"}}]}
     assert results.differences(changed, there) == "methods.ifca.num_clusters=5"
     assert results.differences(there, changed) == "methods.ifca.num_clusters=4", "the default, which is not written"
+    one, other, third = (
+        there | {"model": {"name": f"/{top}/jobs/experiments/{file}.py:make"}}
+        for top, file in (("here", "a"), ("home/there", "a"), ("here", "b"))
+    )
+    assert results.differences(one, other) == "", "the same file in another checkout"
+    assert results.differences(third, one) == "model.name=jobs/experiments/b.py:make"
 
 
 def test_a_folder_of_no_recipe(tmp_path):
