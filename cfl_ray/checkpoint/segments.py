@@ -45,6 +45,10 @@ class Damaged(RunError):
     """A file that a checkpoint needs is missing, or its content was altered."""
 
 
+class AlteredState(Damaged):
+    """A client state has another checksum than when it was saved."""
+
+
 class EntryFile(BaseModel):
     """A file that a checkpoint needs, as its manifest lists it."""
 
@@ -65,10 +69,10 @@ class EntryFile(BaseModel):
         """Size, in bytes, that decides about merges. Dropped bytes count double, so that merging frees their space."""
         return self.bytes + 2 * self.ended
 
-    def check(self, folder: Path, content: bool = True) -> None:
+    def check(self, folder: Path, content: bool = True, values: bool = False) -> None:
         """Raises Damaged unless the file has the size and, if `content`, the checksum in the manifest.
 
-        Client states are compared only if one was found altered before.
+        values: whether to compare client states, too; they are if one was found altered before.
         """
         file = folder / self.name
         try:
@@ -78,13 +82,13 @@ class EntryFile(BaseModel):
                 checksum = _sha256_apart(file) if self.values_apart else sha256(file)
         except OSError as error:
             raise Damaged(f"{file} cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # the header was altered
             raise Damaged(f"{file} cannot be read: no header ({error})") from error
         if size != self.bytes:
             raise Damaged(f"{file} has {size} bytes, expected {self.bytes}")
         if checksum != self.sha256:
             raise Damaged(f"{file} has sha256 {checksum[:12]}, expected {self.sha256[:12]}")
-        if content and Path(f"{file}{_ALTERED}").exists():
+        if self.values_apart and (values or (content and Path(f"{file}{_ALTERED}").exists())):
             with opened(folder, self) as entries:
                 for _, saved in client_states_in(entries, file):
                     saved.tensor()
@@ -93,7 +97,7 @@ class EntryFile(BaseModel):
 def _sha256_apart(file: Path) -> str:
     """SHA-256 of a file of client states without their values: of its header, clients and checksums.
 
-    Raises ValueError for a file without a header.
+    Raises ValueError, KeyError, TypeError or AttributeError for a file without a header.
     """
     with open(file, "rb") as stream:
         length = stream.read(8)
@@ -154,7 +158,7 @@ class EntryRows:
         if self.sums_R is not None and _checksum(value) != self.sums_R[row]:
             with suppress(OSError):  # a folder that cannot be written
                 open_private(Path(f"{self.entry.file}{_ALTERED}"), "wb").close()
-            raise Damaged(f"{self.entry.file} was altered: a client state in it; resume the run to go back")
+            raise AlteredState(f"{self.entry.file} was altered: a client state in it; resume the run to go back")
         return value
 
 
@@ -180,7 +184,7 @@ def client_states_in(entries: Any, file: Path) -> Iterator[tuple[ClientStateKey,
             place = SavedEntry(str(file), entry)
             rows = EntryRows.of(entries, place)
             if len(rows.rows_RF) != len(clients) or (rows.sums_R is not None and len(rows.sums_R) != len(clients)):
-                raise Damaged(f"{entry} has {len(rows.rows_RF)} values for {len(clients)} clients")
+                raise Damaged(f"{file}: {entry} has {len(rows.rows_RF)} values for {len(clients)} clients")
             for row, client in enumerate(clients):
                 yield (name, client), SavedState(rows, row, place)
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from cfl_ray.checkpoint.lease import Lease
 from cfl_ray.checkpoint.manifest import FORMAT, CheckpointManifest, TensorShape
 from cfl_ray.checkpoint.segments import (
+    AlteredState,
     Damaged,
     EntryFile,
     EntryWriter,
@@ -128,14 +129,25 @@ class CheckpointStore:
             for file in self.files:
                 file.check(self.folder, content=False)
             self._save(round, tensors, values, states, everything=False)
+        except AlteredState:  # the run cannot go on with it, nor save it
+            raise
         except Damaged as error:
             for file in self.files:  # client states are mapped: a file that was removed is still there, no shorter one
-                if file.values_apart and (self.folder / file.name).exists():
-                    file.check(self.folder, content=False)
+                if self._has_states(file):
+                    file.check(self.folder, content=not file.values_apart)
             self.files, self._saved = [], {}
             self._save(round, tensors, values, states, everything=True)
             return f"everything was saved again, because earlier checkpoints are damaged: {error}"
         return None
+
+    def _has_states(self, file: EntryFile) -> bool:
+        """Whether the file is there and has client states; one of format 3 that cannot be opened counts as without."""
+        path = self.folder / file.name
+        if file.values_apart:
+            return path.exists()
+        with suppress(Damaged), opened(self.folder, file) as entries:
+            return any(client_states_in(entries, path))
+        return False
 
     def _save(
         self,
@@ -194,7 +206,8 @@ class CheckpointStore:
         kept: dict[ClientStateKey, int] = {}  # bytes of the states of merged files that are in use
         for file in reversed(merged):  # newest first, so `written` and `dropped` have the entries of later files
             with opened(self.folder, file) as entries:
-                if rows_of := list(rows_in(entries)):  # client states are checked when they are read
+                rows_of = list(rows_in(entries))
+                if rows_of or not file.values_apart:  # other client states are checked when they are read
                     file.check(self.folder)
                 for name, row_R, _ in rows_of:
                     if name in tensors:
@@ -273,15 +286,21 @@ class CheckpointStore:
 
     def _load(self, round: int, refused: tuple[str, ...]) -> Checkpoint:
         manifest = self._manifest(round)
-        with ThreadPoolExecutor(_READERS) as pool:
-            list(pool.map(lambda file: file.check(self.folder), manifest.files))
-        tensors = manifest.state(self.folder)
-        self.largest_client_state = manifest.largest_client_state
         self._kept = {}
         for other in self.rounds():
             if other < round:
                 with suppress(RunError, OSError):  # a damaged checkpoint cannot be used, so its files are not kept
                     self._kept[other] = self._manifest(other).files
+        before = {file for files in self._kept.values() for file in files}
+
+        def check(file: EntryFile) -> None:
+            # values that only the newest checkpoint has are compared now, while an earlier one can be used instead
+            file.check(self.folder, values=bool(before) and file not in before)
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            list(pool.map(check, manifest.files))
+        tensors = manifest.state(self.folder)
+        self.largest_client_state = manifest.largest_client_state
         self._adopt(round, tensors, manifest.files)
         return Checkpoint(round, tensors, manifest.values, self.folder, tuple(manifest.files), refused)
 

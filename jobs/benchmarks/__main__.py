@@ -24,7 +24,7 @@ def main() -> None:
     kinds = ["speed", "memory", "states", "scale", "nodes", "mixtures", "clustering"]
     parser.add_argument("what", nargs="?", choices=kinds, default="speed")
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=f"some of {', '.join(WORKLOADS)}")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds, of states in units of 20 (default: 3)")
     parser.add_argument("--clients", type=int, default=5_000, help="of states (default: 5000)")
     parser.add_argument("--cohort", type=int, default=200, help="of states (default: 200)")
     arguments = parser.parse_args()

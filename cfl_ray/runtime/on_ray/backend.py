@@ -28,8 +28,8 @@ from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, StoredValue
 
-# most bytes that the clients of a call keep or return, in the heap of the host until the call ends; more on a GPU,
-# whose host trains the clients of a call together
+# most bytes that the clients of a call keep, or return as features of training, in the heap of the host until the call
+# ends; more on a GPU, whose host trains the clients of a call together
 _LEFT_BYTES, _LEFT_BYTES_GPU = 1 << 24, 1 << 29
 # least seconds of work in a call, and per host: a call costs the server and the host about a millisecond each, and the
 # server makes a call for each of the other hosts in the meantime
@@ -124,7 +124,7 @@ class Exchange:
         # values that the work leaves with clients: (by key, whether those of a call are packed, bytes of a value)
         self.left: list[tuple[dict[int, StoredValue], bool, int]] = []
         self.node_of: dict[ray.ObjectRef[Any], str] = {}  # of the values that calls in progress will leave
-        self.left_bytes = 0  # of each client, with what the call returns of it
+        self.left_bytes = 0  # of each client, with the features that the call returns of it
         if isinstance(work, Train):
             size = work.tables[work.start.table].shape[1]
             if (state := work.client_state) is not None:

@@ -90,8 +90,8 @@ class RayClientStates(ClientStateStore):
         calls: dict[ray.ObjectRef[Any], tuple[int, Host]] = {}
         written: dict[int, Any] = {}
         failure: UserError | None = None
-        while calls or (idle and any(queues.values())):
-            while idle and any(queues.values()):
+        while calls or (idle and any(queues.values()) and failure is None):
+            while idle and any(queues.values()) and failure is None:
                 host = idle.pop()
                 queue = queues.get(host.node) or next(filter(None, queues.values()))
                 file = files[number := queue.popleft()]

@@ -589,41 +589,66 @@ class TestAlteredClientStates:
 
     @pytest.fixture
     def altered(self, saver):
-        saver.save(1, [0, 1])
-        saver.save(2, [1])
+        """In a file that the checkpoints of rounds 2 and 3 need, and that of round 1 does not."""
+        saver.save(1, [*range(100), 100])
+        saver.save(2, [100])
+        saver.save(3)
+        assert [file.name for file in saver.store.files if file.segment == 2][0] == "000002-2.safetensors"
         flip(saver.folder / "000002-2.safetensors")
         return saver
 
-    def test_the_value_is_refused_and_from_then_on_the_checkpoint(self, altered):
+    def test_the_value_is_refused_and_from_then_on_the_checkpoints_that_need_it(self, altered):
         loaded = reopened(altered).load()
-        assert loaded.round == 2 and loaded.refused == ()
+        assert loaded.round == 3 and loaded.refused == ()
         states = dict(loaded.client_states())
         assert states["mine", 0].tensor().tolist() == [1.0] * 4
-        for read in (states["mine", 1].tensor, lambda: segments.entry_rows(states["mine", 1].entry)[0]):
+        for read in (states["mine", 100].tensor, lambda: segments.entry_rows(states["mine", 100].entry)[0]):
             with pytest.raises(RunError, match="000002-2.safetensors was altered: a client state in it; resume"):
                 read()
         again = reopened(altered).load()
-        assert_round(again, 1, {0: 1, 1: 1})
-        assert "round 2: " in again.refused[0] and "000002-2.safetensors was altered" in again.refused[0]
+        assert_round(again, 1, dict.fromkeys(range(101), 1))
+        assert [line[:22] for line in again.refused] == ["checkpoint of round 3:", "checkpoint of round 2:"]
+        assert all("000002-2.safetensors was altered" in line for line in again.refused)
 
     def test_the_run_goes_on_from_there_and_nothing_of_it_is_left(self, altered):
         with pytest.raises(RunError):
-            dict(reopened(altered).load().client_states())["mine", 1].tensor()
+            dict(reopened(altered).load().client_states())["mine", 100].tensor()
         saver = altered.again()
         for round in range(2, 6):
-            saver.save(round, [1])
-        assert_round(reopened(saver).load(), 5, {0: 1, 1: 5})
+            saver.save(round, [100])
+        assert_round(reopened(saver).load(), 5, dict.fromkeys(range(100), 1) | {100: 5})
         assert not [name for name in saver.files() if name.startswith("000002-")]
+
+    def test_a_value_that_only_the_newest_checkpoint_has_is_compared_when_it_is_loaded(self, saver):
+        """Power loss damages the newest files, and later no checkpoint would be without it."""
+        saver.save(1, [0, 1])
+        saver.save(2, [1])
+        flip(saver.folder / "000002-2.safetensors")
+        loaded = reopened(saver).load()
+        assert_round(loaded, 1, {0: 1, 1: 1})
+        assert "000002-2.safetensors was altered" in loaded.refused[0]
 
     def test_it_is_refused_in_a_folder_that_cannot_be_written(self, altered, monkeypatch):
         monkeypatch.setattr(segments, "open_private", lambda *_: (_ for _ in ()).throw(PermissionError("read-only")))
         with pytest.raises(RunError, match="was altered"):
-            dict(reopened(altered).load().client_states())["mine", 1].tensor()
+            dict(reopened(altered).load().client_states())["mine", 100].tensor()
 
     def test_it_is_not_copied(self, altered, tmp_path):
         other = CheckpointStore(tmp_path / "longer", HASH)
         assert reopened(altered).copy_to(other) == 1
-        assert_round(other.load(), 1, {0: 1, 1: 1})
+        assert_round(other.load(), 1, dict.fromkeys(range(101), 1))
+
+    def test_a_bit_of_the_header_that_is_flipped_is_named_as_damage(self, saver):
+        saver.save(1, [0, 1])
+        saver.save(2, [0, 1])
+        file = saver.folder / "000002-2.safetensors"
+        whole = file.read_bytes()
+        length = int.from_bytes(whole[:8], "little")
+        for bit in range(0, 8 * (8 + length), 3):
+            content = bytearray(whole)
+            content[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(content)
+            assert reopened(saver).load().round == 1, bit
 
     @pytest.mark.parametrize("name", ["clients", "sums", "header"])
     def test_all_but_the_values_is_compared_when_it_is_loaded(self, saver, name):
@@ -656,12 +681,14 @@ class TestAlteredClientStates:
             of_states.update(bytes=file.stat().st_size, sha256=segments.sha256(file))
 
         forged(as_format_3)(saver.folder / "000001.json")
+        again = saver.again()
         if is_altered:
             flip(file)
             with pytest.raises(RunError, match="000001-2.safetensors has sha256"):
                 reopened(saver).load()
+            with pytest.raises(RunError, match="000001-2.safetensors has sha256"):
+                again.save(2, [1])  # which merges it
         else:
-            again = saver.again()
             assert_round(reopened(saver).load(), 1, {0: 1, 1: 1})
             again.save(2, [1])
             assert_round(reopened(saver).load(), 2, {0: 1, 1: 2})
