@@ -9,7 +9,8 @@
 
 Files are named SEGMENT-PART.safetensors: a checkpoint writes at most one segment, and no number is used twice. Client
 states have separate files, which the processes that have the values write (`ClientStateFile`). A value is compared with
-its checksum when it is read, not when a checkpoint is loaded: a run with 100 GB of values is resumed in seconds.
+its checksum when it is read, not when a checkpoint is loaded, unless it is new in that checkpoint: a run with 100 GB of
+values is resumed in seconds.
 """
 
 import hashlib
