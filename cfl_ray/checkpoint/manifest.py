@@ -15,7 +15,7 @@ from cfl_ray.errors import DataError, RunError
 from cfl_ray.system.files import read_file, write_json
 
 FORMAT = 4
-_READ = (3, 4)  # format 3: no file has client states apart
+_READ = (3, 4)  # format 3: client states have no checksums of their own
 _TYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),

@@ -56,7 +56,7 @@ class EntryFile(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     name: str = Field(pattern=r"^\d{6,15}-\d{1,9}\.safetensors$")
     sha256: str
-    values_apart: bool = False  # whether `sha256` leaves out the client states, which have checksums of their own
+    states_have_sums: bool = False  # whether client states have checksums of their own; `sha256` then leaves them out
     bytes: int = Field(ge=0)
     ended: int = Field(ge=0)  # bytes in earlier files of the tensors and client states that this file drops
 
@@ -70,17 +70,17 @@ class EntryFile(BaseModel):
         """Size, in bytes, that decides about merges. Dropped bytes count double, so that merging frees their space."""
         return self.bytes + 2 * self.ended
 
-    def check(self, folder: Path, content: bool = True, values: bool = False) -> None:
+    def check(self, folder: Path, content: bool = True, states: bool = False) -> None:
         """Raises Damaged unless the file has the size and, if `content`, the checksum in the manifest.
 
-        values: whether to compare client states, too; they are if one was found altered before.
+        states: whether to compare client states, too; they are if one was found altered before.
         """
         file = folder / self.name
         try:
             size = file.stat().st_size
             checksum = self.sha256
             if content and size == self.bytes:
-                checksum = _sha256_apart(file) if self.values_apart else sha256(file)
+                checksum = _sha256_without_states(file) if self.states_have_sums else sha256(file)
         except OSError as error:
             raise Damaged(f"{file} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # the header was altered
@@ -89,13 +89,13 @@ class EntryFile(BaseModel):
             raise Damaged(f"{file} has {size} bytes, expected {self.bytes}")
         if checksum != self.sha256:
             raise Damaged(f"{file} has sha256 {checksum[:12]}, expected {self.sha256[:12]}")
-        if self.values_apart and (values or (content and Path(f"{file}{_ALTERED}").exists())):
+        if self.states_have_sums and (states or (content and Path(f"{file}{_ALTERED}").exists())):
             with opened(folder, self) as entries:
                 for _, saved in client_states_in(entries, file):
                     saved.tensor()
 
 
-def _sha256_apart(file: Path) -> str:
+def _sha256_without_states(file: Path) -> str:
     """SHA-256 of a file of client states without their values: of its header, clients and checksums.
 
     Raises ValueError, KeyError, TypeError or AttributeError for a file without a header.
@@ -124,11 +124,6 @@ def opened(folder: Path, file: EntryFile) -> Iterator[Any]:
             yield entries
     except (OSError, SafetensorError) as error:
         raise Damaged(f"{folder / file.name} cannot be read: {system_reason(error)}") from error
-
-
-@lru_cache(maxsize=16)
-def _mapped(file: str) -> Any:
-    return safe_open(file, "pt")
 
 
 @dataclass(frozen=True)
@@ -169,9 +164,11 @@ def _checksum(value: Tensor) -> int:
     return int.from_bytes(hashlib.sha256(content.data).digest()[:8], "little", signed=True)
 
 
+@lru_cache(maxsize=16)
 def entry_rows(entry: SavedEntry) -> EntryRows:
     """The client states of an entry. Raises OSError or SafetensorError if the file cannot be read."""
-    return EntryRows.of(_mapped(entry.file), entry)
+    with safe_open(entry.file, "pt") as entries:
+        return EntryRows.of(entries, entry)
 
 
 def client_states_in(entries: Any, file: Path) -> Iterator[tuple[ClientStateKey, SavedState]]:
@@ -234,7 +231,7 @@ class ClientStateFile:
             batch[f"clients/{name}/{chunk}"] = torch.tensor(clients)
             batch[f"states/{name}/{chunk}"] = torch.stack(rows)
             batch[f"sums/{name}/{chunk}"] = torch.tensor([_checksum(row) for row in rows])
-        return _write(self.folder, self.segment, self.part + again, batch, values_apart=True)
+        return _write(self.folder, self.segment, self.part + again, batch, states_have_sums=True)
 
 
 class EntryWriter:
@@ -305,16 +302,16 @@ def _write(
     batch: dict[str, Tensor],
     dropped: Sequence[ClientStateKey] = (),
     ended: int = 0,
-    values_apart: bool = False,
+    states_have_sums: bool = False,
 ) -> EntryFile:
     file = folder / f"{segment:06d}-{part}.safetensors"
     with writing(file):
         open_private(file, "wb").close()  # safetensors keeps the permissions of a file that exists
         save_file(_without_shared_memory(batch), file, {"gone": json.dumps(dropped)})
         sync(file)
-        digest = _sha256_apart(file) if values_apart else sha256(file)
+        digest = _sha256_without_states(file) if states_have_sums else sha256(file)
         size = file.stat().st_size
-        return EntryFile(name=file.name, sha256=digest, values_apart=values_apart, bytes=size, ended=ended)
+        return EntryFile(name=file.name, sha256=digest, states_have_sums=states_have_sums, bytes=size, ended=ended)
 
 
 @contextmanager

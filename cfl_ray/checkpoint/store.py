@@ -134,7 +134,7 @@ class CheckpointStore:
         except Damaged as error:
             for file in self.files:  # client states are mapped: a file that was removed is still there, no shorter one
                 if self._has_states(file):
-                    file.check(self.folder, content=not file.values_apart)
+                    file.check(self.folder, content=not file.states_have_sums)
             self.files, self._saved = [], {}
             self._save(round, tensors, values, states, everything=True)
             return f"everything was saved again, because earlier checkpoints are damaged: {error}"
@@ -143,7 +143,7 @@ class CheckpointStore:
     def _has_states(self, file: EntryFile) -> bool:
         """Whether the file is there and has client states; one of format 3 that cannot be opened counts as without."""
         path = self.folder / file.name
-        if file.values_apart:
+        if file.states_have_sums:
             return path.exists()
         with suppress(Damaged), opened(self.folder, file) as entries:
             return any(client_states_in(entries, path))
@@ -207,7 +207,7 @@ class CheckpointStore:
         for file in reversed(merged):  # newest first, so `written` and `dropped` have the entries of later files
             with opened(self.folder, file) as entries:
                 rows_of = list(rows_in(entries))
-                if rows_of or not file.values_apart:  # other client states are checked when they are read
+                if rows_of or not file.states_have_sums:  # other client states are checked when they are read
                     file.check(self.folder)
                 for name, row_R, _ in rows_of:
                     if name in tensors:
@@ -295,7 +295,7 @@ class CheckpointStore:
 
         def check(file: EntryFile) -> None:
             # values that only the newest checkpoint has are compared now, while an earlier one can be used instead
-            file.check(self.folder, values=bool(before) and file not in before)
+            file.check(self.folder, states=bool(before) and file not in before)
 
         with ThreadPoolExecutor(_READERS) as pool:
             list(pool.map(check, manifest.files))

@@ -31,8 +31,10 @@ from jobs.chaos.same_outcome import IDENTICAL, differences, tags_in_mlflow
 TARGETS = ["host", "server", "data"]
 WARNING, LIMIT = 2.0, 25.0  # seconds: runtime.stall_warning and stall_limit
 UNDISTURBED = 8  # last rounds, in which nothing hangs: a round is recorded when the next ones may be under way already
-_DELAY = 0.3  # seconds after the record of a round, at most, until the next process that is at work is stopped
-_WORKS = {"host": ".work", "server": ".call"}  # ends the title of a process that does rounds: nobody waits for a start
+_DELAY = 0.3  # seconds after the record of a round, at most, before a busy process is chosen
+# the Ray actor method that a process executes while it takes part in a round, as it ends the process's title; a host
+# that only starts is not chosen, since rounds go on without it
+_METHOD = {"host": ".work", "server": ".call"}
 _LOOKS = 30.0  # seconds for looks at what makes no progress, and for the end of the process, on a busy machine
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _LIMIT_SAID = re.compile(r"(?:the host is replaced|another one is started) after ([\d.]+) (s|min|h)")
@@ -108,15 +110,15 @@ def hung(run: Run, folder: Path, targets: Sequence[str], rounds: int, count: int
 
 
 def _stop(run: Run, folder: Path, target: str, draw: random.Random) -> int:
-    """Lets a process of this kind stop answering, and returns its id."""
-    found = partial(_at_work, run, target)
+    """Makes a process of this kind hang, and returns its id."""
+    found = partial(_busy, run, target)
     if target == "data":
         trap(folder).touch()
         found = partial(_trapped, trap(folder))
     pids: list[int] = []
     run.wait_until(lambda: pids.extend(found()) or pids)
     if not pids:
-        raise SystemExit(f"the run ended before a process stopped answering ({target}); see {run.log}")
+        raise SystemExit(f"the run ended before a {target} hung; see {run.log}")
     pid = draw.choice(pids)
     if target != "data":
         psutil.Process(pid).send_signal(signal.SIGSTOP)
@@ -124,19 +126,19 @@ def _stop(run: Run, folder: Path, target: str, draw: random.Random) -> int:
 
 
 def _trapped(trap: Path) -> list[int]:
-    """The process that waits for the data source."""
+    """The process that hangs in the data source, as a list."""
     taken = list(trap.parent.glob(f"{trap.name}.*"))
     for file in taken:
         file.unlink()
     return [int(file.suffix[1:]) for file in taken]
 
 
-def _at_work(run: Run, target: str) -> list[int]:
-    """Processes of this kind that do a round."""
+def _busy(run: Run, target: str) -> list[int]:
+    """Processes of this kind that take part in a round."""
     found = []
     for process in run.processes(target):
         with suppress(psutil.Error, IndexError):
-            if process.cmdline()[0].endswith(_WORKS[target]):
+            if process.cmdline()[0].endswith(_METHOD[target]):
                 found.append(process.pid)
     return found
 
