@@ -26,7 +26,9 @@ from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, Place, fetched, tensor_of, tensors_at
 from cfl_ray.setup.engine_choice import compute_device
 from cfl_ray.setup.setup import Setup
-from cfl_ray.system.allocator import keep_freed_memory
+from cfl_ray.system.allocator import keep_freed_memory, return_freed_memory
+
+_KEPT_BYTES = 32 << 20  # of freed memory, from one exchange to the next
 
 
 class HostProcess:
@@ -103,6 +105,7 @@ class HostProcess:
         began = time.perf_counter()
         if exchange != self.exchange:
             self.exchange, self.sums, self.rows = exchange, HostSums(), {}
+            return_freed_memory(_KEPT_BYTES)
         if work.is_per_client:
             self._fetch_files(work.ids_M)
         sums = HostSums() if return_sums else self.sums
