@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cfl_ray.data.federation import Federation, GroupTransform, TensorSamples
+from cfl_ray.data.federation import Federation, FederationView, TensorSamples
 from cfl_ray.errors import DataError
 
 
@@ -61,7 +61,7 @@ class DataChange:
         return () if tuple(now) == same else tuple(now)
 
 
-class ChangedFederation(Federation):
+class ChangedFederation(FederationView):
     """`base` with other data for some clients.
 
     A client whose data no longer have the distribution of a group in `base` gets a new true group, which clients with
@@ -69,10 +69,8 @@ class ChangedFederation(Federation):
     """
 
     def __init__(self, base: Federation, derived: dict[int, DerivedData]) -> None:
-        self._base = base
+        super().__init__(base)
         self._derived = {client: data for client, data in derived.items() if data != DerivedData(client)}
-        self.shape, self.view, self.recipe = base.shape, base.view, base.recipe
-        self.scale, self.normalize = base.scale, base.normalize
 
     @property
     def _ids(self) -> np.ndarray:
@@ -117,9 +115,6 @@ class ChangedFederation(Federation):
     @property
     def digest(self) -> str | None:
         return self._base.digest
-
-    def group_transform(self, group: int) -> GroupTransform:
-        return self._base.group_transform(group)
 
     def client_name(self, client: int) -> str:
         return self._base.client_name(client)

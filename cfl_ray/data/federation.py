@@ -179,3 +179,33 @@ class Federation(ABC):
         if max_images is not None and len(keep) > max_images:
             keep = np.sort(stream(seed, 0, 0, client, "test-images").choice(keep, max_images, replace=False))
         return keep
+
+
+class FederationView(Federation):
+    """Another view of the data of `base`: what a subclass does not change is that of `base`."""
+
+    def __init__(self, base: Federation) -> None:
+        self._base = base
+        self.shape, self.view, self.recipe = base.shape, base.view, base.recipe
+        self.scale, self.normalize = base.scale, base.normalize
+
+    def group_transform(self, group: int) -> GroupTransform:
+        return self._base.group_transform(group)
+
+    def train(self, client: int) -> TensorSamples:
+        return self._base.train(client)
+
+    def num_test_sets(self) -> int:
+        return self._base.num_test_sets()
+
+    def test_set(self, index: int) -> TensorSamples:
+        return self._base.test_set(index)
+
+    def test_set_of(self, clients: np.ndarray) -> np.ndarray:
+        return self._base.test_set_of(clients)
+
+    def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
+        return self._base.labels_of(clients)
+
+    def holdout(self, client: int) -> TensorSamples:
+        return self._base.holdout(client)

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.csv
 
+from cfl_ray.data.columns import decode
 from cfl_ray.data.images import Images, Progress
-from cfl_ray.data.tables import decode
 from cfl_ray.errors import DataError
 
 SUFFIXES = (".png", ".jpg", ".jpeg")

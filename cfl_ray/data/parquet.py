@@ -1,15 +1,14 @@
 """Parquet files of images as on Hugging Face: each row has the PNG or JPEG bytes of an image, and its label."""
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image, UnidentifiedImageError
 
 from cfl_ray.config import ColumnsConfig
+from cfl_ray.data.columns import Named, column_of, decode_row, groups_of, ids_of, integer_labels
 from cfl_ray.data.images import Images, Progress
 from cfl_ray.errors import DataError, did_you_mean
 
@@ -41,10 +40,11 @@ def read(
             raise DataError(
                 f"{names} hold label {y.max()} in column {columns.label!r}; labels run from 0 to {limit - 1}"
             )
-    shape = _first_shape(train[0], columns.image)
+    first = next(_encoded(train[0], columns.image, 1))[0].as_py()
+    shape = decode_row(first, str(train[0]), 0).shape
     train_x = _pixels(train, columns.image, shape, len(labels[0]), pixels, progress)
     test_x = _pixels(test, columns.image, shape, len(labels[1]), pixels, progress) if test else None
-    client = np.concatenate([_client_ids(file, columns.client) for file in train]) if columns.client else None
+    client = _ids(train, columns.client, "client") if columns.client else None
     group, test_group = _groups(train, test, columns.group) if columns.group else (None, None)
     return Images(
         train_x,
@@ -70,54 +70,26 @@ def _open(file: Path, column: str) -> pq.ParquetFile:
     return opened
 
 
-def _column(file: Path, name: str) -> pa.ChunkedArray:
-    """Returns a column without nulls. Raises DataError with the first row that is null."""
+def _part(file: Path, name: str) -> Named:
     with _open(file, name) as opened:
-        column = opened.read(columns=[name])[name]
-    if column.null_count:
-        raise DataError(f"{file}: column {name!r} is empty in row {column.is_null().index(True).as_py()}")
-    return column
+        return str(file), opened.read(columns=[name])
 
 
 def _labels(file: Path, name: str) -> np.ndarray:
-    column = _column(file, name)
-    if not pa.types.is_integer(column.type):
-        raise DataError(
-            f"{file}: label column {name!r} must hold integers, it holds {column.type}; set data.columns.label"
-        )
-    y = column.to_numpy()
-    if len(y) and not 0 <= y.min() <= y.max() <= np.iinfo(np.int16).max:
-        raise DataError(
-            f"{file}: labels in column {name!r} must lie in 0..{np.iinfo(np.int16).max}, got {y.min()}..{y.max()}"
-        )
-    return y.astype(np.int16)
+    part = _part(file, name)
+    if not pa.types.is_integer(kind := column_of(part, name).type):
+        raise DataError(f"{file}: label column {name!r} must hold integers, it holds {kind}; set data.columns.label")
+    return integer_labels(part, name)
 
 
-def _client_ids(file: Path, name: str) -> np.ndarray:
-    column = _column(file, name)
-    if pa.types.is_integer(column.type):
-        return column.to_numpy()
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        return np.asarray(column.to_pylist(), dtype=np.str_)
-    raise DataError(
-        f"{file}: client column {name!r} must hold integers or strings, it holds {column.type}; set data.columns.client"
-    )
+def _ids(files: list[Path], name: str, what: str) -> np.ndarray:
+    return np.concatenate([ids_of(_part(file, name), name, what) for file in files])
 
 
 def _groups(train: list[Path], test: list[Path], name: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the groups of both parts, int32, numbered from 0 in the sorted order of the column's values.
-
-    None for the test part if a test file has no such column.
-    """
-    train_values = np.concatenate([_client_ids(file, name) for file in train])
-    values, group = np.unique(train_values, return_inverse=True)
-    group = group.astype(np.int32)
-    if not test or any(name not in pq.read_schema(file).names for file in test):
-        return group, None
-    test_values = np.concatenate([_client_ids(file, name) for file in test])
-    if unknown := sorted(set(test_values.tolist()) - set(values.tolist())):
-        raise DataError(f"column {name!r}: group {unknown[0]!r} is in the test files but not in the training files")
-    return group, np.searchsorted(values, test_values).astype(np.int32)
+    """Returns the groups of both parts; None for the test part if a test file has no such column."""
+    has_groups = test and all(name in pq.read_schema(file).names for file in test)
+    return groups_of(_ids(train, name, "group"), _ids(test, name, "group") if has_groups else None, f"column {name!r}")
 
 
 # --- pixels ------------------------------------------------------------------------------------
@@ -137,14 +109,8 @@ def _encoded(file: Path, name: str, batch_rows: int) -> Iterator[pa.Array]:
             yield batch.column(0).field("bytes") if is_struct else batch.column(0)
 
 
-def _first_shape(file: Path, name: str) -> tuple[int, int, int]:
-    first = next(_encoded(file, name, 1))
-    image = _open_image(first[0], file, 0)
-    return _channels(image), image.height, image.width
-
-
 def _pixels(
-    files: list[Path], name: str, shape: tuple[int, int, int], rows: int, wanted: bool, progress: Progress | None
+    files: list[Path], name: str, shape: tuple[int, ...], rows: int, wanted: bool, progress: Progress | None
 ) -> np.ndarray:
     """Returns uint8 (rows, *shape); a broadcast 0 if pixels are not wanted."""
     if not wanted:
@@ -155,37 +121,8 @@ def _pixels(
         row = 0
         for batch in _encoded(file, name, BATCH_ROWS):
             for value in batch:
-                x[done] = _decode(value, shape, file, row)
+                x[done] = decode_row(value.as_py(), str(file), row, shape)
                 row, done = row + 1, done + 1
             if progress:
                 progress("decoding images", done, rows)
     return x
-
-
-def _decode(value: pa.Scalar, shape: tuple[int, int, int], file: Path, row: int) -> np.ndarray:
-    image = _open_image(value, file, row)
-    if (image.height, image.width) != shape[1:]:  # checked before decoding, so that a huge image is not decoded
-        raise DataError(
-            f"{file}: the image in row {row} is {image.height}x{image.width}, the first image is "
-            f"{shape[1]}x{shape[2]}; resize all to the same size"
-        )
-    try:
-        pixels = np.asarray(image.convert("L" if shape[0] == 1 else "RGB"))
-    except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{file}: the image in row {row} is damaged: {error}") from error
-    return pixels[None] if shape[0] == 1 else pixels.transpose(2, 0, 1)
-
-
-def _open_image(value: pa.Scalar, file: Path, row: int) -> Image.Image:
-    if not value.is_valid:
-        raise DataError(
-            f"{file}: row {row} has no image bytes; files that hold only paths are not supported, embed the images"
-        )
-    try:
-        return Image.open(io.BytesIO(value.as_buffer()), formats=("PNG", "JPEG"))
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{file}: the image in row {row} is neither PNG nor JPEG, or damaged: {error}") from error
-
-
-def _channels(image: Image.Image) -> int:
-    return 1 if image.mode in ("1", "L", "LA") else 3

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 import torch
 
-from cfl_ray.data.federation import Federation, GroupTransform, TensorSamples
+from cfl_ray.data.federation import Federation, FederationView, TensorSamples
 
 Rounds = tuple[int, ...]
 
@@ -29,26 +29,20 @@ def distinct_rounds(
     return tuple(distinct), size_M
 
 
-class ReplayedFederation(Federation):
+class ReplayedFederation(FederationView):
     """The federation of `round`, in which clients have the union of their data of several rounds.
 
     rounds_of: the rounds of each of these clients.
     """
 
     def __init__(self, federation: Federation, round: int, rounds_of: Mapping[int, Rounds]):
-        self._federation, self._rounds_of, self._present = federation, rounds_of, federation.at(round)
-        present = self._present
-        self.shape, self.view, self.recipe, self.normalize = (
-            present.shape,
-            present.view,
-            present.recipe,
-            present.normalize,
-        )
-        self.num_samples_N, self.group_N = present.num_samples_N, present.group_N
+        super().__init__(federation.at(round))
+        self._federation, self._rounds_of = federation, rounds_of
+        self.num_samples_N, self.group_N = self._base.num_samples_N, self._base.group_N
 
     def _of(self, client: int) -> list[Federation]:
         rounds = self._rounds_of.get(client)
-        return [self._present] if rounds is None else [self._federation.at(round) for round in rounds]
+        return [self._base] if rounds is None else [self._federation.at(round) for round in rounds]
 
     def data_version(self, client: int) -> Hashable:
         first, *others = (federation.data_version(client) for federation in self._of(client))
@@ -62,21 +56,6 @@ class ReplayedFederation(Federation):
 
     def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
         return _union([federation.test(client, max_images, seed) for federation in self._of(client)])
-
-    def group_transform(self, group: int) -> GroupTransform:
-        return self._present.group_transform(group)
-
-    def num_test_sets(self) -> int:
-        return self._present.num_test_sets()
-
-    def test_set(self, index: int) -> TensorSamples:
-        return self._present.test_set(index)
-
-    def test_set_of(self, clients: np.ndarray) -> np.ndarray:
-        return self._present.test_set_of(clients)
-
-    def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
-        return self._present.labels_of(clients)
 
 
 def _union(parts: Sequence[TensorSamples]) -> TensorSamples:

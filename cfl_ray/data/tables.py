@@ -1,22 +1,27 @@
 """Tables: CSV files with a column for each feature, and Hugging Face data sets saved to disk as Arrow files."""
 
-import io
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-from PIL import Image, UnidentifiedImageError
 
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.arrays import targets_of
+from cfl_ray.data.columns import (
+    Named,
+    check_numbers,
+    column_of,
+    decode_row,
+    groups_of,
+    ids_of,
+    integer_labels,
+    is_text,
+)
 from cfl_ray.data.images import Images
-from cfl_ray.errors import DataError, did_you_mean
-
-MAX_LABEL = np.iinfo(np.int16).max
-Named = tuple[str, pa.Table]  # the rows of the training or test part, with a name for messages
+from cfl_ray.errors import DataError
 
 
 def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, targets: str = "class") -> Images:
@@ -24,10 +29,10 @@ def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, target
     parts = [_concatenated(files, [_csv(file) for file in files]) for files in (train, test) if files]
     for part in parts:
         for name in _names(columns.label):
-            _column(part, name)
+            column_of(part, name)
     for column in (columns.client, columns.group):
         if column is not None:
-            _column(parts[0], column)
+            column_of(parts[0], column)
     special = {*_names(columns.label), columns.client, columns.group}
     features = columns.features or [name for name in parts[0][1].column_names if name not in special]
     if not features:
@@ -75,16 +80,11 @@ def images_of(
             num_classes = vocabulary or max(int(y.max()) for y in labels) + 1
         else:
             num_classes = labels[0].shape[1] if labels[0].ndim == 2 else 1
-    client = None if columns.client is None else _ids(parts[0], columns.client)
+    client = None if columns.client is None else ids_of(parts[0], columns.client, "client")
     group = test_group = None
-    if columns.group is not None:
-        values, group = np.unique(_ids(parts[0], columns.group), return_inverse=True)
-        group = group.astype(np.int32)
-        if len(parts) == 2 and columns.group in parts[1][1].column_names:
-            test_values = _ids(parts[1], columns.group)
-            if unknown := sorted(set(test_values.tolist()) - set(values.tolist())):
-                raise DataError(f"{parts[1][0]}: group {unknown[0]!r} of column {columns.group!r} has no training row")
-            test_group = np.searchsorted(values, test_values).astype(np.int32)
+    if (name := columns.group) is not None:
+        values = [ids_of(part, name, "group") for part in parts if part is parts[0] or name in part[1].column_names]
+        group, test_group = groups_of(values[0], values[1] if len(values) == 2 else None, f"{parts[-1][0]}: {name!r}")
     return Images(
         inputs[0],
         labels[0],
@@ -151,46 +151,9 @@ def _concatenated(files: list[Path], tables: list[pa.Table]) -> Named:
 # --- columns ------------------------------------------------------------------------------------
 
 
-def _column(part: Named, column: str) -> pa.ChunkedArray:
-    """Returns a column without nulls. Raises DataError with the first row that is null."""
-    name, table = part
-    if column not in table.column_names:
-        raise DataError(f"{name} has no column {column!r}{did_you_mean(column, table.column_names)}; set data.columns")
-    values = table[column]
-    if values.null_count:
-        row = values.is_null().index(True).as_py()
-        raise DataError(
-            f"{name}: column {column!r} is empty in row {row} (the first is row 0); fill it, or delete the row"
-        )
-    return values
-
-
 def _numbers(part: Named, column: str) -> np.ndarray:
-    values = _column(part, column)
-    _check_numbers(part, column, "feature column", "set data.columns.features")
+    values = check_numbers(part, column, "feature column", "; set data.columns.features")
     return _finite(part, column, values.to_numpy().astype(np.float32))
-
-
-def _check_numbers(part: Named, column: str, what: str, advice: str) -> None:
-    """Raises DataError, with the first row without a number, if a column does not hold numbers."""
-    values = _column(part, column)
-    kind = values.type
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
-        return
-    example = ""
-    if _is_text(kind):
-        cells = values.to_pylist()
-        row = next((row for row, cell in enumerate(cells) if not _is_number(cell)), 0)
-        example = f", e.g. {cells[row]!r} in row {row} (the first is row 0)"
-    raise DataError(f"{part[0]}: {what} {column!r} must hold numbers, it holds {kind}{example}; {advice}")
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def _finite(part: Named, column: str, x: np.ndarray) -> np.ndarray:
@@ -205,16 +168,10 @@ def _finite(part: Named, column: str, x: np.ndarray) -> np.ndarray:
 
 def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:
     """The labels of each part, int16 (n,), and the words by label, in sorted order of the training words, if any."""
-    columns = [_column(part, column) for part in parts]
+    columns = [column_of(part, column) for part in parts]
     if all(pa.types.is_integer(values.type) for values in columns):
-        labels = [values.to_numpy() for values in columns]
-        for part, y in zip(parts, labels, strict=True):
-            if not 0 <= y.min() <= y.max() <= MAX_LABEL:
-                raise DataError(
-                    f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}"
-                )
-        return [y.astype(np.int16) for y in labels], ()
-    if not all(_is_text(values.type) for values in columns):
+        return [integer_labels(part, column) for part in parts], ()
+    if not all(is_text(values.type) for values in columns):
         raise DataError(
             f"{parts[0][0]}: label column {column!r} must hold integers or words, it holds {columns[0].type}; "
             + ("set task: regression to learn numbers, or " if pa.types.is_floating(columns[0].type) else "")
@@ -235,36 +192,22 @@ def _targets(part: Named, columns: str | list[str], targets: str) -> np.ndarray:
     """Returns targets that are not classes: a number from each label column, or the lists in a single column."""
     place = f"{part[0]}: data.columns.label {columns!r}"
     try:
-        if isinstance(columns, str) and pa.types.is_nested(_column(part, columns).type):
-            y = np.asarray(_column(part, columns).to_pylist())
+        if isinstance(columns, str) and pa.types.is_nested(column_of(part, columns).type):
+            y = np.asarray(column_of(part, columns).to_pylist())
         else:
-            for name in _names(columns):
-                _check_numbers(part, name, "label column", "correct the cell, or set data.columns.label")
-            parts = [_column(part, name).to_numpy() for name in _names(columns)]
+            advice = "; correct the cell, or set data.columns.label"
+            parts = [check_numbers(part, name, "label column", advice).to_numpy() for name in _names(columns)]
             y = parts[0] if isinstance(columns, str) and targets == "real" else np.stack(parts, 1)
         return targets_of(place, y, targets).astype(TARGETS[targets].stored)
     except ValueError as error:
         raise DataError(f"{place}: {error}") from error
 
 
-def _ids(part: Named, column: str) -> np.ndarray:
-    values = _column(part, column)
-    if pa.types.is_integer(values.type):
-        return values.to_numpy()
-    if _is_text(values.type):
-        return np.asarray(values.to_pylist(), np.str_)
-    raise DataError(f"{part[0]}: column {column!r} must hold integers or strings, it holds {values.type}")
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
 def _lists_or_images(part: Named, column: str, vocabulary: int | None) -> np.ndarray:
-    values = _column(part, column)
+    values = column_of(part, column)
     kind = values.type
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        return _decoded(part, column, values)
+        return _decoded(part, values)
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         raise DataError(
             f"{part[0]}: input column {column!r} must hold images or lists of numbers, it holds {kind}; "
@@ -292,26 +235,13 @@ def _lists_or_images(part: Named, column: str, vocabulary: int | None) -> np.nda
     return x.astype(np.int32)
 
 
-def _decoded(part: Named, column: str, values: pa.ChunkedArray) -> np.ndarray:
+def _decoded(part: Named, values: pa.ChunkedArray) -> np.ndarray:
     images = []
     for row, value in enumerate(values.to_pylist()):
-        if value["bytes"] is None:
-            raise DataError(f"{part[0]}: row {row} has no image bytes in {column!r}; embed the images before saving")
-        images.append(decode(io.BytesIO(value["bytes"]), f"{part[0]}: the image in row {row}"))
+        images.append(decode_row(value["bytes"], part[0], row))
         if images[-1].shape != images[0].shape:
             raise DataError(
                 f"{part[0]}: the image in row {row} has shape {images[-1].shape}, the first image {images[0].shape}; "
                 "resize them to one size"
             )
     return np.stack(images)
-
-
-def decode(content: io.BytesIO | Path, name: str) -> np.ndarray:
-    """Returns an image as uint8 (C, H, W); C is 1 for a grey image and 3 for other images."""
-    try:
-        with Image.open(content, formats=("PNG", "JPEG")) as image:
-            grey = image.mode in ("1", "L", "LA")
-            pixels = np.asarray(image.convert("L" if grey else "RGB"))
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{name} is neither PNG nor JPEG, or damaged: {error}") from error
-    return pixels[None] if grey else pixels.transpose(2, 0, 1)

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
+from cfl_ray.data.columns import Named, check_numbers, column_of
 from cfl_ray.errors import DataError, did_you_mean
 
 COLUMNS = ("client", "from", "to")
@@ -19,11 +20,11 @@ def read_trace(path: str | Path, num_clients: int) -> tuple[np.ndarray, np.ndarr
 
     Raises DataError naming the file, the row and both values of an unusable interval.
     """
-    file, table = _table(path, "cohort.availability.file", COLUMNS)
+    file, table = part = _table(path, "cohort.availability.file", COLUMNS)
     if not pa.types.is_integer(table["client"].type):
         raise DataError(f"{file}: column 'client' must hold client ids, integers, it holds {table['client'].type}")
-    client_I = _numbers(file, table, "client").astype(np.int64)
-    from_I, to_I = (_numbers(file, table, name).astype(np.float64) for name in COLUMNS[1:])
+    client_I = column_of(part, "client").to_numpy().astype(np.int64)
+    from_I, to_I = (check_numbers(part, name).to_numpy().astype(np.float64) for name in COLUMNS[1:])
     _check(
         file,
         (client_I < 0) | (client_I >= num_clients),
@@ -43,8 +44,8 @@ def read_devices(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
     Its columns are those of FedScale: computation, ms of a forward pass per sample, a third of a training pass; and
     communication, kbit/s. Raises DataError naming the file, the row and the value of an unusable device.
     """
-    file, table = _table(path, "clock.file", DEVICE_COLUMNS)
-    compute_R, network_R = (_numbers(file, table, name).astype(np.float64) for name in DEVICE_COLUMNS)
+    file, table = part = _table(path, "clock.file", DEVICE_COLUMNS)
+    compute_R, network_R = (check_numbers(part, name).to_numpy().astype(np.float64) for name in DEVICE_COLUMNS)
     if not len(table):
         raise DataError(f"{file} has no device")
     for name, values_R in zip(DEVICE_COLUMNS, (compute_R, network_R), strict=True):
@@ -53,7 +54,7 @@ def read_devices(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
     return compute_R * 3e-3, network_R * 1e3
 
 
-def _table(path: str | Path, key: str, columns: Sequence[str]) -> tuple[Path, pa.Table]:
+def _table(path: str | Path, key: str, columns: Sequence[str]) -> Named:
     """The table of a file, which has these columns. key: the config key of the file, for messages."""
     file = Path(path).expanduser()
     if not file.is_file():
@@ -69,19 +70,10 @@ def _table(path: str | Path, key: str, columns: Sequence[str]) -> tuple[Path, pa
             f"{file} has no column {missing[0]!r}{did_you_mean(missing[0], table.column_names)}; "
             f"a trace has {', '.join(columns[:-1])} and {columns[-1]}"
         )
-    return file, table
+    return str(file), table
 
 
-def _numbers(file: Path, table: pa.Table, name: str) -> np.ndarray:
-    column = table[name]
-    if column.null_count:
-        raise DataError(f"{file}: column {name!r} is empty in row {column.is_null().index(True).as_py()}")
-    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        raise DataError(f"{file}: column {name!r} must hold numbers, it holds {column.type}")
-    return column.to_numpy()
-
-
-def _check(file: Path, bad_I: np.ndarray, message: Callable[[int], str]) -> None:
+def _check(file: str, bad_I: np.ndarray, message: Callable[[int], str]) -> None:
     if bad_I.any():
         row = int(bad_I.argmax())
         raise DataError(f"{file}, row {row}: {message(row)}")

@@ -12,7 +12,7 @@ from cfl_ray.core.method import VOTE, Method
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.serving import Serving
-from cfl_ray.data.federation import Federation, TensorSamples
+from cfl_ray.data.federation import Federation, FederationView, TensorSamples
 from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.worker import Worker
@@ -25,31 +25,16 @@ _ONLY = "the only model"
 _ENTROPY = "the cluster model whose predictions have the least mean entropy"
 
 
-class _WithNewcomer(Federation):
+class _WithNewcomer(FederationView):
     """A federation with an additional last client that has training samples only."""
 
     def __init__(self, base: Federation, samples: TensorSamples):
-        self.base, self.samples = base, samples
-        self.shape, self.view, self.recipe, self.normalize = base.shape, base.view, base.recipe, base.normalize
+        super().__init__(base)
+        self.samples = samples
         self.num_samples_N, self.group_N = np.append(base.num_samples_N, len(samples[1])), None
 
     def train(self, client: int) -> TensorSamples:
-        return self.samples if client == self.base.num_clients else self.base.train(client)
-
-    def num_test_sets(self) -> int:
-        return self.base.num_test_sets()
-
-    def test_set(self, index: int) -> TensorSamples:
-        return self.base.test_set(index)
-
-    def test_set_of(self, clients: np.ndarray) -> np.ndarray:
-        return self.base.test_set_of(clients)
-
-    def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
-        return self.base.labels_of(clients)
-
-    def holdout(self, client: int) -> TensorSamples:
-        return self.base.holdout(client)
+        return self.samples if client == self._base.num_clients else super().train(client)
 
 
 class _Joined:
