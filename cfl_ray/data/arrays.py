@@ -64,14 +64,21 @@ def federation_from_arrays(
         "normalize": normalize,
         "sha256": digest(x_, y_, client, group_N, *(test or ())),
     }
+    rows_N, labels_NC = _rows_by_client(client, len(names)), None
     if view != "holdout":
-        samples, index = _with_shared_test_set(x_, y_, client, group_N, classes if view == "label" else None)
+        parts_N = [(rows, rows[:0]) for rows in rows_N]
+        if view == "label":
+            labels_NC = np.zeros((len(names), classes), bool)
+            labels_NC[client, y_] = True
     elif test is not None and test_clients is not None:
-        test_owner = _test_owner(test_clients, names, len(test[0]))
-        samples, index = _with_own_test_samples(x_, y_, client, group_N, test, test_owner)
-        test = None  # now part of `samples`
+        own_N = _rows_by_client(_test_owner(test_clients, names, len(test[0])), len(names))
+        parts_N = [(rows, len(x_) + own) for rows, own in zip(rows_N, own_N, strict=True)]
+        x_, y_, test = np.concatenate([x_, test[0]]), np.concatenate([y_, test[1]]), None
+    elif 0 < holdout < 1:
+        parts_N = [split_rows(rows, holdout, n, str(names[n]), seed) for n, rows in enumerate(rows_N)]
     else:
-        samples, index = _with_holdout(x_, y_, names, client, group_N, holdout, seed)
+        raise DataError(f"holdout is a share between 0 and 1, got {holdout}")
+    samples, index = _by_client(x_, y_, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)
     if vocabulary is not None:
         recipe["vocabulary"] = vocabulary
     if targets != "class":
@@ -154,77 +161,24 @@ class ArrayFederation(IndexedFederation):
 # --- layout -------------------------------------------------------------------------------------
 
 
-def _index(
-    train_N: np.ndarray, held_out_N: np.ndarray, group_N: np.ndarray, test_set: int, labels_NC: np.ndarray | None
-) -> Index:
-    """Returns the index of clients whose rows are stored client by client in a single file."""
-    total_N = train_N + held_out_N
-    n = len(train_N)
-    return Index(
-        file_N=np.zeros(n, np.int32),
-        offset_N=np.cumsum(total_N) - total_N,
-        train_N=train_N,
-        held_out_N=held_out_N,
-        group_N=group_N,
-        test_set_N=np.full(n, test_set, np.int32),
-        labels_NC=labels_NC,
-    )
-
-
-def _with_shared_test_set(
-    x: np.ndarray, y: np.ndarray, client: np.ndarray, group_N: np.ndarray, classes: int | None
-) -> tuple[StoredSamples, Index]:
-    """Returns the samples sorted by client. classes: C in label view, None otherwise."""
-    order = np.argsort(client, kind="stable")
-    train_N = np.bincount(client).astype(np.int64)
-    labels_NC = None
-    if classes is not None:
-        labels_NC = np.zeros((len(train_N), classes), bool)
-        labels_NC[client, y] = True
-    return (x[order], y[order]), _index(train_N, np.zeros_like(train_N), group_N, 0, labels_NC)
-
-
-def _with_holdout(
+def _by_client(
     x: np.ndarray,
     y: np.ndarray,
-    names: np.ndarray,
-    client: np.ndarray,
+    parts_N: list[tuple[np.ndarray, np.ndarray]],
     group_N: np.ndarray,
-    fraction: float,
-    seed: int,
+    labels_NC: np.ndarray | None,
+    test_set: int,
 ) -> tuple[StoredSamples, Index]:
-    """Holds out a share of each client's samples; see `_sorted_by_part` for the result."""
-    if not 0 < fraction < 1:
-        raise DataError(f"holdout is a share between 0 and 1, got {fraction}")
-    parts_N = [
-        split_rows(rows, fraction, number, str(names[number]), seed)
-        for number, rows in enumerate(_rows_by_client(client, len(names)))
-    ]
-    return _sorted_by_part(x, y, parts_N, group_N)
+    """Returns the samples client by client, training rows before held-out rows, and their index.
 
-
-def _with_own_test_samples(
-    x: np.ndarray,
-    y: np.ndarray,
-    client: np.ndarray,
-    group_N: np.ndarray,
-    test: StoredSamples,
-    test_owner: np.ndarray,
-) -> tuple[StoredSamples, Index]:
-    """Holds out each client's own test samples; see `_sorted_by_part` for the result."""
-    train_rows_N = _rows_by_client(client, len(group_N))
-    test_rows_N = _rows_by_client(test_owner, len(group_N))
-    parts_N = [(train, len(x) + held_out) for train, held_out in zip(train_rows_N, test_rows_N, strict=True)]
-    return _sorted_by_part(np.concatenate([x, test[0]]), np.concatenate([y, test[1]]), parts_N, group_N)
-
-
-def _sorted_by_part(
-    x: np.ndarray, y: np.ndarray, parts_N: list[tuple[np.ndarray, np.ndarray]], group_N: np.ndarray
-) -> tuple[StoredSamples, Index]:
-    """Returns the samples sorted by client, training samples before held-out ones. parts_N: the rows of both."""
+    parts_N: the rows of both. test_set: number of the test set of all clients; -1: none.
+    """
     order = np.concatenate([rows for parts in parts_N for rows in parts])
     train_N, held_out_N = (np.array([len(parts[part]) for parts in parts_N], np.int64) for part in (0, 1))
-    return (x[order], y[order]), _index(train_N, held_out_N, group_N, -1, None)
+    total_N, zero_N = train_N + held_out_N, np.zeros(len(parts_N), np.int32)
+    offset_N = np.cumsum(total_N) - total_N
+    index = Index(zero_N, offset_N, train_N, held_out_N, group_N, zero_N + np.int32(test_set), labels_NC)
+    return (x[order], y[order]), index
 
 
 def _rows_by_client(client: np.ndarray, count: int) -> list[np.ndarray]:
