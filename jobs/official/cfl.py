@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from jobs.official import runs
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, distance, modules, rotated_mnist
+from jobs.official.runs import Course, Data, compared, modules, rotated_mnist
 
 CLIENTS, TRAIN, TEST, CLASSES = 10, 800, 200, 62  # samples of a client; its ConvNet has an output per EMNIST class
 LR, MOMENTUM, DECAY = 0.1, 0.9, 0.99
@@ -134,10 +134,9 @@ def section(checkout: Path, commit: str) -> str:
     lines = [HEAD.format(commit=commit, train=TRAIN, test=TEST, lr=LR, decay=DECAY, momentum=MOMENTUM)]
     data, start_P = mnist(0), first_weights(0)
     a, b = theirs(checkout, data, 0, FULL), ours(data, 0, FULL)
-    rows = [["round", "distance", "accuracy, theirs", "accuracy, ours", "clusters, theirs", "clusters, ours"]]
+    rows = [[*runs.HEAD, "clusters, theirs", "clusters, ours"]]
     for t in FULL.kept:
-        accuracy, clusters = [f"{x.accuracy[t - 1]:.4f}" for x in (a, b)], [str(x.clusters[t - 1]) for x in (a, b)]
-        rows.append([str(t), f"{distance(a, b, start_P, t):.1e}", *accuracy, *clusters])
+        rows.append([*compared(a, b, start_P, t), str(a.clusters[t - 1]), str(b.clusters[t - 1])])
     last = FULL.kept[-1]
     lines += [
         "### CFL, the same batches",
@@ -156,21 +155,13 @@ def section(checkout: Path, commit: str) -> str:
         "",
     ]
     true = {frozenset(range(CLIENTS // 2)), frozenset(range(CLIENTS // 2, CLIENTS))}
-    rows = [
-        [
-            "seed",
-            "code",
-            "first split",
-            "clusters",
-            "groups",
-            "accuracy, round 20",
-            *(f"round {t}" for t in (21, 25, 30)),
-        ]
-    ]
+    shown = (20, 21, 25, 30)
+    rows = [["seed", "code", "first split", "clusters", "groups", f"accuracy, round {shown[0]}"]]
+    rows[0] += [f"round {t}" for t in shown[1:]]
     for seed in range(3):
         data = mnist(seed)
         for code, run in (("theirs", theirs(checkout, data, seed, THEIRS)), ("ours", ours(data, seed, THEIRS))):
-            at = [f"{run.accuracy[t - 1]:.3f}" for t in (20, 21, 25, 30)]
+            at = [f"{run.accuracy[t - 1]:.3f}" for t in shown]
             right = "yes" if run.groups[THEIRS.kept[-1]] == true else "no"
             rows.append([str(seed), code, str(run.split or "-"), str(run.clusters[-1]), right, *at])
     return "\n".join([*lines, *table(*rows), *other_orders(checkout)])

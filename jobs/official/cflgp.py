@@ -15,7 +15,7 @@ from torchvision.transforms.functional import rotate
 
 from jobs.official import runs
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, distance, groups_of, modules, stand_in
+from jobs.official.runs import Course, Data, compared, groups_of, modules, stand_in
 
 ANGLES, K, PER_ANGLE, TRAIN, TEST = (0, 15, 90, 105, 180, 195, 270, 275), 4, 4, 200, 50
 CLIENTS, LR = PER_ANGLE * len(ANGLES), 0.1
@@ -127,16 +127,16 @@ two codes, relative to their distance from the first ones; the largest of the cl
 
 
 def section(checkout: Path, commit: str) -> str:
-    rows = [["models", "seed", "round", "distance", "accuracy, theirs", "accuracy, ours", "ARI, theirs", "ARI, ours"]]
+    rows = [["models", "seed", *runs.HEAD, "ARI, theirs", "ARI, ours"]]
     for seed in SEEDS:
         data, start_P = rotated(seed), runs.first_weights(MODEL, 10, seed)
         b = ours(data, seed)
         for equal in (True, False):
             a = theirs(checkout, data, start_P, seed, equal)
             for t in KEPT:
-                apart = f"{distance(a, b, start_P, t):.1e}" if equal else "-"
-                accuracy = [f"{x.accuracy[t - 1]:.4f}" for x in (a, b)]
+                round, apart, *accuracy = compared(a, b, start_P, t)
                 agreement = [f"{ari(x.groups[t]):.2f}" for x in (a, b)]
-                rows.append(["equal" if equal else "own", str(seed), str(t), apart, *accuracy, *agreement])
+                models = ["equal", str(seed), round, apart] if equal else ["own", str(seed), round, "-"]
+                rows.append([*models, *accuracy, *agreement])
     values = {"clients": CLIENTS, "train": TRAIN, "test": TEST, "per_angle": PER_ANGLE, "k": K, "lr": LR}
     return "\n".join([HEAD.format(commit=commit, angles=", ".join(map(str, ANGLES)), **values), *table(*rows)])

@@ -17,7 +17,7 @@ from cfl_ray.models import recipe
 from cfl_ray.nn.network import Network
 from jobs.official import runs
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, distance, modules, replaced, script, stand_in
+from jobs.official.runs import Course, Data, compared, modules, replaced, script, stand_in
 
 CLIENTS, TRAIN, TEST, HIDDEN = 10, 200, 50, 32
 MOMENTUM, DECAY = 0.9, 1e-5
@@ -232,30 +232,22 @@ rounds or when data change. Until the drift both are FedAvg. *Models*: their num
 
 
 def section(checkout: Path, commit: str) -> str:
-    head = ["run", "seed", "round", "distance", "accuracy, theirs", "accuracy, ours"]
+    head = ["run", "seed", *runs.HEAD]
     rows, drift_rows = [head], [[*head[1:], "models, theirs", "models, ours"]]
     for seed in SEEDS:
         data, start_P = images(seed), runs.first_weights(MODEL, 10, seed)
         found = {eps: ours(data, seed, How(eps)) for eps in {how.eps for how in RUNS.values()}}
         for name, how in RUNS.items():
             a, b = theirs(checkout, data, start_P, seed, how), found[how.eps]
-            rows += [[name, str(seed), *line] for line in lines(a, b, start_P)]
+            rows += [[name, str(seed), *compared(a, b, start_P, t)] for t in KEPT]
         args = {"epochs": 5, "lr": 0.01, "detection_threshold": 0.5}
         a = their_script(checkout, "FedDrift", data, start_P, seed, args)
         method = {"feddrift": {"criterion": "loss", "delta": 0.5, "step_rounds": 10}}
         b = runs.ours(data, seed, KEPT, method, MODEL, LOCAL, schedule=SCHEDULE)
-        for line in lines(a, b, start_P):
-            t = int(line[0])
+        for t in KEPT:
+            line = compared(a, b, start_P, t)
             if t > DRIFT:
                 line[1] = "-"
             drift_rows.append([str(seed), *line, str(a.clusters[t - 1]), str(b.clusters[t - 1])])
     values = {"clients": CLIENTS, "train": TRAIN, "test": TEST, "hidden": HIDDEN, "after": DRIFT + 1}
     return "\n".join([HEAD.format(commit=commit, **values), *table(*rows), DRIFT_HEAD, *table(*drift_rows)])
-
-
-def lines(a: Course, b: Course, start_P: Tensor) -> list[list[str]]:
-    """Round, distance, and accuracy in the two codes, after the kept rounds."""
-    return [
-        [str(t), f"{distance(a, b, start_P, t):.1e}", f"{a.accuracy[t - 1]:.4f}", f"{b.accuracy[t - 1]:.4f}"]
-        for t in KEPT
-    ]

@@ -10,7 +10,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from jobs.official import runs
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, distance, groups_of, modules, rotated_mnist
+from jobs.official.runs import Course, Data, compared, groups_of, modules, rotated_mnist, same_groups
 
 K, CLIENTS, TRAIN, TEST, STEPS, LR = 4, 40, 250, 50, 10, 0.1
 MODEL = {"name": "mlp", "options": {"hidden": 200}}
@@ -72,19 +72,15 @@ chosen in the round.
 
 def section(checkout: Path, commit: str) -> str:
     values = {"clients": CLIENTS, "train": TRAIN, "test": TEST, "steps": STEPS, "lr": LR}
-    rows = [
-        ["seed", "round", "distance", "accuracy, theirs", "accuracy, ours", "clients, theirs", "clients, ours", "same"]
-    ]
+    rows = [["seed", *runs.HEAD, "clients, theirs", "clients, ours", "same"]]
     shared = [0, 0]  # runs of theirs and of ours in the end of which two rotations share a model
     for seed in SEEDS:
         data = rotated_mnist(seed, [i * K // CLIENTS for i in range(CLIENTS)], TRAIN, TEST)
         first_KP = torch.stack([runs.first_weights(MODEL, 10, seed, k) for k in range(K)])
         a, b = theirs(checkout, data, first_KP), ours(data, seed)
         for t in KEPT:
-            apart = f"{distance(a, b, first_KP.mean(0), t):.1e}"
-            accuracy = [f"{x.accuracy[t - 1]:.4f}" for x in (a, b)]
             sizes = [", ".join(map(str, x.sizes(t))) for x in (a, b)]
-            rows.append([str(seed), str(t), apart, *accuracy, *sizes, "yes" if a.groups[t] == b.groups[t] else "no"])
+            rows.append([str(seed), *compared(a, b, first_KP.mean(0), t), *sizes, same_groups(a, b, t)])
         shared = [n + (len(x.groups[KEPT[-1]]) < K) for n, x in zip(shared, (a, b), strict=True)]
     lines = [
         f"In the end two rotations share a model in {shared[0]} of the {len(SEEDS)} runs of theirs and in {shared[1]}",

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cfl_ray.clustering.agreement import agreement
 from jobs.official import runs
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, distance, groups_of, images, modules, replaced, script
+from jobs.official.runs import Course, Data, compared, groups_of, images, modules, replaced, same_groups, script
 
 CLIENTS, TRAIN, TEST, BASIS, ALPHA = 20, 200, 100, 3, 4.9
 EPOCHS, LR, MOMENTUM = 10, 0.01, 0.5
@@ -66,9 +66,8 @@ def main_pacfl(
         return None, None, None, None, own, dict(own), dict(enumerate(counts)), None
 
     def get_dataloader(*args: Any, **_: Any) -> tuple[Any, ...]:
-        client = (
-            0 if len(args) < 5 else int(args[4][0]) // TRAIN
-        )  # without positions: the whole data, which we do not test
+        # without positions: the whole data, which we do not test
+        client = 0 if len(args) < 5 else int(args[4][0]) // TRAIN
         train = DataLoader(TensorDataset(data.x[client], data.y[client]), batch_size=TRAIN)
         test = DataLoader(TensorDataset(data.x_test[client], data.y_test[client]), batch_size=TEST)
         pixels = Pixels((data.x[client, :, 0] * 255).round().numpy(), data.y[client].numpy())
@@ -138,20 +137,7 @@ client's cluster model in the two codes, relative to their distance from the fir
 def section(checkout: Path, commit: str) -> str:
     values = {"clients": CLIENTS, "train": TRAIN, "test": TEST, "epochs": EPOCHS, "lr": LR, "momentum": MOMENTUM}
     head = HEAD.format(commit=commit, basis=BASIS, alpha=ALPHA, **values)
-    rows = [
-        [
-            "seed",
-            "angle",
-            "clusters, theirs",
-            "clusters, ours",
-            "same",
-            "ARI",
-            "round",
-            "distance",
-            "accuracy, theirs",
-            "accuracy, ours",
-        ]
-    ]
+    rows = [["seed", "angle", "clusters, theirs", "clusters, ours", "same", "ARI", *runs.HEAD]]
     for seed in SEEDS:
         data, start_P = two_labels(seed), runs.first_weights(MODEL, 10, seed)
         (a, found), (b, angle_SS) = theirs(checkout, data, start_P), ours(data, seed)
@@ -160,10 +146,8 @@ def section(checkout: Path, commit: str) -> str:
         cluster_N = np.array([found["clients_clust_id"][client] for client in range(CLIENTS)])
         ari = agreement(labels_N.ravel(), cluster_N)["ari"]
         for t in KEPT:
-            accuracy = [f"{x.accuracy[t - 1]:.4f}" for x in (a, b)]
-            same = "yes" if a.groups[t] == b.groups[t] else "no"
-            clusters = [f"{apart:.4f}", str(len(a.groups[t])), str(len(b.groups[t])), same, f"{ari:.2f}"]
-            rows.append([str(seed), *clusters, str(t), f"{distance(a, b, start_P, t):.1e}", *accuracy])
+            clusters = [str(len(a.groups[t])), str(len(b.groups[t])), same_groups(a, b, t)]
+            rows.append([str(seed), f"{apart:.4f}", *clusters, f"{ari:.2f}", *compared(a, b, start_P, t)])
     found = main_pacfl(checkout, data, start_P, 0, partition="noniid-labeldir")
     per_label = {u.shape[1] // len(y.unique()) for u, y in zip(found["U_clients"], data.y, strict=True)}
     of_theirs = [

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from jobs.official import runs
 from jobs.official.pacfl import CLIENTS, TEST, TRAIN, two_labels
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, distance, modules, replaced, stand_in
+from jobs.official.runs import Course, Data, accuracy_of, distance, modules, replaced, stand_in
 
 LAM, INNER_STEPS, PERSONAL_LR, ETA = 15.0, 5, 0.02, 0.005
 MODEL: dict[str, Any] = {"name": "mlp", "options": {"hidden": 0}}  # their Mclr_Logistic
@@ -81,7 +81,7 @@ def theirs(checkout: Path, data: Data, start_P: Tensor, how: How, cohorts: Seque
             super().persionalized_aggregate_parameters()
             rounds = len(run.theta.accuracy) + 1
             theta_NP = torch.stack([user.trained_P for user in self.users])
-            run.theta.accuracy.append(accuracy(model, theta_NP, data))
+            run.theta.accuracy.append(accuracy_of(model, theta_NP, data))
             run.theta.weights[rounds] = theta_NP
             run.w.weights[rounds] = parameters_to_vector(self.model.parameters()).detach()[None]
 
@@ -106,15 +106,6 @@ def theirs(checkout: Path, data: Data, start_P: Tensor, how: How, cohorts: Seque
         server.train()
     run.w.accuracy = server.rs_glob_acc_per
     return run
-
-
-def accuracy(model: torch.nn.Module, row_NP: Tensor, data: Data) -> float:
-    """Of the clients' models on their own test images."""
-    hits = []
-    for row_P, x, y in zip(row_NP, data.x_test, data.y_test, strict=True):
-        vector_to_parameters(row_P.clone(), model.parameters())
-        hits.append((model(x).argmax(1) == y).float().mean())
-    return float(torch.stack(hits).mean())
 
 
 def personal_models(result: Any) -> Tensor:

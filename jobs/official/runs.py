@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils import vector_to_parameters
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
 from cfl_ray.core.population import Population
@@ -23,6 +24,7 @@ from cfl_ray.models import recipe
 from cfl_ray.nn.network import Network
 
 SHAPE = (1, 28, 28)
+HEAD = ("round", "distance", "accuracy, theirs", "accuracy, ours")  # of the cells of `compared`
 
 
 @dataclass(frozen=True)
@@ -162,10 +164,30 @@ def ours(
     return course
 
 
+def accuracy_of(model: torch.nn.Module, row_NP: Tensor, data: Data) -> float:
+    """The mean accuracy of the clients' models on their own test images."""
+    hits = []
+    for row_P, x, y in zip(row_NP, data.x_test, data.y_test, strict=True):
+        vector_to_parameters(row_P.clone(), model.parameters())
+        hits.append((model(x).argmax(1) == y).float().mean())
+    return float(torch.stack(hits).mean())
+
+
 def distance(theirs: Course, ours: Course, start_P: Tensor, round: int) -> float:
     """Between the weights of a client in the two codes, relative to their distance from the first ones: the largest."""
     apart = (theirs.weights[round] - ours.weights[round]).norm(dim=1)
     return float((apart / (theirs.weights[round] - start_P).norm(dim=1)).max())
+
+
+def compared(theirs: Course, ours: Course, start_P: Tensor, round: int) -> list[str]:
+    """Cells of a table: the round, the distance, and the accuracy in the two codes."""
+    accuracy = [f"{course.accuracy[round - 1]:.4f}" for course in (theirs, ours)]
+    return [str(round), f"{distance(theirs, ours, start_P, round):.1e}", *accuracy]
+
+
+def same_groups(theirs: Course, ours: Course, round: int) -> str:
+    """Whether the clusters after a round are the same, as a cell of a table."""
+    return "yes" if theirs.groups[round] == ours.groups[round] else "no"
 
 
 @contextmanager

@@ -15,7 +15,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from jobs.official import runs
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, distance, modules, rotated_mnist, script, stand_in
+from jobs.official.runs import (
+    Course,
+    Data,
+    accuracy_of,
+    compared,
+    modules,
+    rotated_mnist,
+    same_groups,
+    script,
+    stand_in,
+)
 
 GROUPS, CLIENTS, TRAIN, TEST = 4, 16, 200, 50
 EPOCHS, LR, LAM, TAU, ANCHOR_EPOCHS = 5, 0.1, 0.05, 0.5, 10
@@ -60,11 +70,7 @@ def theirs(checkout: Path, data: Data, start_P: Tensor) -> Course:
                 server.main()  # a round
             logging.disable(logging.NOTSET)
             row_NP = torch.stack([server.cluster_parameters[k] for k in server.find_client_cluster])
-            hits = []
-            for client, row_P in enumerate(row_NP):
-                vector_to_parameters(row_P.clone(), model.parameters())
-                hits.append((model(data.x_test[client]).argmax(1) == data.y_test[client]).float().mean())
-            course.accuracy.append(float(torch.stack(hits).mean()))
+            course.accuracy.append(accuracy_of(model, row_NP, data))
             course.groups[t] = {frozenset(members) for members in server.find_cluster_content.values() if members}
             course.clusters.append(len(course.groups[t]))
             course.weights[t] = row_NP
@@ -102,25 +108,12 @@ ones; the largest of the clients.
 
 def section(checkout: Path, commit: str) -> str:
     values = {"clients": CLIENTS, "train": TRAIN, "epochs": EPOCHS, "lr": LR, "lam": LAM, "tau": TAU}
-    rows = [
-        [
-            "seed",
-            "round",
-            "distance",
-            "accuracy, theirs",
-            "accuracy, ours",
-            "clusters, theirs",
-            "clusters, ours",
-            "same",
-        ]
-    ]
+    rows = [["seed", *runs.HEAD, "clusters, theirs", "clusters, ours", "same"]]
     for seed in SEEDS:
         data = rotated_mnist(seed, [i * GROUPS // CLIENTS for i in range(CLIENTS)], TRAIN, TEST)
         start_P = runs.first_weights(MODEL, 10, seed)
         a, b = theirs(checkout, data, start_P), ours(data, seed)
         for t in KEPT:
-            accuracy = [f"{x.accuracy[t - 1]:.4f}" for x in (a, b)]
             clusters = [str(x.clusters[t - 1]) for x in (a, b)]
-            same = "yes" if a.groups[t] == b.groups[t] else "no"
-            rows.append([str(seed), str(t), f"{distance(a, b, start_P, t):.1e}", *accuracy, *clusters, same])
+            rows.append([str(seed), *compared(a, b, start_P, t), *clusters, same_groups(a, b, t)])
     return "\n".join([HEAD.format(commit=commit, anchor=ANCHOR_EPOCHS, **values), *table(*rows)])
