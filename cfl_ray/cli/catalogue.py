@@ -61,15 +61,12 @@ class PartKind:
             for point in importlib.metadata.entry_points(group=self.registry.group)
         }
         for name in self.registry.names():
-            if name in self.registry.builtin:
-                part = self.registry.builtin[name]
-                yield ListedPart(name, "cfl_ray", _first_line(part), self._parameters(part))
-                continue
+            origin = "cfl_ray" if name in self.registry.builtin else packages[name]
             try:
                 part = self.registry.find(name)
-                yield ListedPart(name, packages[name], _first_line(part), self._parameters(part))
+                yield ListedPart(name, origin, _first_line(part), self._parameters(part))
             except ConfigError as error:
-                yield ListedPart(name, packages[name], str(error), "")
+                yield ListedPart(name, origin, str(error), "")
 
     def _parameters(self, part: Any) -> str:
         if isinstance(part, BuiltinKind):
@@ -105,9 +102,7 @@ def _key(name: str, info: FieldInfo) -> str:
 
 
 def _first_line(part: Any) -> str:
-    if isinstance(part, BuiltinKind):
-        return part.meaning
-    if isinstance(part, Metric):
+    if isinstance(part, BuiltinKind | Metric):
         return part.meaning
     if isinstance(part, Task):
         measured = ", ".join(metric.name for metric in part.metrics)

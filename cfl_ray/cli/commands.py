@@ -44,8 +44,12 @@ app.command(short_help="List the methods, or the options of one.")(list_commands
 app.command(name="list", short_help="List data sets, models, shifts, trackers ... with their parameters.")(
     list_commands.list_parts
 )
-app.command(short_help="Run a study: methods x settings x seeds.")(study_commands.compare)
-app.command(short_help="Run a study over values of any keys: grid, random or Optuna.")(study_commands.sweep)
+app.command("compare", help=study_commands.COMPARE, short_help="Run a study: methods x settings x seeds.")(
+    study_commands.launch
+)
+app.command(
+    "sweep", help=study_commands.SWEEP, short_help="Run a study over values of any keys: grid, random or Optuna."
+)(study_commands.launch)
 app.command(short_help="Compare the methods of runs over seeds.")(result_commands.table)
 app.command(short_help="Write the report of runs: one HTML page.")(result_commands.report)
 app.command(short_help="Write a trained model to a file.")(result_commands.export)

@@ -9,14 +9,14 @@ from cfl_ray.errors.redaction import redact
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
-def say(text: str) -> None:
-    """Prints a line to standard output."""
-    out.print(redact(text), markup=False, soft_wrap=True)
+def say(text: str, console: Console = out) -> None:
+    """Prints a line, by default to standard output."""
+    console.print(redact(text), markup=False, soft_wrap=True)
 
 
 def warn(text: str) -> None:
     """Prints a line to standard error."""
-    err.print(redact(text), markup=False, soft_wrap=True)
+    say(text, err)
 
 
 def command_line(*parts: object) -> str:

@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from cfl_ray import data
+from cfl_ray.cli.console import say
 from cfl_ray.cli.tables import choice_line, method_table, print_table, statistics_line
 from cfl_ray.clock.virtual_time import Flights
 from cfl_ray.config import Experiment
@@ -30,7 +31,6 @@ from cfl_ray.data import FederationSummary
 from cfl_ray.data.federation import Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError
-from cfl_ray.errors.redaction import redact
 from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
@@ -217,43 +217,39 @@ def check_machine(setup: Setup) -> None:
 
 def show(estimate: Estimate, console: Console) -> None:
     """Prints the sizes of the federation and, per method, traffic and memory."""
-    experiment, sizes, estimates, methods = (
-        estimate.setup.experiment,
-        estimate.sizes,
-        estimate.traffic,
-        estimate.setup.methods,
-    )
+    experiment, methods = estimate.setup.experiment, estimate.setup.methods
+    sizes, estimates = estimate.sizes, estimate.traffic
     _show_sizes(estimate, console)
     for warning in estimate.warnings:
-        _print(console, f"warning: {warning}")
+        say(f"warning: {warning}", console)
     if ignored := ignored_events(experiment):
-        _print(console, f"note: {ignored}")
+        say(f"note: {ignored}", console)
     if line := statistics_line(estimate.setup.network().batch_statistics):
-        _print(console, f"note: {line}")
+        say(f"note: {line}", console)
     print_table(_estimate_table(sizes, estimates, experiment.rounds), console)
     for label, plan in estimate.setup.privacy.items():
         for line in describe(plan, label, experiment.rounds):
-            _print(console, line)
+            say(line, console)
     for label, account in estimate.setup.examples.items():
         assert experiment.privacy is not None and experiment.privacy.examples is not None
         for line in describe_examples(experiment.privacy.examples, label, account, experiment.rounds):
-            _print(console, line)
+            say(line, console)
     hosts = experiment.runtime.hosts or usable_cpus()
-    _print(
-        console,
+    say(
         f"memory is for one server and each of {hosts} hosts; "
         "methods that find the number of clusters may hold more models at first",
+        console,
     )
     for label, (count, size) in sizes.compared.items():
-        _print(
-            console,
+        say(
             f"{label} compares {count:,} clients with each other ({methods[label].compares}): "
             f"{size / 1e6:,.1f} MB of the server's memory; {available_memory() / 1e6:,.0f} MB are available here",
+            console,
         )
     _show_deferred(sizes, estimates, console)
     _show_seconds(estimate, console)
     if line := choice_line(methods, experiment.evaluation.choice_samples, sizes.federation.samples[2]):
-        _print(console, line)
+        say(line, console)
 
 
 def show_study(
@@ -267,48 +263,48 @@ def show_study(
         of_setting = list(group)
         first, rounds = of_setting[0][1], of_setting[0][0].experiment.rounds
         by_method = {run.method: next(iter(estimate.traffic.values())) for run, estimate in of_setting}
-        _print(console, f"setting {setting}:")
+        say(f"setting {setting}:", console)
         _show_sizes(first, console)
         for warning in dict.fromkeys(text for _, estimate in of_setting for text in estimate.warnings):
-            _print(console, f"warning: {warning}")
+            say(f"warning: {warning}", console)
         print_table(_estimate_table(first.sizes, by_method, rounds), console)
         for _, estimate in of_setting:
             _show_seconds(estimate, console)
     for warning in metric_warnings(study, [run for run, _ in estimates]):
-        _print(console, f"warning: {warning}")
+        say(f"warning: {warning}", console)
     runs = len(estimates) * seeds
     if study.sweep is not None and study.sweep.sampler == "tpe":
         ends, trials = 2, study.sweep.trials or 0
-        _print(console, f"shown: the ends of the ranges; {trials} trials, {runs // ends * trials} runs")
+        say(f"shown: the ends of the ranges; {trials} trials, {runs // ends * trials} runs", console)
     else:
-        _print(console, f"{runs} runs: {len(estimates)} with each of {seeds} seeds")
+        say(f"{runs} runs: {len(estimates)} with each of {seeds} seeds", console)
     runtime = estimates[0][0].experiment.runtime
     if runtime.backend != "ray" or cluster_address(runtime.address) is None:
-        _print(console, f"on this machine: {resources_for(runtime, runs)}")
-    _print(console, f"folder: {root}")
+        say(f"on this machine: {resources_for(runtime, runs)}", console)
+    say(f"folder: {root}", console)
 
 
 def _show_sizes(estimate: Estimate, console: Console) -> None:
     sizes, federation, rounds = estimate.sizes, estimate.sizes.federation, estimate.setup.experiment.rounds
     fewest, median, most = federation.samples
     steps = sizes.local.steps_of(np.array([median]))[0]
-    _print(
-        console,
+    say(
         f"federation: {federation.clients} clients ({sizes.online} at the start), "
         f"{fewest} / {median:g} / {most} training samples (fewest / median / most), "
         f"{federation.groups or 'unknown'} true groups, {federation.shape.targets_in_words}, "
         f"samples of {'x'.join(map(str, federation.input))}",
-    )
-    _print(console, tested_on(federation.view, federation.groups))
-    number, size = sum(p.numel() for p in sizes.frozen.values()), sum(p.nbytes for p in sizes.frozen.values())
-    _print(
         console,
+    )
+    say(tested_on(federation.view, federation.groups), console)
+    number, size = sum(p.numel() for p in sizes.frozen.values()), sum(p.nbytes for p in sizes.frozen.values())
+    say(
         f"shards: {federation.bytes / 1e6:.1f} MB; "
         f"model: {sizes.spec.size:,} parameters, {sizes.model_bytes / 1e6:.2f} MB"
         + (f", and {number:,} frozen, {size / 1e6:.2f} MB once per machine" if sizes.frozen else ""),
+        console,
     )
-    _print(
-        console, f"a {_round(estimate)}: {sizes.cohort} clients, about {steps} steps each; {rounds} {_round(estimate)}s"
+    say(
+        f"a {_round(estimate)}: {sizes.cohort} clients, about {steps} steps each; {rounds} {_round(estimate)}s", console
     )
 
 
@@ -347,7 +343,7 @@ def _show_deferred(sizes: _Sizes, estimates: dict[str, TrafficEstimate], console
     megabytes = {label: estimate.deferred * sizes.model_bytes / 1e6 for label, estimate in estimates.items()}
     deferring = ", ".join(f"{label} {size:.1f} MB" for label, size in megabytes.items() if size)
     if deferring:
-        _print(console, f"results of a round that stay in the object store until their weights are known: {deferring}")
+        say(f"results of a round that stay in the object store until their weights are known: {deferring}", console)
 
 
 def _show_seconds(estimate: Estimate, console: Console) -> None:
@@ -355,11 +351,7 @@ def _show_seconds(estimate: Estimate, console: Console) -> None:
     rounds = estimate.setup.experiment.rounds
     each = ", ".join(f"{label} {s:.4g} s ({s * rounds:.4g} s in all)" for label, s in estimate.seconds.items())
     if each:
-        _print(console, f"virtual time of a {_round(estimate)}, mean of the first {min(rounds, 20)}: {each}")
+        say(f"virtual time of a {_round(estimate)}, mean of the first {min(rounds, 20)}: {each}", console)
     late = ", ".join(f"{label} {share:.0%}" for label, share in estimate.late.items())
     if late:
-        _print(console, f"clients of a round that miss clock.deadline, and are not trained: {late}")
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(redact(text), markup=False, soft_wrap=True)
+        say(f"clients of a round that miss clock.deadline, and are not trained: {late}", console)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from cfl_ray.cli.console import say
 from cfl_ray.cli.live_client import own_step
 from cfl_ray.cli.tables import (
     SECONDS,
@@ -25,7 +26,6 @@ from cfl_ray.cli.tables import (
 )
 from cfl_ray.config import Experiment
 from cfl_ray.errors import Diverged, RunStopped
-from cfl_ray.errors.redaction import redact
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.results.load import recorded_run
 from cfl_ray.results.results import Results
@@ -214,17 +214,14 @@ class Display(Watcher):
         self._line(f"note: {text}")
 
     def _notes(self, label: str, report: RoundReport) -> None:
-        for event in report.events[:MAX_NOTES]:
-            self._line(f"{label} round {report.round}: {event.text}")
-        if len(report.events) > MAX_NOTES:
-            self._line(f"{label} round {report.round}: and {len(report.events) - MAX_NOTES} more events of clusters")
-        for note in report.notes[:MAX_NOTES]:
-            self._line(f"{label} round {report.round}: {note}")
-        if len(report.notes) > MAX_NOTES:
-            self._line(f"{label} round {report.round}: and {len(report.notes) - MAX_NOTES} more notes")
+        events = [event.text for event in report.events]
+        for what, notes in (("events of clusters", events), ("notes", report.notes)):
+            more = [f"and {len(notes) - MAX_NOTES} more {what}"] if len(notes) > MAX_NOTES else []
+            for note in [*notes[:MAX_NOTES], *more]:
+                self._line(f"{label} round {report.round}: {note}")
 
     def _line(self, text: str) -> None:
-        self.progress.console.print(redact(text), markup=False, soft_wrap=True)
+        say(text, self.progress.console)
 
     # ---- end of the run
 
@@ -248,9 +245,8 @@ class Display(Watcher):
         if self.tested_on:
             self._line(self.tested_on)
         for label, method in results.methods.items():
-            if early := why_early(
-                method.records, self.rounds, method.directory is None or is_finished(method.directory)
-            ):
+            finished = method.directory is None or is_finished(method.directory)
+            if early := why_early(method.records, self.rounds, finished):
                 self._line(f"note: {label} ended {early}")
             if warning := alone_warning(method.final):
                 self._line(f"warning: {label}: {warning}")

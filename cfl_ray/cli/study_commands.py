@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from cfl_ray.cli.arguments import (
     AtOnce,
     DryRun,
@@ -25,7 +27,21 @@ if TYPE_CHECKING:  # the help text does not wait for torch
 Selected = tuple[list[str] | None, list[str] | None, list[int] | None]  # settings, methods and seeds of a study
 
 
-def compare(
+COMPARE = """\
+Run a study: every method in every setting with every seed, and print tables of mean ± standard deviation.
+
+Runs are parallel, as many as the machine or the Ray cluster has room for. Finished runs in the folder are not
+repeated, and stopped ones continue.
+"""
+SWEEP = """\
+Run a study over values of any keys: a grid, random values, or values that Optuna suggests from earlier results.
+
+Prints the trials at the end, best first; otherwise like `compare`.
+"""
+
+
+def launch(
+    context: typer.Context,
     file: StudyFile,
     overrides: StudyOverrides = None,
     folder: StudyFolder = None,
@@ -36,35 +52,11 @@ def compare(
     extend: Extend = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Run a study: every method in every setting with every seed, and print tables of mean ± standard deviation.
-
-    Runs are parallel, as many as the machine or the Ray cluster has room for. Finished runs in the folder are not
-    repeated, and stopped ones continue.
-    """
+    """The command `compare` for a study, `sweep` for a study with a sweep."""
     study = study_from(file, overrides)
-    if study.sweep is not None:
-        raise ConfigError(f"{file} is a sweep; run it with: {command_line('sweep', file, *(overrides or ()))}")
-    run_all(study, folder, (settings, methods, seeds), at_once, dry_run, extend)
-
-
-def sweep(
-    file: StudyFile,
-    overrides: StudyOverrides = None,
-    folder: StudyFolder = None,
-    at_once: AtOnce = None,
-    settings: OnlySettings = None,
-    methods: OnlyMethods = None,
-    seeds: OnlySeeds = None,
-    extend: Extend = None,
-    dry_run: DryRun = False,
-) -> None:
-    """Run a study over values of any keys: a grid, random values, or values that Optuna suggests from earlier results.
-
-    Prints the trials at the end, best first; otherwise like `compare`.
-    """
-    study = study_from(file, overrides)
-    if study.sweep is None:
-        raise ConfigError(f"{file} has no `sweep`; run it with: {command_line('compare', file, *(overrides or ()))}")
+    verb, what = ("compare", "has no `sweep`") if study.sweep is None else ("sweep", "is a sweep")
+    if context.info_name != verb:
+        raise ConfigError(f"{file} {what}; run it with: {command_line(verb, file, *(overrides or ()))}")
     run_all(study, folder, (settings, methods, seeds), at_once, dry_run, extend)
 
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from cfl_ray.cli.console import say
 from cfl_ray.cli.tables import duration, metrics_line, number_table, print_table
 from cfl_ray.config.section import as_yaml
 from cfl_ray.config.study import ALL_SETTINGS, short_names
@@ -118,9 +119,7 @@ class StudyDisplay(StudyWatcher):
             self._print(f"MLflow: {where_to_look(results.root, results.tracking)}")
 
     def _print(self, text: str) -> None:
-        self.console.print(
-            f"{time.strftime('%H:%M:%S')} {text}" if self.progress.disable else text, markup=False, soft_wrap=True
-        )
+        say(f"{time.strftime('%H:%M:%S')} {text}" if self.progress.disable else text, self.console)
 
 
 def _last_record(run: StudyRun, root: Path) -> RoundRecord | None:
@@ -173,16 +172,13 @@ def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metr
             grid.add_row(f"{trial.place}{' =' * (places.count(trial.place) > 1)}", *cells)
         print_table(grid, console)
         if len(trials) > _MOST_TRIALS:
-            console.print(
-                f"and {len(trials) - _MOST_TRIALS} more, in artifacts/trials.csv", markup=False, soft_wrap=True
-            )
+            say(f"and {len(trials) - _MOST_TRIALS} more, in artifacts/trials.csv", console)
     for trial in best:
         score = f"{metric} {mean_and_spread(trial.mean, trial.std)} over {_runs(len(trial.values))}"
         rivals = [other for other in ranked if (other.setting, other.method) == (trial.setting, trial.method)]
         if equal := sum(other.place == trial.place for other in rivals) - 1:
             score += f", equal to {equal} other trial{'s' * (equal > 1)}"
-        console.print(f"best for {trial.method}{_in(trial.setting)}: {score}, with", markup=False, soft_wrap=True)
-        console.print(f"  {trial.overrides}", markup=False, soft_wrap=True)
+        say(f"best for {trial.method}{_in(trial.setting)}: {score}, with\n  {trial.overrides}", console)
 
 
 def _in(setting: str) -> str:

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from cfl_ray.cli.console import say
 from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.errors.redaction import redact
 from cfl_ray.tracking.record import primary_of
@@ -70,10 +71,10 @@ def print_table(table: Table, console: Console) -> None:
     if room >= min(_width(names), _WRAPPED_NAME):
         console.print(table)
         return
-    _print(console, f"{table.title}:")
+    say(f"{table.title}:", console)
     headings = [" ".join(str(column.header).split()) for column in numbers]
     for name, *cells in zip(*(column.cells for column in table.columns), strict=True):
-        _print(console, Text.from_markup(str(name)).plain)
+        say(Text.from_markup(str(name)).plain, console)
         pairs = zip(headings, cells, strict=True)
         _indented(console, Text(", ".join(f"{heading} {cell}" for heading, cell in pairs)), 2)
 
@@ -168,10 +169,10 @@ def list_methods(registry: "Mapping[str, type[Method[Any]]]", console: Console) 
     for name, cls in sorted(registry.items()):
         table.add_row(name, cls.summary())
     console.print(table)
-    _print(
-        console,
+    say(
         "Options of a method: cfl-ray methods NAME. "
         "In a config: methods: [stocfl, {ifca: {num_clusters: 4}}, my_method.py:MyMethod]",
+        console,
     )
 
 
@@ -181,7 +182,7 @@ def list_kinds(kinds: "Mapping[str, PartKind]", console: Console) -> None:
     for name, kind in kinds.items():
         table.add_row(name, escape(", ".join(kind.registry.names())), escape(kind.page))
     console.print(table)
-    _print(console, "The parts of a kind with their parameters: cfl-ray list KIND")
+    say("The parts of a kind with their parameters: cfl-ray list KIND", console)
 
 
 def list_parts(kind: "PartKind", console: Console) -> None:
@@ -190,9 +191,9 @@ def list_parts(kind: "PartKind", console: Console) -> None:
     for part in kind.parts():
         table.add_row(*map(escape, (part.name, part.origin, part.description, part.parameters or "none")))
     console.print(table)
-    _print(console, f"Your own: {kind.own}")
-    _print(console, f"In a config: {kind.example}")
-    _print(console, f"In an installed package: entry points of the group {kind.registry.group}. More: {kind.page}")
+    say(f"Your own: {kind.own}", console)
+    say(f"In a config: {kind.example}", console)
+    say(f"In an installed package: entry points of the group {kind.registry.group}. More: {kind.page}", console)
 
 
 def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) -> None:
@@ -201,11 +202,11 @@ def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) 
     reference: the name by which a config refers to the method.
     """
     module = importlib.import_module(cls.__module__)
-    _print(console, (module.__doc__ or cls.__doc__ or "").strip())
-    _print(console, f"\nPhases: {drawn(cls.phases)}")
+    say((module.__doc__ or cls.__doc__ or "").strip(), console)
+    say(f"\nPhases: {drawn(cls.phases)}", console)
     for phase, meaning in phase_meanings(cls.phases).items():
-        _print(console, f"    {phase:10} {meaning}")
-    _print(console, f"A client keeps: {_kept_in_words(cls)}")
+        say(f"    {phase:10} {meaning}", console)
+    say(f"A client keeps: {_kept_in_words(cls)}", console)
     options = cls.options()
     table = _folding("option", "default", "range", "meaning, and source of the default")
     for option in options:
@@ -215,7 +216,7 @@ def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) 
     example = reference
     if options:
         example = f"{{{reference}: {{{options[0]['name']}: {default_text(options[0]['default'])}}}}}"
-    _print(console, f"In a config: methods: [{example}]")
+    say(f"In a config: methods: [{example}]", console)
 
 
 def _kept_in_words(cls: "type[Method[Any]]") -> str:
@@ -275,7 +276,7 @@ def show_differences(experiment: "Experiment", console: Console) -> None:
             default = as_yaml(defaults[key]) if key in defaults else ""
             table.add_row(escape(key), escape(redact(as_yaml(value))), escape(default))
     console.print(table if table.rows else "All settings have their defaults.")
-    _print(console, "all settings: cfl-ray check --yaml; their meaning: cfl-ray config")
+    say("all settings: cfl-ray check --yaml; their meaning: cfl-ray config", console)
 
 
 def _folding(*headings: str, title: str | None = None) -> Table:
@@ -301,9 +302,14 @@ def _indented(console: Console, text: Text, columns: int) -> None:
 
 def show_status(status: "RunStatus", console: Console) -> None:
     """Prints a row for each known fact about a run."""
-    table = _folding("fact", "value", title=f"{status.experiment}: {status.state}")
-    table.show_header = False
-    for name, value in _status_rows(status).items():
+    _show_facts(f"{status.experiment}: {status.state}", _status_rows(status), console)
+
+
+def _show_facts(title: str, facts: Mapping[str, str | None], console: Console) -> None:
+    table = Table(title=title, show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
         if value:
             table.add_row(name, escape(redact(value)))
     console.print(table)
@@ -344,19 +350,14 @@ def _status_rows(status: "RunStatus") -> dict[str, str | None]:
 
 def show_study_status(status: "StudyStatus", console: Console) -> None:
     """Prints a row for each known fact about a study."""
-    table = _folding("fact", "value", title=f"study {status.study}: {status.state}")
-    table.show_header = False
-    rows = {
+    facts = {
         "runs": f"{status.finished} of {status.runs} finished, {status.left} left",
         "at work": "\n".join(status.live),
         "stopped": "\n".join(status.stopped),
         "failed": "\n".join(f"{name}: {reason}" for name, reason in status.failed.items()),
         "go on with": status.next,
     }
-    for name, value in rows.items():
-        if value:
-            table.add_row(name, escape(value))
-    console.print(table)
+    _show_facts(f"study {status.study}: {status.state}", facts, console)
 
 
 def _hosts(status: "RunStatus") -> str | None:
@@ -386,7 +387,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(redact(text), markup=False, soft_wrap=True)
