@@ -22,12 +22,7 @@ def parse_ids(words: Iterable[str]) -> list[int]:
 
 def format_ids(ids: Sequence[int], limit: int = 8) -> str:
     """Returns sorted ids as text, `3, 5-9`: at most `limit` ranges, then the number of further ids."""
-    runs: list[list[int]] = []  # [first, last] of each range
-    for client in sorted(ids):
-        if runs and client == runs[-1][1] + 1:
-            runs[-1][1] = client
-        else:
-            runs.append([client, client])
+    runs = _ranges(sorted(ids))
     shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:limit])
     hidden = sum(last - first + 1 for first, last in runs[limit:])
     return f"{shown} and {hidden} more" if hidden else shown
@@ -36,11 +31,17 @@ def format_ids(ids: Sequence[int], limit: int = 8) -> str:
 def compress_ids(ids: Sequence[int]) -> list[int | str]:
     """Returns the same ids in the same order, three and more in a row as a range; the inverse of `parse_ids`."""
     entries: list[int | str] = []
-    start = 0
-    while start < len(ids):
-        end = start
-        while end + 1 < len(ids) and ids[end + 1] == ids[end] + 1:
-            end += 1
-        entries += [f"{ids[start]}-{ids[end]}"] if end - start >= 2 else ids[start : end + 1]
-        start = end + 1
+    for first, last in _ranges(ids):
+        entries += [f"{first}-{last}"] if last - first >= 2 else range(first, last + 1)
     return entries
+
+
+def _ranges(ids: Iterable[int]) -> list[list[int]]:
+    """[first, last] of each range of consecutive ids, in the given order."""
+    ranges: list[list[int]] = []
+    for client in ids:
+        if ranges and client == ranges[-1][1] + 1:
+            ranges[-1][1] = client
+        else:
+            ranges.append([client, client])
+    return ranges

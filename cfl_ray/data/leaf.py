@@ -7,7 +7,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,41 @@ SIDE = 28  # pixels
 CLASSES = 62
 
 
-def read(train: list[Path], test: list[Path], progress: Progress | None) -> Images:
-    """Returns LEAF's images as uint8, without loss, since LEAF's pixels are 8-bit values divided by 255."""
-    train_x, train_y, client = _part(train, _images_of, progress)
-    test_x, test_y, _ = _part(test, _images_of, progress) if test else (None, None, None)
-    return Images(train_x, train_y, test_x, test_y, num_classes=CLASSES, client=client)
-
-
 Samples = tuple[np.ndarray, np.ndarray]  # x (n, *input), y int16 (n,)
-Parse = Callable[[Path, str, int, Any, Any], Samples]  # (file, user, count, the user's x, the user's y)
 
 
-def _part(files: list[Path], parse: Parse, progress: Progress | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+class LeafKind(ABC):
+    """How the data of a user become samples."""
+
+    num_classes: int
+    vocabulary: int | None = None  # number of tokens; None: the samples are images
+
+    def learn(self, files: list[Path]) -> None:
+        """Learns from the training files, e.g. a vocabulary. By default it does nothing."""
+        del files
+
+    @abstractmethod
+    def samples(self, file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
+        """Returns the samples of a user: uint8 (n, C, H, W) or token ids int32 (n, length), and labels int16 (n,).
+
+        Raises DataError for unusable data.
+        """
+
+
+def read(train: list[Path], test: list[Path], kind: LeafKind, progress: Progress | None) -> Images:
+    """Returns the samples of LEAF's files, with their users as clients."""
+    kind.learn(train)
+    train_x, train_y, client = _part(train, kind, progress)
+    test_x, test_y, _ = _part(test, kind, progress) if test else (None, None, None)
+    scale = 255 if kind.vocabulary is None else 1
+    return Images(train_x, train_y, test_x, test_y, kind.num_classes, scale, client, vocabulary=kind.vocabulary)
+
+
+def _part(files: list[Path], kind: LeafKind, progress: Progress | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     xs, ys, names = [], [], []
     for done, file in enumerate(files, 1):
         for user, count, x_of_user, y_of_user in _users(file):
-            x, y = parse(file, user, count, x_of_user, y_of_user)
+            x, y = kind.samples(file, user, count, x_of_user, y_of_user)
             xs.append(x)
             ys.append(y)
             names += [user] * len(y)
@@ -65,26 +84,26 @@ def _users(file: Path) -> Iterator[tuple[str, int, Any, Any]]:
             yield str(user), count, x, y
 
 
-def _images_of(file: Path, user: str, count: int, x_of_user: Any, y_of_user: Any) -> Samples:
-    """Returns a user's x, uint8 (n, 1, 28, 28), and y, int16 (n,)."""
-    try:
-        x, y = np.asarray(x_of_user, np.float64), np.asarray(y_of_user, np.int64)
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{file}: data of user {user!r} cannot be read: {error!r}") from error
-    _check(file, user, count, x, y)
-    return np.rint(x * 255).astype(np.uint8).reshape(-1, 1, SIDE, SIDE), y.astype(np.int16)
+class Handwriting(LeafKind):
+    """FEMNIST: images as uint8, without loss, since LEAF's pixels are 8-bit values divided by 255."""
 
+    num_classes = CLASSES
 
-def _check(file: Path, user: str, count: int, x: np.ndarray, y: np.ndarray) -> None:
-    if x.shape != (count, SIDE * SIDE) or y.shape != (count,):
-        raise DataError(
-            f"{file}: user {user!r} needs x of shape ({count}, {SIDE * SIDE}) and y of ({count},), "
-            f"got {x.shape} and {y.shape}"
-        )
-    if not (x.min() >= 0 and x.max() <= 1):
-        raise DataError(f"{file}: pixels of user {user!r} must lie in [0, 1], got {x.min()}..{x.max()}")
-    if not 0 <= y.min() <= y.max() < CLASSES:
-        raise DataError(f"{file}: labels of user {user!r} must lie in 0..{CLASSES - 1}, got {y.min()}..{y.max()}")
+    def samples(self, file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
+        try:
+            x, y = np.asarray(x, np.float64), np.asarray(y, np.int64)
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{file}: data of user {user!r} cannot be read: {error!r}") from error
+        if x.shape != (count, SIDE * SIDE) or y.shape != (count,):
+            raise DataError(
+                f"{file}: user {user!r} needs x of shape ({count}, {SIDE * SIDE}) and y of ({count},), "
+                f"got {x.shape} and {y.shape}"
+            )
+        if not (x.min() >= 0 and x.max() <= 1):
+            raise DataError(f"{file}: pixels of user {user!r} must lie in [0, 1], got {x.min()}..{x.max()}")
+        if not 0 <= y.min() <= y.max() < CLASSES:
+            raise DataError(f"{file}: labels of user {user!r} must lie in 0..{CLASSES - 1}, got {y.min()}..{y.max()}")
+        return np.rint(x * 255).astype(np.uint8).reshape(-1, 1, SIDE, SIDE), y.astype(np.int16)
 
 
 # --- text ---------------------------------------------------------------------------------------
@@ -98,33 +117,8 @@ FILL, UNKNOWN = 0, 1  # tokens after the last word, and for words outside the vo
 TEXT_OF_TWEET = 4  # position of the text in [id, date, query, user, text, ...]
 
 
-class TextKind(ABC):
-    """How the text of a LEAF data set becomes tokens and labels."""
-
-    vocabulary: int
-    num_classes: int
-
-    def learn(self, files: list[Path]) -> None:
-        """Learns from the training files, e.g. a vocabulary. By default it does nothing."""
-        del files
-
-    @abstractmethod
-    def samples(self, file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
-        """Returns token ids int32 (n, length) and labels int16 (n,) of a user. Raises DataError for unusable text."""
-
-
-def read_text(train: list[Path], test: list[Path], kind: TextKind, progress: Progress | None) -> Images:
-    """Returns text as token ids int32 (n, length)."""
-    kind.learn(train)
-    train_x, train_y, client = _part(train, kind.samples, progress)
-    test_x, test_y, _ = _part(test, kind.samples, progress) if test else (None, None, None)
-    return Images(
-        train_x, train_y, test_x, test_y, kind.num_classes, scale=1, client=client, vocabulary=kind.vocabulary
-    )
-
-
 @dataclass
-class Characters(TextKind):
+class Characters(LeafKind):
     """Shakespeare: inputs of 80 characters, labelled with the next character. Unknown characters get the last token."""
 
     vocabulary: int = len(ALPHABET) + 1
@@ -144,7 +138,7 @@ class Characters(TextKind):
 
 
 @dataclass
-class Words(TextKind):
+class Words(LeafKind):
     """Sentiment140: the first 25 words of a tweet; the label is its sentiment, 0 or 1.
 
     The vocabulary has the most frequent words of the training files; equally frequent words in alphabetical order.

@@ -190,30 +190,27 @@ def femnist_leaf(data: FilesDataConfig) -> Source:
         "run LEAF's data/femnist/preprocess.sh and point data.root at LEAF's data/femnist/data (the folder that holds "
         "train/*.json), or use source femnist for the parquet files of flwrlabs/femnist"
     )
-    subfolders = (
-        [data.train_files] if data.train_files else ["", "femnist/data", "data/femnist/data", "leaf/data/femnist/data"]
-    )
-    folder, train = find(data, subfolders, ["train/*.json"], "femnist_leaf", get)
-    test = sorted(folder.glob("test/*.json"))
-    return Source("femnist_leaf", (*train, *test), lambda pixels, progress: leaf.read(train, test, progress))
+    return _leaf("femnist", data, leaf.Handwriting(), get)
 
 
-def _text_leaf(name: str, folder: str, data: FilesDataConfig, kind: leaf.TextKind) -> Source:
-    get = f"run LEAF's data/{folder}/preprocess.sh and point data.root at LEAF's data/{folder}/data"
-    usual = ["", f"{folder}/data", f"data/{folder}/data", f"leaf/data/{folder}/data"]
-    root, train = find(data, [data.train_files] if data.train_files else usual, ["train/*.json"], name, get)
+def _leaf(name: str, data: FilesDataConfig, kind: leaf.LeafKind, get: str = "") -> Source:
+    """Returns the data set in LEAF's folder data/NAME. get: how to obtain it, if there is more to say."""
+    get = get or f"run LEAF's data/{name}/preprocess.sh and point data.root at LEAF's data/{name}/data"
+    usual = ["", f"{name}/data", f"data/{name}/data", f"leaf/data/{name}/data"]
+    source, subfolders = f"{name}_leaf", [data.train_files] if data.train_files else usual
+    root, train = find(data, subfolders, ["train/*.json"], source, get)
     test = sorted(root.glob("test/*.json"))
-    return Source(name, (*train, *test), lambda pixels, progress: leaf.read_text(train, test, kind, progress))
+    return Source(source, (*train, *test), lambda pixels, progress: leaf.read(train, test, kind, progress))
 
 
 def shakespeare_leaf(data: FilesDataConfig) -> Source:
     """Returns LEAF's Shakespeare: the character after 80 characters; each role of a play is a client."""
-    return _text_leaf("shakespeare_leaf", "shakespeare", data, leaf.Characters())
+    return _leaf("shakespeare", data, leaf.Characters())
 
 
 def sent140_leaf(data: Sent140LeafConfig) -> Source:
     """Returns LEAF's Sentiment140: two classes of tweets; each user is a client."""
-    return _text_leaf("sent140_leaf", "sent140", data, leaf.Words(data.vocabulary or leaf.VOCABULARY))
+    return _leaf("sent140", data, leaf.Words(data.vocabulary or leaf.VOCABULARY))
 
 
 # --- the user's own files -----------------------------------------------------------------------

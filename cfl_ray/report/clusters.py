@@ -19,11 +19,10 @@ NAMED = len(COLOURS)  # number of largest clusters with a separate colour
 def cluster_figures(experiment: ReportedExperiment) -> list[PageFigure]:
     """Two figures for each method with clusters, for its first such seed: cluster sizes, and clusters of clients."""
     figures = []
-    for label, runs in experiment.methods.items():
-        run = next((run for run in runs if run.is_clustered), None)
-        if run is None or not run.records:
+    for label, run, seed in experiment.first_runs(lambda run: run.is_clustered):
+        if not run.records:
             continue
-        which = f" (seed {run.seed})" if len(runs) > 1 else ""
+        which = f" ({seed})" if seed else ""
         rounds = evenly(range(1, run.records[-1].round + 1), MOST_ROUNDS)
         figures += [_sizes(experiment, label, run, rounds, which), _places(experiment, label, run, rounds, which)]
     return figures

@@ -18,32 +18,27 @@ NAMED = len(COLOURS)
 def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:
     """Figures of each method's matrices: pairs of clients ordered by cluster, and maps of signatures."""
     figures = []
-    for label, runs in experiment.methods.items():
-        run = next((run for run in runs if run.matrices), None)
-        if run is None:
-            continue
-        several = len(runs) > 1
+    for label, run, seed in experiment.first_runs(lambda run: run.matrices):
         for key, matrix in run.matrices.items():
             name = key.replace("_", " ")
             if not np.isfinite(matrix.values).any():
                 continue
             if not matrix.of_pairs:
-                figures.append(_map(experiment, label, name, run, matrix, several))
+                figures.append(_map(experiment, label, name, run, matrix, seed))
                 continue
-            figures.append(_ordered(experiment, label, name, run, matrix, several))
-            heading = _heading(label, f"{name} of the clients, against their labels", matrix, run, several)
+            figures.append(_ordered(experiment, label, name, run, matrix, seed))
+            heading = _heading(label, f"{name} of the clients, against their labels", matrix, seed)
             if against := against_labels(heading, label, name, matrix, experiment.groups):
                 figures.append(against)
     return figures
 
 
-def _heading(label: str, what: str, matrix: RecordedMatrix, run: MethodRun, several: bool) -> str:
-    seed = f", seed {run.seed}" if several else ""
-    return f"{label}: {what} (round {matrix.round}{seed})"
+def _heading(label: str, what: str, matrix: RecordedMatrix, seed: str) -> str:
+    return f"{label}: {what} ({', '.join(filter(None, [f'round {matrix.round}', seed]))})"
 
 
 def _ordered(
-    experiment: ReportedExperiment, label: str, name: str, run: MethodRun, matrix: RecordedMatrix, several: bool
+    experiment: ReportedExperiment, label: str, name: str, run: MethodRun, matrix: RecordedMatrix, seed: str
 ) -> PageFigure:
     clients = matrix.client_S.tolist()
     cluster_S, group_S = run.history.clusters_at(matrix.round)[clients], experiment.groups[clients]
@@ -91,9 +86,7 @@ def _ordered(
         caption += "cluster is mixed."
     if len(drawn) < len(clients):
         caption += f" {len(drawn)} of {len(clients)} clients are drawn, evenly."
-    return PageFigure(
-        _heading(label, f"{name} of the clients, ordered by cluster", matrix, run, several), caption, figure, 360
-    )
+    return PageFigure(_heading(label, f"{name} of the clients, ordered by cluster", matrix, seed), caption, figure, 360)
 
 
 def _cluster_axis(clusters: list[int]) -> tuple[Plot, list[Plot]]:
@@ -122,7 +115,7 @@ def _inside_and_between(values: np.ndarray, cluster_S: np.ndarray, name: str) ->
 
 
 def _map(
-    experiment: ReportedExperiment, label: str, name: str, run: MethodRun, matrix: RecordedMatrix, several: bool
+    experiment: ReportedExperiment, label: str, name: str, run: MethodRun, matrix: RecordedMatrix, seed: str
 ) -> PageFigure:
     total = len(matrix.client_S)
     defined = np.isfinite(matrix.values).any(1)
@@ -178,7 +171,7 @@ def _map(
         caption += f" {len(drawn)} of {total} clients are drawn."
     if undefined := int((~defined).sum()):
         caption += f" Of {undefined} the {name} are not defined."
-    return PageFigure(_heading(label, f"{name} of the clients", matrix, run, several), caption, figure, 320)
+    return PageFigure(_heading(label, f"{name} of the clients", matrix, seed), caption, figure, 320)
 
 
 def _cluster(cluster: int) -> str:

@@ -14,15 +14,10 @@ _ROW = 1.25  # distance between the bars of two rounds; the bars have height 1
 
 def mixture_figures(experiment: ReportedExperiment) -> list[PageFigure]:
     """Stacked bars of the recorded mixture weights of each method, for the first seed with such weights."""
-    figures = []
-    for label, runs in experiment.methods.items():
-        run = next((run for run in runs if run.mixtures), None)
-        if run is not None:
-            figures.append(_bars(experiment, label, run, several=len(runs) > 1))
-    return figures
+    return [_bars(experiment, *first) for first in experiment.first_runs(lambda run: run.mixtures)]
 
 
-def _bars(experiment: ReportedExperiment, label: str, run: MethodRun, several: bool) -> PageFigure:
+def _bars(experiment: ReportedExperiment, label: str, run: MethodRun, seed: str) -> PageFigure:
     """A row of bars for each drawn round, the last round on top; a bar for each client, a colour for each model."""
     shown = [run.mixtures[place] for place in evenly(range(len(run.mixtures)), MOST_ROUNDS)]
     known_C = np.unique(np.concatenate([client_S for _, client_S, _ in shown]))
@@ -61,5 +56,5 @@ def _bars(experiment: ReportedExperiment, label: str, run: MethodRun, several: b
         caption += " Clients of a true group stand side by side."
     if len(clients) < len(known_C):
         caption += f" {len(clients)} of {len(known_C)} clients are drawn, evenly."
-    seed = f" (seed {run.seed})" if several else ""
-    return PageFigure(f"{label}: mixture weights of the clients{seed}", caption, figure, 120 + 90 * len(shown))
+    which = f" ({seed})" if seed else ""
+    return PageFigure(f"{label}: mixture weights of the clients{which}", caption, figure, 120 + 90 * len(shown))

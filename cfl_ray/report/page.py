@@ -45,8 +45,11 @@ class TableCell:
 
     text: str
     value: float | str
-    note: str = ""  # shown on hovering
-    number: bool = False
+
+    @property
+    def number(self) -> bool:
+        """Whether rows are sorted by numbers."""
+        return not isinstance(self.value, str)
 
 
 @dataclass(frozen=True)
@@ -186,15 +189,15 @@ def _table_rows(report: Report) -> list[list[TableCell]]:
     for row in report.rows:
         experiment, method = str(row["experiment"]), str(row["method"])
         cells = [TableCell(experiment, experiment)] if len(report.experiments) > 1 else []
-        cells += [TableCell(method, method), TableCell(str(row["runs"]), _float(row, "runs"), number=True)]
+        cells += [TableCell(method, method), TableCell(str(row["runs"]), _float(row, "runs"))]
         for name in report.columns:
             mean, std = _float(row, name), _float(row, f"{name}_std")
             text = _with_std(mean, std) if name not in _ROUGH else _roughly(mean, std)
-            cells.append(TableCell(text, mean, number=True))
+            cells.append(TableCell(text, mean))
         if _is_compared(report):
             p, rivals = _float(row, "p"), sum(row["experiment"] == other["experiment"] for other in report.rows)
             text = tested_in_words(p, _float(row, "effect"), _float(row, "runs"), rivals)
-            cells.append(TableCell(text, p, number=True))
+            cells.append(TableCell(text, p))
         rows.append(cells)
     return rows
 
@@ -219,7 +222,7 @@ def _rank_rows(report: Report) -> list[list[TableCell]]:
         return []
     near = {method: "yes" if ranks.is_near_best(method) else "" for method in ranks.mean_rank}
     return [
-        [TableCell(method, method), TableCell(f"{rank:.1f}", rank, number=True), TableCell(near[method], near[method])]
+        [TableCell(method, method), TableCell(f"{rank:.1f}", rank), TableCell(near[method], near[method])]
         for method, rank in ranks.mean_rank.items()
     ]
 
@@ -227,10 +230,10 @@ def _rank_rows(report: Report) -> list[list[TableCell]]:
 def _published_row(row: Comparison) -> list[TableCell]:
     cells = [TableCell(text, text) for text in (row.table, row.column, row.row, row.metric.replace("_", " "))]
     cells += [
-        TableCell(_with_std(row.ours, row.ours_std), row.ours, number=True),
-        TableCell(str(row.seeds), row.seeds, number=True),
-        TableCell(_with_std(row.published, row.published_std), row.published, number=True),
-        TableCell(f"{row.ours - row.published:+.2f}", row.ours - row.published, number=True),
+        TableCell(_with_std(row.ours, row.ours_std), row.ours),
+        TableCell(str(row.seeds), row.seeds),
+        TableCell(_with_std(row.published, row.published_std), row.published),
+        TableCell(f"{row.ours - row.published:+.2f}", row.ours - row.published),
     ]
     return [*cells, TableCell(f"misprint: {row.misprint}" if row.misprint else "", row.misprint)]
 

@@ -1,6 +1,6 @@
 """The data from which the page is made."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -45,6 +45,13 @@ class ReportedExperiment:
     groups: PerClient = field(default_factory=PerClient)  # true group of each client whose group is known
     score: str = "accuracy"  # first metric of the task
     higher_is_better: bool = True
+
+    def first_runs(self, has: Callable[[MethodRun], object]) -> Iterator[tuple[str, MethodRun, str]]:
+        """Yields the label of each method, its first run that has something, and the seed if the method has several."""
+        for label, runs in self.methods.items():
+            for run in filter(has, runs):
+                yield label, run, f"seed {run.seed}" if len(runs) > 1 else ""
+                break
 
     @cached_property
     def seeds(self) -> list[int]:

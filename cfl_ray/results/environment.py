@@ -15,7 +15,7 @@ from cfl_ray.engine import cpu
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.system.files import read_json, write_json
+from cfl_ray.system.files import read_json, read_record, write_json
 
 _TITLES = {
     "engine": "engine (runtime.engine)",
@@ -93,13 +93,9 @@ def read_environment(run_dir: Path | None) -> Environment | None:
     if run_dir is None:
         return None
     try:
-        values = read_json(RunDirectory(run_dir).environment)
+        return read_record(RunDirectory(run_dir).environment, Environment)
     except (DataError, OSError):
         return None
-    names = {item.name for item in fields(Environment)}
-    if not isinstance(values, dict) or not names <= values.keys():
-        return None
-    return Environment(**{name: values[name] for name in names})
 
 
 def write_environment(run_dir: Path, environment: Environment) -> None:

@@ -9,6 +9,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import relpath
 from pathlib import Path
@@ -97,24 +98,28 @@ class Mlflow:
         self.log_batch([record])
 
     def log_batch(self, records: Sequence[RoundRecord]) -> None:
-        run, self._run = self._run, None
-        assert run is not None, "open() makes the run"
-        run.log(records)
-        self._run = run
+        with self._opened() as run:
+            run.log(records)
 
     def log_wait(self, text: str) -> None:
-        run, self._run = self._run, None
-        assert run is not None, "open() makes the run"
-        run.log_wait(text)
-        self._run = run
+        with self._opened() as run:
+            run.log_wait(text)
 
     def close(self, end: RunEnd | None) -> None:
-        run, self._run = self._run, None
-        if end is None or run is None:
+        if end is None or self._run is None:
+            self._run = None
             return
-        run.end(end, RunDirectory(self.run_dir).artifacts)
-        if end.status == "FINISHED":
-            run.log_models(RunDirectory(self.run_dir).models, end.summary.round)
+        with self._opened() as run:
+            run.end(end, RunDirectory(self.run_dir).artifacts)
+            if end.status == "FINISHED":
+                run.log_models(RunDirectory(self.run_dir).models, end.summary.round)
+
+    @contextmanager
+    def _opened(self) -> Iterator[MlflowRun]:
+        """Context with the run, which has to be opened again after an error."""
+        run, self._run = self._run, None
+        assert run is not None, "open() makes the run"
+        yield run
         self._run = run
 
     def set_destination(self, run_dir: Path) -> str | None:
