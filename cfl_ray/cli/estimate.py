@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch import Tensor
 
 from cfl_ray import data
 from cfl_ray.cli.console import say
@@ -21,16 +19,13 @@ from cfl_ray.cli.tables import choice_line, method_table, print_table, statistic
 from cfl_ray.clock.virtual_time import Flights
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
-from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.method import Method
-from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import count_of
-from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.state import State
 from cfl_ray.data import FederationSummary
 from cfl_ray.data.federation import Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError
+from cfl_ray.nn.network import Network
 from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
@@ -51,69 +46,36 @@ _PROCESS_BYTES = 450e6  # memory of a process that has imported torch and Ray, m
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """Sizes of an experiment."""
-
-    federation: FederationSummary
-    spec: ParamSpec
-    frozen: dict[str, Tensor]  # parameters that are not trained
-    local: LocalSGD
-    online: int  # clients before round 1
-    cohort: int  # clients of a round, or of a server step in asynchronous rounds
-    compared: dict[str, tuple[int, int]]  # (clients, bytes of their pairs), by method that compares pairs of clients
-    secure: SecureAggregation | None = None
-
-    @classmethod
-    def of(cls, setup: Setup, federation: FederationSummary) -> "_Sizes":
-        experiment = setup.experiment
-        online, network = len(population_of(experiment, federation.clients).online), setup.network()
-        return cls(
-            federation,
-            network.spec,
-            network.frozen,
-            setup.local,
-            online,
-            experiment.asynchronous.buffer or experiment.cohort.clients or count_of(experiment.cohort.fraction, online),
-            {
-                label: (count, count**2 * method.pair_bytes)
-                for label, method in setup.methods.items()
-                if (count := compared_clients(setup, label))
-            },
-            setup.secure,
-        )
-
-    @property
-    def model_bytes(self) -> int:
-        return self.spec.size * 4
-
-    def traffic(self, method: Method[Any]) -> TrafficEstimate:
-        shape = self.federation.shape
-        return traffic(method, self.federation.clients, self.cohort, self.spec, self.local, shape, self.secure)
-
-    def server_bytes(self, label: str, estimate: TrafficEstimate) -> float:
-        _, pairs = self.compared.get(label, (0, 0))
-        models = (estimate.models + 1) * 4 * self.model_bytes
-        return _PROCESS_BYTES + models + pairs + _CLIENT_BYTES * self.federation.clients
-
-    def host_bytes(self, estimate: TrafficEstimate) -> float:
-        return _PROCESS_BYTES + (estimate.models * 3 + 6) * self.model_bytes
-
-
-@dataclass(frozen=True)
 class Estimate:
     """The sizes of a valid experiment, and the traffic of its methods."""
 
     setup: Setup  # on a stand-in for the federation
-    sizes: _Sizes
+    federation: FederationSummary
+    online: int  # clients before round 1
+    cohort: int  # clients of a round, or of a server step in asynchronous rounds
+    network: Network
+    compared: dict[str, tuple[int, int]]  # (clients, bytes of their pairs), by method that compares pairs of clients
     traffic: dict[str, TrafficEstimate]  # by method
     seconds: dict[str, float]  # virtual seconds of a round, by method; empty without a clock
     # share of the selected clients that miss `clock.deadline`, by method; empty without a deadline
     late: dict[str, float]
 
     @property
+    def model_bytes(self) -> int:
+        return self.network.spec.size * 4
+
+    def server_bytes(self, label: str, traffic: TrafficEstimate) -> float:
+        _, pairs = self.compared.get(label, (0, 0))
+        models = (traffic.models + 1) * 4 * self.model_bytes
+        return _PROCESS_BYTES + models + pairs + _CLIENT_BYTES * self.federation.clients
+
+    def host_bytes(self, traffic: TrafficEstimate) -> float:
+        return _PROCESS_BYTES + (traffic.models * 3 + 6) * self.model_bytes
+
+    @property
     def warnings(self) -> list[str]:
         """A line for each key that is valid but has no effect, or probably another effect than intended."""
-        clients = self.sizes.federation.clients
+        clients = self.federation.clients
         wanted = {label: getattr(method, "num_clusters", None) or 0 for label, method in self.setup.methods.items()}
         empty = [
             f"{label}.num_clusters ({number}) is more than the {clients} clients: some clusters stay empty"
@@ -139,12 +101,21 @@ def estimate(experiment: Experiment, summary: FederationSummary | None = None) -
     summary = summary or data.describe(experiment.data, experiment.seed, experiment.targets)
     setup = setup_on(experiment, _stand_in(summary, experiment.seed))
     check_machine(setup)
-    sizes = _Sizes.of(setup, summary)
-    traffic = {label: sizes.traffic(method) for label, method in setup.methods.items()}
+    online, network = len(population_of(experiment, summary.clients).online), setup.network()
+    cohort = experiment.asynchronous.buffer or experiment.cohort.clients or count_of(experiment.cohort.fraction, online)
+    compared = {
+        label: (count, count**2 * method.pair_bytes)
+        for label, method in setup.methods.items()
+        if (count := compared_clients(setup, label))
+    }
+    sent = {
+        label: traffic(method, summary.clients, cohort, network.spec, setup.local, summary.shape, setup.secure)
+        for label, method in setup.methods.items()
+    }
     timed = {label: time_of_a_round(setup, label) for label in setup.methods} if setup.clock else {}
     seconds = {label: seconds for label, (seconds, _) in timed.items()}
     late = {label: share for label, (_, share) in timed.items()} if setup.clock and setup.clock.deadline else {}
-    return Estimate(setup, sizes, traffic, seconds, late)
+    return Estimate(setup, summary, online, cohort, network, compared, sent, seconds, late)
 
 
 def time_of_a_round(setup: Setup, label: str) -> tuple[float, float]:
@@ -218,15 +189,14 @@ def check_machine(setup: Setup) -> None:
 def show(estimate: Estimate, console: Console) -> None:
     """Prints the sizes of the federation and, per method, traffic and memory."""
     experiment, methods = estimate.setup.experiment, estimate.setup.methods
-    sizes, estimates = estimate.sizes, estimate.traffic
     _show_sizes(estimate, console)
     for warning in estimate.warnings:
         say(f"warning: {warning}", console)
     if ignored := ignored_events(experiment):
         say(f"note: {ignored}", console)
-    if line := statistics_line(estimate.setup.network().batch_statistics):
+    if line := statistics_line(estimate.network.batch_statistics):
         say(f"note: {line}", console)
-    print_table(_estimate_table(sizes, estimates, experiment.rounds), console)
+    print_table(_estimate_table(estimate, estimate.traffic), console)
     for label, plan in estimate.setup.privacy.items():
         for line in describe(plan, label, experiment.rounds):
             say(line, console)
@@ -240,15 +210,15 @@ def show(estimate: Estimate, console: Console) -> None:
         "methods that find the number of clusters may hold more models at first",
         console,
     )
-    for label, (count, size) in sizes.compared.items():
+    for label, (count, size) in estimate.compared.items():
         say(
             f"{label} compares {count:,} clients with each other ({methods[label].compares}): "
             f"{size / 1e6:,.1f} MB of the server's memory; {available_memory() / 1e6:,.0f} MB are available here",
             console,
         )
-    _show_deferred(sizes, estimates, console)
+    _show_deferred(estimate, console)
     _show_seconds(estimate, console)
-    if line := choice_line(methods, experiment.evaluation.choice_samples, sizes.federation.samples[2]):
+    if line := choice_line(methods, experiment.evaluation.choice_samples, estimate.federation.samples[2]):
         say(line, console)
 
 
@@ -261,13 +231,13 @@ def show_study(
     """
     for setting, group in groupby(estimates, lambda estimate: estimate[0].setting):
         of_setting = list(group)
-        first, rounds = of_setting[0][1], of_setting[0][0].experiment.rounds
+        first = of_setting[0][1]
         by_method = {run.method: next(iter(estimate.traffic.values())) for run, estimate in of_setting}
         say(f"setting {setting}:", console)
         _show_sizes(first, console)
         for warning in dict.fromkeys(text for _, estimate in of_setting for text in estimate.warnings):
             say(f"warning: {warning}", console)
-        print_table(_estimate_table(first.sizes, by_method, rounds), console)
+        print_table(_estimate_table(first, by_method), console)
         for _, estimate in of_setting:
             _show_seconds(estimate, console)
     for warning in metric_warnings(study, [run for run, _ in estimates]):
@@ -285,34 +255,35 @@ def show_study(
 
 
 def _show_sizes(estimate: Estimate, console: Console) -> None:
-    sizes, federation, rounds = estimate.sizes, estimate.sizes.federation, estimate.setup.experiment.rounds
+    federation, network = estimate.federation, estimate.network
     fewest, median, most = federation.samples
-    steps = sizes.local.steps_of(np.array([median]))[0]
+    steps = estimate.setup.local.steps_of(np.array([median]))[0]
     say(
-        f"federation: {federation.clients} clients ({sizes.online} at the start), "
+        f"federation: {federation.clients} clients ({estimate.online} at the start), "
         f"{fewest} / {median:g} / {most} training samples (fewest / median / most), "
         f"{federation.groups or 'unknown'} true groups, {federation.shape.targets_in_words}, "
         f"samples of {'x'.join(map(str, federation.input))}",
         console,
     )
     say(tested_on(federation.view, federation.groups), console)
-    number, size = sum(p.numel() for p in sizes.frozen.values()), sum(p.nbytes for p in sizes.frozen.values())
+    frozen = network.frozen.values()
+    number, size = sum(p.numel() for p in frozen), sum(p.nbytes for p in frozen)
     say(
         f"shards: {federation.bytes / 1e6:.1f} MB; "
-        f"model: {sizes.spec.size:,} parameters, {sizes.model_bytes / 1e6:.2f} MB"
-        + (f", and {number:,} frozen, {size / 1e6:.2f} MB once per machine" if sizes.frozen else ""),
+        f"model: {network.spec.size:,} parameters, {estimate.model_bytes / 1e6:.2f} MB"
+        + (f", and {number:,} frozen, {size / 1e6:.2f} MB once per machine" if frozen else ""),
         console,
     )
-    say(
-        f"a {_round(estimate)}: {sizes.cohort} clients, about {steps} steps each; {rounds} {_round(estimate)}s", console
-    )
+    rounds = f"{estimate.setup.experiment.rounds} {_round(estimate)}s"
+    say(f"a {_round(estimate)}: {estimate.cohort} clients, about {steps} steps each; {rounds}", console)
 
 
 def _round(estimate: Estimate) -> str:
     return "server step" if estimate.setup.asynchrony else "round"
 
 
-def _estimate_table(sizes: _Sizes, estimates: dict[str, TrafficEstimate], rounds: int) -> Table:
+def _estimate_table(estimate: Estimate, traffic: dict[str, TrafficEstimate]) -> Table:
+    """A row for each method. traffic: by method."""
     headings = (
         "Mbit down, up\nof a client\nin round 1",
         "\nin a later\nround",
@@ -322,25 +293,25 @@ def _estimate_table(sizes: _Sizes, estimates: dict[str, TrafficEstimate], rounds
         "a client\nkeeps MB",
     )
     table = method_table("expected", headings)
-    for label, estimate in estimates.items():
-        first_down, first_up = estimate.first_round
-        later_down, later_up = estimate.later_round
-        total = sum(estimate.first_round) + (rounds - 1) * sum(estimate.later_round)
+    for label, sent in traffic.items():
+        first_down, first_up = sent.first_round
+        later_down, later_up = sent.later_round
+        total = sum(sent.first_round) + (estimate.setup.experiment.rounds - 1) * sum(sent.later_round)
         table.add_row(
             escape(label),
             f"{first_down:.3f}, {first_up:.3f}",
             f"{later_down:.3f}, {later_up:.3f}",
             f"{total:.1f}",
-            f"{sizes.server_bytes(label, estimate) / 1e6:.0f}",
-            f"{sizes.host_bytes(estimate) / 1e6:.0f}",
-            f"{4 * sum(estimate.kept.values()) / 1e6:.3f}" if estimate.kept else "-",
+            f"{estimate.server_bytes(label, sent) / 1e6:.0f}",
+            f"{estimate.host_bytes(sent) / 1e6:.0f}",
+            f"{4 * sum(sent.kept.values()) / 1e6:.3f}" if sent.kept else "-",
         )
     return table
 
 
-def _show_deferred(sizes: _Sizes, estimates: dict[str, TrafficEstimate], console: Console) -> None:
+def _show_deferred(estimate: Estimate, console: Console) -> None:
     """Prints the size of the results that wait in the object store, for the methods that defer averaging."""
-    megabytes = {label: estimate.deferred * sizes.model_bytes / 1e6 for label, estimate in estimates.items()}
+    megabytes = {label: sent.deferred * estimate.model_bytes / 1e6 for label, sent in estimate.traffic.items()}
     deferring = ", ".join(f"{label} {size:.1f} MB" for label, size in megabytes.items() if size)
     if deferring:
         say(f"results of a round that stay in the object store until their weights are known: {deferring}", console)

@@ -72,7 +72,7 @@ def test_clients_that_miss_the_deadline_are_counted(tmp_path):
     )
     found = estimate.estimate(experiment)
     frame = cfl_ray.simulate(experiment)["fedavg"].to_frame()
-    missed, selected = frame["clients_past_deadline"].sum(), 4 * found.sizes.cohort
+    missed, selected = frame["clients_past_deadline"].sum(), 4 * found.cohort
     assert 0 < missed < selected
     assert found.late["fedavg"] == missed / selected
     assert f"that miss clock.deadline, and are not trained: fedavg {missed / selected:.0%}" in shown(found)
@@ -153,5 +153,5 @@ def test_the_memory_of_pairs_of_clients_is_shown_and_counted(tmp_path):
     text = shown(found)
     line = r"pacfl compares 400 clients with each other \(reachable\): 3.2 MB of the server's memory; [\d,]+ MB are"
     assert re.search(line, text) and "ifca compares" not in text
-    sizes, traffic = found.sizes, found.traffic["pacfl"]
-    assert sizes.server_bytes("pacfl", traffic) - replace(sizes, compared={}).server_bytes("pacfl", traffic) == 3.2e6
+    traffic = found.traffic["pacfl"]
+    assert found.server_bytes("pacfl", traffic) - replace(found, compared={}).server_bytes("pacfl", traffic) == 3.2e6
