@@ -68,13 +68,7 @@ def curves(experiment: ReportedExperiment) -> list[PageFigure]:
         f"{score}_tuned": f"{words.capitalize()}, P-tune: after further local epochs",
     }
     figures = [_scores(experiment, metric, title) for metric, title in titles.items()]
-    figures += [
-        *_by_costs(experiment),
-        _agreement(experiment),
-        _clusters(experiment),
-        _largest(experiment),
-    ]
-    figures += [_events(experiment)]
+    figures += [*_by_costs(experiment), *(make(experiment) for make in (_agreement, _clusters, _largest, _events))]
     return [figure for figure in figures if figure is not None]
 
 

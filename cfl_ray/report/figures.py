@@ -7,7 +7,7 @@ the end of its line, instead of a legend.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -31,6 +31,7 @@ LABEL_START = 1.07  # distance of the labels from the left end of the axes, in w
 
 Records = Sequence[RoundRecord]
 Line = tuple[list[float], list[float]]  # x, y
+LineStyle = dict[str, Any]  # colour and dashes of a method's lines, as Matplotlib's keyword arguments
 XAxis = Callable[[RoundRecord], float]
 
 
@@ -43,20 +44,6 @@ class Panel(NamedTuple):
     metric: str
     title: str
     x_of: XAxis
-
-
-class LineStyle(NamedTuple):
-    """The look of a method's lines."""
-
-    colour: str
-    dashes: str
-
-
-class DrawnPanel(NamedTuple):
-    """A panel with the line of each method that recorded its metric."""
-
-    panel: Panel
-    lines: dict[str, Line]
 
 
 def write_figures(directory: str | Path, records_by_method: Mapping[str, Records], prefix: str = "") -> list[Path]:
@@ -72,14 +59,8 @@ def write_figures(directory: str | Path, records_by_method: Mapping[str, Records
         f"{score}_by_virtual_seconds.png": [Panel(score, f"mean client {score.replace('_', ' ')}", virtual_seconds)],
         "clusters_by_round.png": clusters,
     }
-    if not any("virtual_seconds" in metrics for records in records_by_method.values() for metrics in _metrics(records)):
-        del figures[f"{score}_by_virtual_seconds.png"]
     written = (_write(directory / f"{prefix}{name}", panels, records_by_method) for name, panels in figures.items())
     return [path for path in written if path]
-
-
-def _metrics(records: Records) -> list[Mapping[str, float]]:
-    return [record.metrics for record in records]
 
 
 def _round(record: RoundRecord) -> float:
@@ -89,7 +70,7 @@ def _round(record: RoundRecord) -> float:
 def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, Records]) -> Path | None:
     """Writes a figure with a panel for each recorded metric, and returns its path; None without a recorded metric."""
     styles = {method: _style(place) for place, method in enumerate(records_by_method)}
-    drawn = [DrawnPanel(panel, lines) for panel in panels if (lines := _lines(records_by_method, panel))]
+    drawn = [(panel, lines) for panel in panels if (lines := _lines(records_by_method, panel))]
     if not drawn:
         return None
     height = max(MIN_HEIGHT_INCHES, len(records_by_method) * LABEL_GAP_POINTS / 72 * 1.4)
@@ -97,11 +78,11 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
     FigureCanvasAgg(figure)
     margins = _margins(figure, len(drawn), styles)
     all_axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False, gridspec_kw=margins)[:, 0]
-    for axes, panel in zip(all_axes, drawn, strict=True):
-        _draw(axes, panel, styles)
+    for axes, (panel, lines) in zip(all_axes, drawn, strict=True):
+        _draw(axes, panel, lines, styles)
     all_axes[-1].set_xlabel(_X_TITLES.get(panels[0].x_of, "round"))
-    for axes, panel in zip(all_axes, drawn, strict=True):
-        _label_ends(axes, panel.lines, styles)
+    for axes, (_, lines) in zip(all_axes, drawn, strict=True):
+        _label_ends(axes, lines, styles)
     with drafted(path) as draft:
         figure.savefig(draft)
     return path
@@ -132,33 +113,28 @@ def _lines(records_by_method: Mapping[str, Records], panel: Panel) -> dict[str, 
 
 
 def _line(records: Records, panel: Panel) -> Line:
-    points = [
-        (panel.x_of(record), record.metrics[panel.metric])
-        for record in records
-        if math.isfinite(record.metrics.get(panel.metric, math.nan))
-    ]
-    return [x for x, _ in points], [y for _, y in points]
+    points = [(panel.x_of(record), record.metrics.get(panel.metric, math.nan)) for record in records]
+    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    return [x for x, _ in finite], [y for _, y in finite]
 
 
 def _style(place: int) -> LineStyle:
-    return LineStyle(COLOURS[place % len(COLOURS)], STYLES[place // len(COLOURS) % len(STYLES)])
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[place // len(COLOURS) % len(STYLES)]}
 
 
-def _draw(axes: Axes, drawn: DrawnPanel, styles: Mapping[str, LineStyle]) -> None:
-    for method, (xs, ys) in drawn.lines.items():
-        colour, dashes = styles[method]
-        marker = "o" if len(xs) == 1 else ""
-        axes.plot(xs, ys, color=colour, linestyle=dashes, linewidth=1.8, marker=marker, markersize=4)
-    axes.set_title(drawn.panel.title, loc="left", fontsize=11)
+def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Line], styles: Mapping[str, LineStyle]) -> None:
+    for method, (xs, ys) in lines.items():
+        axes.plot(xs, ys, **styles[method], linewidth=1.8, marker="o" if len(xs) == 1 else "", markersize=4)
+    axes.set_title(panel.title, loc="left", fontsize=11)
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
-    if drawn.panel.x_of is _round:
+    if panel.x_of is _round:
         _whole_ticks(axes.xaxis)
-    if drawn.panel.metric == "num_clusters":
+    if panel.metric == "num_clusters":
         axes.set_ylim(bottom=0)
         _whole_ticks(axes.yaxis)
-    elif drawn.panel.metric == "ari":
+    elif panel.metric == "ari":
         axes.set_ylim(top=1.05)
 
 
@@ -184,13 +160,12 @@ def _label_ends(axes: Axes, lines: Mapping[str, Line], styles: Mapping[str, Line
 
 def _label(axes: Axes, method: str, end: tuple[float, float], height: float, style: LineStyle) -> None:
     """Writes a method's name and a sample of its line, connected by a thin line to `end`, the end of the line."""
-    colour, dashes = style
-    in_axes = axes.transAxes
+    colour, in_axes = style["color"], axes.transAxes
     sample = [LABEL_START - 0.05, LABEL_START - 0.01]
     axes.plot(
         [end[0], sample[0]], [end[1], height], color=colour, linewidth=0.6, alpha=0.5, transform=in_axes, clip_on=False
     )
-    axes.plot(sample, [height, height], color=colour, linestyle=dashes, linewidth=1.8, transform=in_axes, clip_on=False)
+    axes.plot(sample, [height, height], **style, linewidth=1.8, transform=in_axes, clip_on=False)
     axes.text(
         LABEL_START,
         height,

@@ -178,9 +178,8 @@ class Results:
     methods: dict[str, MethodResult]
     run_dir: Path | None  # None: no files
     tracking: str | None = None  # MLflow, without credentials; None: not tracked
-    run_info: dict[str, str] | None = field(
-        default=None, repr=False
-    )  # hosts, device, engine, CPU and PyTorch; None: read from files
+    # hosts, device, engine, CPU and PyTorch; None: read from files
+    run_info: dict[str, str] | None = field(default=None, repr=False)
 
     def __getitem__(self, label: str) -> MethodResult:
         return self.method(label)

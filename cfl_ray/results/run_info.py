@@ -30,11 +30,8 @@ def run_info(runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]
         return ", ".join(f"{key.removeprefix(prefix)} {settings[key]}" for key in chosen)
 
     apart = ("data.shift.", "data.partition.", "data.test.", "data.root", "data.download", "data.shards", "data.source")
-    clients = max(
-        (len(run.scores.get("client", ())) for runs in methods.values() for run in runs),
-        default=0,
-    )
-    clients = max(clients, len(groups), experiment.data.partition.clients or 0)
+    scored = [len(run.scores.get("client", ())) for of_method in methods.values() for run in of_method]
+    clients = max([*scored, len(groups), experiment.data.partition.clients or 0])
     true_groups = f", {len(groups.sizes)} true groups" if groups else ""
     recorded = _recorded(first.directory)
     seeds = sorted({run.experiment.seed for run in runs})

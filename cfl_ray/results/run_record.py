@@ -77,9 +77,7 @@ def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
         there = flatten(config.load(directory.config).to_dict_as_written())
     defaults = flatten(Experiment().to_dict())
     here, written = flatten(now.to_dict()), flatten(now.to_dict_as_written())
-    known = {
-        ".".join(path) for path, _ in keys_of(Experiment)
-    }  # known keys that are not in `here` belong to other kinds
+    known = {".".join(path) for path, _ in keys_of(Experiment)}  # those that are not in `here` belong to other kinds
     keys = [key for key in sorted({*there, *here}) if key.partition(".")[0] not in {*NOT_HASHED, "session"}]
     keys = [key for key in keys if key in here or key not in known]
     unused, off = now.unused.keys(), OFF | NEUTRAL  # info.json lacks keys without effect

@@ -235,16 +235,19 @@ class _Launch:
             if self.uri is not None:  # records that the runs could not deliver while they were live
                 deliver_pending(self.root.parent, self.uri, warn=self.watcher.warn)
         return StudyResults(
-            self.study, self.root, self.failed, redact(self.uri) if self.uri else None, self._ranked(self.results())
+            self.study,
+            self.root,
+            self.failed,
+            redact(self.uri) if self.uri else None,
+            self._ranked(read_study(self.root)),
         )
 
     def _end(self, run_log: RunLog, status: EndStatus) -> None:
         """Writes the tables of finished runs, then the end of the study: FAILED if a table cannot be written."""
         try:
-            figures = self.results()
-            count = sum(
-                map(len, figures.run_metrics.values())
-            )  # step of the parent's metrics, which grows with the number of finished runs
+            figures = read_study(self.root)
+            # step of the parent's metrics, which grows with the number of finished runs
+            count = sum(map(len, figures.run_metrics.values()))
             if summary := self._write_tables(figures):
                 run_log.log(RoundRecord(count, summary, int(time.time() * 1000), self.of_task))
         except BaseException:
@@ -253,23 +256,12 @@ class _Launch:
         finally:
             run_log.finish(status, {})
 
-    def results(self) -> StudyFigures:
-        """The metrics of the finished runs."""
-        return read_study(self.root)
-
     def _again(self) -> str:
         """The command that continues this study."""
         if self.only == ALL and self.extend is None:
             return command("resume", self.root)
-        selected = [
-            f"--{name}={value}"
-            for name, chosen in (
-                ("setting", self.only.settings),
-                ("method", self.only.methods),
-                ("seed", self.only.seeds),
-            )
-            for value in chosen
-        ]
+        chosen = {"setting": self.only.settings, "method": self.only.methods, "seed": self.only.seeds}
+        selected = [f"--{name}={value}" for name, values in chosen.items() for value in values]
         if self.extend is not None:
             selected.append(f"--extend={self.extend}")
         verb = "sweep" if self.study.sweep else "compare"
@@ -354,7 +346,7 @@ class _Launch:
         """Reports the results of trials to the sampler of a sweep. Raises ConfigError if no run has its metric."""
         if self.study.sweep is None:
             return
-        metric, figures = self.study.sweep.metric, self.results()
+        metric, figures = self.study.sweep.metric, read_study(self.root)
         present = metrics_of(figures.run_metrics)
         if present and metric not in present:
             raise ConfigError(f"sweep.metric: no run has the metric {metric!r}{did_you_mean(metric, present)}")
@@ -393,9 +385,8 @@ class _Launch:
         if self.uri is not None and self.study.sweep is None:
             self._write_figures(directory.artifacts)
         if self.experiment.tracking.report:
-            report_at_the_end(
-                self.root, lambda: find_runs([self.root], trust=True), self.watcher.warn
-            )  # runs of this study
+            # trusted: these are runs of this study
+            report_at_the_end(self.root, lambda: find_runs([self.root], trust=True), self.watcher.warn)
         means = [name for name in table.columns if f"{name}_std" in table.columns]  # without the spreads over the seeds
         names = [name for name in means if name in METRICS or name in self.of_task]
         return {

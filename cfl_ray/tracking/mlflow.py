@@ -37,9 +37,8 @@ UID_TAG = "cfl_ray.run_uid"
 PARENT_TAG = "mlflow.parentRunId"
 PHASES_TAG = "phases"
 WAIT_TAG = "last_wait"
-_EXPERIMENT_TAGS = {
-    "mlflow.experimentKind": "custom_model_development"
-}  # else MLflow opens it as an experiment with language models
+# else MLflow opens it as an experiment with language models
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 _SOURCE_TAGS = {"mlflow.source.name": "cfl-ray", "mlflow.source.type": "LOCAL"}
 _NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
 _LATEST = "Latest comparison: "  # first words of our description of an experiment

@@ -71,19 +71,11 @@ RUN_METRICS = {
 METRICS = ROUND_METRICS | RUN_METRICS
 PAST_SCORES = "past_scores"  # diagnostic: the first metric of each client on its data before their last change
 # columns of records, of client_metrics.arrow, and of tables of several runs
-_COLUMNS = frozenset({"loss", "round", "client", "method", "time_ms", "phase", "events"})
-_COLUMNS |= {"experiment", "runs", "mbit", "seconds", "p", "effect"}
+_OF_RECORDS = frozenset({"loss", "round", "client", "method", "time_ms", "phase", "events"})
+_COLUMNS = _OF_RECORDS | {"experiment", "runs", "mbit", "seconds", "p", "effect"}
 _SCORE_NAME = re.compile(r"[a-z][a-z0-9_]*")
-_DERIVED = (
-    "_local",
-    "_local_trained",
-    "_tuned",
-    "_past",
-    "_honest",
-    "_std",
-    "_p10",
-    "_p90",
-)  # of the first metric of a task
+# of the first metric of a task
+_DERIVED = ("_local", "_local_trained", "_tuned", "_past", "_honest", "_std", "_p10", "_p90")
 
 
 def score_metrics_of(names: Sequence[str]) -> set[str]:
@@ -108,10 +100,7 @@ def check_score_name(name: str) -> None:
     """Raises ConfigError for a name under which a metric cannot be recorded."""
     if not _SCORE_NAME.fullmatch(name):
         raise ConfigError(f"metric {name!r}: a name consists of a-z, 0-9 and _, and begins with a letter")
-    recorded = METRICS.keys() - {"accuracy", "macro_f1"}
-    if name in recorded | {"loss", "round", "client", "method", "time_ms", "phase", "events"} or name.endswith(
-        _DERIVED
-    ):
+    if name in (METRICS.keys() - {"accuracy", "macro_f1"}) | _OF_RECORDS or name.endswith(_DERIVED):
         raise ConfigError(f"metric {name!r} has the name of another metric (docs/metrics.md); give it another one")
 
 

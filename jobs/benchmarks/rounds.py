@@ -59,6 +59,11 @@ class OnRay:
                 with suppress(OSError):  # the process has ended
                     self.peak[kind] = max(self.peak.get(kind, 0), _private_mb(pid))
 
+    @property
+    def peaks(self) -> str:
+        """The peaks so far, as text."""
+        return ", ".join(f"{kind} {mb:.0f} MB" for kind, mb in sorted(self.peak.items()))
+
     def close(self) -> None:
         self.closing.set()
         self.session.close()
@@ -106,10 +111,9 @@ def speed(names: list[str], rounds: int) -> None:
             pairs = [(measured.round(), bare.round()) for _ in range(rounds + 1)][1:]
             seconds, bare_seconds = (statistics.median(column) for column in zip(*pairs))
             ratio = statistics.median(a / b for a, b in pairs)
-            peaks = ", ".join(f"{kind} {mb:.0f} MB" for kind, mb in sorted(measured.peak.items()))
             print(
                 f"{name} ({work.description}): cfl_ray {seconds:.2f} s, bare {bare_seconds:.2f} s, ratio {ratio:.2f}; "
-                f"peak: {peaks}; bare processes now: {bare_memory(bare):.0f} MB; {measured.engine}",
+                f"peak: {measured.peaks}; bare processes now: {bare_memory(bare):.0f} MB; {measured.engine}",
                 flush=True,
             )
             bare.close()
@@ -125,9 +129,9 @@ def memory(rounds: int) -> None:
         with tempfile.TemporaryDirectory() as output:
             measured = OnRay(experiment_of(work, output, rounds + 1, data=data, cohort={"clients": cohort}))
             seconds = [measured.round() for _ in range(rounds)]
-            peaks = ", ".join(f"{kind} {mb:.0f} MB" for kind, mb in sorted(measured.peak.items()))
             print(
-                f"N = {clients:,}, cohort {cohort:,}: {peaks}; {statistics.median(seconds):.1f} s per round", flush=True
+                f"N = {clients:,}, cohort {cohort:,}: {measured.peaks}; {statistics.median(seconds):.1f} s per round",
+                flush=True,
             )
             measured.close()
 
@@ -155,10 +159,10 @@ def states(rounds: int, clients: int, cohort: int) -> None:
         measured = OnRay(Experiment(**values), run_dir)
         for _ in range(rounds):
             seconds = [measured.round() for _ in range(20)]
-            peaks = ", ".join(f"{kind} {mb:.0f} MB" for kind, mb in sorted(measured.peak.items()))
             files = sum(file.stat().st_size for file in (run_dir / "ditto" / "checkpoints").iterdir()) / 1e9
             print(
-                f"20 rounds: {sum(seconds) / 20:.2f} s a round; peak so far {peaks}; files {files:.1f} GB", flush=True
+                f"20 rounds: {sum(seconds) / 20:.2f} s a round; peak so far {measured.peaks}; files {files:.1f} GB",
+                flush=True,
             )
         measured.close()
         again = OnRay(Experiment(**values), run_dir)

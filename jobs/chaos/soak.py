@@ -42,9 +42,8 @@ QUIET = 0.1  # share of the rounds, at the end, in which nothing is killed: MLfl
 _SAMPLE_SECONDS = 5.0
 _DOWN_SECONDS = 5.0  # of the MLflow server
 _LEAST = {"files": 3, "MB": 2.0}  # growth that says nothing, by unit
-_LEAST_OF_RAY = (
-    5.0  # MB of Ray's own processes, whose head keeps a record of every actor that was killed (the last 100,000)
-)
+# MB of Ray's own processes, whose head keeps a record of every actor that was killed (the last 100,000)
+_LEAST_OF_RAY = 5.0
 
 
 def soak_experiment(method: str, rounds: int, output: Path, uri: str) -> Experiment:

@@ -80,14 +80,21 @@ def collect(folder: Path, recipe: Path | None, name: str | None = None) -> Path:
             | {name: float(f"{value:.6g}") for name, value in kept.items()}
             | {"config_hash": experiment.config_hash, "commit": info.tags.get("git_commit", "")[:10]}
         )
-    file = FIGURES / f"{name or f'{record.parent.name}-{record.stem}'}.csv"
-    frame = pd.DataFrame(rows)
-    if file.exists():
-        before = pd.read_csv(file, dtype=_WORDS)
-        frame = pd.concat([before, frame]).drop_duplicates(["setting", "method", "seed"], keep="last")
+    file = FIGURES / (f"{name}.csv" if name else _csv(record))
     FIGURES.mkdir(exist_ok=True)
-    frame.sort_values(["setting", "method", "seed"]).to_csv(file, index=False)
+    _add(file, pd.DataFrame(rows))
     return file
+
+
+def _csv(recipe: Path) -> str:
+    return f"{recipe.parent.name}-{recipe.stem}.csv"
+
+
+def _add(file: Path, rows: pd.DataFrame) -> None:
+    """Writes rows, each in the place of that of the same setting, method and seed."""
+    frame = pd.concat([pd.read_csv(file, dtype=_WORDS), rows]) if file.exists() else rows
+    frame = frame.drop_duplicates(["setting", "method", "seed"], keep="last")
+    frame.sort_values(["setting", "method", "seed"]).to_csv(file, index=False)
 
 
 def _by_round(run: Path) -> dict[str, float]:
@@ -107,10 +114,14 @@ def _by_round(run: Path) -> dict[str, float]:
     return found
 
 
+def _recipes() -> list[Path]:
+    return [file for file in sorted(STUDIES.glob("*/*.yaml")) if file.parent.name != "published"]
+
+
 def find_recipe(folder: Path) -> Path:
     """The recipe of a study's folder, by its name. Raises UserError where there is none."""
-    for file in sorted(STUDIES.glob("*/*.yaml")):
-        if file.parent.name != "published" and load_study(file).name == folder.name:
+    for file in _recipes():
+        if load_study(file).name == folder.name:
             return file
     raise UserError(f"{folder} is the folder of no study in {STUDIES}; name its recipe with --recipe")
 
@@ -150,7 +161,7 @@ def share() -> list[str]:
     recipe. A run with fewer rounds or another evaluation is copied if nothing else differs, and the cell has no run or
     one that differs in more.
     """
-    files = [file for file in sorted(STUDIES.glob("*/*.yaml")) if file.parent.name != "published"]
+    files = _recipes()
     cells = {file: [(cell, cell.experiment.to_dict()) for cell in cells_of(load_study(file))] for file in files}
     copied = []
     for source, target in ((a, b) for a in files for b in files if a != b and a.parent == b.parent):
@@ -168,13 +179,10 @@ def share() -> list[str]:
                 if _is_better(changed := differences(given, wanted), after, cell):
                     of = f"{_csv(source).removesuffix('.csv')}, {row['setting']}"
                     place = {"setting": cell.setting, "method": cell.method, "of_rounds": wanted["rounds"]}
-                    _replace(after, row | place | {"changed": changed or None, "run_of": row.get("run_of") or of})
+                    copy = row | place | {"changed": changed or None, "run_of": row.get("run_of") or of}
+                    _add(after, pd.DataFrame([copy]).dropna(axis=1))
                     copied.append(f"{of}, {row['method']} -> {_csv(target)}: {cell.setting}, {cell.method}")
     return copied
-
-
-def _csv(recipe: Path) -> str:
-    return f"{recipe.parent.name}-{recipe.stem}.csv"
 
 
 def _is_better(changed: str, file: Path, cell: StudyRun) -> bool:
@@ -191,14 +199,6 @@ def _is_better(changed: str, file: Path, cell: StudyRun) -> bool:
     return bool(keys < theirs)
 
 
-def _replace(file: Path, row: dict[str, Any]) -> None:
-    """Writes a row in the place of that of the same setting, method and seed."""
-    new = pd.DataFrame([row]).dropna(axis=1)
-    frame = pd.concat([pd.read_csv(file, dtype=_WORDS), new])
-    frame = frame.drop_duplicates(["setting", "method", "seed"], keep="last")
-    frame.sort_values(["setting", "method", "seed"]).to_csv(file, index=False)
-
-
 # ---- costs: the arithmetic of each study
 
 
@@ -209,15 +209,12 @@ def costs() -> Path:
     two models in each client take twice that. A setting whose data are not at hand has none.
     """
     rows = []
-    for file in sorted(STUDIES.glob("*/*.yaml")):
-        if file.parent.name == "published":
-            continue
-        study = load_study(file)
-        cells = cells_of(study)
+    for file in _recipes():
+        cells = cells_of(load_study(file))
         for setting in dict.fromkeys(cell.setting for cell in cells):
             of_setting = [cell for cell in cells if cell.setting == setting]
             amount = _operations(of_setting[0].experiment)
-            name = f"{file.parent.name}-{file.stem}"
+            name = _csv(file).removesuffix(".csv")
             rows.append({"study": name, "setting": setting, "runs": len(of_setting), "gigaflop": amount})
     file = FIGURES / "costs.csv"
     pd.DataFrame(rows).to_csv(file, index=False)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from cfl_ray.results.ranks import ranks_of
+from jobs.official.page import table as markdown
 from jobs.results.cells import ROOT
 
 PAGE = ROOT / "docs" / "choosing.md"
@@ -35,18 +36,14 @@ def table(figures: Path) -> str:
     assert ranks is not None
     accuracy = 100 * runs.pivot_table("accuracy", "method", "setting")
     costs = runs.groupby("method")[["mbit", "seconds"]].mean()
-    lines = [
-        f"Seeds: {', '.join(map(str, sorted(set(runs.seed))))}. {ranks.in_words}",
-        "",
-        f"| method | {' | '.join(name.replace('_', ' ') for name in SETTINGS)} | mean rank | Mbit | seconds |",
-        "|---" * (len(SETTINGS) + 4) + "|",
-    ]
+    rows = [["method", *(name.replace("_", " ") for name in SETTINGS), "mean rank", "Mbit", "seconds"]]
     for method, rank in ranks.mean_rank.items():
-        shown = " | ".join(f"{accuracy.loc[method, setting]:.0f}" for setting in SETTINGS)
+        shown = [f"{accuracy.loc[method, setting]:.0f}" for setting in SETTINGS]
         bold = f"**{rank:.1f}**" if ranks.is_near_best(method) else f"{rank:.1f}"
         cost = costs.loc[method]
-        lines.append(f"| {method} | {shown} | {bold} | {cost.mbit:.0f} | {cost.seconds:.1f} |")
-    return "\n".join(lines) + "\n"
+        rows.append([method, *shown, bold, f"{cost.mbit:.0f}", f"{cost.seconds:.1f}"])
+    seeds = ", ".join(map(str, sorted(set(runs.seed))))
+    return "\n".join([f"Seeds: {seeds}. {ranks.in_words}", "", *markdown(*rows)])
 
 
 def with_table(page: str, table: str) -> str:

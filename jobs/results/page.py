@@ -16,6 +16,7 @@ from cfl_ray import Experiment
 from cfl_ray.config.published import PublishedTable, load_published
 from cfl_ray.config.study import load_study
 from cfl_ray.methods import REGISTRY
+from jobs.official.page import table as markdown
 from jobs.results.cells import FIGURES, SEEDS, STATES, STUDIES, Compared, cells_of, read_reasons
 
 _PROTOCOLS = {"accuracy": "P-server", "accuracy_local": "P-local", "newcomer_accuracy_tuned": "P-tune"}
@@ -144,7 +145,7 @@ def _figures(paper: str) -> list[str]:
         lines += [f"Found: {found}", ""] if (found := _found(paper, file.stem)) else []
         ranged = "accuracy" in metrics and {*_ENDS} <= {*runs} and runs[_ENDS[0]].ne(runs[_ENDS[1]]).any()
         head = ["setting", *(["method"] if several else []), *metrics, *([_RANGE] if ranged else []), "seeds"]
-        lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        rows = [head]
         order = {cell: place for place, cell in enumerate((cell.setting, cell.method) for cell in cells_of(study))}
         groups = sorted(runs.groupby(["setting", "method"]), key=lambda one: order.get(one[0], len(order)))
         for (setting, method), own in groups:
@@ -152,8 +153,8 @@ def _figures(paper: str) -> list[str]:
                 _number(*_mean_and_std(own[name]), _unit(name)) if own[name].notna().all() else "-" for name in metrics
             ]
             values += [_range(own)] if ranged else []
-            lines.append(f"| {' | '.join([setting, *([method] if several else []), *values, str(len(own))])} |")
-        lines.append("")
+            rows.append([setting, *([method] if several else []), *values, str(len(own))])
+        lines += markdown(*rows)
     return lines
 
 
@@ -241,16 +242,15 @@ def _missing() -> list[str]:
         "their evaluation and all their methods: those of the study, else of the paper, else of all. FEMNIST is",
         "counted with the writers at hand; a setting without a figure needs data that were not at hand.",
         "",
-        "| study | setting | runs | done | GFLOP/s | core hours of the remaining runs |",
-        "|---|---|---|---|---|---|",
     ]
+    shown = [["study", "setting", "runs", "done", "GFLOP/s", "core hours of the remaining runs"]]
     for (study, setting), rows in table.groupby(["study", "setting"], sort=False):
         runs, done = rows["runs"].sum(), rows["done"].sum()
         known = rows["gigaflop"].notna().all()
-        shown = [f"{rows['rate'].iloc[0]:.1f}", f"{rows['hours'].sum():.2g}"] if known else ["", ""]
+        cost = [f"{rows['rate'].iloc[0]:.1f}", f"{rows['hours'].sum():.2g}"] if known else ["", ""]
         if done < runs:
-            lines.append(f"| {study} | {setting} | {runs} | {done} | {' | '.join(shown)} |")
-    return lines
+            shown.append([study, setting, runs, done, *cost])
+    return lines + markdown(*shown)
 
 
 def _runs(study: str) -> pd.DataFrame:
@@ -304,7 +304,7 @@ def _count(cells: list[Compared]) -> list[str]:
         ("rounds, Mbit, counts", {"rounds", "mbit", "clients", "count"}),
     ):
         head = [kind, "published", "unchanged", f"{SEEDS} seeds", "of the unchanged within", "run in any way", *STATES]
-        lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        rows = [head]
         for paper in [*dict.fromkeys(cell.paper for cell in cells), "all"]:
             own = [cell for cell in cells if paper in ("all", cell.paper) and cell.number.unit in units]
             whole = [cell for cell in own if cell.is_unchanged]
@@ -312,8 +312,8 @@ def _count(cells: list[Compared]) -> list[str]:
             counts += [sum(cell.is_close for cell in whole), sum(cell.is_run for cell in own)]
             counts += [sum(cell.state == state for cell in own) for state in STATES]
             if own:
-                lines.append(f"| {paper} | {' | '.join(map(str, counts))} |")
-        lines.append("")
+                rows.append([paper, *counts])
+        lines += markdown(*rows)
     return lines[:-1]
 
 
@@ -330,9 +330,8 @@ def _conclusions(cells: list[Compared]) -> list[str]:
         "which mixes P-local and P-server in FedClust's tables. *P-server*: all by the model that the server would",
         "give each client.",
         "",
-        "| paper | own method | against | cells | published | here, as compared | here, P-server |",
-        "|---|---|---|---|---|---|---|",
     ]
+    lead = [["paper", "own method", "against", "cells", "published", "here, as compared", "here, P-server"]]
     for paper, methods in OWN.items():
         at = {(cell.table, cell.column, cell.row): cell for cell in cells if cell.paper == paper and _is_accuracy(cell)}
         others = list(dict.fromkeys(row for _, _, row in at if row not in methods))
@@ -346,8 +345,8 @@ def _conclusions(cells: list[Compared]) -> list[str]:
             if pairs:
                 shown = [_signs([of(cell) - max(map(of, rivals)) for cell, rivals in pairs]) for of in _VALUES]
                 name = "the best other" if rows is others else rows[0]
-                lines.append(f"| {paper} | {own} | {name} | {len(pairs)} | {' | '.join(shown)} |")
-    return lines
+                lead.append([paper, own, name, str(len(pairs)), *shown])
+    return lines + markdown(*lead)[:-1]
 
 
 def _is_accuracy(cell: Compared) -> bool:
@@ -409,7 +408,7 @@ def _table(name: str, table: PublishedTable, cells: list[Compared], is_first: bo
     ]
     about = (read_reasons().get(run[0].paper) or {}).get(name, {}).get("table", "")
     lines += [about.strip(), ""] if about else []
-    lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows = [head]
     notes: dict[str, int] = {}
     for cell in run:
         number, numbers = cell.number, []
@@ -426,8 +425,13 @@ def _table(name: str, table: PublishedTable, cells: list[Compared], is_first: bo
             "rounds": _rounds(cell),
             "notes": ", ".join(numbers),
         } | {column: _beside(cell, metric) for column, metric in beside.items()}
-        lines.append(f"| {' | '.join(values[name] for name in head)} |")
-    return [*lines, "", *(f"{number}. {note}" for note, number in notes.items()), *([""] if notes else [])]
+        rows.append([values[name] for name in head])
+    return [
+        *lines,
+        *markdown(*rows),
+        *(f"{number}. {note}" for note, number in notes.items()),
+        *([""] if notes else []),
+    ]
 
 
 def _commands(recipe: str, runs: pd.DataFrame) -> list[str]:
