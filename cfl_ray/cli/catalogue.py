@@ -51,8 +51,13 @@ class PartKind:
     registry: Registry[Any]
     own: str  # how to write a plugin, as text
     example: str  # in a config
-    page: str  # of the documentation
+    topic: str  # of the page in docs/extend
     given: tuple[str, ...] = ()
+
+    @property
+    def page(self) -> str:
+        """The page of the documentation."""
+        return f"docs/extend/{self.topic}.md"
 
     def parts(self) -> Iterator[ListedPart]:
         """All parts, those of this package first."""
@@ -117,103 +122,91 @@ def _shown(default: Any) -> str:
 
 # A line per kind: all other facts about a kind are in its registry.
 KINDS: Mapping[str, PartKind] = {
-    "methods": PartKind(METHODS, "a subclass of cfl_ray.Method", "methods: [my.py:MyMethod]", "docs/extend/method.md"),
+    "methods": PartKind(METHODS, "a subclass of cfl_ray.Method", "methods: [my.py:MyMethod]", "method"),
     "models": PartKind(
         MODELS,
         "a function or class that returns a torch.nn.Module",
         "model: {name: my.py:Net}",
-        "docs/extend/model.md",
+        "model",
         given=(*INPUT_NAMES, *CLASS_NAMES),
     ),
     "datasets": PartKind(
-        SOURCE_KINDS,
-        "a function that returns arrays or a Federation",
-        "data: {source: my.py:load}",
-        "docs/extend/data.md",
+        SOURCE_KINDS, "a function that returns arrays or a Federation", "data: {source: my.py:load}", "data"
     ),
-    "tasks": PartKind(
-        TASKS, "a cfl_ray.Task, or a function that returns one", "task: my.py:Ranking", "docs/extend/task.md"
-    ),
+    "tasks": PartKind(TASKS, "a cfl_ray.Task, or a function that returns one", "task: my.py:Ranking", "task"),
     "losses": PartKind(
         LOSSES,
         "a function f(outputs, targets) of the loss of each sample",
         "task: {loss: my.py:f, targets: real, metrics: [mae]}",
-        "docs/extend/task.md",
+        "task",
         given=("outputs", "targets"),
     ),
     "metrics": PartKind(
-        METRICS,
-        "a function f(outputs, targets) of a client",
-        "evaluation: {metrics: [my.py:f]}",
-        "docs/extend/metric.md",
+        METRICS, "a function f(outputs, targets) of a client", "evaluation: {metrics: [my.py:f]}", "metric"
     ),
     "optimizers": PartKind(
         OPTIMIZERS,
         "a subclass of torch.optim.Optimizer, or a function that returns one",
         "local: {optimizer: my.py:Sign}",
-        "docs/extend/optimizer.md",
+        "optimizer",
         given=("params", "lr"),
     ),
     "schedules": PartKind(
         SCHEDULES,
         "a function f(t, total), the factor of the learning rate",
         "local: {schedule: my.py:f}",
-        "docs/extend/optimizer.md",
+        "optimizer",
         given=("t", "total"),
     ),
     "server_optimizers": PartKind(
         SERVER_OPTIMIZERS,
         "a class whose objects are called with (delta_P, moments)",
         "methods: [{fedavg: {server_optimizer: my.py:Class}}]",
-        "docs/extend/optimizer.md",
+        "optimizer",
     ),
     "aggregation": PartKind(
         AGGREGATION,
         "a class with combine, weigh or scale",
         "methods: [{fedavg: {aggregation: my.py:Rule}}]",
-        "docs/extend/aggregation.md",
+        "aggregation",
     ),
     "shifts": PartKind(
         SHIFT_KINDS,
         "a function f(x, y, group, draw)",
         "data: {shift: {kind: my.py:f, groups: 2}}",
-        "docs/extend/shift.md",
+        "shift",
         ("x", "y", "group", "draw"),
     ),
     "partitions": PartKind(
         PARTITION_KINDS,
         "a function f(labels, clients, draw)",
         "data: {partition: {kind: my.py:f}}",
-        "docs/extend/partition.md",
+        "partition",
         ("labels", "clients", "draw"),
     ),
     "attacks": PartKind(
         ATTACK_KINDS,
         "a function f(upload_P, start_P, draw), or a class",
         "attack: {kind: my.py:f}",
-        "docs/extend/attack.md",
+        "attack",
         ("upload_P", "start_P", "draw"),
     ),
     "availability": PartKind(
         AVAILABILITY_KINDS,
         "a function f(clients, round, draw)",
         "cohort: {availability: {kind: my.py:f}}",
-        "docs/extend/availability.md",
+        "availability",
         ("clients", "round", "draw"),
     ),
     "trackers": PartKind(
         TRACKERS,
         "a class with open, log and close",
         "tracking: {trackers: [csv, my.py:Tracker]}",
-        "docs/extend/tracker.md",
+        "tracker",
         given=tuple(inspect.signature(Mlflow).parameters),
     ),
     "backends": PartKind(
-        BACKENDS,
-        "a subclass of InProcessBackend",
-        "runtime: {backend: my.py:Backend}",
-        "docs/extend/backend.md",
-        given=("worker",),
+        BACKENDS, "a subclass of InProcessBackend", "runtime: {backend: my.py:Backend}", "backend", given=("worker",)
     ),
 }
 

@@ -97,32 +97,16 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
     """Returns the sizes of the federation that `build` would return. Reads labels but no pixels, and writes nothing."""
     federation, source = _undivided(data, seed, targets)
     if federation is not None:
-        return FederationSummary(
-            clients=federation.num_clients,
-            samples=_min_median_max(federation.num_samples_N),
-            groups=federation.num_groups,
-            shape=federation.shape,
-            test_sets=federation.num_test_sets(),
-            view=federation.view,
-            bytes=0,
-            num_samples_N=federation.num_samples_N,
-        )
-    plan = _plan(data, seed, _sources(data, source, targets), pixels=False, progress=None)
-    num_samples_N = np.array([len(client.train) for client in plan.clients])
-    return FederationSummary(
-        clients=len(plan.clients),
-        samples=_min_median_max(num_samples_N),
-        groups=len({client.group for client in plan.clients if client.group >= 0}),
-        shape=plan.images.data_shape,
-        test_sets=len(plan.test_sets),
-        view=plan.view,
-        bytes=shard_bytes(plan),
-        num_samples_N=num_samples_N,
-    )
-
-
-def _min_median_max(sizes: np.ndarray) -> tuple[int, float, int]:
-    return int(sizes.min()), float(np.median(sizes)), int(sizes.max())
+        num_samples_N, shape, view = federation.num_samples_N, federation.shape, federation.view
+        groups, test_sets, size = federation.num_groups, federation.num_test_sets(), 0
+    else:
+        plan = _plan(data, seed, _sources(data, source, targets), pixels=False, progress=None)
+        num_samples_N = np.array([len(client.train) for client in plan.clients])
+        shape, view = plan.images.data_shape, plan.view
+        groups = len({client.group for client in plan.clients if client.group >= 0})
+        test_sets, size = len(plan.test_sets), shard_bytes(plan)
+    samples = int(num_samples_N.min()), float(np.median(num_samples_N)), int(num_samples_N.max())
+    return FederationSummary(len(num_samples_N), samples, groups, shape, test_sets, view, size, num_samples_N)
 
 
 def _undivided(data: DataConfig, seed: int, targets: str) -> tuple[Federation | None, Source | None]:
