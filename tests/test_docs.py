@@ -1,9 +1,9 @@
 """The documentation shows what happens: its Python runs, its YAML loads, its commands work, its links resolve."""
 
 import inspect
-import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -15,15 +15,17 @@ import zipfile
 from collections.abc import Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from math import isfinite
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from studies import InlinePool
 
 from cfl_ray import config, simulate
 from cfl_ray.cli import main
+from cfl_ray.study import run
 from cfl_ray.tracking.record import primary_of
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +51,12 @@ def command(arguments: list[str], capsys) -> str:
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture
+def inline(monkeypatch):
+    """Studies run in this process."""
+    monkeypatch.setattr(run, "WorkerPool", InlinePool)
 
 
 def test_python_blocks_run_and_are_short():
@@ -107,12 +115,14 @@ def test_the_page_on_studies_shows_what_runs(capsys):
     assert len(list(Path("runs/search").glob("*/stocfl/seed-0/end.json"))) == 3
 
 
-def test_the_example_of_run_study(capsys):
+def test_the_example_of_run_study(capsys, inline):
     """That of docs/studies.md as a script, and the one in the docstring as far as it makes a study."""
     (source,) = blocks("python", (ROOT / "docs" / "studies.md").read_text())
     Path("script.py").write_text(source)
-    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and done.stdout.count("fedavg") == 2, done.stdout + done.stderr
+    runpy.run_path("script.py")
+    assert not Path("runs").exists(), "a process of the study imports it too"
+    runpy.run_path("script.py", run_name="__main__")
+    assert capsys.readouterr().out.count("fedavg") == 2
     from cfl_ray import Study, run_study
     from cfl_ray.study.run import plan_study
 
@@ -150,7 +160,7 @@ def test_every_command_in_the_documentation_exists():
         assert not unknown, f"{page.name}: {unknown}"
 
 
-def test_the_examples_of_all_commands_run_in_order(capsys, monkeypatch):
+def test_the_examples_of_all_commands_run_in_order(capsys, monkeypatch, inline):
     """Those of docs/cli.md: each has the exit status that its comment names, otherwise 0."""
     import typer
 
@@ -219,18 +229,17 @@ def test_the_readmes_installation_without_a_gpu_gets_and_keeps_the_builds_for_cp
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHONPATH"))}
         clean |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"{here}/pypi", "PIP_NO_CACHE_DIR": "1"}
 
-        def pip(arguments: str) -> str:
+        def pip(arguments: str) -> None:
             pip = [sys.executable, "-m", "pip", "--python", tmp_path / "venv/bin/python"]
             done = subprocess.run(
                 [*pip, *shlex.split(arguments)], cwd=folder, env=clean, capture_output=True, text=True
             )
             assert done.returncode == 0, done.stderr
-            return done.stdout
 
         for arguments in (command.replace("https://download.pytorch.org", here), "."):
             pip(f"install {arguments}")
-            found = {package["name"]: package["version"] for package in json.loads(pip("list --format json"))}
-            assert found == version_of | {
+            (site,) = (tmp_path / "venv/lib").glob("*/site-packages")
+            assert {found.name: found.version for found in distributions(path=[str(site)])} == version_of | {
                 "cfl-ray": project["version"],
                 "torch": f"{torch}+cpu",
                 "torchvision": f"{vision}+cpu",

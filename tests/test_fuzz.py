@@ -67,7 +67,7 @@ def pristine(tmp_path_factory) -> Path:
         output=str(folder),
         data={"source": "synthetic", "synthetic_shape": [8], "synthetic_samples": 6, "partition": {"clients": 6}},
         local={"batch_size": 8},
-        runtime={"engine": "sequential", "checkpoint_every": 1},
+        runtime={"engine": "manual", "checkpoint_every": 1},
         tracking={"trackers": ["csv"]},
     )
     simulate(experiment, folder / "run")

@@ -322,7 +322,7 @@ def test_what_a_run_writes_about_itself_is_for_its_user_alone(tmp_path, umask, m
             methods=["ifca"],
             output=str(tmp_path / "out"),
             data={"source": "synthetic", "synthetic_shape": [8], "partition": {"clients": 6}},
-            runtime={"engine": "sequential", "checkpoint_every": 1},
+            runtime={"engine": "manual", "checkpoint_every": 1},
             tracking={"trackers": trackers},
         )
         run_dir = tmp_path / "out/run"

@@ -1,6 +1,7 @@
 """The tutorial: its blocks run in order, in one folder, and print what the pages show."""
 
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -63,16 +64,33 @@ def alike(shown: list[str], printed: list[str]) -> bool:
     return True
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of all pages, as readers go on in the folder of the page before."""
+    return tmp_path_factory.mktemp("tutorial")
+
+
+@pytest.fixture(scope="module")
+def shown_by():
+    """`run_page`, which runs each page once, and before it those that it goes on with."""
+
+    @functools.cache
+    def shown(name: str) -> list[tuple[str, str]]:
+        for before in BEFORE.get(name, []):
+            shown(before)
+        return run_page(name)
+
+    return shown
+
+
 # the page on tables does what the notebook compare_over_seeds does
 @pytest.mark.parametrize("name", ["data", "method", pytest.param("table", marks=pytest.mark.slow)])
-def test_its_blocks_run_and_print_what_is_shown(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_its_blocks_run_and_print_what_is_shown(name, folder, shown_by, monkeypatch):
+    monkeypatch.chdir(folder)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for before in BEFORE.get(name, []):
-        run_page(before)
-    shown = run_page(name)
+    monkeypatch.syspath_prepend(str(folder))
+    shown = shown_by(name)
     assert shown
     for block, printed in shown:
         for line in tokens(block):

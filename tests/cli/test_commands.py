@@ -33,7 +33,7 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
     return ended.value.code or 0, printed.out, printed.err
 
 
-QUICK = ["methods=[fedavg]", "rounds=1", "tracking.enabled=false", "runtime.engine=sequential", "local.epochs=1"]
+QUICK = ["methods=[fedavg]", "rounds=1", "tracking.enabled=false", "runtime.engine=manual", "local.epochs=1"]
 INVALID = {
     "unknown key": (["local.epoch=3"], "unknown key 'local.epoch' (did you mean 'epochs'?)"),
     "unknown section": (["locale.epochs=3"], "did you mean 'local'?"),

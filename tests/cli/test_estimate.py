@@ -27,7 +27,7 @@ def test_estimated_traffic_is_that_of_a_run(tmp_path, monkeypatch):
         cohort={"fraction": 1.0},
         model={"name": "mlp", "options": {"hidden": 4}},
         local={"epochs": 1},
-        runtime={"engine": "sequential"},
+        runtime={"engine": "manual"},
     )
     results = cfl_ray.simulate(experiment)
     spec = prepare(experiment).network().spec

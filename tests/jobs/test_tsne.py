@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from studies import InlinePool
 
 from cfl_ray import UserError
 from cfl_ray.config.study import Study
-from cfl_ray.study.run import run_study
+from cfl_ray.study import run
 from jobs import tsne
 
 
@@ -19,7 +20,8 @@ def test_clouds_that_are_apart_stay_apart_and_neighbours_are_counted():
     assert np.array_equal(found.points_S2, tsne.plane(signature_SQ, 10.0, 0))
 
 
-def test_a_study_becomes_a_figure_with_a_panel_for_each_run_that_has_signatures(tmp_path, capsys):
+def test_a_study_becomes_a_figure_with_a_panel_for_each_run_that_has_signatures(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "WorkerPool", InlinePool)
     study = Study(
         name="maps",
         seeds=[0],
@@ -32,7 +34,7 @@ def test_a_study_becomes_a_figure_with_a_panel_for_each_run_that_has_signatures(
             "runtime": {"backend": "in_process"},
         },
     )
-    run_study(study, tmp_path / "maps", at_once=1)
+    run.run_study(study, tmp_path / "maps", at_once=1)
     tsne.main([str(tmp_path / "maps")])
     printed = capsys.readouterr().out
     assert "all, stocfl, seed-0: 12 clients" in printed and "fedavg" not in printed

@@ -38,7 +38,7 @@ class Reaching(Stage):
         return self.stats.traffic.down_bits / 32, self.stats.traffic.up_bits / 32
 
 
-def stage(federation=None, engine: str = "sequential", **local) -> Reaching:
+def stage(federation=None, engine: str = "manual", **local) -> Reaching:
     settings = LocalSGD(**{"epochs": 5, "batch_size": 40, "lr": 0.5} | local)
     return Reaching(planted(CLIENTS, GROUPS) if federation is None else federation, mlp, settings, engine)
 

@@ -31,7 +31,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def groups(engine: str = "sequential", federation=None, **local) -> Stage:
+def groups(engine: str = "manual", federation=None, **local) -> Stage:
     """Eight clients in two groups that disagree about every label."""
     return Stage(federation or planted(), mlp, LocalSGD(**{"epochs": 3, "lr": 0.3} | local), engine)
 

@@ -33,7 +33,7 @@ def experiment(methods, tmp_path, rounds=6, clients=12, **sections):
         "local": {"epochs": 3, "batch_size": 20, "lr": 0.3},
         "cohort": {"fraction": 1.0},
         "evaluation": {"local_images": 100},
-        "runtime": {"engine": "sequential"},
+        "runtime": {"engine": "manual"},
         "tracking": {"enabled": False},
         "output": str(tmp_path),
     }

@@ -18,7 +18,7 @@ SIZES, EPOCHS, BATCH = [12, 4, 7], 2, 4
 TAU = [6, 2, 4]
 
 
-def stage(momentum: float = 0.0, engine: str = "sequential") -> Stage:
+def stage(momentum: float = 0.0, engine: str = "manual") -> Stage:
     """Three clients with 6, 2 and 4 local steps; all batches of a client have one gradient."""
     local = LocalSGD(epochs=EPOCHS, batch_size=BATCH, lr=ETA, momentum=momentum)
     return Stage(alike(SIZES), lambda: nn.Linear(5, 3, bias=False), local, engine)

@@ -25,7 +25,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
-def stage(engine: str = "sequential", persist: bool = True, momentum: float = RHO) -> Stage:
+def stage(engine: str = "manual", persist: bool = True, momentum: float = RHO) -> Stage:
     return Stage(
         uneven(SIZES, (5,)),
         model,
@@ -120,11 +120,11 @@ class TestWithMethods:
     LOCAL = {"persist": True, "momentum": 0.5, "batch_size": 30}
 
     def test_engines_agree(self, method):
-        assert_engines_agree(lambda engine="sequential": groups(engine, **self.LOCAL), method)
+        assert_engines_agree(lambda engine="manual": groups(engine, **self.LOCAL), method)
 
     def test_an_interruption_changes_nothing(self, method, tmp_path):
         assert_survives_an_interruption(
-            lambda engine="sequential": groups(engine, **self.LOCAL), method, COHORTS[:3], tmp_path
+            lambda engine="manual": groups(engine, **self.LOCAL), method, COHORTS[:3], tmp_path
         )
 
     def test_a_client_that_leaves_has_no_buffer_left(self, method):

@@ -53,7 +53,7 @@ def make_experiment(output: Path, methods=("fedavg",), rounds=6, **sections) -> 
         "model": {"name": "mlp", "options": {"hidden": 16}},
         "local": {"epochs": 1, "batch_size": 20, "lr": 0.3},
         "cohort": {"fraction": 0.5},
-        "runtime": {"engine": "sequential"},
+        "runtime": {"engine": "manual"},
         "evaluation": {"local_images": 100},
         "tracking": {"enabled": False},
         "output": str(output),
@@ -253,7 +253,7 @@ def saved(checkpoint):
 
 class TestRunDirectories:
     def test_a_finished_method_is_not_run_again(self, experiment, tmp_path):
-        run = experiment(["fedavg", "local"], 3, runtime={"engine": "sequential", "checkpoint_every": 1})
+        run = experiment(["fedavg", "local"], 3, runtime={"engine": "manual", "checkpoint_every": 1})
         with pytest.raises(Killed):
             cfl_ray.simulate(run, tmp_path / "run", Crash("local", 2))
         watcher, again = Reports(), Reports()

@@ -67,7 +67,7 @@ def test_of_a_run_whose_schedule_changes_data():
         schedule=schedule,
         evaluation={"past": True, "local_images": 1000},
         tracking={"enabled": False},
-        runtime={"engine": "sequential"},
+        runtime={"engine": "manual"},
     )
     result = cfl_ray.simulate(experiment)["local"]
     (row,) = result.recovery().to_dict("records")

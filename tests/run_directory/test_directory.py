@@ -35,7 +35,7 @@ def experiment(tmp_path):
         model={"options": {"hidden": 4}},
         output=str(tmp_path),
         data={"source": "synthetic", "synthetic_shape": [8], "synthetic_samples": 20, "partition": {"clients": 4}},
-        runtime={"engine": "sequential", "checkpoint_every": 1},
+        runtime={"engine": "manual", "checkpoint_every": 1},
         tracking={"enabled": False},
     )
 

@@ -87,7 +87,7 @@ def small_experiment(output: Path, **changes) -> Experiment:
         },
         "local": {"epochs": 2, "batch_size": 8, "momentum": 0.9},
         "cohort": {"fraction": 0.75},
-        "runtime": {"engine": "sequential", "hosts": 2, "checkpoint_every": 1},
+        "runtime": {"engine": "manual", "hosts": 2, "checkpoint_every": 1},
         "tracking": {"enabled": False},
     }
     for key, value in changes.items():

@@ -23,7 +23,7 @@ def experiment(**runtime):
         methods=["fedper"],
         data={"source": "synthetic", "synthetic_shape": [6], "partition": {"clients": 6}},
         model={"options": {"hidden": 4}},
-        runtime={"engine": "sequential", **runtime},
+        runtime={"engine": "manual", **runtime},
         tracking={"enabled": False},
     )
 

@@ -49,7 +49,7 @@ class Reporting(IFCA, name="reporting"):
 @pytest.fixture
 def reporting(experiment):
     """Ten rounds, of which 3, 6, 9 and 10 are evaluated; a checkpoint after every second one."""
-    options = {"rounds": 10, "evaluation": {"every": 3}, "runtime": {"checkpoint_every": 2, "engine": "sequential"}}
+    options = {"rounds": 10, "evaluation": {"every": 3}, "runtime": {"checkpoint_every": 2, "engine": "manual"}}
     return experiment(**{"methods": [Reporting(num_clusters=3)]} | options)
 
 

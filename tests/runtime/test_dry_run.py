@@ -27,7 +27,7 @@ PARTS = {
 
 def experiment(sections, task="classification") -> Experiment:
     common = {"rounds": 1, "methods": ["fedavg"], "cohort": {"fraction": 1.0}, "model": "mlp", "task": task}
-    common |= {"tracking": {"enabled": False}, "runtime": {"engine": "sequential"}, "data": FEDERATIONS[task]}
+    common |= {"tracking": {"enabled": False}, "runtime": {"engine": "manual"}, "data": FEDERATIONS[task]}
     return Experiment(**common | sections)
 
 

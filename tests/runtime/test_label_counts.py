@@ -44,7 +44,7 @@ def skewed(folder, **changes) -> Experiment:
         "local": {"epochs": 1, "batch_size": 20},
         "evaluation": {"every": 2},
         "tracking": {"enabled": False},
-        "runtime": {"engine": "sequential"},
+        "runtime": {"engine": "manual"},
         "output": str(folder),
     }
     return Experiment(**(values | changes))

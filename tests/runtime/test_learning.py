@@ -37,7 +37,7 @@ FIRST = {"regression": "mse", "multi_label": "subset_accuracy", "classification"
 def experiment(task="regression", **sections) -> Experiment:
     name = task if task in FEDERATIONS else "regression"
     common = {"rounds": 3, "methods": ["fedavg"], "cohort": {"fraction": 1.0}, "local": {"lr": 0.1, "epochs": 2}}
-    runtime = {"engine": "sequential", "checkpoint_every": 1}
+    runtime = {"engine": "manual", "checkpoint_every": 1}
     common |= {"tracking": {"enabled": False}, "runtime": runtime, "data": FEDERATIONS[name]}
     return Experiment(**common | {"task": task} | sections)
 

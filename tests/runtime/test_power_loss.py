@@ -28,7 +28,7 @@ SAVED, LAST = 4, 6  # the checkpoint from which the run goes on, and its last ro
 def changing(experiment):
     """Clusters that change in every round; a checkpoint after rounds 2 and 4."""
     options = {"methods": [{"fesem": {"num_clusters": 3}}], "rounds": 8, "local": {"epochs": 1, "lr": 0.5}}
-    return experiment(runtime={"checkpoint_every": 2, "engine": "sequential"}, **options)
+    return experiment(runtime={"checkpoint_every": 2, "engine": "manual"}, **options)
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_every_method_takes_unknown_newcomers(begin, newcomers, tmp_path):
 @pytest.mark.parametrize("method, checkpoint_every", [("ditto", 4), ("autocfl", 1), ("autocfl", 4)])
 def test_a_restarted_server_does_the_same(method, checkpoint_every, begin, newcomers, tmp_path):
     """In whatever round the first one was lost, before or after the requests."""
-    changes = {"methods": [method], "runtime": {"checkpoint_every": checkpoint_every, "engine": "sequential"}}
+    changes = {"methods": [method], "runtime": {"checkpoint_every": checkpoint_every, "engine": "manual"}}
     expected = play(begin(tmp_path / "whole", **changes)[0], **requests_of_all_kinds(newcomers))
     for died in (1, 2, 5):
         folder = tmp_path / f"died_{died}"
@@ -162,7 +162,7 @@ def test_newcomers_of_a_live_run_are_on_record(digits, newcomers, tmp_path):
 
 def test_requests_after_a_fault_come_after_the_recorded_rounds(begin, tmp_path):
     """Rounds 4 and 5 are computed again; their metrics are recorded, so they must not change."""
-    runtime = {"runtime": {"checkpoint_every": 3, "engine": "sequential"}}
+    runtime = {"runtime": {"checkpoint_every": 3, "engine": "manual"}}
     first, _ = begin(tmp_path / "run", **runtime)
     expected = play(first, until=5, after_3=lambda requests: requests.leave([0]))
     lines = [RoundRecord(round, {}, 0).to_line() for round in range(1, 6)]
@@ -258,7 +258,7 @@ def test_the_states_of_clients_that_leave_are_dropped(begin, tmp_path):
 @pytest.mark.parametrize("checkpoint_every, every", [(1, 1), (4, 5)])
 def test_stop_saves_the_round_and_a_later_session_continues(checkpoint_every, every, begin, tmp_path):
     changes = {
-        "runtime": {"checkpoint_every": checkpoint_every, "engine": "sequential"},
+        "runtime": {"checkpoint_every": checkpoint_every, "engine": "manual"},
         "evaluation": {"every": every},
     }
     expected = play(begin(tmp_path / "whole", **changes)[0])
