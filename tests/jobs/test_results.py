@@ -1,20 +1,46 @@
 """The page of results: made from the figures of runs and the published numbers, and up to date."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from studies import InlinePool
 
 from cfl_ray.config.published import PublishedNumber
 from cfl_ray.config.study import load_study
-from cfl_ray.study.run import run_study
+from cfl_ray.study import run as study_run
 from jobs.results import __main__ as results
 from jobs.results import cells as results_cells
 from jobs.results import choosing
 from jobs.results import page as results_page
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read_once():
+    """Studies are read and planned once for all tests of this module, which takes longer than they do."""
+    studies, planned, plan = functools.cache(load_study), {}, results_cells.cells_of
+
+    def cells_of(study):
+        if id(study) not in planned:
+            planned[id(study)] = study, plan(study)  # with the study, so that its id stays its own
+        return planned[id(study)][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (results_page, results_cells):
+            patch.setattr(module, "cells_of", cells_of)
+            if hasattr(module, "load_study"):
+                patch.setattr(module, "load_study", studies)
+        yield
+
+
+@pytest.fixture(scope="module")
+def cells(read_once):
+    """Every published cell beside its runs."""
+    return results_cells.compared()
 
 
 def compared(mean, runs, unit="percent", metric="accuracy", because="", state="explained"):
@@ -25,10 +51,8 @@ def compared(mean, runs, unit="percent", metric="accuracy", because="", state="e
     return results_cells.Compared("paper", "table1", "fedavg", "here", number, pd.DataFrame(runs), reason, others)
 
 
-def test_the_page_is_that_of_the_figures():
-    assert (ROOT / "docs" / "results.md").read_text() == results_page.page(results_cells.compared()), (
-        "python -m jobs.results write"
-    )
+def test_the_page_is_that_of_the_figures(cells):
+    assert (ROOT / "docs" / "results.md").read_text() == results_page.page(cells), "python -m jobs.results write"
 
 
 def test_the_table_of_methods_is_that_of_the_figures():
@@ -38,8 +62,7 @@ def test_the_table_of_methods_is_that_of_the_figures():
         choosing.with_table("# Another page\n", "")
 
 
-def test_every_published_cell_is_counted_once():
-    cells = results_cells.compared()
+def test_every_published_cell_is_counted_once(cells):
     assert len({(cell.paper, cell.table, cell.row, cell.column) for cell in cells}) == len(cells)
     counted = 0
     for lines in "\n".join(results_page._count(cells)).split("\n\n"):
@@ -112,8 +135,7 @@ def test_conclusions_compare_with_the_best_other_method_of_the_same_rounds(monke
     ]
 
 
-def test_the_figure_has_a_point_for_each_accuracy_that_was_run():
-    cells = results_cells.compared()
+def test_the_figure_has_a_point_for_each_accuracy_that_was_run(cells):
     drawn = results_page.scatter(cells)
     run = [cell for cell in cells if cell.number.unit == "percent" and cell.is_run]
     assert drawn.count("<circle") == len(run)
@@ -188,20 +210,18 @@ def test_reasons_are_those_of_the_cell_or_of_its_row_column_or_table():
     assert found == results_cells.Reason("other data", "not comparable")
 
 
-def test_every_reason_is_of_a_published_cell():
+def test_every_reason_is_of_a_published_cell(cells):
     """A reason that names nothing would never be shown."""
     reasons = results_cells.read_reasons()
-    known = {(cell.paper, cell.table) for cell in results_cells.compared()}
-    names = {
-        (cell.paper, cell.table, name) for cell in results_cells.compared() for name in (cell.row, cell.column, "*")
-    }
+    known = {(cell.paper, cell.table) for cell in cells}
+    names = {(cell.paper, cell.table, name) for cell in cells for name in (cell.row, cell.column, "*")}
     for paper, tables in reasons.items():
-        for table, cells in tables.items():
-            if isinstance(cells, str):
-                assert f"\nFound: {cells.strip()}\n" in "\n".join(results_page._figures(paper)), table
+        for table, of_cells in tables.items():
+            if isinstance(of_cells, str):
+                assert f"\nFound: {of_cells.strip()}\n" in "\n".join(results_page._figures(paper)), table
                 continue
             assert (paper, table) in known
-            for key, because in cells.items():
+            for key, because in of_cells.items():
                 if isinstance(because, dict):
                     ((state, because),) = because.items()
                     assert state in results_cells.STATES
@@ -213,6 +233,7 @@ def test_every_reason_is_of_a_published_cell():
 
 
 def test_runs_are_collected_with_the_settings_that_differ_from_their_recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_run, "WorkerPool", InlinePool)
     recipe = tmp_path / "paper" / "table1.yaml"
     recipe.parent.mkdir()
     recipe.write_text(
@@ -223,7 +244,7 @@ def test_runs_are_collected_with_the_settings_that_differ_from_their_recipe(tmp_
     monkeypatch.setattr(results, "FIGURES", tmp_path / "figures")
     monkeypatch.setattr(results, "STUDIES", tmp_path)
     study = load_study(recipe, ["rounds=1", f"output={tmp_path / 'runs'}", "tracking.report=false"])
-    done = run_study(study, at_once=1)
+    done = study_run.run_study(study, at_once=1)
     file = results.collect(done.root, None)
     assert file == tmp_path / "figures" / "paper-table1.csv"
     found = pd.read_csv(file)

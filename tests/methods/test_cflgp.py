@@ -107,7 +107,7 @@ def test_the_first_clustering_finds_the_rotations_of_digits():
         local={"steps": 1, "batch_size": None, "lr": 0.1},
         cohort={"fraction": 1.0},
         tracking={"enabled": False},
-        runtime={"engine": "manual"},
+        runtime={"engine": "sequential"},
     )
     (record,) = cfl_ray.simulate(experiment)["cflgp"].records
     assert record.metrics["ari"] == 1.0

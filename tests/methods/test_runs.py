@@ -1,5 +1,7 @@
 """Whole runs in this process: every registered method with every engine, clients that join and leave, and resuming."""
 
+import collections
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,13 +80,14 @@ def figures(result) -> list[tuple[int, dict[str, float]]]:
 
 
 class Reports(Watcher):
-    """Collects the report of every round."""
+    """Collects the report of every round, also by method."""
 
     def __init__(self):
-        self.reports = []
+        self.reports, self.of = [], collections.defaultdict(list)
 
     def round(self, label, report):
         self.reports.append(report)
+        self.of[label].append(report)
 
 
 class Crash(Watcher):
@@ -102,39 +105,44 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize(
-    "engine, local",
-    [
-        ("vectorised", {"batch_size": 3, "momentum": 0.5}),
-        ("span", {"batch_size": None, "epochs": 2, "weight_decay": 0.01}),
-    ],
-    ids=["vectorised, mini-batches", "span, full batch"],
-)
-@pytest.mark.parametrize("name", REGISTRY)
-def test_engines_agree(name, engine, local, experiment):
-    """Metrics that depend on every parameter to 1e-4; accuracies to 2 of 1000 test images; clusters exactly.
+EVERY_METHOD = [{name: EARLY.get(name, {})} for name in REGISTRY]
+LOCALS = {
+    "vectorised, mini-batches": {"batch_size": 3, "momentum": 0.5},
+    "span, full batch": {"batch_size": None, "epochs": 2, "weight_decay": 0.01},
+}
+
+
+@pytest.fixture(scope="module")
+def run_of_every_method(tmp_path_factory):
+    """Returns a function: engine, LOCALS -> figures and reassigned clients of each method; a run is made once.
 
     7 samples with 16 inputs are few enough that `span` applies to full batches.
     """
-    watchers, found = {}, {}
-    for used in ("sequential", engine):
-        watchers[used] = Reports()
-        run = experiment(
-            [name],
-            3,
-            local=local,
-            runtime={"engine": used},
-            data={"synthetic_samples": 7},
-            evaluation={"local_images": 1000},
-        )
-        found[used] = figures(cfl_ray.simulate(run, watcher=watchers[used])[name])
-    for (_, expected), (_, other) in zip(found["sequential"], found[engine], strict=True):
-        assert other.keys() == expected.keys()
-        for metric, value in expected.items():
+
+    @functools.cache
+    def of(engine: str, local: str):
+        data, evaluation = {"synthetic_samples": 7}, {"local_images": 1000}
+        runtime, local = {"engine": engine}, LOCALS[local]
+        folder, watcher = tmp_path_factory.mktemp("every"), Reports()
+        run = make_experiment(folder, EVERY_METHOD, 3, local=local, runtime=runtime, data=data, evaluation=evaluation)
+        found = cfl_ray.simulate(run, watcher=watcher)
+        return {name: (figures(found[name]), [one.reassigned for one in watcher.of[name]]) for name in REGISTRY}
+
+    return of
+
+
+@pytest.mark.parametrize("local", LOCALS)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_engines_agree(name, local, run_of_every_method):
+    """Metrics that depend on every parameter to 1e-4; accuracies to 2 of 1000 test images; clusters exactly."""
+    expected, expected_moves = run_of_every_method("sequential", local)[name]
+    found, moves = run_of_every_method(local.partition(",")[0], local)[name]
+    for (_, metrics), (_, others) in zip(expected, found, strict=True):
+        assert others.keys() == metrics.keys()
+        for metric, value in metrics.items():
             tolerance = 2e-3 if metric.startswith(("accuracy", "macro")) else 1e-4
-            assert other[metric] == pytest.approx(value, abs=tolerance), metric
-    of_engines = [[report.reassigned for report in watchers[used].reports] for used in (engine, "sequential")]
-    assert of_engines[0] == of_engines[1]
+            assert others[metric] == pytest.approx(value, abs=tolerance), metric
+    assert moves == expected_moves
 
 
 SCHEDULE = [  # clients join or leave before every round; 8 and 9, whose first event is a join, are absent at first
@@ -355,15 +363,15 @@ class TestFigures:
             assert ifca.metrics["mbit_up"] == pytest.approx(share * (self.P + 1))
             assert local.metrics["mbit_down"] == local.metrics["mbit_up"] == 0
 
-    @pytest.mark.parametrize("name", REGISTRY)
-    def test_rejected_clients_are_counted_and_named(self, name, experiment):
+    def test_rejected_clients_are_counted_and_named(self, experiment):
         federation, watcher = Spoiled([3], clients=6, samples=40), Reports()
-        run = experiment([{name: EARLY.get(name, {})}], 2, data=federation, cohort={"fraction": 1.0})
-        result = cfl_ray.simulate(run, watcher=watcher)[name]
-        assert [record.metrics["clients_rejected"] for record in result.records] == [1, 1]
+        settings = {"cohort": {"fraction": 1.0}, "runtime": {"engine": "sequential"}}
+        results = cfl_ray.simulate(experiment(EVERY_METHOD, 2, data=federation, **settings), watcher=watcher)
         note = "client 3: its data have values that are not finite; left out of this round"
-        assert [report.notes for report in watcher.reports] == [(note,)] * 2
-        assert all(np.isfinite(value) for value in result.final.values())
+        for name in REGISTRY:
+            assert [record.metrics["clients_rejected"] for record in results[name].records] == [1, 1], name
+            assert [report.notes for report in watcher.of[name]] == [(note,)] * 2, name
+            assert all(np.isfinite(value) for value in results[name].final.values()), name
 
     @pytest.mark.filterwarnings("error::RuntimeWarning")
     def test_scores_are_not_defined_where_no_client_could_be_tested(self, experiment):
