@@ -22,15 +22,30 @@ METHODS = [
 ]
 
 
-@pytest.fixture
-def plain(experiment):
+@pytest.fixture(scope="module")
+def plain(module_experiment):
     """Makes an experiment of several methods, whose population changes."""
 
     def make(rounds, **changes):
         schedule = [{"round": 2, "leave": [0, 1]}, {"round": 5, "join": [0]}]
-        return experiment(**{"rounds": rounds, "methods": METHODS, "schedule": schedule} | changes)
+        return module_experiment(**{"rounds": rounds, "methods": METHODS, "schedule": schedule} | changes)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def whole(plain, tmp_path_factory):
+    """The results and the folder of a run of six rounds."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return simulate(plain(6), folder), folder
+
+
+@pytest.fixture(scope="module")
+def short(plain, tmp_path_factory):
+    """The folder of a run of the first four rounds, not to be changed."""
+    folder = tmp_path_factory.mktemp("short") / "run"
+    simulate(plain(4), folder)
+    return folder
 
 
 def without_times(directory, skip=()):
@@ -40,21 +55,20 @@ def without_times(directory, skip=()):
     return [one for one in records if one[0] not in skip], reassignments
 
 
-def test_it_gives_what_a_run_of_all_rounds_gives(plain, tmp_path):
-    whole = simulate(plain(6), tmp_path / "whole")
-    simulate(plain(3), tmp_path / "short")
-    before = {file: file.read_bytes() for file in (tmp_path / "short").rglob("*") if file.is_file()}
-    longer = simulate(plain(6), tmp_path / "long", extend=tmp_path / "short")
+def test_it_gives_what_a_run_of_all_rounds_gives(plain, whole, short, tmp_path):
+    whole, whole_folder = whole
+    before = {file: file.read_bytes() for file in short.rglob("*") if file.is_file()}
+    longer = simulate(plain(6), tmp_path / "long", extend=short)
     assert list(longer.methods) == list(whole.methods) and len(longer.methods) == len(METHODS)
     for label in whole.methods:
-        assert without_times(tmp_path / "long" / label) == without_times(tmp_path / "whole" / label)
+        assert without_times(tmp_path / "long" / label) == without_times(whole_folder / label)
         assert longer[label].summary == whole[label].summary
         ours, theirs = (results[label].trained.personal_model(3) for results in (longer, whole))
         for name, tensor in theirs.state_dict().items():
             assert tensor.equal(ours.state_dict()[name])
-    assert before == {file: file.read_bytes() for file in (tmp_path / "short").rglob("*") if file.is_file()}
+    assert before == {file: file.read_bytes() for file in short.rglob("*") if file.is_file()}
     info = read_info(tmp_path / "long" / "fedavg")
-    assert info.params["session.extends"] == str(tmp_path / "short") and info.params["rounds"] == "6"
+    assert info.params["session.extends"] == str(short) and info.params["rounds"] == "6"
 
 
 def test_the_last_evaluation_of_the_shorter_run_stays(plain, tmp_path):
@@ -84,27 +98,25 @@ def test_it_is_resumed_like_any_run(plain, tmp_path, figures, notes):
     assert figures(load_run(tmp_path / "long")) == figures(whole)
 
 
-def test_a_run_that_did_not_finish_is_extended_from_where_it_stopped(plain, tmp_path, figures):
+def test_a_run_that_did_not_finish_is_extended_from_where_it_stopped(plain, whole, short, tmp_path, figures):
     """One method is finished, one has three of four rounds, one no checkpoint yet, the others have not begun."""
-    whole = simulate(plain(6))
-    simulate(plain(4), tmp_path / "short")
+    shutil.copytree(short, tmp_path / "short")
     (tmp_path / "short/adam/end.json").unlink()
     shutil.rmtree(tmp_path / "short/adam/checkpoints")
     for label in ("stocfl", "autocfl"):
         shutil.rmtree(tmp_path / "short" / label)
     (tmp_path / "short/ditto/end.json").unlink()
     (tmp_path / "short/ditto/checkpoints/000004.json").unlink()
-    assert figures(simulate(plain(6), tmp_path / "long", extend=tmp_path / "short")) == figures(whole)
+    assert figures(simulate(plain(6), tmp_path / "long", extend=tmp_path / "short")) == figures(whole[0])
 
 
-def test_a_damaged_checkpoint_is_not_copied(plain, tmp_path, figures):
+def test_a_damaged_checkpoint_is_not_copied(plain, whole, tmp_path, figures):
     changes = {"methods": ["fedavg", "ditto"]}
     simulate(plain(4, **changes), tmp_path / "short")
     newest = tmp_path / "short/ditto/checkpoints/000004.json"
     newest.write_text(newest.read_text().replace('"round": 4', '"round": 5'))
-    assert figures(simulate(plain(6, **changes), tmp_path / "long", extend=tmp_path / "short")) == figures(
-        simulate(plain(6, **changes))
-    )
+    found = figures(simulate(plain(6, **changes), tmp_path / "long", extend=tmp_path / "short"))
+    assert found == {label: figures(whole[0])[label] for label in changes["methods"]}
     for file in (tmp_path / "short/ditto/checkpoints").glob("*.json"):
         file.write_text("{}")
     with pytest.raises(RunError, match="no checkpoint in .*ditto/checkpoints can be used"):

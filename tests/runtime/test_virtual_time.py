@@ -195,7 +195,7 @@ def timed(experiment):
 
 
 def test_a_clock_changes_no_result(timed):
-    plain, with_clock = (simulate(timed(clock=clock)) for clock in ({}, UNEQUAL))
+    plain, with_clock = (simulate(timed(clock=clock, rounds=3)) for clock in ({}, UNEQUAL))
     for label in plain.methods:
         a, b = plain[label].records, with_clock[label].records
         assert [one.metrics["accuracy"] for one in a] == [one.metrics["accuracy"] for one in b]
@@ -207,7 +207,7 @@ def test_a_clock_changes_no_result(timed):
 def test_over_selection_waits_less(timed):
     waits, counts = {}, {}
     for factor in (1.0, 2.0):
-        records = simulate(timed(cohort={"clients": 4, "over_selection": factor}))["fedavg"].records
+        records = simulate(timed(methods=["fedavg"], cohort={"clients": 4, "over_selection": factor}))["fedavg"].records
         waits[factor] = records[-1].metrics["virtual_seconds"]
         counts[factor] = [(one.metrics["cohort_size"], one.metrics.get("clients_surplus")) for one in records]
     assert waits[2.0] < waits[1.0] / 2
@@ -215,7 +215,7 @@ def test_over_selection_waits_less(timed):
 
 
 def test_a_deadline_leaves_late_clients_out(timed):
-    records = simulate(timed(clock=UNEQUAL | {"deadline": 1.0}))["fedavg"].records
+    records = simulate(timed(methods=["fedavg"], clock=UNEQUAL | {"deadline": 1.0}))["fedavg"].records
     late = [one.metrics.get("clients_past_deadline", 0) for one in records]
     assert sum(late) > 0 and [one.metrics["cohort_size"] for one in records] == [5 - count for count in late]
     assert all(one.metrics["virtual_seconds"] <= one.round + 1e-9 for one in records)
@@ -236,11 +236,15 @@ def test_availability_follows_virtual_time(timed, tmp_path, asynchronous):
     assert records[0].metrics["trained_share"] <= 0.5 and records[1].metrics["virtual_seconds"] < 30
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_asynchronous_rounds_with_equal_devices_and_a_buffer_for_all_are_synchronous(timed, momentum):
-    """Bit for bit: methods, mini-batches, and a server optimiser."""
+def test_asynchronous_rounds_with_equal_devices_and_a_buffer_for_all_are_synchronous(timed):
+    """Bit for bit: methods, mini-batches, momentum, and a server optimiser."""
     methods = [*CLUSTERED, {"fedavg": {"server_optimizer": {"fedadam": {}}, "label": "adam"}}, "ditto", "fednova"]
-    changes = {"methods": methods, "clock": EQUAL, "local": {"momentum": momentum, "epochs": 1, "batch_size": 8}}
+    changes = {
+        "methods": methods,
+        "rounds": 3,
+        "clock": EQUAL,
+        "local": {"momentum": 0.9, "epochs": 1, "batch_size": 8},
+    }
     one = simulate(timed(**changes))
     other = simulate(timed(**changes, asynchronous={"buffer": 5}))
     for label in one.methods:
@@ -259,18 +263,19 @@ class Interrupting(Watcher):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("per_cluster", [False, True])
-def test_a_run_resumes_with_clients_in_flight(timed, tmp_path, per_cluster):
+@pytest.mark.parametrize("method, per_cluster", [("fedavg", False), ("ifca", True)])
+def test_a_run_resumes_with_clients_in_flight(timed, tmp_path, method, per_cluster):
     """The schedule lets a client leave and another join while others are in flight."""
     settings = {"buffer": 2, "staleness": {"kind": "polynomial"}, "per_cluster": per_cluster, "max_staleness": 6}
     events = [{"round": 1, "join": []}, {"round": 4, "leave": [0, 1, 2]}, {"round": 6, "join": [11]}]
-    changes = {"rounds": 10, "asynchronous": settings, "schedule": events[1:], "cohort": {"clients": 5, "dropout": 0.2}}
+    changes = {"methods": [method], "rounds": 10, "asynchronous": settings, "schedule": events[1:]}
+    changes["cohort"] = {"clients": 5, "dropout": 0.2}
     whole = figures(simulate(timed(**changes), tmp_path / "whole"))
     with pytest.raises(Interrupted):
         simulate(timed(**changes), tmp_path / "run", Interrupting(5))
     found = figures(resume(tmp_path / "run", on_ray=False))
     assert found == whole
-    staleness = [row[RECORDED.index("staleness")] for row in whole["fedavg"]]
+    staleness = [row[RECORDED.index("staleness")] for row in whole[method]]
     assert max(staleness) > 0
 
 
