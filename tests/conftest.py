@@ -13,6 +13,7 @@ import pytest
 from cfl_ray.system.threads import one_thread
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start: each core has a test
 # The user's own folder; processes that tests start use it too.
 if "CFL_RAY_HOME" not in os.environ:
     os.environ["CFL_RAY_HOME"] = tempfile.mkdtemp(prefix="cfl_ray_home-")

@@ -174,7 +174,7 @@ class TestOneClient:
             clients.train(clients.send(stage.model()[None]), average=torch.ones(1, 16))
 
     def test_is_tried_again_without_the_samples_of_others(self, monkeypatch):
-        stage = Stage(uneven([10] * 3, FLAT), mlp, LocalSGD(epochs=3))
+        stage = Stage(uneven([10] * 3, FLAT), mlp, LocalSGD(epochs=3), "sequential")
         worker, train, cached = stage.backend.worker, sequential.train, []
         install(monkeypatch, FakeMemory(10**9), stage.network, worker)
         worker.samples.limit = 10**6

@@ -117,7 +117,7 @@ class TestChain:
 
 class TestClientView:
     def one(self, factory, federation, client=1) -> ClientView:
-        stage = Stage(federation, factory, LocalSGD(epochs=2, batch_size=4, lr=0.2))
+        stage = Stage(federation, factory, LocalSGD(epochs=2, batch_size=4, lr=0.2), "sequential")
         train_one = stage.backend.worker.train_one
         return ClientView(client, *federation.train(client), stage.network, Address(0, 1, 1), stage.local, train_one)
 
@@ -253,7 +253,9 @@ class TestFailure:
 class TestClientState:
     def test_its_columns_replace_those_of_the_start(self):
         """Second round: the base is the one that is sent, the head that of the client state."""
-        stage = Stage(uneven([10, 7, 3]), lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)))
+        stage = Stage(
+            uneven([10, 7, 3]), lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)), engine="sequential"
+        )
         spec = stage.network.spec
         state = ClientState("head", spec.head)
         clients = stage.clients()

@@ -44,7 +44,7 @@ def experiment(**sections) -> Experiment:
         "cohort": {"fraction": 0.5},
         "privacy": PRIVATE,
         "tracking": {"enabled": False},
-        "runtime": {"engine": "manual", "checkpoint_every": 1},
+        "runtime": {"engine": "sequential", "checkpoint_every": 1},
     }
     return Experiment(**common | sections)
 

@@ -23,7 +23,7 @@ def experiment(**sections) -> Experiment:
         "cohort": {"fraction": 0.5, "sampling": "poisson"},
         "privacy": {"noise_multiplier": 1.0, "noise": "reproducible"},
         "tracking": {"enabled": False},
-        "runtime": {"engine": "manual", "checkpoint_every": 1},
+        "runtime": {"engine": "sequential", "checkpoint_every": 1},
     }
     return Experiment(**common | sections)
 

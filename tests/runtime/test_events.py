@@ -79,7 +79,8 @@ ROUNDS_OF_FIRST_PHASE = {"autocfl": 2, "fl_hc": 2, "ifca": 2}  # 1 of the others
 
 def test_every_method_goes_through_its_phases_and_reports_how_its_clusters_came(tmp_path):
     methods = [{name: OPTIONS.get(name, {})} for name in sorted(REGISTRY)]
-    results = simulate(planted(methods=methods, rounds=4))
+    few = PLANTED["data"] | {"synthetic_samples": 60}
+    results = simulate(planted(methods=methods, rounds=4, data=few))
     for name, cls in REGISTRY.items():
         records = results[name].records
         names = list(cls.phases)

@@ -78,7 +78,7 @@ def models_in(uri, label):
 
 
 def test_the_model_of_each_cluster_loads_again_and_predicts_the_same(tracked, own, tmp_path):
-    methods = ["fedavg", {"ifca": {"num_clusters": 2}}, "ifca_cam"]
+    methods = [{"ifca": {"num_clusters": 2}}, "ifca_cam"]
     changes = {"methods": methods, "model": {"name": f"{own}:Net", "options": {}}}
     results = simulate(tracked(**changes), tmp_path / "run")
     plain = simulate(tracked(**changes, tracking={"enabled": False}), tmp_path / "plain")
@@ -96,13 +96,14 @@ def test_the_model_of_each_cluster_loads_again_and_predicts_the_same(tracked, ow
             assert [(one.shape, one.type.name) for one in described.signature.inputs] == [((-1, 8), "float32")]
             assert [one.shape for one in described.signature.outputs] == [(-1, 10)]
             assert described.run_id == models[f"cluster-{cluster}"].source_run_id
-    assert not list((tmp_path / "run").rglob("*.pkl")) and not (tmp_path / "plain/fedavg/models").exists()
+    assert not list((tmp_path / "run").rglob("*.pkl")) and not (tmp_path / "plain/ifca/models").exists()
 
 
 def test_a_model_that_cannot_be_exported_is_named_and_the_run_goes_on(tracked, own, tmp_path):
     watcher, lines = Watcher(), []
     watcher.warn = lines.append
     changes = {"methods": ["fedavg"], "model": {"name": f"{own}:Branching", "options": {}}}
+    changes["runtime"] = {"engine": "sequential"}
     simulate(tracked(**changes), tmp_path / "run", watcher)
     assert models_in(tracked.uri, "fedavg") == {}
     (line,) = lines

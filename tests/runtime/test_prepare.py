@@ -80,7 +80,7 @@ def test_the_device(experiment, monkeypatch):
 
 def test_precision_and_share_of_memory_reach_the_network(experiment):
     for precision in ("float32", "bf16"):
-        setup = prepare(experiment(runtime={"precision": precision}))
+        setup = prepare(experiment(runtime={"precision": precision, "engine": "sequential"}))
         network = setup.worker(memory_share=0.25).network
         assert (network.precision, network.memory.share) == (precision, 0.25)
         assert setup.network().memory.share == 1

@@ -102,12 +102,14 @@ def test_ids_are_written_as_ranges():
 
 def test_every_method_takes_unknown_newcomers(begin, newcomers, tmp_path):
     """Four rounds: one client leaves, and four that the federation did not know join."""
+    joined = newcomers()
+    changes = {"cohort": {"fraction": 1.0}, "rounds": 4, "runtime": {"checkpoint_every": 4}}
     for method in sorted(REGISTRY):
-        loop, _ = begin(tmp_path / "run", methods=[method], cohort={"fraction": 1.0}, rounds=4)
+        loop, _ = begin(tmp_path / "run", methods=[method], **changes)
         figures = play(
             loop,
             after_1=lambda requests: requests.leave([0]),
-            after_2=lambda requests: requests.join_shards(*newcomers()),
+            after_2=lambda requests: requests.join_shards(*joined),
         )
         assert [metrics["clients_online"] for _, metrics, _ in figures] == [8, 7, 11, 11], method
         assert ["newcomer_accuracy" in metrics for _, metrics, _ in figures] == [False, False, True, True], method

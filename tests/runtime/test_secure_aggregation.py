@@ -20,7 +20,7 @@ def secure(**sections) -> Experiment:
         "cohort": {"fraction": 0.5, "dropout": 0.2},
         "secure_aggregation": {"neighbours": 4, "threshold": 0.25},
         "tracking": {"enabled": False},
-        "runtime": {"engine": "manual", "checkpoint_every": 1},
+        "runtime": {"engine": "sequential", "checkpoint_every": 1},
     }
     return Experiment(**common | sections)
 

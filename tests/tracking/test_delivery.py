@@ -353,9 +353,10 @@ def log_to(folder, info, records):
 
 
 def test_a_log_that_a_power_failure_cut_is_delivered_again_and_no_round_twice(tmp_path, info, record, monkeypatch):
-    """Cut at every byte of its last two lines; rounds that are done again have longer lines, and two more follow."""
+    """Cut at every fifth byte of its last two lines and around their ends; two longer lines and two more follow."""
     monkeypatch.setattr(mlflow_tracker, "accepts_connection", lambda uri: True)
-    for cut in range(2 * len(record(4).to_line())):
+    line = len(record(4).to_line())
+    for cut in sorted({*range(0, 2 * line, 5), 1, 2, *range(line - 2, line + 3), 2 * line - 1}):
         folder, store = tmp_path / str(cut), Store()
         monkeypatch.setattr(mlflow_tracker, "MlflowRun", store)
         log_to(folder, info, map(record, range(6)))
