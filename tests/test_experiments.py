@@ -155,6 +155,7 @@ def on_digits(run: StudyRun, output: Path) -> config.Experiment:
         "schedule": [{"round": 2, "join": ["12-15"]}] if values["schedule"] else [],
         "evaluation": {"every": 1, "tuned_epochs": min(values["evaluation"]["tuned_epochs"], 1)},
         "tracking": {"enabled": False},
+        "runtime": {"engine": "manual"},
         "output": str(output),
     }
     return config.Experiment(**merged(values, small) | {"model": small["model"]})

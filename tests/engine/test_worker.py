@@ -33,7 +33,7 @@ def net():
 
 class TestChain:
     def test_every_client_starts_from_the_result_before_it(self):
-        stage = Stage(planted(4), linear, LocalSGD(epochs=2, batch_size=80, lr=0.3))
+        stage = Stage(planted(4), linear, LocalSGD(epochs=2, batch_size=80, lr=0.3), "sequential")
         clients = stage.clients()
         chain = clients.train(
             clients.send(stage.model()[None]), how=LocalTraining(chained=True), features=stage.network.spec.all

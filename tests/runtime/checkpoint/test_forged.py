@@ -1,12 +1,16 @@
 """Manifests with a good checksum and another content than a run writes: refused with a reason, an older one is used."""
 
 import json
+import shutil
 
 import pytest
 
 from cfl_ray import resume, simulate
 from cfl_ray.checkpoint.manifest import _digest
+from cfl_ray.config import load
 from cfl_ray.errors import Interrupted, RunError
+from cfl_ray.lifecycle.driver import Watcher
+from cfl_ray.results.trust import sign_record
 
 FORGED = {
     "no state": lambda manifest: manifest["values"].pop("state"),
@@ -40,17 +44,33 @@ def reassigned_as_in_format_2(manifest, pairs):
     manifest["values"]["report"].update(moved=pairs)
 
 
-@pytest.fixture
-def stopped(experiment, notes, tmp_path):
-    """The folder of checkpoints of a run that was interrupted after round 3."""
+@pytest.fixture(scope="module")
+def interrupted(module_experiment, tmp_path_factory):
+    """A run that was interrupted after round 3, not to be changed."""
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
 
-    def stop(number):
-        if number == 3:
-            raise KeyboardInterrupt
+    class Stopping(Watcher):
+        def round(self, label, report):
+            if report.round == 3:
+                raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
-        simulate(experiment(methods=["fedavg"]), tmp_path / "run", notes(stop))
-    return tmp_path / "run/fedavg/checkpoints"
+        simulate(module_experiment(methods=["fedavg"]), folder, Stopping())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(module_experiment):
+    """The results of a run that was not."""
+    return simulate(module_experiment(methods=["fedavg"]))
+
+
+@pytest.fixture
+def stopped(interrupted, tmp_path):
+    """The folder of checkpoints of a copy of the interrupted run, which is this user's."""
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    sign_record(folder, load(folder / "config.yaml"))
+    return folder / "fedavg/checkpoints"
 
 
 def forge(file, change):
@@ -61,11 +81,11 @@ def forge(file, change):
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_an_older_one_is_used(name, stopped, experiment, figures, notes):
+def test_an_older_one_is_used(name, stopped, whole, figures, notes):
     forge(stopped / "000003.json", FORGED[name])
     watcher = notes()
     found = resume(stopped.parents[1], watcher, on_ray=False)
-    assert figures(found) == figures(simulate(experiment(methods=["fedavg"])))
+    assert figures(found) == figures(whole)
     assert any(line.startswith("checkpoint of round 3: ") for line in watcher.lines), watcher.lines
     assert "goes on after round 2" in watcher.lines
 

@@ -179,7 +179,7 @@ class TestSavedIsLoaded:
             (saver.folder / name).unlink()
         assert states["mine", 1].tensor().tolist() == [1] * 4 and loaded.tensors["models_KP"].tolist() == [[1] * 3] * 2
 
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", range(2))
     def test_every_kept_checkpoint_after_any_history(self, tmp_path, monkeypatch, seed):
         """Clients train, leave and join again; tensors change, grow, shrink, come and go; files are merged."""
         monkeypatch.setattr(segments, "FAN_OUT", 3)
@@ -659,7 +659,7 @@ class TestAlteredClientStates:
         file = saver.folder / "000002-2.safetensors"
         whole = file.read_bytes()
         length = int.from_bytes(whole[:8], "little")
-        for bit in range(0, 8 * (8 + length), 3):
+        for bit in range(0, 8 * (8 + length), 11):
             content = bytearray(whole)
             content[bit // 8] ^= 1 << bit % 8
             file.write_bytes(content)

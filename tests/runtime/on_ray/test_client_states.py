@@ -29,7 +29,11 @@ class Run:
     def __init__(self, setup, folder, pool=None):
         self.setup, self.store = setup, CheckpointStore(folder, "hash")
         self.store.take_lease()
-        self.backend = RayBackend(pool, self.store.lease.shared) if pool else InProcessBackend(setup.worker())
+        self.backend = (
+            RayBackend(pool, self.store.lease.shared)
+            if pool
+            else InProcessBackend(setup.worker(engine=setup.experiment.runtime.engine))
+        )
 
     @property
     def states(self):
