@@ -136,9 +136,5 @@ def test_mixtures_serve_groups_that_disagree(cohorts):
     assert accuracy(one, method, one.play(method, *OPPOSED_COHORTS[cohorts])).min() > 0.7
 
 
-class TestEngines(EnginesAndCheckpoints):
-    METHOD = APFL(alpha=0.6)
-
-
 class TestEnginesWithAdaptedAlpha(EnginesAndCheckpoints):
     METHOD = APFL(alpha=0.6, adaptive=True)

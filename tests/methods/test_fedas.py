@@ -5,7 +5,7 @@ import pytest
 import torch
 from federations import Spoiled, Stage
 from linear import ETA, HIDDEN, N_0, N_1, assert_layers, data, deep_sgd, deep_stage, layers
-from rounds import EnginesAndCheckpoints, accuracy, floats, groups, mlp, row_accuracy
+from rounds import accuracy, floats, groups, mlp, row_accuracy
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.engine.attack import Attack
@@ -103,7 +103,3 @@ def test_newcomers_have_the_averaged_model_and_others_their_own():
     assert accuracy(one, method, state, [1, 7]) == pytest.approx(expected) and expected[0] > 0.9
     one.play(method, [1, 2], state=state, first=5)
     assert floats(one) == (2 * 272, 2 * (340 + 1))
-
-
-class TestEngines(EnginesAndCheckpoints):
-    METHOD = FedAS()

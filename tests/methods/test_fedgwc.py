@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from linear import ETA, N_0, N_1, gradient, loss, matrix, stage
-from rounds import COHORTS, EnginesAndCheckpoints, floats, groups
+from rounds import COHORTS, floats, groups
 
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.clients import LocalTraining
@@ -107,7 +107,3 @@ def test_without_a_split_it_is_fedavg_bit_for_bit(cohorts):
 def test_with_all_clients_no_cluster_splits():
     state = groups().play(FedGWC(epsilon=10.0), *[None] * 4)
     assert state.num_clusters == 1
-
-
-class TestEngines(EnginesAndCheckpoints):
-    METHOD = FedGWC()

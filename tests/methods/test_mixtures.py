@@ -7,7 +7,7 @@ import pytest
 import torch
 from federations import Spoiled, Stage, planted
 from linear import ETA, N_0, N_1, STEPS, assert_close, data, matrix, stage
-from rounds import COHORTS, EnginesAndCheckpoints, accuracy, floats, groups, mlp
+from rounds import COHORTS, accuracy, floats, groups, mlp
 from torch import nn
 
 from cfl_ray.core.aggregation import RULES, MultiKrum, TrimmedMean
@@ -137,14 +137,6 @@ def test_fedrc_with_equal_shares_is_fedem():
     )
     assert torch.allclose(found.models_KP, expected.models_KP, atol=1e-6)
     assert np.allclose(found.weight_NK, expected.weight_NK, atol=1e-6)
-
-
-class TestFedEM(EnginesAndCheckpoints):
-    METHOD = FedEM(num_models=2)
-
-
-class TestFedRC(EnginesAndCheckpoints):
-    METHOD = FedRC(num_models=2)
 
 
 @pytest.mark.parametrize("engine", ["manual", "span", "vectorised"])

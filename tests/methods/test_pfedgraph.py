@@ -5,7 +5,7 @@ import pytest
 import scipy
 import torch
 from linear import ETA, N_0, N_1, STEPS, assert_close, gradient, matrix, mean, sgd, stage
-from rounds import COHORTS, EnginesAndCheckpoints, accuracy, groups, row_accuracy
+from rounds import accuracy, groups, row_accuracy
 
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.local import Local
@@ -115,8 +115,3 @@ def test_a_client_without_an_aggregate_has_no_term():
     one = stage()
     state = one.play(PFedGraph(lam=5.0), [0])
     assert_close(state.own_SP[0], sgd(one, 0, matrix(one.model())))
-
-
-class TestEngines(EnginesAndCheckpoints):
-    METHOD = PFedGraph(lam=0.1)
-    COHORTS = COHORTS[:3]

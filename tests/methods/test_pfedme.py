@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from linear import ETA, STEPS, assert_close, gradient, matrix, mean, stage
-from rounds import COHORTS, EnginesAndCheckpoints, accuracy, floats, groups, row_accuracy
+from rounds import COHORTS, accuracy, floats, groups, row_accuracy
 
 from cfl_ray.config import EvaluationConfig
 from cfl_ray.methods.fedavg import FedAvg
@@ -87,7 +87,3 @@ def test_the_score_of_the_global_model_is_a_diagnostic():
     method.diagnose(state, tested)
     expected = [row_accuracy(one, state.models_KP[0], i) for i in range(8)]
     assert one.stats.diagnostics.numbers["global_score"] == pytest.approx(sum(expected) / 8)
-
-
-class TestEngines(EnginesAndCheckpoints):
-    METHOD = PFedMe(lam=5.0)
