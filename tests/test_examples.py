@@ -102,19 +102,18 @@ def test_regression():
     assert "rounds_to_target" not in results["fedavg"].summary
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_a_loss_and_a_metric_of_ones_own(engine):
+# the pages on tasks and optimisers, which tests/test_docs.py runs, have the default engine
+def test_a_loss_and_a_metric_of_ones_own():
     reference = str(EXAMPLES / "regression.py")
     task = f"task={{loss: '{reference}:pinball', targets: real, metrics: [mae, '{reference}:share_below']}}"
-    overrides = [task, "tracking.enabled=false", "evaluation.target=null", f"runtime.engine={engine}", "rounds=20"]
+    overrides = [task, "tracking.enabled=false", "evaluation.target=null", "runtime.engine=vectorised", "rounds=20"]
     final = simulate(load(EXAMPLES / "regression.yaml", overrides))["ifca"].final
     assert "mse" not in final and final["mae"] > 0
     assert abs(final["share_below"] - 0.9) < 0.1, "about half of the readings lie below a mean"
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_own_parts_of_learning(engine):
-    results = simulate(load(EXAMPLES / "learning.yaml", ["tracking.enabled=false", f"runtime.engine={engine}"]))
+def test_own_parts_of_learning():
+    results = simulate(load(EXAMPLES / "learning.yaml", ["tracking.enabled=false", "runtime.engine=vectorised"]))
     assert len(results.methods) == 3
     for label, result in results.methods.items():
         assert result.final["accuracy"] > 0.7 and 0.5 < result.final["f1_of_class_3"] <= 1, (label, result.final)
