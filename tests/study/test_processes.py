@@ -27,7 +27,7 @@ def file(study, tmp_path):
     changes = {
         "rounds": 20,
         "evaluation": {"metrics": [f"{tmp_path}/slow.py:pause"]},
-        "runtime": {"engine": "manual", "checkpoint_every": 1},
+        "runtime": {"engine": "sequential", "checkpoint_every": 1},
     }
     made = study(experiment=changes)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json")))

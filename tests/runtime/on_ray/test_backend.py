@@ -17,7 +17,7 @@ def test_figures_do_not_depend_on_the_calls(experiment, two_hosts):
     ids, row_M = np.arange(20), np.arange(20) % 2
     weight_RM = np.eye(2)[row_M].T
     found = []
-    for one in (backend, InProcessBackend(setup.worker(engine=setup.experiment.runtime.engine))):
+    for one in (backend, InProcessBackend(setup.worker())):
         state, figures = ClientState("momentum", setup.network().spec.head), []
         for round, seconds in enumerate([None, None, 0.02, 0.02, 1e-6, 1e-6], 1):
             if one is backend:

@@ -29,11 +29,7 @@ class Run:
     def __init__(self, setup, folder, pool=None):
         self.setup, self.store = setup, CheckpointStore(folder, "hash")
         self.store.take_lease()
-        self.backend = (
-            RayBackend(pool, self.store.lease.shared)
-            if pool
-            else InProcessBackend(setup.worker(engine=setup.experiment.runtime.engine))
-        )
+        self.backend = RayBackend(pool, self.store.lease.shared) if pool else InProcessBackend(setup.worker())
 
     @property
     def states(self):
@@ -64,15 +60,16 @@ def assert_equal(one, other):
     assert len(one) == len(other) == len(IDS) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def setup(module_experiment):
     return prepare(module_experiment())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pool(setup, two_hosts):
-    """Two hosts for all tests; each has a run of its own."""
-    return two_hosts(setup).pool
+    pool = two_hosts(setup).pool
+    yield pool
+    pool.stop()
 
 
 @pytest.fixture

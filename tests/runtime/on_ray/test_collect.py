@@ -25,7 +25,7 @@ def backends(experiment, two_hosts):
     """(in process, on two hosts that a test may kill)."""
     setup = prepare(experiment(data={"partition": {"clients": CLIENTS}}))
     on_ray = two_hosts(setup)
-    yield InProcessBackend(setup.worker(engine=setup.experiment.runtime.engine)), on_ray
+    yield InProcessBackend(setup.worker("cpu", "sequential")), on_ray
     on_ray.pool.stop()  # the next test's hosts need their room
 
 
@@ -33,7 +33,7 @@ def backends(experiment, two_hosts):
 def pair(module_experiment, two_hosts):
     """(in process, on two hosts): those of the tests that leave them alive."""
     setup = prepare(module_experiment(data={"partition": {"clients": CLIENTS}}))
-    return InProcessBackend(setup.worker(engine=setup.experiment.runtime.engine)), two_hosts(setup)
+    return InProcessBackend(setup.worker("cpu", "sequential")), two_hosts(setup)
 
 
 @pytest.fixture

@@ -54,10 +54,7 @@ def backend(request, hosts):
 
 def fresh(hosts) -> dict[str, object]:
     setup, on_ray = hosts
-    return {
-        "in process": InProcessBackend(setup.worker(engine=setup.experiment.runtime.engine)),
-        "on Ray": RayBackend(on_ray.pool),
-    }
+    return {"in process": InProcessBackend(setup.worker("cpu", "sequential")), "on Ray": RayBackend(on_ray.pool)}
 
 
 def clients(hosts, backend, ids=range(CLIENTS), number=1, rule=Mean()) -> Clients:

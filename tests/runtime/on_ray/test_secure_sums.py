@@ -22,7 +22,7 @@ def setup(module_experiment):
 
 @pytest.fixture(scope="module")
 def backends(setup, two_hosts):
-    return two_hosts(setup), InProcessBackend(setup.worker(engine=setup.experiment.runtime.engine))
+    return two_hosts(setup), InProcessBackend(setup.worker())
 
 
 @pytest.mark.parametrize("way", ["calls", "server", "tree", "private"])
