@@ -114,7 +114,8 @@ def test_run_folder_that_is_no_folder(experiment, tmp_path):
 @pytest.mark.slow
 def test_checkpoint_on_ray(experiment, figures, cluster, actors, notes, tmp_path, limit):
     """The limit is a host's, which writes its clients' states; they take more than a file may hold."""
-    large = experiment(model={"options": {"hidden": 4096}}, local={"epochs": 1}, rounds=3)
+    runtime = {"engine": "sequential"}
+    large = experiment(model={"options": {"hidden": 4096}}, local={"epochs": 1}, rounds=3, runtime=runtime)
 
     def fill(number):
         if number == 1:

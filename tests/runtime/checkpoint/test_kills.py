@@ -36,7 +36,7 @@ def test_server_killed_while_it_writes(experiment, figures, cluster, actors, not
         model={"options": {"hidden": 40_000}},
         local={"epochs": 1},
         rounds=16,
-        runtime={"hosts": 1, "retries": 16},
+        runtime={"engine": "sequential", "hosts": 1, "retries": 16},
         evaluation={"every": 16, "local": False},
     )
     folder, torn = tmp_path / "run/ditto/checkpoints", []
