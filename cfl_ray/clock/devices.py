@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from scipy.special import ndtri
+import scipy  # its subpackages load on first use
 
 from cfl_ray.core.rng import stream, uniforms
 from cfl_ray.errors import RunError
@@ -26,7 +26,8 @@ ARGUMENTS = ("clients", "draw")  # of a user's function
 
 def normals(seed: int, round: int, exchange: int, clients: np.ndarray, purpose: str) -> np.ndarray:
     """A standard normal for each of these clients, float64, by key as `core.rng.uniforms`."""
-    draws: np.ndarray = ndtri(uniforms(seed, round, exchange, clients, purpose) + 2.0**-54)  # avoids ndtri(0), -inf
+    uniform_M = uniforms(seed, round, exchange, clients, purpose) + 2.0**-54  # avoids ndtri(0), -inf
+    draws: np.ndarray = scipy.special.ndtri(uniform_M)
     return draws
 
 

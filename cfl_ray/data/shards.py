@@ -2,7 +2,8 @@
 
 `manifest.json` describes the folder, `clients.arrow` has the rows of each client, `train-*.arrow` and `test-*.arrow`
 have the original pixels (or numbers, or token ids) with their labels. Each file is a single record batch, so a client's
-data are a slice of the mapped file.
+data are a slice of the mapped file. Columns are read through DLPack: Arrow's `to_numpy` would import pandas, 0.4 s and
+35 MB in each process that opens shards.
 """
 
 import functools
@@ -238,8 +239,8 @@ def _map_samples(folder: Folder, manifest: ShardManifest, file: ShardFile) -> St
     batch = _map(folder, file, schema)
     y = batch["y"].flatten() if manifest.target_shape else batch["y"]
     return (
-        batch["x"].flatten().to_numpy().reshape(-1, *manifest.input),
-        y.to_numpy().reshape(-1, *manifest.target_shape),
+        np.from_dlpack(batch["x"].flatten()).reshape(-1, *manifest.input),
+        np.from_dlpack(y).reshape(-1, *manifest.target_shape),
     )
 
 
@@ -249,14 +250,14 @@ def _map_index(folder: Folder, manifest: ShardManifest) -> tuple[pa.Array, Index
     batch = _map(folder, manifest.index, index_schema(manifest.num_classes, label_view))
     labels_NC = None
     if label_view:
-        labels_NC = batch["labels"].flatten().to_numpy().reshape(-1, manifest.num_classes).view(bool)
+        labels_NC = np.from_dlpack(batch["labels"].flatten()).reshape(-1, manifest.num_classes).view(bool)
     index = Index(
-        file_N=batch["file"].to_numpy(),
-        offset_N=batch["offset"].to_numpy(),
-        train_N=batch["train"].to_numpy(),
-        held_out_N=batch["held_out"].to_numpy(),
-        group_N=batch["group"].to_numpy(),
-        test_set_N=batch["test_set"].to_numpy(),
+        file_N=np.from_dlpack(batch["file"]),
+        offset_N=np.from_dlpack(batch["offset"]),
+        train_N=np.from_dlpack(batch["train"]),
+        held_out_N=np.from_dlpack(batch["held_out"]),
+        group_N=np.from_dlpack(batch["group"]),
+        test_set_N=np.from_dlpack(batch["test_set"]),
         labels_NC=labels_NC,
     )
     if not _is_valid(index, manifest):

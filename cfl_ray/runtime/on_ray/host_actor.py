@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import ray
 
+from cfl_ray.system.imports import uncollected
 from cfl_ray.system.instructions import instructions_environment
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class ClientHost:
             there reach the server as the text of a traceback.
         """
         time.sleep(pause)
-        from cfl_ray.runtime.on_ray.host_process import HostProcess
+        with uncollected():
+            from cfl_ray.runtime.on_ray.host_process import HostProcess
 
         self.process = HostProcess(packed, engine)
         return self.process.about()

@@ -11,6 +11,7 @@ import ray
 from cfl_ray.errors import NotReady
 from cfl_ray.runtime.on_ray.host_actor import start_host
 from cfl_ray.runtime.on_ray.stall import Progress
+from cfl_ray.system.imports import uncollected
 
 if TYPE_CHECKING:
     from cfl_ray.config import RuntimeConfig
@@ -38,7 +39,8 @@ class ServerActor:
     ) -> None:
         """Starts the hosts and makes this server ready; `ClientHost.start` says why this is not the constructor."""
         started = [start_host(runtime, packed[0]) for _ in range(hosts)]
-        from cfl_ray.runtime.on_ray.server_process import ServerProcess
+        with uncollected():
+            from cfl_ray.runtime.on_ray.server_process import ServerProcess
 
         self.process = ServerProcess(packed, run_dir, session, fault)
         self.process.pool.start(started, packed[0])
