@@ -3,7 +3,6 @@
 Exit status: 0 success, 1 failed run, 2 invalid input, 3 a method diverged, 130 interrupted.
 """
 
-import atexit
 import gc
 import io
 import os
@@ -79,7 +78,6 @@ def _version(wanted: bool) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line. Every error becomes a message and an exit status."""
     gc.set_threshold(_OBJECTS)
-    atexit.register(gc.freeze)  # nothing is collected at exit either, which takes a second after a run
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for characters that the terminal lacks, such as ±

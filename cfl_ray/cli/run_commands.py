@@ -10,6 +10,7 @@ from cfl_ray.cli.console import command_line, out, say
 from cfl_ray.cli.inputs import deliver_earlier_results, is_trusted, load_experiment
 from cfl_ray.cli.study_commands import run_all, study_from
 from cfl_ray.errors import ConfigError
+from cfl_ray.system.imports import uncollected
 
 
 def run(
@@ -36,8 +37,9 @@ def run(
     ] = None,
 ) -> None:
     """Run an experiment: all its methods, with live progress and a table of results at the end."""
-    from cfl_ray.cli.progress import Display
-    from cfl_ray.lifecycle import launch
+    with uncollected():
+        from cfl_ray.cli.progress import Display
+        from cfl_ray.lifecycle import launch
 
     experiment = load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:
