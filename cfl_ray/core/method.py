@@ -184,6 +184,8 @@ class Method(ABC, Generic[S]):
         except (ValueError, ConfigError) as error:
             raise ValueError(f"{self.name}: {error}") from None
 
+    # the following depend on options in some methods; in others they are class attributes: needs_sgd = "..."
+
     @property
     def needs_mean(self) -> str:
         """The reason why the method cannot have a server optimiser; empty: it can."""

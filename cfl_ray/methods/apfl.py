@@ -58,6 +58,8 @@ class Interpolated:
 class APFL(Method[State], name="apfl"):
     """Every client predicts with a mixture of the global model and a personal model."""
 
+    needs_sgd = "both models take plain SGD steps"
+
     alpha: float = option(
         0.5,
         "alpha: share of the client's own model; 0: the global one, 1: as local training; grid {0.25, 0.5, 0.75}",
@@ -71,10 +73,6 @@ class APFL(Method[State], name="apfl"):
         source="official code: fed_adaptive_alpha",
     )
     weights: str = weights_option()
-
-    @property
-    def needs_sgd(self) -> str:
-        return "both models take plain SGD steps"
 
     @property
     def personal(self) -> ClientState:

@@ -65,6 +65,9 @@ class FisherTrace:
 class FedAS(Method[State], name="fedas"):
     """A shared base, aligned to each client's own features, under private heads; weights by Fisher information."""
 
+    needs_classes = "its prototypes are mean features of each label"
+    needs_fresh_momentum = "a client's base is replaced at the beginning of a round"
+
     align_epochs: int = option(1, "epochs of the alignment; 0: none", source="PFLlib", low=0)
     align_lr: float = option(0.01, "learning rate of the alignment", source="PFLlib", low=0)
     weights: str = option(
@@ -73,14 +76,6 @@ class FedAS(Method[State], name="fedas"):
         source="paper",
         choices=("fisher", "samples", "uniform"),
     )
-
-    @property
-    def needs_classes(self) -> str:
-        return "its prototypes are mean features of each label"
-
-    @property
-    def needs_fresh_momentum(self) -> str:
-        return "a client's base is replaced at the beginning of a round"
 
     def check_model(self, spec: ParamSpec) -> None:
         check_classifier(self, spec)

@@ -28,13 +28,10 @@ class FedAvgPlus(Method[State], name="fedavg_plus"):
     """K global models by FedAvg that vote."""
 
     placement = VOTE
+    needs_classes = "its models vote with their class probabilities"
 
     num_models: int = option(5, "K, models that vote; 1 is FedAvg", source="Fed-CAM: 5 and 10", low=1)
     weights: str = weights_option()
-
-    @property
-    def needs_classes(self) -> str:
-        return "its models vote with their class probabilities"
 
     def init(self, start: Start) -> State:
         models_KP = torch.stack([start.new_model(k) for k in range(self.num_models)])

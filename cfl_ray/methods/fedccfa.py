@@ -136,6 +136,8 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
 
     compares = "cohort"
     only_mean = "classifiers are averaged within groups of clients for each label"
+    needs_classes = "its classifiers are compared by label"
+    needs_fresh_momentum = "classifier and extractor are trained one after the other, with a buffer each"
 
     eps: float = option(0.1, "eps: largest d_ij of neighbours", source="official code", low=0)
     balanced_epochs: int = option(5, "epochs on the balanced part", source="official code", low=1)
@@ -148,14 +150,6 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         20.0, "gamma: divisor of the entropy; inf: no loss on features", source="official code", low=1e-6
     )
     temperature: float = option(0.1, "tau: temperature of the loss on features", source="official code", low=1e-6)
-
-    @property
-    def needs_classes(self) -> str:
-        return "its classifiers are compared by label"
-
-    @property
-    def needs_fresh_momentum(self) -> str:
-        return "classifier and extractor are trained one after the other, with a buffer each"
 
     def check_model(self, spec: ParamSpec) -> None:
         check_classifier(self, spec)

@@ -114,6 +114,9 @@ class PoolState(State):
 class FedDrift(Method[PoolState], name="feddrift"):
     """A pool of models: clients whose data drift start new models, which merge with models that fit their data."""
 
+    needs_mean = "models of its pool are merged and replaced between rounds"
+    needs_fresh_momentum = "a client may train several models in a round"
+
     eager: bool = option(False, "clients that drift in a step share a new model; no merging", source="paper")
     delta: float = option(
         0.1, "delta: increase of L that is a drift, and distance below which models merge", source="paper, MNIST", low=0
@@ -132,14 +135,6 @@ class FedDrift(Method[PoolState], name="feddrift"):
     @property
     def needs_classes(self) -> str:
         return "it counts wrong predictions; criterion: loss does not" if self.criterion == "errors" else ""
-
-    @property
-    def needs_mean(self) -> str:
-        return "models of its pool are merged and replaced between rounds"
-
-    @property
-    def needs_fresh_momentum(self) -> str:
-        return "a client may train several models in a round"
 
     def init(self, start: Start) -> PoolState:
         return PoolState(

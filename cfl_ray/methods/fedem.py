@@ -37,6 +37,8 @@ class FedEM(Method[MixtureState], name="fedem"):
     """K models; each client predicts with their mixture, learned by expectation-maximisation."""
 
     placement = PLACEMENT
+    needs_classes = "its models are mixed by their class probabilities"
+    needs_fresh_momentum = "a client trains several models in one exchange"
 
     num_models: int = option(3, "K, number of models that are mixed; 1 is FedAvg", source="paper", low=1)
     damped: bool = option(
@@ -46,14 +48,6 @@ class FedEM(Method[MixtureState], name="fedem"):
     )
     fit_steps: int = option(10, "E and M steps of a client that has not trained yet", source="ours", low=1)
     weights: str = weights_option()
-
-    @property
-    def needs_classes(self) -> str:
-        return "its models are mixed by their class probabilities"
-
-    @property
-    def needs_fresh_momentum(self) -> str:
-        return "a client trains several models in one exchange"
 
     def init(self, start: Start) -> MixtureState:
         return MixtureState.first(start, self.num_models)

@@ -42,6 +42,10 @@ def accumulation(steps_M: np.ndarray, momentum: float, eta_mu: float) -> np.ndar
 class FedNova(Method[State], name="fednova"):
     """FedAvg of updates that are normalised by the number of local steps."""
 
+    needs_sgd = "a_i counts the gradients in SGD steps of one learning rate"
+    needs_fresh_momentum = "a_i counts this round's gradients, and a kept buffer adds those of earlier rounds"
+    needs_mean = "it scales the mean by its own step"
+
     mu: float = option(0.0, "mu: weight of a proximal term in the local objective; 0: none", source="paper", low=0)
     weights: str = weights_option()
 
@@ -54,18 +58,6 @@ class FedNova(Method[State], name="fednova"):
                 f"fednova.aggregation must be mean or norm_clipping, got {self.aggregation!r}: "
                 f"normalisation is a matter of weights, and {name} has none"
             )
-
-    @property
-    def needs_sgd(self) -> str:
-        return "a_i counts the gradients in SGD steps of one learning rate"
-
-    @property
-    def needs_fresh_momentum(self) -> str:
-        return "a_i counts this round's gradients, and a kept buffer adds those of earlier rounds"
-
-    @property
-    def needs_mean(self) -> str:
-        return "it scales the mean by its own step"
 
     def init(self, start: Start) -> State:
         return start.one_model()

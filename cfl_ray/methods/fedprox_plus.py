@@ -28,14 +28,11 @@ class FedProxPlus(Method[State], name="fedprox_plus"):
     """K global models by FedProx that vote."""
 
     placement = VOTE
+    needs_classes = "its models vote with their class probabilities"
 
     num_models: int = option(5, "K, models that vote; 1 is FedProx", source="Fed-CAM: 5 and 10", low=1)
     mu: float = option(0.01, "mu: weight of the proximal term towards the received model", source="as FedProx", low=0)
     weights: str = weights_option()
-
-    @property
-    def needs_classes(self) -> str:
-        return "its models vote with their class probabilities"
 
     def init(self, start: Start) -> State:
         models_KP = torch.stack([start.new_model(k) for k in range(self.num_models)])

@@ -60,18 +60,12 @@ class FedRC(Method[FedRCState], name="fedrc"):
     """FedEM with mixtures that do not depend on label skew: models separate concepts, not labels."""
 
     placement = PLACEMENT
+    needs_classes = "its responsibilities count labels"
+    needs_fresh_momentum = "a client trains several models in one exchange"
 
     num_models: int = option(3, "K, number of models that are mixed; 1 is FedAvg", source="paper", low=1)
     fit_steps: int = option(10, "E and M steps of a client that has not trained yet", source="ours", low=1)
     weights: str = weights_option()
-
-    @property
-    def needs_classes(self) -> str:
-        return "its responsibilities count labels"
-
-    @property
-    def needs_fresh_momentum(self) -> str:
-        return "a client trains several models in one exchange"
 
     def init(self, start: Start) -> FedRCState:
         (num_classes,) = start.output_shape

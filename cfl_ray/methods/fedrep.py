@@ -57,11 +57,9 @@ def training_of(columns: Columns, clients: Clients, epochs: int | None = None) -
 class FedRep(FedPer, name="fedrep"):
     """A shared representation under private heads, trained one after the other."""
 
-    head_epochs: int = option(10, "tau_h: local epochs of the head", source="paper's experiments", low=1)
+    needs_fresh_momentum = "head and representation are trained one after the other, with a buffer each"
 
-    @property
-    def needs_fresh_momentum(self) -> str:
-        return "head and representation are trained one after the other, with a buffer each"
+    head_epochs: int = option(10, "tau_h: local epochs of the head", source="paper's experiments", low=1)
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         private, shared = self.private_columns(clients.spec)

@@ -57,6 +57,7 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
     placement = "the model with the least loss on its training samples, chosen anew whenever it predicts"
     without_cluster = "the global model"
     phases = {"warmup": ("federate",), "federate": ()}
+    compares_models = True
 
     num_clusters: int = option(5, "K, number of cluster models", source="paper: 5 and 10", low=1)
     warmup_rounds: int = option(
@@ -87,10 +88,6 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         low=1,
     )
     weights: str = weights_option()
-
-    @property
-    def compares_models(self) -> bool:
-        return True
 
     def init(self, start: Start) -> CAMState:
         return CAMState(

@@ -98,6 +98,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
     placement = "the cluster with the smallest principal angles to its data"
     without_cluster = "the first model"
     phases = {"cluster": ("federate",), "federate": ()}
+    needs_classes = "it compares subspaces of the samples of each class"
 
     vectors: int = option(3, "p: principal vectors per class", source="paper", low=1)
     budget: int | None = option(
@@ -135,10 +136,6 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
             raise ValueError(
                 "pacfl.linkage ward is defined for Euclidean distances, not for angles; choose average or weighted"
             )
-
-    @property
-    def needs_classes(self) -> str:
-        return "it compares subspaces of the samples of each class"
 
     def init(self, start: Start) -> PACFLState:
         first_KP = start.new_model(0)[None]

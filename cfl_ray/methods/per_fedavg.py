@@ -56,6 +56,8 @@ class HessianFree:
 class PerFedAvg(Method[State], name="per_fedavg"):
     """A model that is good after a step of adaptation (MAML)."""
 
+    needs_sgd = "the adaptation and the meta step are plain SGD"
+
     order: str = option(
         "first",
         "first: FO, only gradients; second: HF, with the second-order term by finite differences",
@@ -71,10 +73,6 @@ class PerFedAvg(Method[State], name="per_fedavg"):
     )
     delta: float = option(1e-3, "delta: step of the finite differences (HF)", source="ours", low=1e-6)
     weights: str = weights_option()
-
-    @property
-    def needs_sgd(self) -> str:
-        return "the adaptation and the meta step are plain SGD"
 
     def init(self, start: Start) -> State:
         return start.one_model()

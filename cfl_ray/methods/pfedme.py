@@ -59,6 +59,8 @@ class MoreauStep:
 class PFedMe(Method[State], name="pfedme"):
     """Personal models that minimise the local loss near a global model, which follows them."""
 
+    needs_sgd = "theta_i and w_i take plain SGD steps"
+
     lam: float = option(15.0, "lambda: proximal term of theta_i to w_i", source="paper", low=1e-6)
     inner_steps: int = option(5, "K: steps of theta_i on a batch", source="paper", low=1)
     personal_lr: float = option(0.1, "eta_p: learning rate of theta_i", source="paper, MNIST with MCLR", low=0)
@@ -77,10 +79,6 @@ class PFedMe(Method[State], name="pfedme"):
         choices=("theta", "w"),
     )
     weights: str = weights_option("uniform")
-
-    @property
-    def needs_sgd(self) -> str:
-        return "theta_i and w_i take plain SGD steps"
 
     @property
     def needs_mean(self) -> str:
