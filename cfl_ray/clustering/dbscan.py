@@ -1,6 +1,7 @@
 """DBSCAN of clients by their distances, and a distance up to which clients are neighbours."""
 
 import numpy as np
+import scipy
 
 from cfl_ray.clustering.agglomerative import by_lowest_member
 
@@ -23,8 +24,6 @@ def row_gap(distance_MM: np.ndarray) -> float:
 
 
 def dbscan(distance_MM: np.ndarray, eps: float) -> np.ndarray:
-    """Clusters by DBSCAN, int64 (M,), numbered by lowest member. A client without neighbours is a cluster."""
-    from sklearn.cluster import DBSCAN  # imported here: loading it takes a second, and hosts do not need it
-
-    label_M = DBSCAN(eps=max(eps, 1e-300), min_samples=2, metric="precomputed").fit_predict(distance_MM)
-    return by_lowest_member(np.where(label_M < 0, len(label_M) + np.arange(len(label_M)), label_M))
+    """Clusters by DBSCAN, int64 (M,), numbered by lowest member: the connected parts of the graph of d <= eps."""
+    _, part_M = scipy.sparse.csgraph.connected_components(distance_MM <= eps, directed=False)
+    return by_lowest_member(part_M)

@@ -3,7 +3,7 @@
 S is the number of clients with a signature.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -13,9 +13,10 @@ from torch.nn.functional import pad
 
 from cfl_ray.clustering.agglomerative import nearest_centre
 from cfl_ray.core.clients import Clients, LocalTraining, UpdateFeatures
-from cfl_ray.core.method import option
+from cfl_ray.core.method import Start, option
 from cfl_ray.core.params import Columns, ParamSpec
-from cfl_ray.core.state import UNASSIGNED, State
+from cfl_ray.core.rounds import placed
+from cfl_ray.core.state import UNASSIGNED, SeenState, State
 
 
 def sketch_option() -> Any:
@@ -25,14 +26,10 @@ def sketch_option() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SignatureState(State):
-    """A state with the signatures that clients have sent.
-
-    A subclass may have further fields with a value for each of these clients: arrays (S,) whose names end in `_S`.
-    """
+class SignatureState(SeenState):
+    """A state with the signatures that clients have sent."""
 
     signature_SF: Tensor  # float32
-    seen_S: np.ndarray  # int64: ids of the clients, in the order of their first signatures
 
     @classmethod
     def no_signatures(cls, features: int = 0) -> dict[str, Any]:
@@ -51,30 +48,10 @@ class SignatureState(State):
         """
         if not len(ids_M):
             return self
-        position = {int(client): at for at, client in enumerate(self.seen_S)}
-        at_M = np.array([position.setdefault(int(client), len(position)) for client in ids_M], np.int64)
-        added = len(position) - len(self.seen_S)
-        width = max(feature_MF.shape[1], self.signature_SF.shape[1])
-        signature_SF = pad(self.signature_SF, (0, width - self.signature_SF.shape[1], 0, added))
-        signature_SF[at_M] = pad(feature_MF, (0, width - feature_MF.shape[1]))
-        changes: dict[str, Any] = {}
-        for name, value_M in more.items():
-            before_S = getattr(self, name)
-            value_S = np.concatenate([before_S, np.zeros(added, before_S.dtype)])
-            value_S[at_M] = value_M
-            changes[name] = value_S
-        seen_S = np.fromiter(position, np.int64, len(position))
-        return self.advance(signature_SF=signature_SF, seen_S=seen_S, **changes)
-
-    def subset(self, stay_S: np.ndarray) -> Self:
-        """This state with only the signatures, and values of fields `*_S`, for which `stay_S`, bool (S,), is true."""
-        names = [field.name for field in fields(self) if field.name.endswith("_S")]
-        signature_SF = self.signature_SF[torch.from_numpy(np.asarray(stay_S))]
-        return self.advance(signature_SF=signature_SF, **{name: getattr(self, name)[stay_S] for name in names})
-
-    def forget(self, ids: np.ndarray) -> Self:
-        """This state without the clients `ids`, which have left, and without their signatures."""
-        return super().forget(ids).subset(~np.isin(self.seen_S, ids))
+        state, longer = self, feature_MF.shape[1] - self.signature_SF.shape[1]
+        if longer > 0:
+            state = self.advance(signature_SF=pad(self.signature_SF, (0, longer)))
+        return state.with_values(ids_M, signature_SF=pad(feature_MF, (0, max(-longer, 0))), **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +61,19 @@ class CentreState(State):
     start_KP: Tensor  # float32 (1, P): the fixed model
     centre_KF: Tensor  # float32: mean signature of each cluster's members in the clustering round
     lr: float | None = None  # learning rate of the training that gave the centres; None: no centres yet
+
+    @classmethod
+    def first(cls, start: Start, phase: str, models: int, **more: Any) -> Self:
+        """The state before the clustering round. models: 1, the fixed one, or 0 if no round comes before it."""
+        first_KP = start.new_model(0)[None]
+        return cls(
+            models_KP=first_KP[:models],
+            assign_N=start.unassigned(),
+            phase=phase,
+            start_KP=first_KP,
+            centre_KF=first_KP[:0],
+            **more,
+        )
 
     def clustered(
         self, clients: Clients, start_KP: Tensor, models_KP: Tensor, assign_N: np.ndarray, centre_KF: Tensor
@@ -112,6 +102,7 @@ def place_by_training(
 ) -> C:
     """The state after clients have trained the fixed model and were assigned to the clusters with the nearest centres.
 
+    Before the clustering round, when there are no centres, it is the state itself.
     They train at the learning rate `state.lr`, which gave the centres, not at the schedule's present rate.
 
     features: which columns of a client's result are its signature. metric: as in `agglomerative.distances`.
@@ -119,7 +110,7 @@ def place_by_training(
     within: a client that is further than this from every centre founds a cluster: its signature becomes the centre,
         and the state's fixed model the cluster's model.
     """
-    if not len(clients):
+    if not len(clients) or not len(state.centre_KF):
         return state
     sgd = None if state.lr is None else replace(clients.local, lr=state.lr)
     start, how = clients.send(state.start_KP), LocalTraining(sgd=sgd, steps_M=steps_M)
@@ -134,9 +125,8 @@ def place_by_training(
             cluster_M[at], centre_KF = len(centre_KF), torch.cat([centre_KF, feature_MF[at : at + 1]])
             because |= {"distance": min(distance, because.get("distance", np.inf)), "threshold": within}
     models_KP = torch.cat([state.models_KP, state.start_KP.repeat(len(centre_KF) - len(state.centre_KF), 1)])
-    after = state.advance(models_KP=models_KP, assign_N=state.place(ids_M, cluster_M), centre_KF=centre_KF)
-    clients.member_events(state.members_K, after.members_K, **because)
-    return after
+    grown = state.advance(models_KP=models_KP, centre_KF=centre_KF)
+    return placed(grown, clients, ids_M, cluster_M, **because)
 
 
 def whole_update(spec: ParamSpec, sketch: int | None) -> UpdateFeatures:

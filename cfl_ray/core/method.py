@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from cfl_ray.core.aggregation import RULES, AggregationRule, Mean, parse_rule
-from cfl_ray.core.clients import Clients
+from cfl_ray.core.clients import Clients, ClientState
 from cfl_ray.core.events import check_phases
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
@@ -274,6 +274,21 @@ class Method(ABC, Generic[S]):
     def summary(cls) -> str:
         """First line of the class's docstring."""
         return (inspect.getdoc(cls) or "").split("\n")[0]
+
+
+@dataclass(frozen=True)
+class OneModel(Method[State]):
+    """A method with one global model, which clients predict with, or with their `kept` columns in it."""
+
+    def init(self, start: Start) -> State:
+        return start.one_model()
+
+    def serve(self, state: State, clients: Clients) -> Serving:
+        return Serving(state.models_KP, clients.first_row(), client_state=self.kept(clients.spec))
+
+    def kept(self, spec: ParamSpec) -> ClientState | None:
+        """The columns that each client keeps; by default none."""
+        return None
 
 
 def _type_name(annotation: Any) -> str:

@@ -42,6 +42,17 @@ class Columns:
             rows[..., start:stop] = values[..., at : at + stop - start]
             at += stop - start
 
+    def within(self, first: int, stop: int) -> "Columns":
+        """Those of these columns that are in first .. stop - 1."""
+        cut = ((max(start, first), min(end, stop)) for start, end in self.ranges)
+        return Columns(tuple((start, end) for start, end in cut if start < end))
+
+    def others(self, size: int) -> "Columns":
+        """All other columns of a row of this size."""
+        edges = [0, *(edge for pair in self.ranges for edge in pair), size]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return Columns(tuple((start, stop) for start, stop in pairs if start < stop))
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -98,13 +109,11 @@ class ParamSpec:
         """
         prefixes = (prefixes,) if isinstance(prefixes, str) else tuple(prefixes)
 
-        def matches(name: str, wanted: Iterable[str]) -> bool:
-            return any(f".{name}".find(f".{prefix}") >= 0 for prefix in wanted)
-
         for prefix in prefixes:
-            if not any(matches(name, [prefix]) for name in self.names):
+            if not any(f".{prefix}" in f".{name}" for name in self.names):
                 raise ValueError(f"no parameter starts with {prefix!r}; the model has {', '.join(self.names)}")
-        return self._ranges(lambda name: matches(name, prefixes) != others)
+        columns = self._ranges(lambda name: any(f".{prefix}" in f".{name}" for prefix in prefixes))
+        return columns.others(self.size) if others else columns
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -120,10 +129,7 @@ class ParamSpec:
 
     def bottom(self, count: int) -> Columns:
         """All columns except those of the last `count` layers."""
-        if count >= len(self.layers):
-            return Columns(())
-        upper = set(self.layers[len(self.layers) - count :])
-        return self._ranges(lambda name: name.rpartition(".")[0] not in upper)
+        return self.top(count).others(self.size)
 
     def layer(self, number: int) -> Columns:
         """Columns of one layer, weights and bias, counted from 1 in the order of `layers`; the last is the head."""

@@ -1,6 +1,6 @@
 """Rounds, placement and serving shared by several methods."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -55,8 +55,13 @@ def place_by_loss(state: S, clients: Clients) -> S:
     if state.num_clusters < 2 or not len(clients):
         return state
     chosen_M = clients.choose(clients.broadcast(state.models_KP), upload=True)
-    after = state.advance(assign_N=state.place(clients.ids_M, chosen_M))
-    clients.member_events(state.members_K, after.members_K, clients=len(clients))
+    return placed(state, clients, clients.ids_M, chosen_M, clients=len(clients))
+
+
+def placed(state: S, clients: Clients, ids_M: np.ndarray, assign_M: np.ndarray, /, **because: Any) -> S:
+    """The state with these clients in these clusters. Reports births and deaths as `Clients.member_events`."""
+    after = state.advance(assign_N=state.place(ids_M, assign_M))
+    clients.member_events(state.members_K, after.members_K, **because)
     return after
 
 

@@ -1,7 +1,7 @@
 """State of a method between rounds."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 UNASSIGNED = -1  # cluster of a client without a cluster
+
+Array = Tensor | np.ndarray
 
 _AXES = re.compile(r"_([A-Z][A-Z0-9]*)$")  # axis letters at the end of a field's name
 
@@ -58,17 +60,19 @@ class State:
         subclass for which 0 is not the value of a newcomer overrides this.
         """
         more = num_clients - len(self.assign_N)
-        changes: dict[str, Tensor | np.ndarray] = {}
+        return self.advance(
+            **{
+                name: _longer(value, places, more, UNASSIGNED if name == "assign_N" else 0)
+                for name, value, places in self.with_axis("N")
+            }
+        )
+
+    def with_axis(self, letter: str) -> Iterator[tuple[str, Array, list[int]]]:
+        """Yields the name and the value of each field with an axis of this letter, and the positions of this axis."""
         for item in fields(self):
             value, axes = getattr(self, item.name), _AXES.search(item.name)
-            if not isinstance(value, (Tensor, np.ndarray)) or not axes or "N" not in axes[1]:
-                continue
-            array, axis = np.asarray(value), axes[1].index("N")
-            shape = (*array.shape[:axis], more, *array.shape[axis + 1 :])
-            added = np.full(shape, UNASSIGNED if item.name == "assign_N" else 0, array.dtype)
-            longer = np.concatenate([array, added], axis)
-            changes[item.name] = torch.from_numpy(longer) if isinstance(value, Tensor) else longer
-        return self.advance(**changes)
+            if isinstance(value, Tensor | np.ndarray) and axes and letter in axes[1]:
+                yield item.name, value, [place for place, axis in enumerate(axes[1]) if axis == letter]
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, scalars) by field name, in the form that a checkpoint stores."""
@@ -85,15 +89,60 @@ class State:
         return cls(**values, **scalars)
 
 
+def _longer(value: Array, places: Sequence[int], more: int, fill: int = 0) -> Array:
+    """A copy with more entries of this value at the end of these axes."""
+    widths = [(0, more if place in places else 0) for place in range(value.ndim)]
+    longer = np.pad(np.asarray(value), widths, constant_values=fill)
+    return torch.from_numpy(longer) if isinstance(value, Tensor) else longer
+
+
 @dataclass(frozen=True, kw_only=True)
-class OwnModelsState(State):
+class SeenState(State):
+    """A state with values of the S clients that have taken part: fields with an axis S (`round_S`, `angle_SS`)."""
+
+    seen_S: np.ndarray  # int64: ids of the clients, in the order in which they were added
+
+    def positions(self, ids_M: np.ndarray) -> np.ndarray:
+        """Position of each of these clients on the axes S, int64 (M,); -1 for a client that has not taken part."""
+        position_of = {client: position for position, client in enumerate(self.seen_S.tolist())}
+        return np.array([position_of.get(client, -1) for client in ids_M.tolist()], np.int64)
+
+    def with_values(self, ids_M: np.ndarray, **values: Array) -> Self:
+        """This state with values (M, ...) of these clients, by field. A new client has 0 in the other fields."""
+        if not len(ids_M):
+            return self
+        seen_S = np.concatenate([self.seen_S, ids_M[self.positions(ids_M) < 0]])
+        added = len(seen_S) - len(self.seen_S)
+        own = [field for field in self.with_axis("S") if field[0] != "seen_S" and (added or field[0] in values)]
+        state = self.advance(seen_S=seen_S, **{name: _longer(value, places, added) for name, value, places in own})
+        at_M = state.positions(ids_M)
+        for name, value_M in values.items():
+            getattr(state, name)[at_M] = value_M
+        return state
+
+    def subset(self, stay_S: np.ndarray) -> Self:
+        """This state with the values of only those of the S clients for which `stay_S`, bool (S,), is true."""
+        stay, changes = np.flatnonzero(stay_S), dict[str, Array]()
+        for name, value, places in self.with_axis("S"):
+            array = np.asarray(value)
+            for place in places:
+                array = array.take(stay, place)
+            changes[name] = torch.from_numpy(array) if isinstance(value, Tensor) else array
+        return self.advance(**changes)
+
+    def forget(self, ids: np.ndarray) -> Self:
+        """This state without the clients `ids`, which have left, and without their values."""
+        return super().forget(ids).subset(~np.isin(self.seen_S, ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnModelsState(SeenState):
     """A state in which the server keeps a model for each of the S clients that have taken part.
 
     Other clients have the global model, row 0 of `models_KP`.
     """
 
     own_SP: Tensor  # float32
-    seen_S: np.ndarray  # int64: ids of the clients, in the order of their first models
 
     @property
     def all_models(self) -> Tensor:
@@ -102,18 +151,4 @@ class OwnModelsState(State):
 
     def rows_of(self, ids_M: np.ndarray) -> np.ndarray:
         """The row of `all_models` for each of these clients, int64 (M,)."""
-        row_of = {client: row for row, client in enumerate(self.seen_S.tolist(), 1)}
-        return np.array([row_of.get(client, 0) for client in ids_M.tolist()], np.int64)
-
-    def with_models(self, ids_M: np.ndarray, models_MP: Tensor) -> Self:
-        """This state with new models of these clients."""
-        row_M, seen_S = self.rows_of(ids_M), np.concatenate([self.seen_S, ids_M[self.rows_of(ids_M) == 0]])
-        row_M[row_M == 0] = np.arange(len(self.seen_S), len(seen_S)) + 1
-        own_SP = torch.cat([self.own_SP, self.own_SP.new_empty(len(seen_S) - len(self.seen_S), models_MP.shape[1])])
-        own_SP[torch.from_numpy(row_M - 1)] = models_MP
-        return self.advance(own_SP=own_SP, seen_S=seen_S)
-
-    def forget(self, ids: np.ndarray) -> Self:
-        """This state without the clients `ids`, which left, and without their models."""
-        stay_S = ~np.isin(self.seen_S, ids)
-        return super().forget(ids).advance(own_SP=self.own_SP[torch.from_numpy(stay_S)], seen_S=self.seen_S[stay_S])
+        return self.positions(ids_M) + 1

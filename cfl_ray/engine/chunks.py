@@ -1,12 +1,12 @@
 """Division of an exchange into chunks of clients, and assembly of their results."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.work import AverageDeferred, ChunkResult, CombineColumns, Exclusion, Outcome, Train, Work
+from cfl_ray.core.work import AverageDeferred, ChunkResult, CombineColumns, Outcome, Train, Work
 from cfl_ray.engine import exact
 from cfl_ray.engine.reduce import weighted_means
 from cfl_ray.engine.secure_sums import secure_means, unmasked
@@ -56,12 +56,10 @@ def limited_size(num_clients: int, chunks: int, most: int) -> int:
     return max(-(-num_clients // exact.MAX_TERMS), min(max(1, num_clients // chunks), most))
 
 
-def gather(chunks: Sequence[ChunkResult], size: int) -> dict[str, np.ndarray]:
-    """Per-client arrays (M, ...) from the arrays of the chunks, which may be in any order."""
-    if not chunks:
-        return {}
-    arrays: dict[str, np.ndarray] = {}
-    for name, first in chunks[0].arrays.items():
+def merged(chunks: Sequence[ChunkResult], index_M: np.ndarray) -> ChunkResult:
+    """The result of these clients from the results of their chunks, which may be in any order."""
+    size, arrays = len(index_M), dict[str, np.ndarray]()
+    for name, first in chunks[0].arrays.items() if chunks else ():
         # features may have different lengths
         shape = np.max([chunk.arrays[name].shape[1:] for chunk in chunks], axis=0).astype(int)
         whole = np.zeros((size, *shape), first.dtype)
@@ -70,28 +68,20 @@ def gather(chunks: Sequence[ChunkResult], size: int) -> dict[str, np.ndarray]:
             index: tuple[np.ndarray | slice, ...] = (chunk.index_m, *map(slice, array.shape[1:]))
             whole[index] = array
         arrays[name] = whole
-    return arrays
-
-
-def exclusions_of(chunks: Sequence[ChunkResult]) -> dict[int, Exclusion]:
-    """Excluded clients, by position among the M clients."""
-    return {int(chunk.index_m[i]): exclusion for chunk in chunks for i, exclusion in chunk.excluded.items()}
-
-
-def fallbacks_of(chunks: Sequence[ChunkResult]) -> frozenset[str]:
-    """Reasons why clients were not trained by the chosen engine, each a line."""
-    return frozenset().union(*(chunk.fallbacks for chunk in chunks))
+    excluded = {int(chunk.index_m[i]): exclusion for chunk in chunks for i, exclusion in chunk.excluded.items()}
+    return ChunkResult(index_M, arrays, excluded, fallbacks=frozenset().union(*(chunk.fallbacks for chunk in chunks)))
 
 
 def outcome_of(work: Work, chunks: Sequence[ChunkResult], changes: Mapping[int, Tensor]) -> Outcome:
     """The outcome of an exchange: the merged arrays of its chunks, and weighted means from the sums of changes."""
-    arrays = gather(chunks, len(work.ids_M))
-    excluded, fallbacks = exclusions_of(chunks), fallbacks_of(chunks)
+    whole = merged(chunks, np.arange(len(work.ids_M)))
+    outcome = Outcome(whole.arrays, excluded=whole.excluded, fallbacks=whole.fallbacks)
     if not isinstance(work, Train | AverageDeferred) or work.averaging is None:
-        return Outcome(arrays, excluded=excluded, fallbacks=fallbacks)
-    counted_M = arrays["valid" if work.secure is None else "reported"] if chunks else np.zeros(0, bool)
+        return outcome
+    counted_M = whole.arrays["valid" if work.secure is None else "reported"] if chunks else np.zeros(0, bool)
     if work.secure is None:
-        means = weighted_means(work, changes, counted_M)
+        means, arrived_R = weighted_means(work, changes, counted_M)
     else:
-        means = secure_means(work, unmasked(work.secure, work.address, work.ids_M, counted_M, changes))
-    return Outcome(arrays, *means, excluded=excluded, fallbacks=fallbacks)
+        sums = unmasked(work.secure, work.address, work.ids_M, counted_M, changes)
+        means, arrived_R = secure_means(work, sums)
+    return replace(outcome, means=means, arrived_R=arrived_R)

@@ -27,15 +27,11 @@ def losses(chunk: OpenChunk[Losses]) -> Arrays:
             chosen = _drawn(work, chunk.client(index), len(samples[1]))
             parts[index] = samples if chosen is None else (samples[0][chosen], samples[1][chosen])
     frozen = _frozen_logits(chunk, {index: x for index, (x, _) in parts.items()})
-    for model in range(work.num_models if parts else 0):
-        network.load(chunk.row(0, model))
-        for index, (x, y) in parts.items():
-            logits_BC = network.logits(x)
-            if index in frozen:
-                logits_BC = logits_BC + frozen[index]
-            y = y.to(logits_BC.device)
-            loss_B = (logits_BC.argmax(1) != y).float() if work.errors else network.task.loss(logits_BC, y)
-            arrays["losses"][index, model] = loss_B.cpu().mean().item()
+    for model, index, logits_BC, y in chunk.outputs(parts, work.num_models):
+        if index in frozen:
+            logits_BC = logits_BC + frozen[index]
+        loss_B = (logits_BC.argmax(1) != y).float() if work.errors else network.task.loss(logits_BC, y)
+        arrays["losses"][index, model] = loss_B.cpu().mean().item()
     return arrays
 
 

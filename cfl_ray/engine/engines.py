@@ -4,30 +4,14 @@ An engine is a module of this package with the functions that `Engine` lists, an
 equal those of the sequential engine up to rounding. Clients that an engine cannot train are trained sequentially.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
-
-from torch import Tensor
 
 from cfl_ray.engine import manual, sequential, span, vectorised
 from cfl_ray.engine.chunks import limited_size
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
-
-
-class TrainedBatch(Protocol):
-    """Clients that were trained together and whose results are only summed."""
-
-    tasks: Sequence[TrainingTask]
-    losses: list[float]
-
-    def invalid_reason(self, index: int) -> str | None:
-        """Reason why the update of a client is not valid; None if it is valid."""
-
-    def change(self, weights: Mapping[int, float]) -> Tensor:
-        """Sum (P,) of w_i (W_i - start_i) over the clients i of `weights`, with the weights w_i."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +25,7 @@ class Engine:
     together: Callable[[Network], bool] = lambda network: False
     # trains clients without computing their models; yields the number of the first client of a batch, and the batch.
     # None: not supported
-    train_sums: Callable[[Network, Iterable[TrainingTask]], Iterator[tuple[int, TrainedBatch]]] | None = None
+    train_sums: Callable[[Network, Iterable[TrainingTask]], Iterator[tuple[int, span.SpanBatch]]] | None = None
     # reason why it cannot beat an engine with these seconds per step, given the clients of a chunk; an engine with this
     # function is measured last, and only without a reason. None: it is measured with the others
     no_gain: Callable[[Network, float, int], str | None] | None = None

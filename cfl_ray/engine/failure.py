@@ -10,8 +10,8 @@ and shapes that do not fit; ConfigError and RunError.
 
 import re
 import traceback
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from cfl_ray.errors import DataError, UserError
 
@@ -37,25 +37,19 @@ def may_be_machine(error: BaseException | None) -> bool:
     return any(base.__module__ == "pyarrow.lib" for base in type(error).__mro__)
 
 
-class naming_client:
-    """Context manager that raises any exception of its block as a `ClientFailure` with this client and stage.
+@contextmanager
+def naming_client(client: int, stage: str, what: str = "client") -> Iterator[None]:
+    """Context that raises any exception of its block as a `ClientFailure` with this client and stage.
 
     what: the kind of unit that `client` numbers, if not a client.
     """
-
-    def __init__(self, client: int, stage: str, what: str = "client"):
-        self.client, self.stage, self.what = client, stage, what
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, Exception) or isinstance(error, ClientFailure):
-            return
-        last = traceback.extract_tb(trace)[-1]
+    try:
+        yield
+    except ClientFailure:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if isinstance(error, UserError) else f" ({last.name}, line {last.lineno})"  # a UserError says it
-        failure = ClientFailure(f"{self.what} {self.client} failed while {self.stage}: {error}{where}")
+        failure = ClientFailure(f"{what} {client} failed while {stage}: {error}{where}")
         failure.may_be_machine = may_be_machine(error)
         raise failure from error

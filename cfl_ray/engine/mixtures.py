@@ -67,16 +67,10 @@ def _losses(
     chunk: OpenChunk[Train] | OpenChunk[FitMixture], mixture: Mixture, indices: "list[int] | range"
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Losses (n, K) and targets, on the CPU, of the clients with valid data. Models are loaded once."""
-    network, parts = chunk.network, dict[int, tuple[Tensor, Tensor]]()
-    for index in indices:
-        if samples := chunk.device_samples(index):
-            parts[index] = samples
+    parts = {index: samples for index in indices if (samples := chunk.device_samples(index))}
     losses: dict[int, list[Tensor]] = {index: [] for index in parts}
-    for model in range(mixture.num_models if parts else 0):
-        network.load(chunk.row(0, model))
-        for index, (x, y) in parts.items():
-            logits = network.logits(x)
-            losses[index].append(network.task.loss(logits, y.to(logits.device)).cpu())
+    for _, index, logits, y in chunk.outputs(parts, mixture.num_models):
+        losses[index].append(chunk.network.task.loss(logits, y).cpu())
     return {index: (torch.stack(columns, 1), parts[index][1].cpu()) for index, columns in losses.items()}
 
 

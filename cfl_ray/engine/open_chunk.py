@@ -1,6 +1,6 @@
 """A chunk during its execution by a worker: its clients' models, stored values and valid samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -112,6 +112,14 @@ class OpenChunk(Generic[W]):
     def stored_value(self, index: int) -> Tensor | None:
         """The stored value of a client; None without a value."""
         return self.stored.get(index) if isinstance(self.stored, Mapping) else self.stored[index]
+
+    def outputs(self, samples: Mapping[int, Samples], models: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Yields (model, index, outputs, targets) of the first models of table 0, each loaded once."""
+        for model in range(models if samples else 0):
+            self.network.load(self.row(0, model))
+            for index, (x, y) in samples.items():
+                outputs = self.network.logits(x)
+                yield model, index, outputs, y.to(outputs.device)
 
     # ---- training samples: if they are not valid, the client is excluded and the result is None
 

@@ -9,21 +9,30 @@ from torch import Tensor
 RowLookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
 
 
+def distinct(rows: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
+    """The distinct rows, each with its positions in `rows`. Rows with the same address in memory are the same."""
+    groups: dict[int, tuple[Tensor, list[int]]] = {}
+    for position, row_P in enumerate(rows):
+        groups.setdefault(row_P.data_ptr(), (row_P, []))[1].append(position)
+    return list(groups.values())
+
+
 def rows_on(device: torch.device, rows: Sequence[Tensor], copies: bool = True) -> Tensor:
-    """These rows (m, P) on the device. Rows with the same address in memory are the same.
+    """These rows (m, P) on the device; rows that are the same are copied once.
 
     copies: each row is a separate copy, which may be changed; False: rows may share memory.
     """
-    number_of: dict[int, int] = {}
-    which_m = [number_of.setdefault(row_P.data_ptr(), len(number_of)) for row_P in rows]
-    firsts = [which_m.index(number) for number in range(len(number_of))]
-    if len(firsts) == 1:
+    groups = distinct(rows)
+    if len(groups) == 1:
         one_P = rows[0].to(device).expand(len(rows), -1)
         return one_P.clone(memory_format=torch.contiguous_format) if copies else one_P
-    if len(firsts) == len(rows):
-        return torch.stack([row_P.to(device) for row_P in rows])
-    distinct_KP = torch.stack([rows[first].to(device) for first in firsts])
-    return distinct_KP[torch.tensor(which_m, device=device)]
+    distinct_KP = torch.stack([row_P.to(device) for row_P, _ in groups])
+    if len(groups) == len(rows):
+        return distinct_KP
+    which_m = torch.empty(len(rows), dtype=torch.int64)
+    for number, (_, positions) in enumerate(groups):
+        which_m[positions] = number
+    return distinct_KP[which_m.to(device)]
 
 
 def padded(parts: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from cfl_ray.engine import sequential
 from cfl_ray.engine.local_steps import ProximalGradient, SGDUpdate
-from cfl_ray.engine.rows import rows_on
+from cfl_ray.engine.rows import distinct, rows_on
 from cfl_ray.engine.span_together import train_together
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import WEIGHT_POWER, invalid_update_reason
@@ -180,19 +180,14 @@ class SpanBatch:
 
         A row is identified by its address in memory. A row that several clients use is multiplied once.
         """
-        rows: dict[int, Tensor] = {}
-        users: dict[int, list[int]] = defaultdict(list)
-        for index, terms in enumerate(self.terms):
-            mine = {row_P.data_ptr(): row_P for row_P, _ in terms}
-            rows |= mine
-            for address in mine:
-                users[address].append(index)
+        rows = [[row_P for row_P, _ in terms] for terms in self.terms]
+        used = [(index, row_P) for index, of_client in enumerate(rows) for row_P, _ in distinct(of_client)]
         outputs: dict[tuple[int, int], Tensor] = {}
-        for address, indices in users.items():
+        for row_P, places in distinct([row_P for _, row_P in used]):
+            indices = [used[place][0] for place in places]
             parts = [self.x_ND[self.slices[index]] for index in indices]
-            all_HN = product(self._first(rows[address]), self._joined(parts))
-            split = all_HN.split([len(part) for part in parts], 1)
-            outputs |= {(index, address): output for index, output in zip(indices, split, strict=True)}
+            split = product(self._first(row_P), self._joined(parts)).split([len(part) for part in parts], 1)
+            outputs |= {(index, row_P.data_ptr()): output for index, output in zip(indices, split, strict=True)}
         return outputs
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from cfl_ray.engine import sequential
-from cfl_ray.engine.rows import padded, rows_on
+from cfl_ray.engine.rows import distinct, padded, rows_on
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.graph import Parameter
 from cfl_ray.nn.network import Network
@@ -83,18 +83,12 @@ def _outputs(network: Network, terms: Sequence[Sequence[tuple[Tensor, float]]], 
     shape = network.spec.shapes[0]
     z_mJnH = x_mnD.new_empty(len(terms), len(terms[0]), x_mnD.shape[1], shape[0])
     for j in range(len(terms[0])):
-        rows: dict[int, Tensor] = {}
-        users: dict[int, list[int]] = {}
-        for client, of_client in enumerate(terms):
-            row_P = of_client[j][0]
-            rows[row_P.data_ptr()] = row_P
-            users.setdefault(row_P.data_ptr(), []).append(client)
-        for address, row_P in rows.items():
+        for row_P, clients in distinct([of_client[j][0] for of_client in terms]):
             weight_HD = row_P[: network.spec.ends[0]].to(x_mnD.device).view(shape)
-            if len(rows) == 1:
+            if len(clients) == len(terms):
                 z_mJnH[:, j] = x_mnD @ weight_HD.T
             else:
-                index = torch.tensor(users[address], device=x_mnD.device)
+                index = torch.tensor(clients, device=x_mnD.device)
                 z_mJnH[index, j] = x_mnD[index] @ weight_HD.T
     return z_mJnH
 
@@ -106,11 +100,8 @@ def _others_proximal(
     terms = []
     for which, term in enumerate(tasks[0].proximal):
         anchor_mP = rows_on(network.device, [task.proximal[which].anchor for task in tasks], copies=False)
-        ranges = ((0, network.spec.trained),) if term.columns is None else term.columns.ranges
-        for start, stop in ranges:
-            start, stop = max(start, size), min(stop, network.spec.trained)
-            if start < stop:
-                terms.append((start, stop, term.weight, anchor_mP))
+        columns = (term.columns or network.spec.trainable).within(size, network.spec.trained)
+        terms += [(start, stop, term.weight, anchor_mP) for start, stop in columns.ranges]
     return terms
 
 

@@ -19,12 +19,13 @@ from cfl_ray.engine.client_state import (
     starting_row,
     stored_velocity,
 )
-from cfl_ray.engine.engines import ENGINES, TrainedBatch
+from cfl_ray.engine.engines import ENGINES
 from cfl_ray.engine.evaluating import client_scores
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.reduce import ChunkSums, HostSums, upload_distance
 from cfl_ray.engine.secure_sums import SecureChunkSums, chunk_sums
+from cfl_ray.engine.span import SpanBatch
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import invalid_largest_reason, invalid_update_reason
 from cfl_ray.nn.network import Network
@@ -146,7 +147,7 @@ def _add_sums(chunk: OpenChunk[Train], averages: ChunkSums, arrays: Arrays, ahea
 
 def _summed_together(
     chunks: Sequence[OpenChunk[Train]],
-) -> Iterator[tuple[OpenChunk[Train], tuple[TrainedBatch, Members]]]:
+) -> Iterator[tuple[OpenChunk[Train], tuple[SpanBatch, Members]]]:
     """Trains the honest clients whose results are only summed. Yields the batches of each chunk."""
     places: list[tuple[OpenChunk[Train], int]] = []
 

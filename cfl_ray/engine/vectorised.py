@@ -352,14 +352,12 @@ class _ProximalGradients:
         if any(term.weight != self.weight for term in terms):
             self.weight = torch.tensor([[term.weight] for term in terms], device=network.device)
         self.anchor_mP = rows_on(network.device, [term.anchor for term in terms], copies=terms[0].follow > 0)
-        whole = ((0, network.spec.trained),)
-        self.ranges = whole if terms[0].columns is None else terms[0].columns.ranges
         self.trained = network.spec.trained
+        self.ranges = (terms[0].columns or network.spec.trainable).within(0, self.trained).ranges
 
     def add_to(self, step: Tensor, rows_mP: Tensor) -> None:
         """Adds the gradient to `step` (m, trained columns), in place."""
         for start, stop in self.ranges:
-            stop = min(stop, step.shape[1])
             step[:, start:stop] += self.weight * (rows_mP[:, start:stop] - self.anchor_mP[:, start:stop])
 
     def move(self, rows_mP: Tensor, number: int, steps_m: Sequence[int]) -> None:
@@ -369,7 +367,6 @@ class _ProximalGradients:
             return
         now = torch.tensor(moves, device=rows_mP.device)
         for start, stop in self.ranges:
-            stop = min(stop, self.trained)
             moved = self.anchor_mP[:, start:stop].lerp(rows_mP[:, start:stop], self.term.follow * self.weight)
             self.anchor_mP[:, start:stop] = torch.where(now[:, None], moved, self.anchor_mP[:, start:stop])
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from cfl_ray.core.clients import ClientData, Clients, ClientState, LocalTraining
-from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.method import OneModel, option, weights_option
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import global_weights
 
@@ -55,7 +55,7 @@ class Interpolated:
 
 
 @dataclass(frozen=True)
-class APFL(Method[State], name="apfl"):
+class APFL(OneModel, name="apfl"):
     """Every client predicts with a mixture of the global model and a personal model."""
 
     needs_sgd = "both models take plain SGD steps"
@@ -74,32 +74,25 @@ class APFL(Method[State], name="apfl"):
     )
     weights: str = weights_option()
 
-    @property
-    def personal(self) -> ClientState:
+    def kept(self, spec: ParamSpec) -> ClientState:
         """v_i, and its share in the model that the client predicts with."""
         return ClientState("personal", private=False, share=self.alpha, learned_share=self.adaptive)
-
-    def init(self, start: Start) -> State:
-        return start.one_model()
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         w, sgd = clients.send(state.models_KP), replace(clients.local, momentum=0.0)
         step = Interpolated(self.alpha, sgd.lr, sgd.weight_decay)
         updates = clients.train(
             w,
-            client_state=self.personal,
+            client_state=self.kept(clients.spec),
             how=LocalTraining(sgd=sgd, local_step=step, companion=w),
             average=global_weights(clients.weights(self.weights)),
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
-    def serve(self, state: State, clients: Clients) -> Serving:
-        return Serving(state.models_KP, clients.first_row(), client_state=self.personal)
-
     def diagnose(self, state: State, clients: Clients) -> None:
         if self.adaptive:
             first = clients.known_models(state.models_KP.new_full((1, clients.spec.size + 1), self.alpha))
-            alpha_MF, valid_M = clients.describe(_share, first, floats=0, client_state=self.personal)
+            alpha_MF, valid_M = clients.describe(_share, first, floats=0, client_state=self.kept(clients.spec))
             clients.record("alpha", alpha_MF[valid_M, 0], ("clients",), ids=clients.ids_M[valid_M])
 
 

@@ -168,16 +168,8 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
                 )
 
     def init(self, start: Start) -> AutoCFLState:
-        first_KP, zero_N = start.new_model(0)[None], np.zeros(start.num_clients)
-        return AutoCFLState(
-            models_KP=first_KP,
-            assign_N=start.unassigned(),
-            phase="adjust",
-            start_KP=first_KP,
-            centre_KF=first_KP[:0],
-            more_N=zero_N,
-            loss_N=zero_N,
-        )
+        zero_N = np.zeros(start.num_clients)
+        return AutoCFLState.first(start, "adjust", models=1, more_N=zero_N, loss_N=zero_N)
 
     def round(self, state: AutoCFLState, clients: Clients, rng: Draws) -> AutoCFLState:
         if state.phase == "adjust":
@@ -290,8 +282,6 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         return kmeans(rows_MM, min(num_clusters, count), seed)[0]
 
     def join(self, state: AutoCFLState, clients: Clients) -> AutoCFLState:
-        if state.phase == "adjust":
-            return state
         return place_by_training(state, clients, self.features(clients), "l2")
 
     def serve(self, state: AutoCFLState, clients: Clients) -> Serving:

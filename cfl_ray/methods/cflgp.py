@@ -37,7 +37,7 @@ from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import fedavg_per_cluster, place_in_any
+from cfl_ray.core.rounds import fedavg_per_cluster, place_in_any, placed
 from cfl_ray.core.state import UNASSIGNED
 from cfl_ray.core.weights import cluster_weights
 
@@ -50,21 +50,14 @@ class ProfileState(SignatureState):
 
     def with_updates(self, k: int, ids_M: np.ndarray, delta_MF: Tensor) -> Self:
         """This state after updates of these clients from model k."""
-        state = self.remember(ids_M, self.signature_SF.new_zeros(len(ids_M), self.signature_SF.shape[1]))
-        added = len(state.seen_S) - len(self.seen_S)
-        updates_SK = np.pad(self.updates_SK, ((0, added), (0, 0)))
-        order = np.argsort(state.seen_S)
-        at_M = order[np.searchsorted(state.seen_S, ids_M, sorter=order)]
+        state = self.with_values(ids_M)
+        at_M, updates_SK, signature_SF = state.positions(ids_M), state.updates_SK.copy(), state.signature_SF.clone()
         updates_SK[at_M, k] += 1
         beta_M = torch.from_numpy(1 / updates_SK[at_M, k]).float()
-        signature_SF = torch.cat([self.signature_SF, self.signature_SF.new_zeros(added, self.signature_SF.shape[1])])
         size = signature_SF.shape[1] // updates_SK.shape[1]
         block_SF = signature_SF[:, k * size : (k + 1) * size]
         block_SF[torch.from_numpy(at_M)] = torch.lerp(block_SF[torch.from_numpy(at_M)], delta_MF, beta_M[:, None])
         return state.advance(signature_SF=signature_SF, updates_SK=updates_SK)
-
-    def subset(self, stay_S: np.ndarray) -> Self:
-        return super().subset(stay_S).advance(updates_SK=self.updates_SK[np.asarray(stay_S)])
 
 
 @dataclass(frozen=True)
@@ -112,8 +105,8 @@ class CFLGP(Method[ProfileState], name="cflgp"):
         cluster_S = renumbered(kmeans(y_SK, self.num_clusters, rng.seed)[0], state.cluster_S, self.num_clusters)
         if state.num_clusters < self.num_clusters:
             state = state.advance(models_KP=state.models_KP.repeat(self.num_clusters, 1))
-        before_K, state = state.members_K, state.advance(assign_N=state.place(state.seen_S, cluster_S))
-        clients.member_events(before_K, state.members_K, clients=len(cluster_S), num_clusters=self.num_clusters)
+        because = {"clients": len(cluster_S), "num_clusters": self.num_clusters}
+        state = placed(state, clients, state.seen_S, cluster_S, **because)
         # w_k <- Avg of SGD_i(w_c(i)) over c(i) = k
         weight_KM = cluster_weights(state.assign_N[clients.ids_M], clients.weights(self.weights), self.num_clusters)
         models_KP = clients.average(updates, weight_KM).averaged(default=state.models_KP)

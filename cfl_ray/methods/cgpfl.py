@@ -26,7 +26,7 @@ from cfl_ray.clustering.signatures import sketch_option
 from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Proximal, UpdateFeatures
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import row_or_last, with_mean
+from cfl_ray.core.rounds import placed, row_or_last, with_mean
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import cluster_weights
@@ -87,20 +87,19 @@ class CGPFL(Method[State], name="cgpfl"):
         if not updates.valid_M.any():
             return state
         # c <- k-means of the uploaded models
-        upload_MF, before_K = updates.valid_features_MF, state.members_K
+        upload_MF = updates.valid_features_MF
         if state.phase == "cluster":
             cluster_M, centre_KF = kmeans(upload_MF, self.num_clusters, rng.seed)
             state = state.advance(models_KP=state.models_KP.repeat(len(centre_KF), 1), phase="federate")
         else:
             centre_KF = features.of_rows(state.models_KP, clients.seed)
             cluster_M, _ = kmeans(upload_MF, state.num_clusters, rng.seed, centres_KF=centre_KF)
-        assign_N = state.place(clients.ids_M[updates.valid_M], cluster_M)
-        members_K = state.advance(assign_N=assign_N).members_K
-        clients.member_events(before_K, members_K, clients=len(cluster_M), num_clusters=state.num_clusters)
+        because = {"clients": len(cluster_M), "num_clusters": state.num_clusters}
+        state = placed(state, clients, clients.ids_M[updates.valid_M], cluster_M, **because)
         # Omega_k <- (1 - beta) Omega_k + beta mean of y_i over c(i) = k
-        weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
+        weight_KM = cluster_weights(state.assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
         mean_KP = clients.average(updates, weight_KM).averaged(default=state.models_KP)
-        return state.advance(models_KP=torch.lerp(state.models_KP, mean_KP, self.beta), assign_N=assign_N)
+        return state.advance(models_KP=torch.lerp(state.models_KP, mean_KP, self.beta))
 
     def join(self, state: State, clients: Clients) -> State:
         """Newcomers start from the mean of all context models, and are clustered in their first round."""

@@ -26,10 +26,9 @@ from torch import Tensor
 from cfl_ray.core.classifier import Classifier, Prototypes
 from cfl_ray.core.clients import ClientData, Clients, ClientState, LocalTraining, Objective
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.method import Method, Start, option
+from cfl_ray.core.method import Method, OneModel, option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import global_weights
 from cfl_ray.errors import ConfigError
@@ -62,7 +61,7 @@ class FisherTrace:
 
 
 @dataclass(frozen=True)
-class FedAS(Method[State], name="fedas"):
+class FedAS(OneModel, name="fedas"):
     """A shared base, aligned to each client's own features, under private heads; weights by Fisher information."""
 
     needs_classes = "its prototypes are mean features of each label"
@@ -79,9 +78,6 @@ class FedAS(Method[State], name="fedas"):
 
     def check_model(self, spec: ParamSpec) -> None:
         check_classifier(self, spec)
-
-    def init(self, start: Start) -> State:
-        return start.one_model()
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         clients.reads("the Fisher information")
@@ -111,8 +107,8 @@ class FedAS(Method[State], name="fedas"):
         means = clients.average(updates, global_weights(weight_M))
         return state.advance(models_KP=means.averaged(default=state.models_KP))
 
-    def serve(self, state: State, clients: Clients) -> Serving:
-        return Serving(state.models_KP, clients.first_row(), client_state=OWN)
+    def kept(self, spec: ParamSpec) -> ClientState:
+        return OWN
 
 
 def check_classifier(method: Method[Any], spec: ParamSpec) -> None:

@@ -10,26 +10,19 @@ Deviations: none.
 from dataclasses import dataclass
 
 from cfl_ray.core.clients import Clients
-from cfl_ray.core.method import Method, Start, weights_option
+from cfl_ray.core.method import OneModel, weights_option
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import global_weights
 
 
 @dataclass(frozen=True)
-class FedAvg(Method[State], name="fedavg"):
+class FedAvg(OneModel, name="fedavg"):
     """One global model, the mean of the models that the cohort trained."""
 
     weights: str = weights_option()
-
-    def init(self, start: Start) -> State:
-        return start.one_model()
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         weight_1M = global_weights(clients.weights(self.weights))
         updates = clients.train(clients.send(state.models_KP), average=weight_1M)
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
-
-    def serve(self, state: State, clients: Clients) -> Serving:
-        return Serving(state.models_KP, clients.first_row())

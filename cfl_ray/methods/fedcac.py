@@ -16,7 +16,6 @@ biases each), as in the official code. PFLlib's implementation never advances t:
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import torch
@@ -41,18 +40,6 @@ class CriticalState(OwnModelsState):
     def starts(self) -> Tensor:
         """w, and m_i u_i + (1 - m_i) w of the clients, (1 + S, P)."""
         return torch.cat([self.models_KP, torch.where(self.mask_SP, self.own_SP, self.models_KP)])
-
-    def with_critical(self, ids_M: np.ndarray, mask_MP: Tensor, own_MP: Tensor) -> Self:
-        """This state with new masks and customised models of these clients."""
-        state = self.with_models(ids_M, own_MP)
-        added = len(state.seen_S) - len(self.seen_S)
-        mask_SP = torch.cat([self.mask_SP, self.mask_SP.new_zeros(added, mask_MP.shape[1])])
-        mask_SP[torch.from_numpy(state.rows_of(ids_M) - 1)] = mask_MP
-        return state.advance(mask_SP=mask_SP)
-
-    def forget(self, ids: np.ndarray) -> Self:
-        stay_S = torch.from_numpy(~np.isin(self.seen_S, ids))
-        return super().forget(ids).advance(mask_SP=self.mask_SP[stay_S])
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,7 @@ class FedCAC(Method[CriticalState], name="fedcac"):
         clients.record("collaborators", float(together_MM.sum(1).mean()))
         # u_i <- mean of theta_j over C_i;   w <- Avg of theta_i
         own_MP = averages_of(together_MM / together_MM.sum(1, keepdims=True), theta_MP)
-        state = state.with_critical(clients.ids_M[valid_M], mask_MP, own_MP)
+        state = state.with_values(clients.ids_M[valid_M], mask_SP=mask_MP, own_SP=own_MP)
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
     def serve(self, state: CriticalState, clients: Clients) -> Serving:

@@ -24,7 +24,6 @@ them in place.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
 
 import numpy as np
 import scipy
@@ -33,6 +32,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
 from cfl_ray.clustering.agglomerative import mean_difference_of_cosines
+from cfl_ray.clustering.dbscan import dbscan
 from cfl_ray.core.classifier import Classifier, Prototypes
 from cfl_ray.core.clients import ClientData, Clients, ClientState, Objective
 from cfl_ray.core.method import Method, Start, option
@@ -64,19 +64,6 @@ class LabelGroupsState(OwnModelsState):
         """z_iy, (M, C, F); NaN for a client without prototypes."""
         none_1CF = torch.full((1, *self.prototype_SCF.shape[1:]), torch.nan)
         return torch.cat([none_1CF, self.prototype_SCF])[torch.from_numpy(self.rows_of(ids_M))]
-
-    def with_clients(self, ids_M: np.ndarray, models_MP: Tensor, prototype_MCF: Tensor) -> Self:
-        """This state with new classifiers and prototypes of these clients."""
-        state = self.with_models(ids_M, models_MP)
-        added = len(state.seen_S) - len(self.seen_S)
-        more = self.prototype_SCF.new_empty(added, *self.prototype_SCF.shape[1:])
-        prototype_SCF = torch.cat([self.prototype_SCF, more])
-        prototype_SCF[torch.from_numpy(state.rows_of(ids_M) - 1)] = prototype_MCF
-        return state.advance(prototype_SCF=prototype_SCF)
-
-    def forget(self, ids: np.ndarray) -> Self:
-        stay_S = torch.from_numpy(~np.isin(self.seen_S, ids))
-        return super().forget(ids).advance(prototype_SCF=self.prototype_SCF[stay_S])
 
 
 @dataclass(frozen=True)
@@ -210,7 +197,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         z_mCF[torch.from_numpy(group_mC < 0)] = torch.nan
         clients.record("label_groups", group_mC.max(0) + 1, ("labels",))
         classifier.put(spec, models_mP, row_mCF)
-        return state.with_clients(ids_m, models_mP, z_mCF)
+        return state.with_values(ids_m, own_SP=models_mP, prototype_SCF=z_mCF)
 
     def alignment(self, state: LabelGroupsState, clients: Clients, count_MC: Tensor) -> Objective:
         """The loss on features, with the prototypes and the entropy of each client."""
@@ -232,5 +219,5 @@ def label_groups(v_MCF: Tensor, has_MC: Tensor, eps: float) -> np.ndarray:
             group_MC[here, c] = np.arange(len(here))
         else:
             d_mm = scipy.spatial.distance.squareform(mean_difference_of_cosines(v_MCF[torch.from_numpy(here), c]))
-            group_MC[here, c] = scipy.sparse.csgraph.connected_components(d_mm <= eps, directed=False)[1]
+            group_MC[here, c] = dbscan(d_mm, eps)
     return group_MC

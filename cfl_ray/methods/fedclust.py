@@ -99,14 +99,7 @@ class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
         return spec.head if self.layer is None else spec.layer(self.layer)
 
     def init(self, start: Start) -> FedClustState:
-        first_KP = start.new_model(0)[None]
-        return FedClustState(
-            models_KP=first_KP[:0],
-            assign_N=start.unassigned(),
-            phase="cluster",
-            start_KP=first_KP,
-            centre_KF=first_KP[:0],
-        )
+        return FedClustState.first(start, "cluster", models=0)
 
     def round(self, state: FedClustState, clients: Clients, rng: Draws) -> FedClustState:
         if state.phase == "cluster":
@@ -133,8 +126,6 @@ class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
         return state.advance(height=self.height(distance))
 
     def join(self, state: FedClustState, clients: Clients) -> FedClustState:
-        if state.phase == "cluster":
-            return state
         within = math.inf if self.newcomers == "join" or state.height is None else state.height
         return place_by_training(state, clients, self.compared(clients.spec), "l2", within=within)
 

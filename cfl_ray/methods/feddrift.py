@@ -28,7 +28,7 @@ import scipy
 import torch
 from torch import Tensor
 
-from cfl_ray.clustering.agglomerative import linkage_tree
+from cfl_ray.clustering.agglomerative import by_lowest_member, linkage_tree
 from cfl_ray.core.clients import Clients, least_loss
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
@@ -194,10 +194,9 @@ class FedDrift(Method[PoolState], name="feddrift"):
         tree = linkage_tree(distance, "complete")
         below = np.nextafter(self.delta, -1)  # merge while d < delta
         part_K = scipy.cluster.hierarchy.fcluster(tree, below, "distance") if self.delta else np.arange(len(loss_KK))
-        _, first_K, part_K = np.unique(part_K, return_index=True, return_inverse=True)
-        if len(first_K) == state.num_clusters:
+        part_K = by_lowest_member(part_K)
+        if part_K.max() + 1 == state.num_clusters:
             return state
-        part_K = np.argsort(np.argsort(first_K))[part_K]  # in the order of their first models
         left = part_K.tolist()
         for k in range(state.num_clusters - 1, -1, -1):
             kept = left.index(left[k])

@@ -95,15 +95,8 @@ class FedGroup(Method[GroupState], name="fedgroup"):
         return "eta_g above 0 mixes the means of the groups" if self.eta_g else ""
 
     def init(self, start: Start) -> GroupState:
-        first_KP = start.new_model(0)[None]
-        return GroupState(
-            models_KP=first_KP[:0],
-            assign_N=start.unassigned(),
-            phase="cluster",
-            start_KP=first_KP,
-            centre_KF=first_KP[:0],
-            label_NC=np.zeros((start.num_clients, 0), np.float32),
-        )
+        no_labels_NC = np.zeros((start.num_clients, 0), np.float32)
+        return GroupState.first(start, "cluster", models=0, label_NC=no_labels_NC)
 
     def round(self, state: GroupState, clients: Clients, rng: Draws) -> GroupState:
         if state.phase == "cluster":
@@ -178,8 +171,6 @@ class FedGroup(Method[GroupState], name="fedgroup"):
         return (models_KP + self.eta_g * others) / (1 + self.eta_g * (inverse_K.sum() - inverse_K))
 
     def join(self, state: GroupState, clients: Clients) -> GroupState:
-        if state.phase == "cluster":
-            return state
         return place_by_training(state, clients, whole_update(clients.spec, self.sketch), "cosine", self.steps(clients))
 
     def drift(self, state: GroupState, clients: Clients) -> GroupState:

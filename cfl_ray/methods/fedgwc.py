@@ -32,16 +32,15 @@ from cfl_ray.core.clients import Clients, LocalTraining
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import place_in_any
-from cfl_ray.core.state import UNASSIGNED, State
+from cfl_ray.core.state import UNASSIGNED, SeenState
 from cfl_ray.core.weights import cluster_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class InteractionState(State):
+class InteractionState(SeenState):
     """The interactions of the S clients that have taken part; interactions between clusters are not used."""
 
     interaction_SS: np.ndarray  # float64: A
-    seen_S: np.ndarray  # int64: ids of the clients
     change_K: np.ndarray  # float64: v
     patient_K: np.ndarray  # int64: number of latest consecutive rounds with v below epsilon
     open_K: np.ndarray  # bool: whether the cluster may split
@@ -51,11 +50,6 @@ class InteractionState(State):
         new = np.setdiff1d(ids, self.seen_S)
         interaction_SS = np.pad(self.interaction_SS, (0, len(new)), constant_values=first)
         return self.advance(interaction_SS=interaction_SS, seen_S=np.concatenate([self.seen_S, new]))
-
-    def forget(self, ids: np.ndarray) -> Self:
-        stay = np.flatnonzero(~np.isin(self.seen_S, ids))
-        left = super().forget(ids)
-        return left.advance(interaction_SS=self.interaction_SS[np.ix_(stay, stay)], seen_S=self.seen_S[stay])
 
 
 @dataclass(frozen=True)
@@ -105,7 +99,7 @@ class FedGWC(Method[InteractionState], name="fedgwc"):
         """A_ij <- (1 - a) A_ij + a r_i / sum_l r_l;  v <- (1 - a) v + a mean of (change of A_ij)^2"""
         size = int(state.members_K[k])
         state, a = state.with_clients(ids_m, 1 / size**2), len(ids_m) / size
-        interaction_SS, pairs = state.interaction_SS.copy(), np.ix_(*[positions(state.seen_S, ids_m)] * 2)
+        interaction_SS, pairs = state.interaction_SS.copy(), np.ix_(*[state.positions(ids_m)] * 2)
         before_mm = interaction_SS[pairs]
         interaction_SS[pairs] = (1 - a) * before_mm + a * (reward_m / reward_m.sum())[:, None]
         change_K, patient_K = state.change_K.copy(), state.patient_K.copy()
@@ -147,12 +141,6 @@ class FedGWC(Method[InteractionState], name="fedgwc"):
     def join(self, state: InteractionState, clients: Clients) -> InteractionState:
         """Newcomers join the cluster with the least loss."""
         return place_in_any(state, clients)
-
-
-def positions(seen_S: np.ndarray, ids_m: np.ndarray) -> np.ndarray:
-    """The index of each client in `seen_S`, int64 (m,)."""
-    order = np.argsort(seen_S)
-    return order[np.searchsorted(seen_S, ids_m, sorter=order)]
 
 
 def rewards(loss_mS: np.ndarray, num_samples_m: np.ndarray) -> np.ndarray:

@@ -20,9 +20,8 @@ import torch
 
 from cfl_ray.core.aggregation import ClippingRule, Mean
 from cfl_ray.core.clients import Clients, LocalTraining, Proximal
-from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import global_weights
 from cfl_ray.errors import ConfigError
@@ -39,7 +38,7 @@ def accumulation(steps_M: np.ndarray, momentum: float, eta_mu: float) -> np.ndar
 
 
 @dataclass(frozen=True)
-class FedNova(Method[State], name="fednova"):
+class FedNova(OneModel, name="fednova"):
     """FedAvg of updates that are normalised by the number of local steps."""
 
     needs_sgd = "a_i counts the gradients in SGD steps of one learning rate"
@@ -58,9 +57,6 @@ class FedNova(Method[State], name="fednova"):
                 f"fednova.aggregation must be mean or norm_clipping, got {self.aggregation!r}: "
                 f"normalisation is a matter of weights, and {name} has none"
             )
-
-    def init(self, start: Start) -> State:
-        return start.one_model()
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         weight_M, a_M = clients.weights(self.weights), self.accumulation_of(clients)
@@ -91,6 +87,3 @@ class FedNova(Method[State], name="fednova"):
                 f"got {self.mu:g} * {local.lr:g} and a_i = {a_M.min():g}; choose a smaller mu"
             )
         return a_M
-
-    def serve(self, state: State, clients: Clients) -> Serving:
-        return Serving(state.models_KP, clients.first_row())

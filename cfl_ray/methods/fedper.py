@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from cfl_ray.core.clients import Clients, ClientState
-from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import global_weights
 from cfl_ray.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class FedPer(Method[State], name="fedper"):
+class FedPer(OneModel, name="fedper"):
     """A shared base with private upper layers."""
 
     untrained = "its private layers begin untrained"
@@ -45,13 +44,10 @@ class FedPer(Method[State], name="fedper"):
         except ValueError as error:
             raise ConfigError(f"{self.name}.private: {error}") from None
 
-    def init(self, start: Start) -> State:
-        return start.one_model()
-
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         phi = clients.send(state.models_KP, columns=self.private_columns(clients.spec)[1])
         updates = clients.train(
-            phi, client_state=self.private_head(clients), average=global_weights(clients.weights(self.weights))
+            phi, client_state=self.kept(clients.spec), average=global_weights(clients.weights(self.weights))
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
@@ -61,11 +57,8 @@ class FedPer(Method[State], name="fedper"):
             return spec.columns(self.private), spec.columns(self.private, others=True)
         return spec.top(self.private_layers), spec.bottom(self.private_layers)
 
-    def private_head(self, clients: Clients) -> ClientState | None:
-        """h_i, kept by the client; None without private layers."""
+    def kept(self, spec: ParamSpec) -> ClientState | None:
+        """h_i; None without private layers."""
         if not self.private_layers and self.private is None:
             return None
-        return ClientState("head", self.private_columns(clients.spec)[0])
-
-    def serve(self, state: State, clients: Clients) -> Serving:
-        return Serving(state.models_KP, clients.first_row(), client_state=self.private_head(clients))
+        return ClientState("head", self.private_columns(spec)[0])

@@ -11,15 +11,14 @@ every client trains the same number of epochs, so that only mu differs from FedA
 from dataclasses import dataclass
 
 from cfl_ray.core.clients import Clients, LocalTraining, Proximal
-from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import global_weights
 
 
 @dataclass(frozen=True)
-class FedProx(Method[State], name="fedprox"):
+class FedProx(OneModel, name="fedprox"):
     """FedAvg with a proximal term that keeps local models near the received model."""
 
     mu: float = option(
@@ -30,9 +29,6 @@ class FedProx(Method[State], name="fedprox"):
     )
     weights: str = weights_option()
 
-    def init(self, start: Start) -> State:
-        return start.one_model()
-
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         sent = clients.send(state.models_KP)
         updates = clients.train(
@@ -41,6 +37,3 @@ class FedProx(Method[State], name="fedprox"):
             average=global_weights(clients.weights(self.weights)),
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
-
-    def serve(self, state: State, clients: Clients) -> Serving:
-        return Serving(state.models_KP, clients.first_row())

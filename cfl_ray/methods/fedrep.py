@@ -44,12 +44,11 @@ class OnlyColumns:
 
 def training_of(columns: Columns, clients: Clients, epochs: int | None = None) -> LocalTraining:
     """Local training of these columns alone. epochs: None for those of the experiment."""
-    trained, local = clients.spec.trained, clients.local
-    inside = Columns(tuple((start, min(stop, trained)) for start, stop in columns.ranges if start < trained))
+    local, trained = clients.local, columns.within(0, clients.spec.trained)
     return LocalTraining(
         sgd=replace(local, weight_decay=0.0),
         steps_M=None if epochs is None else local.steps_of(clients.num_samples_M, epochs),
-        local_step=OnlyColumns(inside, local.weight_decay),
+        local_step=OnlyColumns(trained, local.weight_decay),
     )
 
 
@@ -63,7 +62,7 @@ class FedRep(FedPer, name="fedrep"):
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         private, shared = self.private_columns(clients.spec)
-        phi, head = clients.send(state.models_KP, columns=shared), self.private_head(clients)
+        phi, head = clients.send(state.models_KP, columns=shared), self.kept(clients.spec)
         # h_i <- tau_h SGD steps on f_i(h_i, phi_t)
         if head is not None:
             how = training_of(private, clients, self.head_epochs)

@@ -27,7 +27,7 @@ from cfl_ray.clustering.signatures import sketch_option
 from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import row_or_last, with_mean
+from cfl_ray.core.rounds import placed, row_or_last, with_mean
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import cluster_weights
 
@@ -58,7 +58,6 @@ class FeSEM(Method[State], name="fesem"):
         return State(models_KP=start.new_model(0)[None], assign_N=start.unassigned(), phase="cluster")
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        before_K = state.members_K
         # W_i <- SGD_i(theta_{c(i)}), or from w_0 in the first round
         updates, feature_MF = self.train(state, clients)
         ids_M = clients.ids_M[updates.valid_M]
@@ -76,14 +75,11 @@ class FeSEM(Method[State], name="fesem"):
             record_centre_distances(clients, ids_M, feature_MF, centre_KF, "l2")
             if self.reseed:
                 self.reseed_empty_centre(state, ids_M, cluster_M, distance_M)
-        assign_N = state.place(ids_M, cluster_M)
-        members_K = state.advance(assign_N=assign_N).members_K
-        clients.member_events(before_K, members_K, clients=len(ids_M), num_clusters=state.num_clusters)
+        state = placed(state, clients, ids_M, cluster_M, clients=len(ids_M), num_clusters=state.num_clusters)
 
         # M-step: theta_k <- Avg of W_i over c(i) = k
-        weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
-        models_KP = clients.average(updates, weight_KM).averaged(default=state.models_KP)
-        return state.advance(models_KP=models_KP, assign_N=assign_N)
+        weight_KM = cluster_weights(state.assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
+        return state.advance(models_KP=clients.average(updates, weight_KM).averaged(default=state.models_KP))
 
     def train(self, state: State, clients: Clients, keep_as_local_model: bool = True) -> tuple[Updates, Tensor]:
         """The updates, and the features (M', F) of the local models W_i of the M' clients with valid updates."""
@@ -121,6 +117,4 @@ class FeSEM(Method[State], name="fesem"):
             return state
         updates, feature_MF = self.train(state, clients, keep_as_local_model=False)
         cluster_M, _ = self.e_step(state, clients, feature_MF)
-        after = state.advance(assign_N=state.place(clients.ids_M[updates.valid_M], cluster_M))
-        clients.member_events(state.members_K, after.members_K, clients=len(cluster_M))
-        return after
+        return placed(state, clients, clients.ids_M[updates.valid_M], cluster_M, clients=len(cluster_M))

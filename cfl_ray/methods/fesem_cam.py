@@ -33,7 +33,7 @@ from cfl_ray.core.clients import Clients, LocalTraining, Proximal, UpdateFeature
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import row_or_last, serve_per_cluster, with_mean
+from cfl_ray.core.rounds import placed, row_or_last, serve_per_cluster, with_mean
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.weights import cluster_weights, global_weights
 
@@ -112,9 +112,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
 
         # averages: Theta_g over all participants, Theta_k over c(i) = k
         global_KP = global_updates.averaged(default=state.global_KP)
-        after = state.advance(assign_N=state.place(state.seen_S, cluster_S), global_KP=global_KP)
-        clients.member_events(state.members_K, after.members_K, clients=len(cluster_S), num_clusters=self.num_clusters)
-        return self.m_step(after, clients, cluster_updates)
+        return self.m_step(state.advance(global_KP=global_KP), clients, cluster_updates, cluster_S)
 
     def warm_up(self, state: FeSEMCAMState, clients: Clients, rng: Draws) -> FeSEMCAMState:
         """The state after the first round: theta_i alone from a common start, then k-means++ of the theta_i."""
@@ -130,10 +128,8 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
             return state
         cluster_S, centre_KF = kmeans(state.signature_SF, self.num_clusters, rng.seed, weight_S=state.weight_S)
         record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF, "l2")
-        models_KP = state.models_KP.repeat(len(centre_KF), 1)
-        after = state.advance(models_KP=models_KP, assign_N=state.place(state.seen_S, cluster_S), phase="federate")
-        clients.member_events(state.members_K, after.members_K, clients=len(cluster_S), num_clusters=self.num_clusters)
-        return self.m_step(after, clients, updates)
+        state = state.advance(models_KP=state.models_KP.repeat(len(centre_KF), 1), phase="federate")
+        return self.m_step(state, clients, updates, cluster_S)
 
     def update_features(self, spec: ParamSpec) -> UpdateFeatures:
         """The features of theta_i: its fully connected layers."""
@@ -145,8 +141,10 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         weight_M = clients.weights(self.weights)[valid_M]
         return state.remember(clients.ids_M[valid_M], updates.valid_features_MF, weight_S=weight_M)
 
-    def m_step(self, state: FeSEMCAMState, clients: Clients, updates: Updates) -> FeSEMCAMState:
-        """The state with Theta_k <- the mean of this round's participants in every cluster."""
+    def m_step(self, state: FeSEMCAMState, clients: Clients, updates: Updates, cluster_S: np.ndarray) -> FeSEMCAMState:
+        """The state with these clusters, and Theta_k <- the mean of this round's participants in every cluster."""
+        because = {"clients": len(cluster_S), "num_clusters": self.num_clusters}
+        state = placed(state, clients, state.seen_S, cluster_S, **because)
         weight_KM = cluster_weights(state.assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
         averages = clients.average(updates, weight_KM, average_number=0)
         return state.advance(models_KP=averages.averaged(default=state.models_KP))
@@ -163,9 +161,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         )
         centre_KF = features.of_rows(state.models_KP, clients.seed)
         cluster_M, _ = nearest_centre(updates.valid_features_MF, centre_KF, "l2")
-        after = state.advance(assign_N=state.place(clients.ids_M[updates.valid_M], cluster_M))
-        clients.member_events(state.members_K, after.members_K, clients=len(cluster_M))
-        return after
+        return placed(state, clients, clients.ids_M[updates.valid_M], cluster_M, clients=len(cluster_M))
 
     def serve(self, state: FeSEMCAMState, clients: Clients) -> Serving:
         serving = serve_per_cluster(state, clients)

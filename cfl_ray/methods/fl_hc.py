@@ -62,10 +62,7 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
             )
 
     def init(self, start: Start) -> CentreState:
-        first_KP = start.new_model(0)[None]
-        return CentreState(
-            models_KP=first_KP, assign_N=start.unassigned(), phase="warmup", start_KP=first_KP, centre_KF=first_KP[:0]
-        )
+        return CentreState.first(start, "warmup", models=1)
 
     def round(self, state: CentreState, clients: Clients, rng: Draws) -> CentreState:
         # later rounds: FedAvg within every cluster
@@ -110,8 +107,6 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
         return whole_update(clients.spec, None if self.metric == "l1" else self.sketch)
 
     def join(self, state: CentreState, clients: Clients) -> CentreState:
-        if state.phase == "warmup":
-            return state
         return place_by_training(state, clients, self.update_features(clients), self.metric)
 
     def serve(self, state: CentreState, clients: Clients) -> Serving:

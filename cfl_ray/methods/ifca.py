@@ -25,6 +25,7 @@ from cfl_ray.core.clients import Clients, LocalTraining, Sent, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.rounds import placed
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.core.weights import cluster_weights, global_weights
@@ -111,13 +112,12 @@ class IFCA(Method[State], name="ifca"):
         updates = clients.train(theta, how=LocalTraining(sgd=one_step), average=weight_RM)
 
         # theta_j <- Avg of W_i, or theta_j - (gamma / m) sum of g_i, over the clients that chose j
-        after = state.advance(
+        state = state.advance(
             models_KP=self.next_models(state.models_KP, updates, clients.spec),
-            assign_N=state.place(clients.ids_M[updates.valid_M & known_M], chosen_M[updates.valid_M & known_M]),
             phase="warmup" if clients.round < self.warmup_rounds else "federate",
         )
-        clients.member_events(state.members_K, after.members_K, clients=known_M.sum(), num_clusters=self.num_clusters)
-        return after
+        valid_M, because = updates.valid_M & known_M, {"clients": known_M.sum(), "num_clusters": self.num_clusters}
+        return placed(state, clients, clients.ids_M[valid_M], chosen_M[valid_M], **because)
 
     def choose_clusters(self, clients: Clients, received: Sent, upload: bool = False) -> np.ndarray:
         """The choice j_i (M,) of each client among the models it received; UNASSIGNED if its losses are missing."""

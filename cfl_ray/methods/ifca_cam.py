@@ -36,6 +36,7 @@ from torch import Tensor
 from cfl_ray.core.clients import Clients, LocalTraining, Sent, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.rounds import placed
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.core.weights import cluster_weights, global_weights
@@ -123,14 +124,10 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         else:
             models_KP = cluster_updates.averaged(default=state.models_KP)
         valid_M = cluster_updates.valid_M & (assign_M != UNASSIGNED)
-        after = state.advance(
-            models_KP=models_KP,
-            global_KP=global_KP,
-            assign_N=state.place(clients.ids_M[valid_M], assign_M[valid_M]),
-            phase="federate",
-        )
-        clients.member_events(state.members_K, after.members_K, clients=valid_M.sum(), num_clusters=self.num_clusters)
-        return self.zeroed(after, clients) if self.empty == "zero" and valid_M.any() else after
+        state = state.advance(models_KP=models_KP, global_KP=global_KP, phase="federate")
+        because = {"clients": valid_M.sum(), "num_clusters": self.num_clusters}
+        state = placed(state, clients, clients.ids_M[valid_M], assign_M[valid_M], **because)
+        return self.zeroed(state, clients) if self.empty == "zero" and valid_M.any() else state
 
     def train_clusters(self, clients: Clients, theta_g: Sent, received: Sent, assign_M: np.ndarray) -> Updates:
         """Trains theta_i of all clients with Theta_g frozen, and averages within clusters."""

@@ -11,15 +11,15 @@ shared layers go to the cohort alone (official code: to all clients in every rou
 from dataclasses import dataclass
 
 from cfl_ray.core.clients import Clients, ClientState
-from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.method import OneModel, option, weights_option
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import global_weights
 
 
 @dataclass(frozen=True)
-class LGFedAvg(Method[State], name="lg_fedavg"):
+class LGFedAvg(OneModel, name="lg_fedavg"):
     """Shared upper layers on private lower layers."""
 
     untrained = "its private layers begin untrained"
@@ -33,26 +33,20 @@ class LGFedAvg(Method[State], name="lg_fedavg"):
     )
     weights: str = weights_option()
 
-    def init(self, start: Start) -> State:
-        return start.one_model()
-
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        g = clients.send(state.models_KP, columns=clients.spec.top(self.shared_layers(clients)))
+        g = clients.send(state.models_KP, columns=clients.spec.top(self.shared_layers(clients.spec)))
         updates = clients.train(
-            g, client_state=self.private_base(clients), average=global_weights(clients.weights(self.weights))
+            g, client_state=self.kept(clients.spec), average=global_weights(clients.weights(self.weights))
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
-    def shared_layers(self, clients: Clients) -> int:
+    def shared_layers(self, spec: ParamSpec) -> int:
         """Number of shared upper layers."""
-        layers = len(clients.spec.layers)
+        layers = len(spec.layers)
         private = max(layers - 2, 1) if self.private_layers is None else self.private_layers
         return max(layers - private, 0)
 
-    def private_base(self, clients: Clients) -> ClientState | None:
-        """l_i, kept by the client; None without private layers."""
-        lower = clients.spec.bottom(self.shared_layers(clients))
+    def kept(self, spec: ParamSpec) -> ClientState | None:
+        """l_i; None without private layers."""
+        lower = spec.bottom(self.shared_layers(spec))
         return ClientState("base", lower) if lower.count else None
-
-    def serve(self, state: State, clients: Clients) -> Serving:
-        return Serving(state.models_KP, clients.first_row(), client_state=self.private_base(clients))

@@ -190,15 +190,12 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
         old = len(basis_SDR) - len(ids_M)
         new_SS = torch.from_numpy(scipy.spatial.distance.squareform(angles(basis_SDR[old:], kind=self.angle))).float()
         cross_SS = torch.from_numpy(angles_between(basis_SDR[:old], basis_SDR[old:], kind=self.angle)).float()
-        angle_SS = torch.cat([torch.cat([state.angle_SS, cross_SS], 1), torch.cat([cross_SS.T, new_SS], 1)])
+        angle_SS = state.angle_SS.clone()
+        angle_SS[:old, old:], angle_SS[old:, :old], angle_SS[old:, old:] = cross_SS, cross_SS.T, new_SS
         return state.advance(angle_SS=angle_SS)
 
     def join(self, state: PACFLState, clients: Clients) -> PACFLState:
         return state if state.phase == "cluster" else self.place(state, clients)
-
-    def leave(self, state: PACFLState, ids: np.ndarray) -> PACFLState:
-        stay_S = torch.from_numpy(~np.isin(state.seen_S, ids))
-        return state.forget(ids).advance(angle_SS=state.angle_SS[stay_S][:, stay_S])
 
     def serve(self, state: PACFLState, clients: Clients) -> Serving:
         return serve_per_cluster(state, clients, state.start_KP)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from cfl_ray.core.clients import Clients, LocalTraining
-from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
@@ -53,7 +53,7 @@ class HessianFree:
 
 
 @dataclass(frozen=True)
-class PerFedAvg(Method[State], name="per_fedavg"):
+class PerFedAvg(OneModel, name="per_fedavg"):
     """A model that is good after a step of adaptation (MAML)."""
 
     needs_sgd = "the adaptation and the meta step are plain SGD"
@@ -73,9 +73,6 @@ class PerFedAvg(Method[State], name="per_fedavg"):
     )
     delta: float = option(1e-3, "delta: step of the finite differences (HF)", source="ours", low=1e-6)
     weights: str = weights_option()
-
-    def init(self, start: Start) -> State:
-        return start.one_model()
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         local_step = FirstOrder(self.alpha) if self.order == "first" else HessianFree(self.alpha, self.delta)

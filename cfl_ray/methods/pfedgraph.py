@@ -33,7 +33,7 @@ from cfl_ray.clustering.signature_diagnostics import record_similarity
 from cfl_ray.clustering.signatures import sketch_option
 from cfl_ray.core.clients import Clients, LocalTraining, Sent, UpdateFeatures
 from cfl_ray.core.method import Method, Start, option
-from cfl_ray.core.params import Columns, ParamSpec
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import OwnModelsState
@@ -120,12 +120,12 @@ class PFedGraph(Method[GraphState], name="pfedgraph"):
         weight_MM = projected(p_M - d_MM / (2 * self.alpha))
         clients.record("graph", weight_MM, ("clients", "clients"), ids=clients.ids_M[valid_M])
         # a_i <- sum_j W_ij theta_j
-        state = state.with_models(clients.ids_M[valid_M], averages_of(weight_MM, theta_MP))
+        state = state.with_values(clients.ids_M[valid_M], own_SP=averages_of(weight_MM, theta_MP))
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
     def features(self, spec: ParamSpec) -> UpdateFeatures:
         """The columns of a client's model that are compared."""
-        head = Columns(tuple((a, min(b, spec.trained)) for a, b in spec.head.ranges if a < spec.trained))
+        head = spec.head.within(0, spec.trained)
         return UpdateFeatures(head if self.difference == "head" else spec.trainable, sketch=self.sketch)
 
     def training(self, start: Sent) -> LocalTraining:

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.clients import Clients, ClientState, LocalTraining
-from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.method import OneModel, option, weights_option
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
@@ -56,7 +57,7 @@ class MoreauStep:
 
 
 @dataclass(frozen=True)
-class PFedMe(Method[State], name="pfedme"):
+class PFedMe(OneModel, name="pfedme"):
     """Personal models that minimise the local loss near a global model, which follows them."""
 
     needs_sgd = "theta_i and w_i take plain SGD steps"
@@ -84,9 +85,6 @@ class PFedMe(Method[State], name="pfedme"):
     def needs_mean(self) -> str:
         return "beta other than 1 mixes the mean with the model before" if self.beta != 1 else ""
 
-    def init(self, start: Start) -> State:
-        return start.one_model()
-
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         w = clients.send(state.models_KP)
         eta = min(clients.local.lr, 1 / self.lam) if self.eta is None else self.eta
@@ -102,8 +100,8 @@ class PFedMe(Method[State], name="pfedme"):
         mean_KP = updates.averaged(default=state.models_KP)
         return state.advance(models_KP=mean_KP if self.beta == 1 else torch.lerp(state.models_KP, mean_KP, self.beta))
 
-    def serve(self, state: State, clients: Clients) -> Serving:
-        return Serving(state.models_KP, clients.first_row(), client_state=PERSONAL)
+    def kept(self, spec: ParamSpec) -> ClientState:
+        return PERSONAL
 
     def diagnose(self, state: State, clients: Clients) -> None:
         clients.record("global_score", clients.test(Serving(state.models_KP, clients.first_row()))[:, 0].mean())

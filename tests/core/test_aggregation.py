@@ -19,7 +19,7 @@ from cfl_ray.core.aggregation import (
     parse_rule,
     range_cuts,
 )
-from cfl_ray.core.aggregation.apply import ByColumns, squared_distances
+from cfl_ray.core.aggregation.apply import by_columns, squared_distances
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import Address, AverageDeferred, Averaging, ClientState, CombineColumns, Outcome, Rows, Train
@@ -74,7 +74,7 @@ class TestFormulas:
     def test_median(self, count):
         rows_nP = rows(count)
         assert np.array_equal(
-            ByColumns(Median(), WEIGHTS)([rows_nP[:, :9], rows_nP[:, 9:]]), np.median(rows_nP.astype(np.float64), 0)
+            by_columns(Median(), WEIGHTS, [rows_nP[:, :9], rows_nP[:, 9:]]), np.median(rows_nP.astype(np.float64), 0)
         )
 
     @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ class TestFormulas:
         """0.29 of 100 is 29, although the product in float64 is a little less."""
         rows_nP = rows(count)
         expected = np.sort(rows_nP.astype(np.float64), 0)[cut : count - cut].mean(0)
-        assert np.allclose(ByColumns(TrimmedMean(share), WEIGHTS)([rows_nP]), expected, rtol=0, atol=1e-12)
+        assert np.allclose(by_columns(TrimmedMean(share), WEIGHTS, [rows_nP]), expected, rtol=0, atol=1e-12)
 
     def test_half_the_rows_cannot_move_the_median_beyond_the_others(self):
         rows_nP = rows(9)
         rows_nP[:4] = 1e6
-        found = ByColumns(Median(), WEIGHTS)([rows_nP])
+        found = by_columns(Median(), WEIGHTS, [rows_nP])
         assert (found <= rows_nP[4:].max(0)).all() and (found >= rows_nP[4:].min(0)).all()
 
     def test_squared_distances(self):

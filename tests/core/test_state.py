@@ -116,10 +116,10 @@ def test_models_of_clients_are_kept_replaced_and_forgotten():
         own_SP=torch.zeros(0, 2),
         seen_S=np.zeros(0, np.int64),
     )
-    state = empty.with_models(np.array([4, 1]), rows[:2]).with_models(np.array([1, 3]), rows[2:])
+    state = empty.with_values(np.array([4, 1]), own_SP=rows[:2]).with_values(np.array([1, 3]), own_SP=rows[2:])
     assert state.seen_S.tolist() == [4, 1, 3] and state.all_models[:, 0].tolist() == [0, 1, 3, 4]
     assert state.rows_of(np.array([3, 0, 4])).tolist() == [3, 0, 1]
     left = state.forget(np.array([4, 0]))
     assert left.seen_S.tolist() == [1, 3] and left.own_SP[:, 0].tolist() == [3, 4] and left.assign_N[4] == UNASSIGNED
-    again = left.grown(8).with_models(np.array([7]), rows[:1])
+    again = left.grown(8).with_values(np.array([7]), own_SP=rows[:1])
     assert again.rows_of(np.array([7, 4])).tolist() == [3, 0] and len(empty.own_SP) == 0 and len(left.own_SP) == 2

@@ -1,7 +1,8 @@
 """Application of an aggregation rule other than the mean to results kept on the hosts."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,19 +23,9 @@ from cfl_ray.plugins.calling import place_of
 _RANGES, _RANGE = 64, 1 << 22
 
 
-@dataclass(frozen=True)
-class ByColumns:
-    """A column rule, applied on a host to blocks (n, f) of columns of the results, one after another."""
-
-    rule: ColumnRule
-    weight_n: np.ndarray
-
-    def __call__(self, blocks: Iterable[np.ndarray]) -> np.ndarray:
-        """The aggregate of all columns in their order, float64 (F,)."""
-        return np.concatenate([self._one(values_nF) for values_nF in blocks])
-
-    def _one(self, values_nF: np.ndarray) -> np.ndarray:
-        return checked_result(self.rule, "combine", values_nF, self.weight_n)
+def by_columns(rule: ColumnRule, weight_n: np.ndarray, blocks: Iterable[np.ndarray]) -> np.ndarray:
+    """The aggregate by a column rule, float64 (F,), from blocks (n, f) of columns of the results, one after another."""
+    return np.concatenate([checked_result(rule, "combine", values_nF, weight_n) for values_nF in blocks])
 
 
 def squared_distances(blocks: Iterable[np.ndarray]) -> np.ndarray:
@@ -73,7 +64,7 @@ def aggregate(
         result_n = np.full(len(member_n), 1 / len(member_n))
         if len(member_n) >= 3 and columns.count:
             if isinstance(applied, ColumnRule):
-                function = ByColumns(applied, weight_n)
+                function = partial(by_columns, applied, weight_n)
                 values, cuts = _combined(function, backend, training, key_M[member_n], columns)
                 parts = [part[: stop - start] for part, (start, stop) in zip(values, cuts, strict=True)]
                 means[out] = _whole_row(parts, columns, training.tables[training.start.table].shape[1])
@@ -188,12 +179,10 @@ def range_cuts(rule: Any, size: int, state: ClientState | None, clients: int) ->
 
 def uploaded_columns(size: int, state: ClientState | None) -> Columns:
     """All columns except the private ones."""
+    everything = Columns(((0, size),))
     if state is None or not state.private:
-        return Columns(((0, size),))
-    private = state.columns.ranges if state.columns is not None else ((0, size),)
-    edges = [0, *(edge for pair in private for edge in pair), size]
-    pairs = zip(edges[::2], edges[1::2], strict=True)
-    return Columns(tuple((start, stop) for start, stop in pairs if start < stop))
+        return everything
+    return (state.columns or everything).others(size)
 
 
 def _squared_distances(rows_nF: np.ndarray) -> np.ndarray:

@@ -16,9 +16,9 @@ from ray.exceptions import RaySystemError
 from torch import Tensor
 
 from cfl_ray.checkpoint.segments import ClientStateFile, EntryFile
-from cfl_ray.core.work import ChunkResult, CombineColumns, Train, Work
+from cfl_ray.core.work import CombineColumns, Train, Work
 from cfl_ray.engine import autotune, cpu
-from cfl_ray.engine.chunks import exclusions_of, fallbacks_of, gather
+from cfl_ray.engine.chunks import merged
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.nn.precision import products_in
 from cfl_ray.nn.shared import shared_tensor
@@ -126,8 +126,8 @@ class HostProcess:
             states.update({int(result.index_m[i]): value for i, value in kept.states.items()})
             deferred.update({int(result.index_m[i]): value for i, value in kept.deferred.items()})
         totals = {out: total_2P.numpy() for out, total_2P in sums.totals.items()} if return_sums else {}
-        arrays, seconds = gather(results, len(index_m)), time.perf_counter() - began
-        whole = ChunkResult(index_m, arrays, exclusions_of(results), seconds, fallbacks_of(results)), totals
+        result = merged(results, index_m)
+        whole = replace(result, seconds=time.perf_counter() - began), totals
         kinds = [states] * work.updates_client_state
         if isinstance(work, Train) and work.defers_results:
             size = next(map(len, deferred.values()), 0)
