@@ -19,6 +19,8 @@ OF_VECTORS = ("trace", "code")  # kinds that compare the given columns, not the 
 RANK = 1e-6  # directions weaker than this share of the strongest direction are rounding errors of float32
 COLUMNS = 512  # columns of a block of bases; the products of two blocks take 2 MB
 
+Prepared = tuple[Tensor, Tensor]  # transposed bases, float64 (S, R, D), and the rank of each, (S,)
+
 
 def principal_vectors(x_BD: Tensor, count: int) -> Tensor:
     """Leading left singular vectors of the matrix whose columns are the samples, float32 (D, p'), strongest first.
@@ -54,11 +56,10 @@ def orthonormal(u_DR: Tensor) -> Tensor:
     return basis_DR
 
 
-def _prepared(basis_SDR: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Transposed bases, float64 (S, R, D), and the rank of each, (S,).
+def _prepared(basis_SDR: Tensor, kind: str) -> Prepared:
+    """The columns of each basis made orthonormal; for "trace" and "code", only scaled to norm 1.
 
-    The columns of a basis are made orthonormal; for "trace" and "code" they are only scaled to norm 1. Raises
-    ValueError for another kind, values that are not finite, or a basis of zeros.
+    Raises ValueError for another kind, values that are not finite, or a basis of zeros.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -128,14 +129,8 @@ def angles(basis_SDR: Tensor, *, kind: str) -> np.ndarray:
     would be 0.03 degrees near 0. Raises ValueError for another kind, values that are not finite, or a client whose
     columns are all zero.
     """
-    ready_SRD, rank_S = _prepared(basis_SDR, kind)
-    angle_SS = np.zeros((len(ready_SRD), len(ready_SRD)))
-    for rows in _blocks(ready_SRD):
-        for columns in _blocks(ready_SRD):
-            if columns.start >= rows.start:
-                angle_SS[rows, columns] = _block(
-                    ready_SRD[rows], ready_SRD[columns], rank_S[rows], rank_S[columns], kind
-                )
+    prepared = _prepared(basis_SDR, kind)
+    angle_SS = _angles(prepared, prepared, kind, above_diagonal=True)
     return angle_SS[np.triu_indices(len(angle_SS), 1)]
 
 
@@ -146,9 +141,15 @@ def angles_between(a_SDR: Tensor, b_UDR: Tensor, *, kind: str) -> np.ndarray:
     """
     if a_SDR.shape[1] != b_UDR.shape[1]:
         raise ValueError(f"samples of both sets need equal sizes, got {a_SDR.shape[1]} and {b_UDR.shape[1]} values")
-    (a_SRD, rank_S), (b_URD, rank_U) = _prepared(a_SDR, kind), _prepared(b_UDR, kind)
+    return _angles(_prepared(a_SDR, kind), _prepared(b_UDR, kind), kind)
+
+
+def _angles(a: Prepared, b: Prepared, kind: str, above_diagonal: bool = False) -> np.ndarray:
+    """Angles (S, U) of all pairs; with `above_diagonal`, blocks below the diagonal are left at 0."""
+    (a_SRD, rank_S), (b_URD, rank_U) = a, b
     angle_SU = np.zeros((len(a_SRD), len(b_URD)))
     for rows in _blocks(a_SRD):
         for columns in _blocks(b_URD):
-            angle_SU[rows, columns] = _block(a_SRD[rows], b_URD[columns], rank_S[rows], rank_U[columns], kind)
+            if columns.start >= rows.start or not above_diagonal:
+                angle_SU[rows, columns] = _block(a_SRD[rows], b_URD[columns], rank_S[rows], rank_U[columns], kind)
     return angle_SU

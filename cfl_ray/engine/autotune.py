@@ -204,7 +204,7 @@ class _Run:
 
 def _sum_of(engine: Engine, network: Network, tasks: Sequence[TrainingTask]) -> HostSums:
     """The mean of all changes, summed as in a chunk; without the rows of clients if the engine supports it."""
-    sums, total = ChunkSums(_mean_of(tasks)), HostSums()
+    sums, total = ChunkSums(Averaging.of(np.ones((1, len(tasks))), len(tasks))), HostSums()
     if engine.train_sums is not None and engine.together(network):
         for _, batch in engine.train_sums(network, tasks):
             sums.add_change(0, batch.change(dict.fromkeys(range(len(batch.tasks)), 1 / len(tasks))))
@@ -218,10 +218,6 @@ def _sum_of(engine: Engine, network: Network, tasks: Sequence[TrainingTask]) -> 
             sums.add(index, result.upload_P, tasks[index].start_P)
     total.add(sums)
     return total
-
-
-def _mean_of(tasks: Sequence[TrainingTask]) -> Averaging:
-    return Averaging.of(np.ones((1, len(tasks))), len(tasks))
 
 
 def _valid_clients(federation: Federation, most: int) -> list[tuple[int, tuple[Tensor, Tensor]]]:

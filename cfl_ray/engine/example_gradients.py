@@ -23,9 +23,7 @@ class ExampleGradient(LocalGradient):
     """Noisy gradients at the loaded row, tensor by tensor; the gradients of single samples by one `vmap`."""
 
     def __init__(self, network: Network, task: TrainingTask, frozen_BC: Tensor | None):
-        super().__init__(
-            network, task, lambda: network.row()[: network.spec.trained], network.load_trained, network.views
-        )
+        super().__init__(network, task)
         assert task.local.examples is not None
         self.settings, address = task.local.examples, task.address
         self.draw = secret_stream(self.settings.secret, address.round, address.exchange, task.client, "examples")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.work import Proximal
-from cfl_ray.engine.task import BatchIndex, TrainingTask
+from cfl_ray.engine.task import BatchIndex, TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
 
 
@@ -22,19 +22,10 @@ class LocalGradient(ABC):
     """Gradients of one client's loss on the batches of the current step.
 
     All gradients of a batch in a step use the same dropout masks and other draws, so they belong to the same function.
-    w_P: returns the current trained parameters; load: replaces them; parts_of: splits such a row into the tensors that
-    a step updates.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        task: TrainingTask,
-        w_P: Callable[[], Tensor],
-        load: Callable[[Tensor], object],
-        parts_of: Callable[[Tensor], list[Tensor]],
-    ):
-        self.network, self.w_P, self.load, self.parts_of = network, w_P, load, parts_of
+    def __init__(self, network: Network, task: TrainingTask):
+        self.network, self.task = network, task
         self.noise = task.noise() if network.dropouts or network.random_forward else None
         self.losses: list[Any] = []  # one per step
         self.batches: list[BatchIndex] = []  # of the current step
@@ -46,6 +37,18 @@ class LocalGradient(ABC):
     def begin(self, batches: list[BatchIndex]) -> None:
         """Begins a step that uses these batches."""
         self.batches, self._masks, self._seeds = batches, {}, {}
+
+    def w_P(self) -> Tensor:
+        """The current trained parameters."""
+        return self.network.row()[: self.network.spec.trained]
+
+    def load(self, row_P: Tensor) -> None:
+        """Replaces the trained parameters."""
+        self.network.load_trained(row_P)
+
+    def parts_of(self, row_P: Tensor) -> list[Tensor]:
+        """Splits a row of trained parameters into the tensors that a step updates."""
+        return self.network.views(row_P)
 
     @abstractmethod
     def of_batch(self, batch: int) -> list[Tensor]:
@@ -64,13 +67,14 @@ class LocalGradient(ABC):
         self.load(w_P)
         return self.parts_of(direction_P)
 
-    def moved_companion(self, row_P: Tensor) -> Tensor | None:
-        """`whole_companion` after the steps; None without a second model."""
-        return whole_companion(self.network, self.companion, row_P) if self.companion else None
-
-    def step_losses(self, trace: int) -> list[float]:
-        """Losses of the first `trace` steps."""
-        return [float(loss) for loss in self.losses[:trace]]
+    def result(
+        self, index: int, row_P: Tensor, loss: float, proximal: Sequence["ProximalGradient"], velocity: Tensor | None
+    ) -> TrainingResult:
+        """The result of task `index` after the steps."""
+        anchor_P = moved_anchor(proximal, self.network, row_P)
+        companion_P = whole_companion(self.network, self.companion, row_P) if self.companion else None
+        losses = [float(loss) for loss in self.losses[: self.task.trace]]
+        return TrainingResult(index, row_P, loss, anchor_P, velocity, companion_P, losses)
 
     def masks(self, batch: int, samples: int) -> list[Tensor]:
         """The masks of the dropout layers for a batch with this number of samples."""
@@ -119,13 +123,10 @@ class LocalUpdate(Protocol):
 
 
 def take_steps(
-    task: TrainingTask,
-    gradient: LocalGradient,
-    update: LocalUpdate,
-    params: list[Tensor],
-    proximal: Sequence["ProximalGradient"],
+    gradient: LocalGradient, update: LocalUpdate, params: list[Tensor], proximal: Sequence["ProximalGradient"]
 ) -> None:
     """Takes the local steps of one client on `params`, in place."""
+    task = gradient.task
     local, batches = task.local, task.batches_on(gradient.network.device)
     for number in range(task.steps):
         gradient.begin([next(batches) for _ in range(task.batches_per_step)])

@@ -20,7 +20,6 @@ from cfl_ray.engine.local_steps import (
     OptimizerUpdate,
     ProximalGradient,
     SGDUpdate,
-    moved_anchor,
     take_steps,
 )
 from cfl_ray.engine.task import TrainingResult, TrainingTask
@@ -56,34 +55,43 @@ def _train_one(
     network: Network, passes: Passes, index: int, task: TrainingTask, frozen_BC: Tensor | None
 ) -> TrainingResult:
     """Trains one client."""
-    w_P = passes.w_P
     passes.row_P.copy_(task.start_P)
-    velocity = torch.zeros_like(w_P) if task.velocity is None else task.velocity.clone()
-    params = [w_P]
-    update: LocalUpdate = SGDUpdate(task.local, [velocity])
-    proximal = [ProximalGradient.of_row(network, term, w_P) for term in task.proximal]
-    gradient = _Gradient(network, passes, task, frozen_BC)
-    if task.local.optimizer is not None:
-        if not task.local.optimizer.elementwise:  # it may treat each tensor separately
-            params, gradient.parts_of = network.views(w_P), network.views
-            proximal = [ProximalGradient.of_tensors(network, term, params) for term in task.proximal]
-        update = OptimizerUpdate(task.local, params)
-    take_steps(task, gradient, update, params, proximal)
-    persists = task.local.persist and task.local.momentum and task.local.optimizer is None
-    anchor_P, loss = moved_anchor(proximal, network, passes.row_P), float(np.mean(gradient.losses[-task.tail :]))
-    companion_P, losses = gradient.moved_companion(passes.row_P), gradient.step_losses(task.trace)
-    return TrainingResult(index, passes.row_P, loss, anchor_P, velocity if persists else None, companion_P, losses)
+    gradient, local = _Gradient(network, passes, task, frozen_BC), task.local
+    params, velocity = gradient.parts_of(passes.w_P), None
+    if gradient.by_tensor:
+        proximal = [ProximalGradient.of_tensors(network, term, params) for term in task.proximal]
+    else:
+        proximal = [ProximalGradient.of_row(network, term, passes.w_P) for term in task.proximal]
+    update: LocalUpdate
+    if local.optimizer is not None:
+        update = OptimizerUpdate(local, params)
+    else:
+        velocity = torch.zeros_like(passes.w_P) if task.velocity is None else task.velocity.clone()
+        update = SGDUpdate(local, [velocity])
+    take_steps(gradient, update, params, proximal)
+    loss = float(np.mean(gradient.losses[-task.tail :]))
+    return gradient.result(index, passes.row_P, loss, proximal, velocity if local.persist and local.momentum else None)
 
 
 class _Gradient(LocalGradient):
     """Gradients by the written-out passes, as a single row or tensor by tensor."""
 
     def __init__(self, network: Network, passes: Passes, task: TrainingTask, frozen_BC: Tensor | None):
-        super().__init__(network, task, lambda: passes.w_P, passes.w_P.copy_, _whole)
-        self.passes = passes
+        super().__init__(network, task)
+        self.passes, optimizer = passes, task.local.optimizer
+        self.by_tensor = optimizer is not None and not optimizer.elementwise  # it may treat each tensor separately
         self.x, self.y = passes.arranged(task.x), task.y.numpy()
         self.frozen = None if frozen_BC is None else frozen_BC.numpy()
         self.weight_n = None if task.weight_n is None else task.weight_n.numpy()
+
+    def w_P(self) -> Tensor:
+        return self.passes.w_P
+
+    def load(self, row_P: Tensor) -> None:
+        self.passes.w_P.copy_(row_P)
+
+    def parts_of(self, row_P: Tensor) -> list[Tensor]:
+        return super().parts_of(row_P) if self.by_tensor else [row_P]
 
     def of_batch(self, batch: int) -> list[Tensor]:
         index_B = self.batches[batch]
@@ -95,7 +103,3 @@ class _Gradient(LocalGradient):
         with self.draws(batch):
             self.losses.append(self.passes.run(self.x, index_B, y_B, frozen_BC, masks, weight_B))
         return self.parts_of(self.passes.g_P)
-
-
-def _whole(row_P: Tensor) -> list[Tensor]:
-    return [row_P]

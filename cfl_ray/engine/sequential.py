@@ -16,7 +16,6 @@ from cfl_ray.engine.local_steps import (
     OptimizerUpdate,
     ProximalGradient,
     SGDUpdate,
-    moved_anchor,
     take_steps,
 )
 from cfl_ray.engine.task import TrainingResult, TrainingTask
@@ -37,14 +36,11 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
         kind = _Gradient if task.local.examples is None else ExampleGradient
         gradient, update = kind(network, task, frozen_BC), _update(network, task)
         proximal = [ProximalGradient.of_tensors(network, term, network.params) for term in task.proximal]
-        take_steps(task, gradient, update, network.params, proximal)
-        loss = torch.stack(gradient.losses[-task.tail :]).mean().item()
-        row_P, velocity = network.row(), None
+        take_steps(gradient, update, network.params, proximal)
+        loss, velocity = torch.stack(gradient.losses[-task.tail :]).mean().item(), None
         if task.local.persist and isinstance(update, SGDUpdate) and update.velocity is not None:
             velocity = torch.cat([v.reshape(-1) for v in update.velocity])
-        anchor_P = moved_anchor(proximal, network, row_P)
-        companion_P, losses = gradient.moved_companion(row_P), gradient.step_losses(task.trace)
-        yield TrainingResult(index, row_P, loss, anchor_P, velocity, companion_P, losses)
+        yield gradient.result(index, network.row(), loss, proximal, velocity)
 
 
 def frozen_logits(network: Network, task: TrainingTask) -> Tensor | None:
@@ -64,9 +60,7 @@ class _Gradient(LocalGradient):
     """Gradients by autograd at the loaded row, tensor by tensor."""
 
     def __init__(self, network: Network, task: TrainingTask, frozen_BC: Tensor | None):
-        super().__init__(
-            network, task, lambda: network.row()[: network.spec.trained], network.load_trained, network.views
-        )
+        super().__init__(network, task)
         self.frozen_BC = frozen_BC
         self.x, self.y = network.input(task.x), task.y.to(network.device)
         self.weight_n = None if task.weight_n is None else task.weight_n.to(network.device)

@@ -21,10 +21,9 @@ def invalid_data_reason(x: Tensor, y: Tensor, shape: DataShape, least: int = 1) 
         return f"inputs of {x.dtype} and labels of {y.dtype}, expected {shape.dtype} and {shape.target_dtype}"
     if tuple(x.shape[1:]) != tuple(shape.input):
         return f"shape {tuple(x.shape[1:])}, expected {tuple(shape.input)}"
-    if y.shape != (len(x), *shape.target_shape) and shape.target_shape:
-        return f"{len(x)} samples and targets of shape {tuple(y.shape)}, expected {(len(x), *shape.target_shape)}"
-    if y.shape != (len(x), *shape.target_shape):
-        return f"{len(x)} samples and labels of shape {tuple(y.shape)}, expected one label for each"
+    if y.shape != (expected := (len(x), *shape.target_shape)):
+        what, wanted = ("targets", expected) if shape.target_shape else ("labels", "one label for each")
+        return f"{len(x)} samples and {what} of shape {tuple(y.shape)}, expected {wanted}"
     if len(y) < least:
         return f"{len(y)} samples, expected at least {least}"
     if not len(y):

@@ -33,7 +33,8 @@ from cfl_ray.engine.samples import SampleCache
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
 
-Cut = tuple[Work, np.ndarray, Stored]  # the work of a chunk, its positions in the exchange, and its stored values
+# the work of a chunk, its positions in the exchange, and client states, or deferred results, by position
+Cut = tuple[Work, np.ndarray, Stored]
 
 
 @dataclass
@@ -51,21 +52,13 @@ class Worker:
     def __post_init__(self) -> None:
         self.samples, self._sampled = SampleCache(self.network.memory), self.federation
 
-    def run(
-        self, work: Work, index_m: np.ndarray, row: RowLookup, stored: Stored, sums: HostSums
-    ) -> tuple[ChunkResult, KeptByClients]:
-        """Carries out a chunk. Returns its result and the values that its clients keep; adds weighted sums to `sums`.
-
-        stored: client states, or deferred results if the work uses them, by position.
-        """
-        return next(self.run_all([(work, index_m, stored)], row, sums))
-
     def run_all(
         self, cuts: Iterable[Cut], row: RowLookup, sums: HostSums
     ) -> Iterator[tuple[ChunkResult, KeptByClients]]:
-        """Carries out the chunks of an exchange in order. Yields the results of `run`.
+        """Carries out the chunks of an exchange in order, and adds weighted sums to `sums`.
 
-        On a GPU, clients of several chunks are trained together if the engine supports it.
+        Yields the result of each chunk and the values that its clients keep. On a GPU, clients of several chunks
+        are trained together if the engine supports it.
         """
         if self._sampled is not self.federation:
             self.samples.clear()

@@ -16,10 +16,8 @@ from cfl_ray.privacy.noisy_sums import Releases
 
 Kind = Literal["poisson", "fixed", "all"]
 
-_FINE, _COARSE = (
-    1e-4,
-    1e-3,
-)  # steps of the grid of privacy losses; a coarser grid gives a larger epsilon, never a smaller one
+# steps of the grid of privacy losses; a coarser grid gives a larger epsilon, never a smaller one
+_FINE, _COARSE = 1e-4, 1e-3
 _EXACT_BELOW = 2.0  # epsilon from which the coarse grid is at most a thousandth off
 _LARGEST_Z = 1e4  # no model can be trained with a larger noise multiplier
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cfl_ray.core.aggregation import RULES, AggregationRule, Mean
 from cfl_ray.core.aggregation.rule import try_rule
 from cfl_ray.core.availability import Availability, OwnAvailability
-from cfl_ray.core.metrics import METRICS, Metric
+from cfl_ray.core.metrics import METRICS
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.tasks import TARGETS, Task
 from cfl_ray.core.work import Address
@@ -62,14 +62,10 @@ def try_metrics(task: Task, shape: DataShape) -> None:
     own = [metric for metric in task.metrics if metric not in METRICS.builtin.values()]
     if own:
         outputs, targets = _samples(shape)
+        given = f"; it gets outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} of {targets.dtype}"
         for metric in own:
-            _try_metric(metric, outputs, targets)
-
-
-def _try_metric(metric: Metric, outputs: Tensor, targets: Tensor) -> None:
-    given = f"; it gets outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} of {targets.dtype}"
-    with _as_config_error(given), torch.no_grad():
-        _copy(metric)(outputs.clone(), targets.clone())
+            with _as_config_error(given), torch.no_grad():
+                _copy(metric)(outputs.clone(), targets.clone())
 
 
 def _samples(shape: DataShape) -> tuple[Tensor, Tensor]:

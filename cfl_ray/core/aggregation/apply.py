@@ -30,7 +30,13 @@ def by_columns(rule: ColumnRule, weight_n: np.ndarray, blocks: Iterable[np.ndarr
 
 def squared_distances(blocks: Iterable[np.ndarray]) -> np.ndarray:
     """Squared distances between n results, float64 (n, n), from blocks (n, f) of their columns."""
-    return sum(map(_squared_distances, blocks), start=np.zeros(()))
+    total_nn = np.zeros(())
+    for rows_nF in blocks:
+        # centred at the median, so that squares of honest results stay small and exact despite distant outliers
+        centred_nF = torch.from_numpy(rows_nF - np.median(rows_nF, 0)).double()
+        gram_nn = (centred_nF @ centred_nF.T).numpy()
+        total_nn = total_nn + np.maximum(np.diag(gram_nn)[:, None] + np.diag(gram_nn) - 2 * gram_nn, 0)
+    return total_nn
 
 
 def aggregate(
@@ -183,10 +189,3 @@ def uploaded_columns(size: int, state: ClientState | None) -> Columns:
     if state is None or not state.private:
         return everything
     return (state.columns or everything).others(size)
-
-
-def _squared_distances(rows_nF: np.ndarray) -> np.ndarray:
-    # Centred at the median, so that squares of honest results stay small and exact despite distant outliers.
-    centred_nF = torch.from_numpy(rows_nF - np.median(rows_nF, 0)).double()
-    gram_nn = (centred_nF @ centred_nF.T).numpy()
-    return np.maximum(np.diag(gram_nn)[:, None] + np.diag(gram_nn) - 2 * gram_nn, 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cfl_ray.checkpoint.lease import SharedDirectory
 from cfl_ray.core.backend import ClientStateKey, SavedState
-from cfl_ray.core.work import Address, AverageDeferred, ChunkResult, CombineColumns, Exclusion, Outcome, Train, Work
+from cfl_ray.core.work import AverageDeferred, ChunkResult, CombineColumns, Exclusion, Outcome, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.chunks import Chunk, chunks_of, outcome_of
 from cfl_ray.engine.engines import chunk_size
@@ -60,7 +60,8 @@ class RayBackend:
 
     def run(self, work: Work) -> Outcome:
         number = self.pool.next_exchange()
-        self._forget_other_rounds(work.address)
+        if (now := (work.address.round, work.address.exchange < 0)) != self._round:
+            self._round, self._rows, self.late = now, {}, {}
         self.client_states.begin(work)
         exchange = Exchange(self, work, number)
         outcome = exchange.run()
@@ -84,11 +85,6 @@ class RayBackend:
         if row not in refs:
             refs[row] = ray.put(table[row].numpy())
         return refs[row]
-
-    def _forget_other_rounds(self, address: Address) -> None:
-        now = (address.round, address.exchange < 0)
-        if self._round != now:
-            self._round, self._rows, self.late = now, {}, {}
 
     # ---- client states
 
@@ -187,22 +183,19 @@ class Exchange:
 
     def _chunks(self) -> list[Chunk]:
         """The chunks, without the clients that took too long earlier in this round."""
-        work, late, choice = self.work, self._late(), self.backend.pool.choice
+        work, late, choice = self.work, list[int](), self.backend.pool.choice
         assert choice is not None
         clients = len(work.ids_M) // work.models_per_client
         size = chunk_size(clients, choice.engine, bool(self.setup.experiment.runtime.clients_per_host))
         num_samples_M = self.setup.federation.num_samples_N[work.ids_M] if work.is_per_client else None
         chunks = chunks_of(work, size, num_samples_M)
+        if self.backend.late and work.is_per_client:
+            late = [i for i, client in enumerate(work.ids_M.tolist()) if client in self.backend.late]
         if not late:
             return chunks
         self.exclude(np.array(late), [self.backend.late[client] for client in work.ids_M[late].tolist()])
         kept = [replace(chunk, index_m=np.setdiff1d(chunk.index_m, late, True)) for chunk in chunks]
         return [chunk for chunk in kept if len(chunk.index_m)]
-
-    def _late(self) -> list[int]:
-        if not self.work.is_per_client or not self.backend.late:
-            return []
-        return [i for i, client in enumerate(self.work.ids_M.tolist()) if client in self.backend.late]
 
     def _home(self, chunk: Chunk) -> int | None:
         """The only host that serves the chunk's clients; None: any host."""
