@@ -18,6 +18,17 @@ def cluster_means(signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int
     return sums_KF / torch.from_numpy(np.maximum(count_K, 1)).float()[:, None], count_K
 
 
+def means_of_emptied(row_EF: Tensor, group_E: np.ndarray, stay_E: np.ndarray) -> tuple[np.ndarray, Tensor]:
+    """The groups of which no row stays, ascending, and the mean of the rows that each of them had.
+
+    row_EF, group_E: rows, and the group of each. stay_E: bool (E,), whether a row stays.
+    """
+    emptied = np.setdiff1d(group_E, group_E[stay_E])
+    last_E = np.isin(group_E, emptied)
+    positions = np.searchsorted(emptied, group_E[last_E])
+    return emptied, cluster_means(row_EF[torch.from_numpy(last_E)], positions, len(emptied))[0]
+
+
 def merges(similarity_KK: np.ndarray, count_K: np.ndarray, threshold: float) -> list[tuple[int, int]]:
     """The pairs (kept, absorbed) of merges that join all clusters of at least this similarity, by single linkage.
 

@@ -148,7 +148,7 @@ class Method(ABC, Generic[S]):
         super().__init_subclass__(**kwargs)
         check_phases(cls.__qualname__, cls.phases)
         for base in vars(cls).get("__orig_bases__", ()):
-            argument = get_args(base)[0] if get_origin(base) is Method else None
+            argument = get_args(base)[0] if issubclass(get_origin(base) or object, Method) else None
             if isinstance(argument, type) and issubclass(argument, State):
                 cls.state_type = argument
         if not name:  # set later when a host unpickles the class; any other class without a name is rejected on its use

@@ -1,19 +1,18 @@
-"""States of methods whose clients predict with mixtures of the cluster models."""
+"""Methods whose clients predict with mixtures of the cluster models, and their states."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 
-from cfl_ray.core.clients import Clients
+from cfl_ray.core.clients import Clients, Mixture, Sent
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS
-from cfl_ray.core.method import Start
+from cfl_ray.core.method import Method, Start
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
-
-PLACEMENT = "a mixture of all models, with weights by E and M steps on its training samples"
 
 Fit = Callable[[Clients], np.ndarray]  # mixture weights (M, K) of clients that have none yet
 
@@ -68,9 +67,36 @@ class MixtureState(State):
         return super().forget(ids).advance(weight_NK=weight_NK)
 
 
-def equal_weights(num_clients: int, num_models: int) -> np.ndarray:
-    """Mixture weights 1 / K, float64 (M, K)."""
-    return np.full((num_clients, num_models), 1 / num_models)
+S = TypeVar("S", bound=MixtureState)
+
+
+class MixtureMethod(Method[S]):
+    """A method whose clients mix its models, with weights by E and M steps.
+
+    A client that has not trained yet, such as a newcomer, gets its weights by `fit_steps` steps from equal weights.
+    """
+
+    placement = "a mixture of all models, with weights by E and M steps on its training samples"
+    fit_steps: int
+
+    @abstractmethod
+    def mixture(self, state: S, weight_MK: np.ndarray) -> Mixture:
+        """The mixture of clients with these weights: its E step, and what they upload."""
+
+    def broadcast(self, state: S, clients: Clients) -> Sent:
+        """Sends every client what the mixture needs: the models."""
+        return clients.broadcast(state.models_KP)
+
+    def join(self, state: S, clients: Clients) -> S:
+        return state.with_weights(clients, self.fit(state, self.broadcast(state, clients), clients))
+
+    def serve(self, state: S, clients: Clients) -> Serving:
+        return state.serving(clients, lambda new: self.fit(state, new.known_models(state.models_KP), new))
+
+    def fit(self, state: S, received: Sent, clients: Clients) -> np.ndarray:
+        """Weights (M, K) by E and M steps from equal weights; NaN for clients without valid data."""
+        equal_MK = np.full((len(clients), state.num_clusters), 1 / state.num_clusters)
+        return clients.fit_mixture(received, self.mixture(state, equal_MK), steps=self.fit_steps)
 
 
 def entropy(weight_MK: np.ndarray) -> np.ndarray:

@@ -29,10 +29,8 @@ def rows_on(device: torch.device, rows: Sequence[Tensor], copies: bool = True) -
     distinct_KP = torch.stack([row_P.to(device) for row_P, _ in groups])
     if len(groups) == len(rows):
         return distinct_KP
-    which_m = torch.empty(len(rows), dtype=torch.int64)
-    for number, (_, positions) in enumerate(groups):
-        which_m[positions] = number
-    return distinct_KP[which_m.to(device)]
+    number_of = {position: number for number, (_, positions) in enumerate(groups) for position in positions}
+    return distinct_KP[torch.tensor([number_of[position] for position in range(len(rows))], device=device)]
 
 
 def padded(parts: Sequence[Tensor], device: torch.device) -> Tensor:

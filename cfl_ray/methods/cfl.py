@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cfl_ray.clustering import agglomerative
-from cfl_ray.clustering.merging import cluster_means
+from cfl_ray.clustering.merging import cluster_means, means_of_emptied
 from cfl_ray.clustering.signature_diagnostics import record_signatures, record_similarity
 from cfl_ray.clustering.signatures import SignatureState, sketch_option, unplaced, whole_update
 from cfl_ray.core.aggregation import Mean
@@ -131,16 +131,16 @@ class SplitState(SignatureState):
         """
         stay_E = ~np.isin(self.client_E, ids)
         key_E = 2 * self.split_E + self.side_E  # a number for each side of each split
-        emptied = np.setdiff1d(key_E, key_E[stay_E])
-        last_E = np.isin(key_E, emptied)
-        last_EF, position_E = self.update_EF[torch.from_numpy(last_E)], np.searchsorted(emptied, key_E[last_E])
-        mean_EF, _ = cluster_means(last_EF, position_E, len(emptied))
-        state = super().forget(ids)
-        return state.advance(
-            update_EF=torch.cat([self.update_EF[torch.from_numpy(stay_E)], mean_EF]),
-            client_E=np.concatenate([self.client_E[stay_E], np.full(len(emptied), UNASSIGNED)]),
-            split_E=np.concatenate([self.split_E[stay_E], emptied // 2]),
-            side_E=np.concatenate([self.side_E[stay_E], emptied % 2]),
+        emptied, mean_EF = means_of_emptied(self.update_EF, key_E, stay_E)
+        return (
+            super()
+            .forget(ids)
+            .advance(
+                update_EF=torch.cat([self.update_EF[torch.from_numpy(stay_E)], mean_EF]),
+                client_E=np.concatenate([self.client_E[stay_E], np.full(len(emptied), UNASSIGNED)]),
+                split_E=np.concatenate([self.split_E[stay_E], emptied // 2]),
+                side_E=np.concatenate([self.side_E[stay_E], emptied % 2]),
+            )
         )
 
 

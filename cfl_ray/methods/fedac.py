@@ -308,12 +308,32 @@ class FedAC(Method[FedACState], name="fedac"):
         updates: Updates,
         because: dict[str, float],
     ) -> FedACState:
-        """The state after `split_cluster`; a split is reported with the numbers that decided it."""
-        after = split_cluster(state, k, part_s, z_SQ, z_MQ, clients, updates, clients.weights(self.weights))
-        if after is not state:
-            into = [k, *range(state.num_clusters, after.num_clusters)]
-            clients.event("split", cluster=k, into=into, because=because)
-        return after
+        """The state with cluster k split into its parts: part 0 is cluster k, the others are new clusters.
+
+        Their models are the means of this round's participants in them. If a part has no valid participant, the state
+        is unchanged.
+
+        part_s: part of each remembered member of k. z_SQ: z of all remembered uploads. z_MQ: z of this round's valid
+            participants; participants that are not remembered go to the part with the nearest mean.
+        updates: result of `train(..., defer_aggregation=True)` in this round.
+        because: the numbers that decided the split, for its event.
+        """
+        ids_M, parts = clients.ids_M[updates.valid_M], int(part_s.max()) + 1
+        number_K = np.concatenate([[k], state.num_clusters + np.arange(parts - 1)])  # cluster of each part
+        member_S, member_M = state.cluster_S == k, state.assign_N[ids_M] == k
+        centre_KQ, _ = cluster_means(z_SQ[torch.from_numpy(member_S)], part_s, parts)
+        part_m, _ = nearest_centre(z_MQ[torch.from_numpy(member_M)], centre_KQ, "l2")
+        members, part = np.concatenate([ids_M[member_M], state.seen_S[member_S]]), np.concatenate([part_m, part_s])
+        assign_N = state.place(members, number_K[part])
+        assign_M = assign_N[clients.ids_M]
+        assign_M = np.where(updates.valid_M & np.isin(assign_M, number_K), assign_M, UNASSIGNED)
+        if not {*number_K.tolist()} <= {*assign_M.tolist()}:
+            return state
+        clients.event("split", cluster=k, into=number_K.tolist(), because=because)
+        before_KP = torch.cat([state.models_KP, state.models_KP[k].expand(parts - 1, -1)])
+        weight_KM = cluster_weights(assign_M, clients.weights(self.weights), len(before_KP))
+        averages = clients.average(updates, weight_KM, average_number=CLUSTERS)
+        return state.advance(models_KP=averages.averaged(default=before_KP), assign_N=assign_N)
 
     def compared(self, state: FedACState, upload_SF: Tensor) -> Tensor:
         """The vectors that CNT compares: z, or with cosines the directions of z."""
@@ -410,42 +430,6 @@ def compactness(z_SQ: Tensor, cluster_S: np.ndarray, centre_KQ: Tensor) -> tuple
     distance_S = (1 - (unit_SQ * unit_KQ[cluster_S]).sum(1)).numpy()
     within_K = np.bincount(cluster_S, distance_S, minlength=num_clusters) / np.maximum(members_K, 1)
     return within_K / np.maximum(apart_K, 1e-12), nearest_K, members_K
-
-
-def split_cluster(
-    state: FedACState,
-    k: int,
-    part_s: np.ndarray,
-    z_SQ: Tensor,
-    z_MQ: Tensor,
-    clients: Clients,
-    updates: Updates,
-    weight_M: np.ndarray,
-) -> FedACState:
-    """The state with cluster k split into its parts: part 0 is cluster k, the others are new clusters.
-
-    Their models are the means of this round's participants in them. If a part has no valid participant, the state is
-    unchanged.
-
-    part_s: part of each remembered member of k. z_SQ: z of all remembered uploads. z_MQ: z of this round's valid
-        participants; participants that are not remembered go to the part with the nearest mean.
-    updates: result of `train(..., defer_aggregation=True)` in this round.
-    """
-    ids_M, parts = clients.ids_M[updates.valid_M], int(part_s.max()) + 1
-    number_K = np.concatenate([[k], state.num_clusters + np.arange(parts - 1)])  # cluster of each part
-    member_S, member_M = state.cluster_S == k, state.assign_N[ids_M] == k
-    centre_KQ, _ = cluster_means(z_SQ[torch.from_numpy(member_S)], part_s, parts)
-    part_m, _ = nearest_centre(z_MQ[torch.from_numpy(member_M)], centre_KQ, "l2")
-    members, part = np.concatenate([ids_M[member_M], state.seen_S[member_S]]), np.concatenate([part_m, part_s])
-    assign_N = state.place(members, number_K[part])
-    assign_M = assign_N[clients.ids_M]
-    assign_M = np.where(updates.valid_M & np.isin(assign_M, number_K), assign_M, UNASSIGNED)
-    if not {*number_K.tolist()} <= {*assign_M.tolist()}:
-        return state
-    before_KP = torch.cat([state.models_KP, state.models_KP[k].expand(parts - 1, -1)])
-    weight_KM = cluster_weights(assign_M, weight_M, len(before_KP))
-    averages = clients.average(updates, weight_KM, average_number=CLUSTERS)
-    return state.advance(models_KP=averages.averaged(default=before_KP), assign_N=assign_N)
 
 
 def merge_cluster(state: FedACState, k: int, other: int) -> FedACState:

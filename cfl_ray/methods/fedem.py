@@ -20,11 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.clients import Clients, Mixture, Sent
-from cfl_ray.core.method import Method, Start, option, weights_option
-from cfl_ray.core.mixtures import PLACEMENT, MixtureState, equal_weights
+from cfl_ray.core.clients import Clients, Mixture
+from cfl_ray.core.method import Start, option, weights_option
+from cfl_ray.core.mixtures import MixtureMethod, MixtureState
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.serving import Serving
 
 
 def responsibilities(loss_nK: Tensor, y_n: Tensor, pi_K: Tensor, received: Tensor | None) -> Tensor:
@@ -33,10 +32,9 @@ def responsibilities(loss_nK: Tensor, y_n: Tensor, pi_K: Tensor, received: Tenso
 
 
 @dataclass(frozen=True)
-class FedEM(Method[MixtureState], name="fedem"):
+class FedEM(MixtureMethod[MixtureState], name="fedem"):
     """K models; each client predicts with their mixture, learned by expectation-maximisation."""
 
-    placement = PLACEMENT
     needs_classes = "its models are mixed by their class probabilities"
     needs_fresh_momentum = "a client trains several models in one exchange"
 
@@ -53,9 +51,9 @@ class FedEM(Method[MixtureState], name="fedem"):
         return MixtureState.first(start, self.num_models)
 
     def round(self, state: MixtureState, clients: Clients, rng: Draws) -> MixtureState:
-        received, weight_M = clients.broadcast(state.models_KP), clients.weights(self.weights)
+        received, weight_M = self.broadcast(state, clients), clients.weights(self.weights)
         # q_i and pi_i, then theta_ik
-        mixture = Mixture(responsibilities, state.weights_of(clients.ids_M))
+        mixture = self.mixture(state, state.weights_of(clients.ids_M))
         updates = clients.train_mixture(received, mixture, average=weight_M)
         # theta_k
         if self.damped:
@@ -65,13 +63,5 @@ class FedEM(Method[MixtureState], name="fedem"):
             models_KP = updates.averaged(default=state.models_KP)
         return state.with_weights(clients, updates.weight_MK, models_KP=models_KP)
 
-    def join(self, state: MixtureState, clients: Clients) -> MixtureState:
-        return state.with_weights(clients, self.fit(clients.broadcast(state.models_KP), clients))
-
-    def serve(self, state: MixtureState, clients: Clients) -> Serving:
-        return state.serving(clients, lambda new: self.fit(new.known_models(state.models_KP), new))
-
-    def fit(self, received: Sent, clients: Clients) -> np.ndarray:
-        """Weights pi (M, K) by E and M steps from equal weights."""
-        mixture = Mixture(responsibilities, equal_weights(len(clients), self.num_models))
-        return clients.fit_mixture(received, mixture, steps=self.fit_steps)
+    def mixture(self, state: MixtureState, pi_MK: np.ndarray) -> Mixture:
+        return Mixture(responsibilities, pi_MK)

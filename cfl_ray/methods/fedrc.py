@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.clients import Clients, Mixture, Sent
-from cfl_ray.core.method import Method, Start, option, weights_option
-from cfl_ray.core.mixtures import PLACEMENT, MixtureState, equal_weights
+from cfl_ray.core.method import Start, option, weights_option
+from cfl_ray.core.mixtures import MixtureMethod, MixtureState
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.serving import Serving
 
 _LEAST_SHARE = 1e-8  # official code
 
@@ -56,10 +55,9 @@ class LabelMasses:
 
 
 @dataclass(frozen=True)
-class FedRC(Method[FedRCState], name="fedrc"):
+class FedRC(MixtureMethod[FedRCState], name="fedrc"):
     """FedEM with mixtures that do not depend on label skew: models separate concepts, not labels."""
 
-    placement = PLACEMENT
     needs_classes = "its responsibilities count labels"
     needs_fresh_momentum = "a client trains several models in one exchange"
 
@@ -87,25 +85,13 @@ class FedRC(Method[FedRCState], name="fedrc"):
             share_CK=torch.where(mass_CK.sum(0) > 0, share_CK, state.share_CK),
         )
 
-    def join(self, state: FedRCState, clients: Clients) -> FedRCState:
-        return state.with_weights(clients, self.fit(state, self.broadcast(state, clients), clients))
-
-    def serve(self, state: FedRCState, clients: Clients) -> Serving:
-        return state.serving(clients, lambda new: self.fit(state, new.known_models(state.models_KP), new))
-
     def broadcast(self, state: FedRCState, clients: Clients) -> Sent:
         """Sends every client the models and the table C."""
         clients.count_download(state.share_CK.numel())
-        return clients.broadcast(state.models_KP)
+        return super().broadcast(state, clients)
 
     def mixture(self, state: FedRCState, omega_MK: np.ndarray) -> Mixture:
-        """The mixture of each client with the weights omega."""
         count = len(state.share_CK)
         return Mixture(
             responsibilities, omega_MK, state.share_CK, upload=LabelMasses(count), upload_floats=state.share_CK.numel()
         )
-
-    def fit(self, state: FedRCState, received: Sent, clients: Clients) -> np.ndarray:
-        """Weights omega (M, K) by E and M steps from equal weights."""
-        mixture = self.mixture(state, equal_weights(len(clients), self.num_models))
-        return clients.fit_mixture(received, mixture, steps=self.fit_steps)

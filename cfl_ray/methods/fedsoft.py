@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Mixture, Proximal, Sent
-from cfl_ray.core.method import Method, Start, option
-from cfl_ray.core.mixtures import MixtureState, equal_weights
+from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Mixture, Proximal
+from cfl_ray.core.method import Start, option
+from cfl_ray.core.mixtures import MixtureMethod, MixtureState
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 
@@ -39,10 +39,11 @@ def nearest(loss_nK: Tensor, y_n: Tensor, weight_K: Tensor, received: Tensor | N
 
 
 @dataclass(frozen=True)
-class FedSoft(Method[MixtureState], name="fedsoft"):
+class FedSoft(MixtureMethod[MixtureState], name="fedsoft"):
     """Each client has a personal model, drawn to all centres by the shares of its samples that they fit best."""
 
     placement = "the centre that fits most of its training samples best"
+    fit_steps = 1  # the shares n_ik / n_i do not depend on the weights
 
     num_clusters: int = option(2, "K, number of centres", source="paper: CIFAR-10, two distributions", low=1)
     lam: float = option(0.1, "lambda: weight of the proximal terms", source="paper: MNIST; CIFAR-10: 0.01", low=0)
@@ -67,7 +68,7 @@ class FedSoft(Method[MixtureState], name="fedsoft"):
         drawn = np.flatnonzero(drawn_KM.any(0))
         clients, u_MK = clients.select(drawn), u_MK[drawn]
         # w_i
-        received = clients.broadcast(state.models_KP)
+        received = self.broadcast(state, clients)
         terms = [
             Proximal(self.lam, received.choose(np.full(len(clients), k)), factor_M=u_MK[:, k])
             for k in range(self.num_clusters)
@@ -93,15 +94,12 @@ class FedSoft(Method[MixtureState], name="fedsoft"):
 
     def join(self, state: MixtureState, clients: Clients) -> MixtureState:
         """The state with the importances of newcomers or of the clients of an estimate, which upload them."""
-        after = state.with_weights(clients, self.shares(clients.broadcast(state.models_KP), clients))
+        after = super().join(state, clients)
         clients.count_upload(self.num_clusters)
         return after
 
     def serve(self, state: MixtureState, clients: Clients) -> Serving:
-        fitted = state.serving(clients, lambda new: self.shares(new.known_models(state.models_KP), new))
-        return Serving(state.models_KP, fitted.row_M, client_state=PERSONAL)
+        return Serving(state.models_KP, super().serve(state, clients).row_M, client_state=PERSONAL)
 
-    def shares(self, received: Sent, clients: Clients) -> np.ndarray:
-        """Share n_ik / n_i (M, K) of each client's samples that each centre fits best; NaN without valid data."""
-        mixture = Mixture(nearest, equal_weights(len(clients), self.num_clusters))
-        return clients.fit_mixture(received, mixture)
+    def mixture(self, state: MixtureState, weight_MK: np.ndarray) -> Mixture:
+        return Mixture(nearest, weight_MK)

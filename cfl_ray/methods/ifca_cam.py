@@ -103,13 +103,13 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
             return self.warm_up(state, clients)
         # (i) c(i) <- argmin_k loss(h(x; Theta_g) + f(x; Theta_k))
         theta_g, received = clients.send(state.global_KP), clients.broadcast(state.models_KP)
-        assign_M = self.report_clusters(clients, received, theta_g)
+        assign_M = self.choose_clusters(clients, received, theta_g, upload=True)
 
         if self.schedule == "alternating":
             # (ii) Theta_g with Theta_{c(i)} frozen, (i) again, (iii) Theta_k with the new Theta_g frozen
             global_updates = self.train_global(clients, theta_g, received, assign_M)
             theta_g = clients.send(global_updates.averaged(default=state.global_KP))
-            assign_M = self.report_clusters(clients, received, theta_g)
+            assign_M = self.choose_clusters(clients, received, theta_g, upload=True)
             cluster_updates = self.train_clusters(clients, theta_g, received, assign_M)
             global_KP = theta_g.models_KP
         else:
@@ -161,10 +161,6 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         updates = clients.train(clients.send(state.global_KP), average=weight_1M, average_number=GLOBAL)
         phase = "federate" if clients.round == self.warmup_rounds else state.phase
         return state.advance(global_KP=updates.averaged(default=state.global_KP), phase=phase)
-
-    def report_clusters(self, clients: Clients, received: Sent, theta_g: Sent) -> np.ndarray:
-        """The choice c(i) (M,) of each client, counted as an upload."""
-        return self.choose_clusters(clients, received, theta_g, upload=True)
 
     def choose_clusters(self, clients: Clients, received: Sent, theta_g: Sent, upload: bool = False) -> np.ndarray:
         """The choice c(i) (M,) of each client; UNASSIGNED, which averages exclude, if its losses are missing."""

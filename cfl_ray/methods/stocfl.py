@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from cfl_ray.clustering.merging import Merged, cluster_means, merge_similar, most_similar
+from cfl_ray.clustering.merging import Merged, cluster_means, means_of_emptied, merge_similar, most_similar
 from cfl_ray.clustering.signature_diagnostics import cosines, record_signatures
 from cfl_ray.clustering.signatures import SignatureState, sketch_option, unplaced
 from cfl_ray.core.clients import ClientData, Clients, LocalTraining, Proximal
@@ -94,14 +94,12 @@ class StoCFLState(SignatureState):
         return state.remember(ids_M, feature_MF).advance(assign_N=self.place(ids_M, cluster_M))
 
     def forget(self, ids: np.ndarray) -> Self:
-        state = super().forget(ids)
-        emptied = np.setdiff1d(self.cluster_S, state.cluster_S)
-        last_S = np.isin(self.cluster_S, emptied)
-        mean_EF, _ = cluster_means(
-            self.signature_SF[torch.from_numpy(last_S)], np.searchsorted(emptied, self.cluster_S[last_S]), len(emptied)
-        )
-        return state.advance(
-            empty_E=np.concatenate([self.empty_E, emptied]), mean_EF=torch.cat([self.mean_EF, mean_EF])
+        stay_S = ~np.isin(self.seen_S, ids)
+        emptied, mean_EF = means_of_emptied(self.signature_SF, self.cluster_S, stay_S)
+        return (
+            super()
+            .forget(ids)
+            .advance(empty_E=np.concatenate([self.empty_E, emptied]), mean_EF=torch.cat([self.mean_EF, mean_EF]))
         )
 
 

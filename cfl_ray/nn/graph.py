@@ -25,18 +25,8 @@ _QUERIES = {"size", "dim", "ndim", "shape", "dtype", "device", "numel", "__len__
 _QUERIES |= {"is_floating_point", "ndimension", "nelement", "is_cuda", "requires_grad", "element_size", "is_complex"}
 _QUERIES |= {"is_nested", "is_sparse"}
 # functions that return their argument itself if they have no effect
-_CONVERSIONS = {
-    "contiguous",
-    "float",
-    "to",
-    "type",
-    "flatten",
-    "reshape",
-    "view_as",
-    "expand",
-    "long",
-    "requires_grad_",
-}
+_CONVERSIONS = {"contiguous", "float", "to", "type", "flatten", "reshape", "view_as", "expand", "long"}
+_CONVERSIONS |= {"requires_grad_"}
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"}
 DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
 
@@ -102,6 +92,11 @@ class Call:
         """Activations among the arguments, in order."""
         return [reference.index for reference in self.references if isinstance(reference, Value)]
 
+    def applied(self, fill: Callable[[Any], Any]) -> Tensor:
+        """The result of the function for other arguments: each one is replaced by `fill`."""
+        result: Tensor = self.function(*replaced(self.args, fill), **replaced(self.kwargs, fill))
+        return result
+
     def unsupported(self, reason: str) -> Unsupported:
         """The error that this operation is not supported."""
         return _unsupported(self.place, self.name, reason)
@@ -164,7 +159,7 @@ class Graph:
             if call.name in RESHAPES:
                 values[call.output] = values[call.inputs[0]].reshape(len(value), *self.shapes[call.output])
             else:
-                values[call.output] = call.function(*replaced(call.args, fill), **replaced(call.kwargs, fill))
+                values[call.output] = call.applied(fill)
         return values[self.output]
 
 

@@ -31,16 +31,14 @@ class Buffers:
     def get(self, name: str, shape: tuple[int, ...]) -> Array:
         """The array of this name and shape, with arbitrary values."""
         view = self.views.get((name, shape))
-        return self._new(name, shape) if view is None else view
-
-    def _new(self, name: str, shape: tuple[int, ...]) -> Array:
+        if view is not None:
+            return view
         size = math.prod(shape)
         if name not in self.memory or len(self.memory[name]) < size:
             self.memory[name] = torch.empty(size)  # by PyTorch, which aligns it to cache lines
             self.views = {key: view for key, view in self.views.items() if key[0] != name}
-        view: Array = self.memory[name][:size].numpy().reshape(shape)
-        self.views[name, shape] = view
-        return view
+        self.views[name, shape] = self.memory[name][:size].numpy().reshape(shape)
+        return self.views[name, shape]
 
 
 class Operation:
@@ -167,14 +165,14 @@ class ChannelsLastConvolution(Layer):
         self.stride, self.padding = list(stride), list(padding)
 
     def forward(self, x: Array) -> Array:
-        self.x = torch.from_numpy(x).permute(0, 3, 1, 2)
+        self.x = tensor_of(x, wide=True)
         self.weight_last.copy_(self.weight)
         out = torch.conv2d(self.x, self.weight_last, None, self.stride, self.padding)
-        return _channels_last_array(out)
+        return array_of(out, wide=True)
 
     def backward(self, grad: Array, needs_input: bool) -> Array:
         grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-            torch.from_numpy(grad).permute(0, 3, 1, 2),
+            tensor_of(grad, wide=True),
             self.x,
             self.weight_last,
             None,
@@ -187,13 +185,7 @@ class ChannelsLastConvolution(Layer):
             [needs_input, True, False],
         )
         self.grad_weight.copy_(grad_weight)
-        return _channels_last_array(grad_x) if needs_input else grad
-
-
-def _channels_last_array(x: Tensor) -> Array:
-    """The array (B, H, W, C) of a tensor (B, C, H, W): without a copy if its format is channels-last."""
-    array: Array = x.permute(0, 2, 3, 1).contiguous().numpy()
-    return array
+        return array_of(grad_x, wide=True) if needs_input else grad
 
 
 class Bias(Layer):
@@ -397,29 +389,22 @@ class Reshape(Layer):
 
     def forward(self, x: Array) -> Array:
         self.in_shape = x.shape
-        x = self._from_wide("out", x) if self.wide else x
+        x = self._exchanged("out", x) if self.wide else x
         x = x.reshape(*self.shape, x.shape[-1])
-        return self._to_wide("wide out", x) if self.wide_out else x
+        return self._exchanged("wide out", x) if self.wide_out else x
 
     def backward(self, grad: Array, needs_input: bool) -> Array:
-        grad = self._from_wide("grad out", grad) if self.wide_out else grad
+        grad = self._exchanged("grad out", grad) if self.wide_out else grad
         if not self.wide:
             return grad.reshape(self.in_shape)
         batch, height, width, channels = self.in_shape
-        return self._to_wide("grad", grad.reshape(channels, height, width, batch))
+        return self._exchanged("grad", grad.reshape(channels, height, width, batch))
 
-    def _from_wide(self, name: str, x: Array) -> Array:
-        """(C, H, W, B) of (B, H, W, C)."""
-        batch, height, width, channels = x.shape
-        out = self.buffers.get(name, (channels, height, width, batch))
-        np.copyto(out, x.transpose(3, 1, 2, 0))
-        return out
-
-    def _to_wide(self, name: str, x: Array) -> Array:
-        """(B, H, W, C) of (C, H, W, B)."""
-        channels, height, width, batch = x.shape
-        out = self.buffers.get(name, (batch, height, width, channels))
-        np.copyto(out, x.transpose(3, 1, 2, 0))
+    def _exchanged(self, name: str, x: Array) -> Array:
+        """(C, H, W, B) of (B, H, W, C), or the inverse."""
+        exchanged = x.transpose(3, 1, 2, 0)
+        out = self.buffers.get(name, exchanged.shape)
+        np.copyto(out, exchanged)
         return out
 
 

@@ -15,18 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.nn.graph import (
-    RESHAPES,
-    Buffer,
-    Call,
-    Graph,
-    Mask,
-    Parameter,
-    Unsupported,
-    Value,
-    graph_of,
-    replaced,
-)
+from cfl_ray.nn.graph import RESHAPES, Buffer, Call, Graph, Mask, Parameter, Unsupported, Value, graph_of
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.operations import (
     Activation,
@@ -329,24 +318,18 @@ class _Steps:
         return next((step for step in self.steps if step.output == index), None)
 
     def _drawn_dropout(self, call: Call) -> Layer:
-        function, args, kwargs = call.function, call.args, call.kwargs
+        (index,) = call.inputs
 
         def draw(ones: Tensor) -> Tensor:
-            def fill(argument: object) -> object:
-                return ones if isinstance(argument, Value) else argument
+            return call.applied(lambda argument: ones if isinstance(argument, Value) else argument)
 
-            drawn: Tensor = function(*replaced(args, fill), **replaced(kwargs, fill))
-            return drawn
-
-        (index,) = call.inputs
         return DrawnDropout(draw, self.wide(index), index in self.graph.last_channels)
 
     def _differentiated(self, call: Call) -> Join:
         """The operation of any function that takes activations, parameters and buffers."""
         if any(isinstance(reference, Mask) for reference in call.references):
             raise call.unsupported("uses the mask of a dropout layer")
-        function, args, kwargs, buffers = call.function, call.args, call.kwargs, self.tensors
-        inputs = call.inputs
+        inputs, buffers = call.inputs, self.tensors
 
         def replay(*tensors: Tensor) -> Tensor:
             activations, parameters = iter(tensors[: len(inputs)]), iter(tensors[len(inputs) :])
@@ -358,8 +341,7 @@ class _Steps:
                     return next(parameters)
                 return buffers[argument.name] if isinstance(argument, Buffer) else argument
 
-            out: Tensor = function(*replaced(args, fill), **replaced(kwargs, fill))
-            return out
+            return call.applied(fill)
 
         parameters = [self.parameter(used) for used in call.references if isinstance(used, Parameter)]
         same_shape = all(self.shapes[index] == self.shapes[call.output] for index in inputs)
