@@ -1,7 +1,6 @@
 """Peaks of private memory of a run's server and hosts, on a Ray of its own."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,11 +36,10 @@ print(json.dumps(peak))
 
 
 def peaks(experiment: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Peak of private memory in MB, of the server and of a host. The run's files, which may be large, are removed."""
+    """Peak of private memory in MB, of the server and of a host. The run directory is `folder`/run."""
     folder.mkdir()
     values = experiment | {"tracking": {"enabled": False}, "output": str(folder)}
     command = [sys.executable, "-c", _RUN, json.dumps([values, str(folder / "run")])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, cwd=folder)
     assert done.returncode == 0, done.stderr
-    shutil.rmtree(folder)
     return json.loads(done.stdout.splitlines()[-1])

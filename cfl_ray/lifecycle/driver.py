@@ -31,6 +31,7 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import Session
 from cfl_ray.setup.setup import Setup
+from cfl_ray.system.signals import raise_interrupt
 from cfl_ray.tracking import RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
 from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, primary_of
 
@@ -160,6 +161,7 @@ class Driver:
             tell(label, report)
             tell = self.watcher.round
             self._check_ending()
+            raise_interrupt()
         self.stopped = report.stop
         if not report.finished:
             raise RunStopped(f"stopped after round {report.round} of {label}, as asked")

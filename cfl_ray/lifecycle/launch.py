@@ -33,6 +33,7 @@ from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.setup.prepare import prepare
 from cfl_ray.setup.setup import Setup
+from cfl_ray.system.signals import interrupts_noted, raise_interrupt
 
 
 def run(
@@ -193,7 +194,7 @@ class _Launch:
             self._check_replay(self.replay)
         if self.extend is not None:
             self._extend(self.extend)
-        with contextlib.ExitStack() as lock:
+        with interrupts_noted(), contextlib.ExitStack() as lock:
             if self.resumed and self.run_dir is not None:
                 self._warn_of_moved_paths()
                 self.directory = self.run_dir.absolute()
@@ -222,6 +223,7 @@ class _Launch:
             lock.enter_context(RunDirectory(self.directory).starting())  # before Ray, which takes long to start
         self.watcher.preparing("Ray and the client hosts" if self.on_ray else "the engine")
         self.session = self._session(setup)
+        raise_interrupt()
         run_info, environment = self.session.about()
         if self.extend is not None:
             run_info["extends"] = str(self.extend.absolute())

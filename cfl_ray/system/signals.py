@@ -4,6 +4,41 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+
+_interrupted = False  # not a threading.Event: its lock would block a second signal within the first one
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[None]:
+    """Context in which Ctrl-C raises KeyboardInterrupt as usual, and is noted for `raise_interrupt`."""
+    global _interrupted
+    _interrupted = False
+    in_main = threading.current_thread() is threading.main_thread()  # only the main thread may set handlers
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # an application's own
+        yield
+        return
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def raise_interrupt() -> None:
+    """Raises KeyboardInterrupt if there was a Ctrl-C since `interrupts_noted` began.
+
+    For places that no KeyboardInterrupt leads to, unless code of others has ignored it: some modules ignore all errors
+    of an import, and Python ignores those of finalizers.
+    """
+    if _interrupted:
+        raise KeyboardInterrupt
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _interrupted
+    _interrupted = True
+    signal.default_int_handler(number, frame)
 
 
 @contextmanager

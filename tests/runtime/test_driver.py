@@ -1,9 +1,12 @@
 """The end of a method is written beside the rounds of the next one, and its errors are not lost."""
 
+import contextlib
 import gc
 import json
+import os
 import pickle
 import re
+import signal
 import threading
 import tracemalloc
 
@@ -11,7 +14,7 @@ import pytest
 
 from cfl_ray import Experiment, simulate
 from cfl_ray.engine.engines import ENGINES
-from cfl_ray.errors import RunError
+from cfl_ray.errors import Interrupted, RunError
 from cfl_ray.lifecycle import launch, recorder
 from cfl_ray.lifecycle.driver import params_of
 from cfl_ray.runtime.round_report import RoundReport
@@ -168,3 +171,28 @@ def test_records_share_the_names_that_every_report_brings_anew(experiment):
     first, second = kept.records
     assert [id(name) for name in first.metrics] == [id(name) for name in second.metrics]
     assert first.of_task is second.of_task and "own number" in first.of_task
+
+
+@pytest.mark.parametrize("preparing, rounds", [(True, 0), (False, 2)])
+def test_ctrl_c_that_code_of_others_ignores_ends_the_run_soon(experiment, notes, tmp_path, preparing, rounds):
+    """As in a module that ignores all errors of an import."""
+    seen = []
+
+    class Ignoring(notes):
+        def preparing(self, what, done=0, total=0):
+            if preparing:
+                self.press()
+
+        def round(self, label, report):
+            seen.append(report.round)
+            if report.round == 2:
+                self.press()
+
+        def press(self):
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                signal.sigtimedwait([], 5)
+
+    with pytest.raises(Interrupted, match="Nothing was kept" if preparing else "cfl-ray resume"):
+        simulate(experiment(rounds=5, methods=["fedavg"]), tmp_path / "run", Ignoring())
+    assert len(seen) == rounds

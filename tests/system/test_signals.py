@@ -1,4 +1,4 @@
-"""SIGTERM ends a run as Ctrl-C does."""
+"""SIGTERM ends a run as Ctrl-C does, and no Ctrl-C is lost."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from cfl_ray.system.signals import sigterm_interrupts
+from cfl_ray.system.signals import interrupts_noted, raise_interrupt, sigterm_interrupts
 
 
 def test_sigterm_is_an_interrupt_only_within():
@@ -28,3 +28,32 @@ def test_another_thread_leaves_the_handler_alone():
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGTERM)] and seen != [signal.default_int_handler]
+
+
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.sigtimedwait([], 5)
+
+
+def test_an_ignored_interrupt_is_raised_later():
+    with interrupts_noted():
+        raise_interrupt()  # none yet
+        with pytest.raises(KeyboardInterrupt):
+            press_ctrl_c()
+        with pytest.raises(KeyboardInterrupt):
+            raise_interrupt()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with interrupts_noted():
+        raise_interrupt()  # a new run begins without it
+
+
+def test_an_application_keeps_its_own_handler():
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        with interrupts_noted():
+            press_ctrl_c()
+            raise_interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIGINT]

@@ -1,5 +1,7 @@
 """The memory of a host does not follow the cohort, for methods with client state and those that defer averaging."""
 
+import shutil
+
 import pytest
 from private_memory import peaks
 
@@ -31,6 +33,7 @@ def experiment(cohort: int, methods: list[str]):
 @pytest.mark.parametrize("methods, least", [(METHODS, 20), (OWN_MODELS, 60)], ids=["states", "own models"])
 def test_a_host_holds_what_a_few_clients_leave(tmp_path, methods, least):
     small = peaks(experiment(least, methods), tmp_path / "small")
+    shutil.rmtree(tmp_path / "small")  # files of gigabytes
     large = peaks(experiment(220, methods), tmp_path / "large")
     found = f"MB of private memory with a cohort of {least} {small}, of 220 {large}"
     print(found)
