@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_interrupted = False  # not a threading.Event: its lock would block a second signal within the first one
+# not a threading.Event: its lock would block a second signal within the first one
+_interrupted = False
+_held = False
 
 
 @contextmanager
@@ -23,6 +25,23 @@ def interrupts_noted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        _interrupted = False
+
+
+@contextmanager
+def interrupt_held() -> Iterator[None]:
+    """Context within `interrupts_noted` whose end raises the KeyboardInterrupt of a Ctrl-C; a second one is not held.
+
+    For code that starts processes: Python ignores a KeyboardInterrupt in a callback of a fork, and then a lock of
+    `logging` stays taken, on which other threads wait for ever.
+    """
+    global _held
+    _held = True
+    try:
+        yield
+    finally:
+        _held = False
+    raise_interrupt()
 
 
 def raise_interrupt() -> None:
@@ -37,8 +56,9 @@ def raise_interrupt() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     global _interrupted
-    _interrupted = True
-    signal.default_int_handler(number, frame)
+    again, _interrupted = _interrupted, True
+    if again or not _held:
+        signal.default_int_handler(number, frame)
 
 
 @contextmanager

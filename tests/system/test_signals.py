@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from cfl_ray.system.signals import interrupts_noted, raise_interrupt, sigterm_interrupts
+from cfl_ray.system.signals import interrupt_held, interrupts_noted, raise_interrupt, sigterm_interrupts
 
 
 def test_sigterm_is_an_interrupt_only_within():
@@ -43,8 +43,7 @@ def test_an_ignored_interrupt_is_raised_later():
         with pytest.raises(KeyboardInterrupt):
             raise_interrupt()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with interrupts_noted():
-        raise_interrupt()  # a new run begins without it
+    raise_interrupt()  # what comes after begins without it
 
 
 def test_an_application_keeps_its_own_handler():
@@ -57,3 +56,15 @@ def test_an_application_keeps_its_own_handler():
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == [signal.SIGINT]
+
+
+def test_an_interrupt_is_held_once():
+    with interrupts_noted():
+        with pytest.raises(KeyboardInterrupt), interrupt_held():
+            press_ctrl_c()
+            held = True
+        assert held
+    with interrupts_noted(), pytest.raises(KeyboardInterrupt), interrupt_held():
+        press_ctrl_c()
+        with pytest.raises(KeyboardInterrupt):
+            press_ctrl_c()

@@ -18,6 +18,7 @@ from cfl_ray.errors import ConfigError, RunError, UserError
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.on_ray.host_actor import host_environment
 from cfl_ray.system.machine import usable_cpus
+from cfl_ray.system.signals import interrupt_held
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
 _CONNECT_SECONDS = 10
@@ -36,15 +37,19 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
     address = cluster_address(address)
     if address is None:
         cpus = max(hosts or 0, usable_cpus())
-        with _loopback_only(), host_environment(instructions):
-            ray.init(
-                address="local",
-                num_cpus=cpus,
-                include_dashboard=False,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=str(session_folder()),
-                **_QUIET,
-            )
+        try:
+            with _loopback_only(), host_environment(instructions), interrupt_held():
+                ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(session_folder()),
+                    **_QUIET,
+                )
+        except KeyboardInterrupt:
+            ray.shutdown()
+            raise
         return True
     try:
         join_cluster(address)
