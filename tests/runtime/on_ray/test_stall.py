@@ -85,7 +85,9 @@ class TestProgressWatch:
 @pytest.fixture
 def backend(two_hosts, experiment):
     """Two hosts that are named after a second, and replaced after ten times the time that makes them slow."""
-    return two_hosts(prepare(experiment(methods=["fedavg"], runtime={"stall_warning": 0.3, "stall_limit": 1.0})))
+    made = two_hosts(prepare(experiment(methods=["fedavg"], runtime={"stall_warning": 0.3, "stall_limit": 1.0})))
+    yield made
+    made.pool.stop()  # the cluster has no room for the hosts of all tests
 
 
 def train(backend, number):
