@@ -27,14 +27,16 @@ def column_of(part: Named, column: str) -> pa.ChunkedArray:
     return values
 
 
-def check_numbers(part: Named, column: str, what: str = "column", advice: str = "") -> pa.ChunkedArray:
+def check_numbers(
+    part: Named, column: str, what: str = "column", advice: str = "", booleans: bool = True
+) -> pa.ChunkedArray:
     """Returns a column of numbers without nulls. Raises DataError with the first row without a number.
 
-    what: the column, in the message. advice: its end.
+    what: the column, in the message. advice: its end. booleans: whether they count as 0 and 1.
     """
     values = column_of(part, column)
     kind = values.type
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or (booleans and pa.types.is_boolean(kind)):
         return values
     example = ""
     if is_text(kind):

@@ -24,7 +24,7 @@ def read_trace(path: str | Path, num_clients: int) -> tuple[np.ndarray, np.ndarr
     if not pa.types.is_integer(table["client"].type):
         raise DataError(f"{file}: column 'client' must hold client ids, integers, it holds {table['client'].type}")
     client_I = column_of(part, "client").to_numpy().astype(np.int64)
-    from_I, to_I = (check_numbers(part, name).to_numpy().astype(np.float64) for name in COLUMNS[1:])
+    from_I, to_I = (check_numbers(part, name, booleans=False).to_numpy().astype(np.float64) for name in COLUMNS[1:])
     _check(
         file,
         (client_I < 0) | (client_I >= num_clients),
@@ -45,7 +45,9 @@ def read_devices(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
     communication, kbit/s. Raises DataError naming the file, the row and the value of an unusable device.
     """
     file, table = part = _table(path, "clock.file", DEVICE_COLUMNS)
-    compute_R, network_R = (check_numbers(part, name).to_numpy().astype(np.float64) for name in DEVICE_COLUMNS)
+    compute_R, network_R = (
+        check_numbers(part, name, booleans=False).to_numpy().astype(np.float64) for name in DEVICE_COLUMNS
+    )
     if not len(table):
         raise DataError(f"{file} has no device")
     for name, values_R in zip(DEVICE_COLUMNS, (compute_R, network_R), strict=True):

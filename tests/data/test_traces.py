@@ -33,6 +33,7 @@ def test_csv_and_parquet_read_alike(csv, tmp_path):
         ("client,from,to\n1,2,3\n1,5,4\n", "row 1: an interval from 5 to 4; from must not be after to"),
         ("client,from,to\na,2,3\n", "column 'client' must hold client ids, integers, it holds string"),
         ("client,from,to\n1,x,3\n", "column 'from' must hold numbers, it holds string"),
+        ("client,from,to\n1,true,3\n", "column 'from' must hold numbers, it holds bool"),
         ("client,from,to\n1,2,3\n1,,3\n", "column 'from' is empty in row 1"),
         ("", "cannot be read as a CSV file"),
     ],
