@@ -55,7 +55,8 @@ def test_experiment_is_valid(file):
     experiment = config.load(file)
     assert experiment.name and resolve(experiment.methods)
     assert config.Experiment(**experiment.to_dict()).config_hash == experiment.config_hash
-    check_sizes(experiment)
+    if not has_data(experiment):
+        pytest.skip("valid, but its data are not here")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,20 +74,23 @@ def test_study_is_valid(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
 def test_study_fits_its_data(name):
-    for run in one_for_each_setting(name).values():
-        check_sizes(run.experiment)
+    found = [has_data(run.experiment) for run in one_for_each_setting(name).values()]
+    if not any(found):
+        pytest.skip("no data of any of its settings")
 
 
-def check_sizes(experiment):
+def has_data(experiment) -> bool:
+    """Whether the data are on this machine, and as many clients as the experiment names."""
     try:
         size = data.describe(experiment.data, experiment.seed)
     except DataError as missing:
         if "not found" in str(missing) or "data.partition.clients is 3597" in str(missing):
-            return  # not on this machine, or a part of FEMNIST's writers
+            return False  # not on this machine, or a part of FEMNIST's writers
         raise
     models.recipe(experiment.model.name, experiment.model.options, size.input, size.num_classes)
     assert size.clients >= (experiment.cohort.clients or 1)
     assert all(client < size.clients for event in experiment.schedule for client in event.join)
+    return True
 
 
 def test_the_sizes_are_those_of_the_papers():

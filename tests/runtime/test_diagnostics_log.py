@@ -125,7 +125,7 @@ def test_without_files_they_are_in_memory(reporting, whole):
 
 @pytest.fixture(scope="module")
 def whole(module_experiment, tmp_path_factory):
-    """What a run that was not interrupted shows, and the bytes of its file."""
+    """The diagnostics of an uninterrupted run, and the bytes of its file."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Method, "registry", dict(Method.registry))
