@@ -1,6 +1,7 @@
 """The cells of the published tables, the runs that repeat them, and how far the two agree."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Compared:
             return "local" in metric or self.row in PERSONAL
         return key != "evaluation.choice_samples" or self.row.startswith("ifca")
 
-    @property
+    @cached_property
     def here(self) -> float | None:
         """Mean over the seeds, in the unit of the table; None where no run has it."""
         metric = self.number.metric

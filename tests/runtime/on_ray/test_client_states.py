@@ -60,16 +60,14 @@ def assert_equal(one, other):
     assert len(one) == len(other) == len(IDS) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def setup(module_experiment):
     return prepare(module_experiment())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool(setup, two_hosts):
-    pool = two_hosts(setup).pool
-    yield pool
-    pool.stop()
+    return two_hosts(setup).pool
 
 
 @pytest.fixture
