@@ -41,14 +41,14 @@ def test_data_that_are_too_large(experiment, logged, notes, tmp_path):
     "fault, changes, message",
     [
         ({"missing": 3}, {}, "client 3 failed while reading its data: the sensor is offline"),
-        pytest.param(
+        (
             {"odd": 3},
             {"model": {"name": CHOKING, "options": {}}},
             "client 3 failed while training: input over 500",
-            marks=pytest.mark.slow,
         ),
     ],
 )
+@pytest.mark.slow
 def test_client_whose_code_fails(experiment, logged, cluster, tmp_path, fault, changes, message):
     broken = experiment(data=logged(6, **fault), methods=["fedavg"], cohort={"fraction": 1.0}, **changes)
     with pytest.raises(RunError) as error:

@@ -43,6 +43,7 @@ def recorded(directory, label="ditto"):
     return [json.loads(line)["round"] for line in (directory / label / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_host_and_then_the_server_killed_in_mid_round(
     slow, expected, figures, cluster, actors, notes, logged, tmp_path, meanwhile, until
 ):

@@ -111,6 +111,7 @@ def test_hosts_do_not_change_a_bit_of_robust_averages_among_attackers(experiment
     assert figures(run(experiment(**changes, runtime={"hosts": 3}))) == expected
 
 
+@pytest.mark.slow
 def test_hosts_train_in_the_precision_of_the_run(experiment, figures, cluster):
     def figures_of(carry_out, precision):
         runtime = {"hosts": 1, "engine": "sequential", "precision": precision}
