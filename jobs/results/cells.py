@@ -20,7 +20,7 @@ STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
 SEEDS = 3  # from which on a cell counts as repeated
 PERSONAL = (  # predict with models of single clients
     "local", "lg_fedavg", "ditto", "fedper", "fedrep", "apfl", "pfedme", "pfedgraph", "fedcac", "fedccfa", "fedas",
-    "fedac", "cgpfl",
+    "fedac", "cgpfl", "per_fedavg",
 )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ class Compared:
         if key == "evaluation.every":
             return "to_target" in metric
         if key == "evaluation.local_images":  # those that a model of a single client is tested on
-            return "local" in metric or self.row in PERSONAL
+            return "local" in metric or "tuned" in metric or self.row in PERSONAL
         return key != "evaluation.choice_samples" or self.row.startswith("ifca")
 
     @cached_property

@@ -228,7 +228,7 @@ def _missing() -> list[str]:
     if not file.is_file():
         return []
     table = pd.read_csv(file)
-    table["done"] = [(_runs(a)["setting"] == b).sum() for a, b in zip(table["study"], table["setting"], strict=True)]
+    table["done"] = [_whole(_runs(a), b) for a, b in zip(table["study"], table["setting"], strict=True)]
     table["rate"] = table["study"].map(_rates(table))
     table["hours"] = (table["runs"] - table["done"]) * table["gigaflop"] / table["rate"] / 3600
     # values of a sweep together
@@ -240,7 +240,8 @@ def _missing() -> list[str]:
         "Core hours, from the floating point operations of local training with federated averaging (`python",
         "-m jobs.results costs`) and the operations in a second that one core has reached in the runs above, with",
         "their evaluation and all their methods: those of the study, else of the paper, else of all. FEMNIST is",
-        "counted with the writers at hand; a setting without a figure needs data that were not at hand.",
+        "counted with the writers at hand; a setting without a figure needs data that were not at hand. Runs with",
+        "fewer rounds, or that train otherwise than their recipe, are not *done*.",
         "",
     ]
     shown = [["study", "setting", "runs", "done", "GFLOP/s", "core hours of the remaining runs"]]
@@ -257,6 +258,14 @@ def _runs(study: str) -> pd.DataFrame:
     """The runs of a study that are on record."""
     file = FIGURES / f"{study}.csv"
     return pd.read_csv(file) if file.is_file() else pd.DataFrame({"setting": []})
+
+
+def _whole(runs: pd.DataFrame, setting: str) -> int:
+    """How many runs of a setting have all rounds and train as their recipe says."""
+    return sum(
+        run["rounds"] >= run["of_rounds"] and _is_recipe(run["changed"])
+        for run in runs[runs["setting"] == setting].fillna({"changed": ""}).to_dict("records")
+    )
 
 
 def _is_recipe(changed: str) -> bool:

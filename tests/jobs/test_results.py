@@ -92,6 +92,8 @@ def test_every_published_cell_is_counted_once(cells):
         ("fedavg", "rounds_to_target", "evaluation.every=50", 100, False),
         ("fedavg", "accuracy_local", "evaluation.local_images=500", 100, False),
         ("ditto", "accuracy", "evaluation.local_images=500", 100, False),
+        ("per_fedavg", "accuracy", "evaluation.local_images=500", 100, False),
+        ("pacfl", "newcomer_accuracy_tuned", "evaluation.local_images=500", 100, False),
         ("ifca_2", "accuracy", "evaluation.choice_samples=256", 100, False),
     ],
 )
