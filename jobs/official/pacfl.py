@@ -126,9 +126,9 @@ every round; full batches, {epochs} epochs at eta {lr} with momentum {momentum},
 
 Replaced in memory: the partition and the loaders, so that both have the same images; `numpy.NINF`; calls of CUDA. Ours
 is its variant: `angle: code`, `linkage: weighted`, pixels that are not normalised. The signs of singular vectors are
-arbitrary and differ in the two codes. Accuracy is P-local, that of the models that clients hold after training. Of their
-code and not of the paper: the smallest angle between two single vectors in the place of the principal angle, and a
-linkage that it names `average`, which gives two merged clusters the same weight whatever their sizes (WPGMA).
+arbitrary and differ in the two codes. Accuracy is P-local, that of the models that clients hold after training. In
+their code and not in the paper: the smallest angle between two single vectors in the place of the principal angle, and
+a linkage that it names `average`, which gives two merged clusters the same weight whatever their sizes (WPGMA).
 
 Angle: the largest difference between the two matrices of angles, in degrees. Distance: between the weights of a
 client's cluster model in the two codes, relative to their distance from the first ones; the largest of the clients.
