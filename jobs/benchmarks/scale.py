@@ -1,8 +1,8 @@
 """Server time and traffic of a round with more hosts than one machine can run: `python -m jobs.benchmarks scale`.
 
 The code of the server is the real one (`runtime.on_ray`: chunks, schedule, dispatch, collection). Hosts and object
-store are simulated in virtual time. Traffic between nodes is counted. At
-the end, it compares rounds on 2 and 16 real hosts of this machine with the simulation.
+store are simulated in virtual time. Traffic between nodes is counted. At the end, it compares rounds on 2, 16 and, if
+memory allows, 64 real hosts of this machine with the simulation.
 """
 
 import heapq
@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import psutil
 import torch
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
@@ -35,6 +36,7 @@ GBIT = 1e9 / 8  # bytes a second
 HOSTS_PER_NODE = 10
 CALL_SECONDS = 1e-3  # CPU time of the server for a real call, Ray's included (`real_hosts`)
 SERVER = "node 0"
+HOST_BYTES = 0.4e9 if torch.version.cuda else 0.22e9  # memory of a host that does nothing
 
 
 @dataclass(eq=False)
@@ -365,14 +367,17 @@ def _counting(counted: Counter[str]) -> Iterator[None]:
 def points() -> None:
     """Prints a round on real hosts of this machine beside the same round in the simulation."""
     print(
-        "\n2 and 16 light hosts on this machine (real), and the simulation of the same round, in which ten hosts make "
-        "a node\nand bytes are counted once where they cross between nodes; ms: CPU time of the server a call"
+        "\n2, 16 and 64 light hosts on this machine (real), and the simulation of the same round, in which ten hosts "
+        "make a node\nand bytes are counted once where they cross between nodes; ms: CPU time of the server a call"
     )
     pairs = ("calls", "ms", "MB sent", "MB received")
     print(f"{'hosts':>6}{'K':>4}{'P':>9}" + "".join(f"{pair + ' real':>17}{'simulated':>11}" for pair in pairs))
     clusters, cohort = 4, 1000
     for hidden in (100, 20_000):
-        for hosts in (2, 16):
+        for hosts in (2, 16, 64):
+            if (needs := hosts * HOST_BYTES) > (free := psutil.virtual_memory().available):
+                print(f"{hosts:>6} hosts need about {needs / 1e9:.0f} GB, {free / 1e9:.0f} GB are free")
+                continue
             columns = 23 * hidden + 2
             real, model = (
                 measure_round(hosts, cohort, clusters, hidden),
