@@ -1,5 +1,6 @@
 """Scores of a model. Classification scores come from its confusion matrix, so they can be restricted to any labels."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,14 +30,14 @@ def log_probabilities(network: Network, rows: Sequence[Tensor], x: Tensor) -> Te
     return torch.stack([network.logits_of(row_P, x).log_softmax(1) for row_P in rows])
 
 
-def mixed(log_p: Tensor, weight_K: np.ndarray) -> Tensor:
+def mixed(log_p: Tensor, weight_K: Tensor | np.ndarray) -> Tensor:
     """Logarithms (n, C) of the weighted mean of the class probabilities of K models, log_p (K, n, C).
 
     Equal weights are a soft vote. The weights add up to 1.
     """
     count = len(weight_K)
-    relative_K = torch.from_numpy(np.asarray(weight_K, np.float64) * count).to(log_p).log()
-    return (log_p + relative_K[:, None, None]).logsumexp(0) - np.log(count)
+    relative_K = (torch.as_tensor(weight_K, dtype=torch.float64) * count).to(log_p).log()
+    return (log_p + relative_K[:, None, None]).logsumexp(0) - math.log(count)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
         .pt           the same, for `torch.load` and `load_state_dict`
         .onnx         the network with its parameters; needs the packages onnx and onnxscript
 
+    The tensors of a mixture of K models are `models.0.NAME` and so on, and their weights `weight_K`, float64 (K,).
     A safetensors file names method, cluster or client, round, input shape, scale and normalisation of inputs, and
     the names of the classes if the data set has them, in its metadata.
     Raises ConfigError for another ending, and for a cluster or client that does not exist.

@@ -46,9 +46,12 @@ class AdditiveModel(nn.Module):
 class MixtureModel(nn.Module):
     """The logarithm of the weighted mean of the models' class probabilities; a soft vote if the weights are equal."""
 
+    weight_K: Tensor  # float64 (K,), a buffer, so that files of the model have it
+
     def __init__(self, models: list[nn.Module], weight_K: np.ndarray):
         super().__init__()
-        self.models, self.weight_K = nn.ModuleList(models), weight_K
+        self.models = nn.ModuleList(models)
+        self.register_buffer("weight_K", torch.tensor(weight_K, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         return mixed(torch.stack([model(x).log_softmax(-1) for model in self.models]), self.weight_K)

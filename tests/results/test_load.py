@@ -19,7 +19,7 @@ from cfl_ray.run_directory import RunDirectory
 
 CLIENT_METRICS = RunDirectory.client_metrics.name
 
-KEPT = ["fedavg", "ifca", "ditto", "fedper", "ifca_cam", "per_fedavg", "autocfl"]  # every way of predicting
+KEPT = ["fedavg", "ifca", "ditto", "fedper", "ifca_cam", "per_fedavg", "autocfl", "fedem"]  # every way of predicting
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +236,19 @@ class TestExport:
         with safe_open(tmp_path / "model.safetensors", "pt") as content:
             assert content.metadata()["class_names"] == '["pear", "plum"]'
 
+    def test_a_mixture_is_written_with_its_weights(self, run, tmp_path):
+        """A file, loaded into the model of another client, predicts as the client of the file."""
+        from safetensors.torch import load_file
+
+        fedem, x = run["fedem"], run["fedem"].test(2)[0]
+        for name, read in {"model.pt": torch.load, "model.safetensors": load_file}.items():
+            export_model(fedem.trained, tmp_path / name, client=2)
+            tensors, other = read(tmp_path / name), fedem.personal_model(5)
+            assert tensors["weight_K"].numpy() == pytest.approx(fedem.trained.state.weight_NK[2], abs=1e-6)
+            assert not torch.equal(other(x), fedem.trained.outputs(2, x))
+            other.load_state_dict(tensors)
+            assert torch.equal(other(x), fedem.trained.outputs(2, x))
+
     def test_every_other_request_is_refused(self, run, tmp_path):
         trained = run["ifca"].trained
         with pytest.raises(ConfigError, match=r"a model is written as .safetensors, .pt, .onnx, got '.h5'"):
@@ -249,10 +262,11 @@ class TestExport:
         pytest.importorskip("onnxscript")
         from onnx.reference import ReferenceEvaluator
 
-        export_model(run["ifca_cam"].trained, tmp_path / "model.onnx", client=1)
-        x = run["ifca_cam"].trained.federation.test(1)[0][:5]
-        (outputs,) = ReferenceEvaluator(onnx.load(tmp_path / "model.onnx")).run(None, {"x": x.numpy()})
-        assert np.allclose(outputs, run["ifca_cam"].trained.outputs(1, x).numpy(), atol=1e-5)
+        for label in ("ifca_cam", "fedem"):
+            export_model(run[label].trained, tmp_path / "model.onnx", client=1)
+            x = run[label].trained.federation.test(1)[0][:5]
+            (outputs,) = ReferenceEvaluator(onnx.load(tmp_path / "model.onnx")).run(None, {"x": x.numpy()})
+            assert np.allclose(outputs, run[label].trained.outputs(1, x).numpy(), atol=1e-5), label
 
 
 def test_every_method_has_a_model_for_every_client(experiment_):
