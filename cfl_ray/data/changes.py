@@ -51,6 +51,11 @@ class DataChange:
         }
         return derived | changed
 
+    @property
+    def is_drift(self) -> bool:
+        """Whether rotation or relabelling gives the data a distribution that they did not have before."""
+        return bool(self.turns or self.offset or self.swap)
+
     def _relabelled(self, labels: tuple[int, ...], num_classes: int) -> tuple[int, ...]:
         """The present label for each label of the first round, after this change; empty if all are unchanged."""
         same = tuple(range(num_classes))
@@ -65,11 +70,12 @@ class ChangedFederation(FederationView):
     """`base` with other data for some clients.
 
     A client whose data no longer have the distribution of a group in `base` gets a new true group, which clients with
-    the same distribution share.
+    the same distribution share. is_one_group: all clients of `base`, whose true groups are unknown, count as group 0.
     """
 
-    def __init__(self, base: Federation, derived: dict[int, DerivedData]) -> None:
+    def __init__(self, base: Federation, derived: dict[int, DerivedData], is_one_group: bool = False) -> None:
         super().__init__(base)
+        self._is_one_group = is_one_group
         self._derived = {client: data for client, data in derived.items() if data != DerivedData(client)}
 
     @property
@@ -90,13 +96,13 @@ class ChangedFederation(FederationView):
 
     @cached_property
     def group_N(self) -> np.ndarray | None:  # type: ignore[override]  # computed on first use, never assigned
-        if self._base.group_N is None or not self._derived:
-            return self._base.group_N
-        group_N = np.array(self._base.group_N)
-        unchanged = DerivedData(-1)
+        base_group_N = np.zeros(self.num_clients, np.int32) if self._is_one_group else self._base.group_N
+        if base_group_N is None or not self._derived:
+            return base_group_N
+        group_N, unchanged = np.array(base_group_N), DerivedData(-1)
         number_of = {self._distribution(group, unchanged): group for group in range(int(group_N.max()) + 1)}
         for client, data in self._derived.items():
-            group = int(self._base.group_N[data.source])
+            group = int(base_group_N[data.source])
             group_N[client] = -1 if group < 0 else number_of.setdefault(self._distribution(group, data), len(number_of))
         return group_N
 
@@ -206,11 +212,16 @@ class ChangedFederation(FederationView):
 
 
 class ChangingFederation(ChangedFederation):
-    """`base` with a schedule of changes: `at` returns the federation of a round; this object itself equals `base`."""
+    """`base` with a schedule of changes: `at` returns the federation of a round; this object itself equals `base`.
+
+    If the true groups of `base` are unknown and a change is a drift, the groups of a round are those of the drift:
+    all clients are in group 0, and in new groups once their data have changed.
+    """
 
     def __init__(self, base: Federation, changes: Sequence[DataChange]) -> None:
         super().__init__(base, {})
         self.changes = tuple(sorted(changes, key=lambda change: change.round))
+        self._drifts_alone = base.group_N is None and any(change.is_drift for change in self.changes)
         for change in self.changes:
             _check(change, base)
 
@@ -218,8 +229,8 @@ class ChangingFederation(ChangedFederation):
         return ChangingFederation, (self._base, self.changes)
 
     @cached_property
-    def _timeline(self) -> tuple[list[int], list[ChangedFederation]]:
-        """The rounds with a change, ascending, and the federation from each of these rounds on."""
+    def _timeline(self) -> tuple[list[int], list[Federation]]:
+        """The rounds with a change, ascending, and the federations before the first and from each of them on."""
         rounds: list[int] = []
         derived: list[dict[int, DerivedData]] = [{}]  # before the first change, then from each round on
         for change in self.changes:
@@ -229,12 +240,12 @@ class ChangingFederation(ChangedFederation):
             else:
                 rounds.append(change.round)
             derived.append(after)
-        return rounds, [ChangedFederation(self._base, data) for data in derived[1:]]
+        federations = [ChangedFederation(self._base, data, self._drifts_alone) for data in derived]
+        return rounds, [federations[0] if self._drifts_alone else self._base, *federations[1:]]
 
     def at(self, round: int) -> Federation:
         rounds, federations = self._timeline
-        begun = bisect_right(rounds, round)
-        return federations[begun - 1] if begun else self._base
+        return federations[bisect_right(rounds, round)]
 
     def changed(self, round: int) -> np.ndarray:
         return np.unique(

@@ -94,7 +94,7 @@ class MethodRecorder:
 
     def _write_artifacts(self, files: RunDirectory) -> None:
         journal = Journal(files.path).until(self.setup.experiment.rounds)
-        self.reassignments.write(files.assignments, grown_by(self.setup.federation, journal))
+        self.reassignments.write(files.assignments, grown_by(self.setup.federation, journal).at(self.last_round))
         write_figures(files.artifacts, {self.label: self.records})
         if events := [event for record in self.records for event in record.events]:
             write_text(files.cluster_events, "".join(json.dumps(event.to_fields()) + "\n" for event in events))

@@ -190,12 +190,12 @@ class TrainedMethod:
     def assignments(self) -> "pd.DataFrame":
         """A data frame with a row per client.
 
-        client, name; cluster: its cluster (-1: none); group: true group (-1: not known); served_by: the cluster whose
-        model it predicts with (-1: none); why: the reason, as text.
+        client, name; cluster: its cluster (-1: none); group: true group in the last round (-1: not known); served_by:
+        the cluster whose model it predicts with (-1: none); why: the reason, as text.
         """
         import pandas as pd
 
-        federation = self.federation
+        federation = self.present()
         count = federation.num_clients
         served_N, why_N = self._served()
         group_N = np.full(count, -1) if federation.group_N is None else federation.group_N

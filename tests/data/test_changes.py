@@ -122,8 +122,23 @@ class TestGroups:
         assert now.group_N.tolist() == [1, 0, 4, 1, 2, 2, 0, 3]
         assert equal(now.test(0), federation.test(2))  # the same images, turned as often
 
-    def test_unknown_groups_stay_unknown(self):
-        now = ChangingFederation(uneven([4, 4]), [DataChange(1, (0,), offset=1)]).at(1)
+    def test_without_groups_those_of_the_drift_are_known(self):
+        """All clients are one group; who has the same new data shares a new one, and old data are group 0 again."""
+        changes = [
+            DataChange(2, (0, 1), offset=1),
+            DataChange(3, (2,), swap=(0, 1)),
+            DataChange(4, (0,), back_to=1),
+            DataChange(5, (3,), data_of=(1,)),
+        ]
+        base = uneven([4, 4, 4, 4])
+        changing = ChangingFederation(base, changes)
+        found = [changing.at(round).group_N.tolist() for round in range(1, 6)]
+        assert found == [[0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 2, 0], [0, 1, 2, 0], [0, 1, 2, 1]]
+        assert changing.at(1).data_version(0) == base.data_version(0) and base.group_N is None
+
+    def test_without_groups_and_drift_they_stay_unknown(self):
+        """Clients that swap their data do not give them another distribution."""
+        now = ChangingFederation(uneven([4, 4]), [DataChange(1, (0, 1), data_of=(1, 0))]).at(1)
         assert now.group_N is None
 
 

@@ -1,6 +1,7 @@
 """Runs in which client data change, or in which a true group joins later."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import cfl_ray
@@ -105,6 +106,23 @@ def test_swapped_labels_are_a_concept_drift_with_new_true_groups(tmp_path):
     assert now == [{0: 1, 1: 0}.get(label, label) for label in before] and now != before
     groups = result.trained.federation.at(3).group_N
     assert len(set(groups.tolist())) == 3 and len(set(groups[[0, 2, 4]].tolist())) == 1
+
+
+def test_without_a_shift_the_drift_makes_the_true_groups(tmp_path):
+    """Of IID clients, half change their data before round 4: one group until then, two from then on."""
+    data = {"source": "digits", "shift": {"kind": "none"}, "partition": {"clients": 8}}
+    swap = [{"round": 4, "change": [{"clients": "0-3", "swap": [0, 1]}, {"clients": "0-3", "swap": [2, 3]}]}]
+    methods = ["fedavg", {"ifca": {"num_clusters": 2}}]
+    results = cfl_ray.simulate(experiment(methods, tmp_path, 8, data=data, schedule=swap), tmp_path / "run")
+    aris = [record.metrics["ari"] for record in results["fedavg"].records]
+    assert aris == [1.0] * 3 + [0.0] * 5  # one cluster
+    assert results["ifca"].final["ari"] == 1.0
+    assert results["ifca"].assignments()["group"].tolist() == [1] * 4 + [0] * 4
+    written = pd.read_parquet(tmp_path / "run" / "ifca" / "artifacts" / "assignments.parquet")
+    assert written.groupby("client")["group"].last().tolist() == [1] * 4 + [0] * 4
+    constant = cfl_ray.simulate(experiment(["ifca"], tmp_path, 4, data=data))["ifca"]
+    assert not any("ari" in record.metrics for record in constant.records)
+    assert constant.assignments()["group"].tolist() == [-1] * 8
 
 
 def test_a_round_without_reachable_clients_changes_nothing(tmp_path):
