@@ -135,15 +135,7 @@ class Driver:
             finish(recorder.run_log, status, {}, self.watcher.warn)
             raise
         self.ending = self.writer.submit(recorder.finish, self.watcher.warn)
-        return MethodResult(
-            label,
-            recorder.records,
-            recorder.summary,
-            directory,
-            self._opens_trained(label),
-            reported=recorder.diagnostics.kept,
-            clients=recorder.clients.kept,
-        )
+        return recorder.result(self._opens_trained(label))
 
     def _opens_trained(self, label: str) -> Callable[[], TrainedMethod] | None:
         if self.directory is None:

@@ -11,6 +11,9 @@ from cfl_ray.errors import DataError
 from cfl_ray.results.client_metrics import ClientMetrics
 from cfl_ray.results.diagnostics_log import DiagnosticsLog
 from cfl_ray.results.reassignments import Reassignments
+from cfl_ray.results.recovery import WITHIN, recovery_metrics
+from cfl_ray.results.results import MethodResult
+from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal, grown_by
 from cfl_ray.runtime.round_report import RoundReport
@@ -80,7 +83,29 @@ class MethodRecorder:
             self.primary.name,
             self.primary.higher_is_better,
         )
+        self.summary |= self._recovery()
         self.summary |= {name: last.metrics[name] for name in self.of_newcomers if name in last.metrics}
+
+    def _recovery(self) -> dict[str, float]:
+        """Recovery from the changes of data so far; empty without any."""
+        federation = self.setup.federation
+        changed_in = {round: federation.changed(round).tolist() for round in range(1, self.last_round + 1)}
+        changed = {round: ids for round, ids in changed_in.items() if ids}
+        if not changed:
+            return {}
+        return recovery_metrics(self.result().recovery_of(changed, WITHIN, self.primary.higher_is_better))
+
+    def result(self, open_trained: Callable[[], TrainedMethod] | None = None) -> MethodResult:
+        """The result so far. open_trained: opens the trained method."""
+        return MethodResult(
+            self.label,
+            self.records,
+            self.summary,
+            self.directory,
+            open_trained,
+            reported=self.diagnostics.kept,
+            clients=self.clients.kept,
+        )
 
     def finish(self, warn: Callable[[str], None]) -> None:
         """Writes figures, tables and the end. A run that was killed before this writes them when it is resumed."""

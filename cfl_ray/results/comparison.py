@@ -46,6 +46,7 @@ _LESS = (  # metrics of which lower values are better
     *("test_loss", "train_loss", "mbit", "mbit_down", "mbit_up", "seconds"),
     *("virtual_seconds", "seconds_to_target"),
     *("rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local"),
+    "rounds_to_recover",
 )
 _SHOWN_KEYS, _SHOWN_LETTERS = 3, 40  # in the name of an experiment: number of keys, length of a value
 _FEWEST_PAIRS = 3  # fewest common seeds for a test of two methods

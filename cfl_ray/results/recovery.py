@@ -11,6 +11,9 @@ if TYPE_CHECKING:  # imported when a frame is made
     import pandas as pd
 
 
+WITHIN = 0.02  # largest difference to the mean score before the change that counts as recovered, unless told otherwise
+
+
 def recovery_frame(
     client_metrics: "pd.DataFrame",
     changed: Mapping[int, Sequence[int]],
@@ -56,6 +59,21 @@ def recovery_frame(
         )
     columns = ["round", "clients", "before", "after", "recovered", "rounds", "backward_transfer"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def recovery_metrics(frame: "pd.DataFrame") -> dict[str, float]:
+    """Means over the changes of `recovery_frame`: rounds_to_recover and backward_transfer, if they apply.
+
+    Changes without an evaluation before or after them are left out. rounds_to_recover is absent if clients have not
+    recovered from one of the others.
+    """
+    metrics = {}
+    rounds = frame["rounds"][frame["before"].notna() & frame["after"].notna()]
+    if len(rounds) and rounds.notna().all():
+        metrics["rounds_to_recover"] = float(rounds.mean())
+    if frame["backward_transfer"].notna().any():
+        metrics["backward_transfer"] = float(frame["backward_transfer"].mean())
+    return metrics
 
 
 def _backward_transfer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from torch import Tensor, nn
 
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
@@ -19,7 +20,7 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.results import newcomers
 from cfl_ray.results.client_metrics import ClientMetrics, read_client_metrics
 from cfl_ray.results.diagnostics_log import by_name, read_diagnostics
-from cfl_ray.results.recovery import recovery_frame
+from cfl_ray.results.recovery import WITHIN, recovery_frame
 from cfl_ray.results.trained import Newcomer, TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
@@ -64,16 +65,20 @@ class MethodResult:
         rows = [{"round": record.round, **record.metrics} for record in self.records]
         return pd.DataFrame(rows, columns=None if rows else ["round"])
 
-    def client_metrics(self) -> pd.DataFrame:
-        """P-server of every client in every evaluated round: round, client, the task's metrics, loss.
+    def client_metrics(self, clients: Iterable[int] | None = None) -> pd.DataFrame:
+        """P-server of these clients (None: all) in every evaluated round: round, client, the task's metrics, loss.
 
         For classification the metrics are accuracy and macro_f1, and those of `evaluation.metrics`.
         """
         if self.directory is None:
-            return (ClientMetrics(None).kept if self.clients is None else self.clients).to_pandas()
-        return read_client_metrics(RunDirectory(self.directory).client_metrics).to_pandas()
+            table = ClientMetrics(None).kept if self.clients is None else self.clients
+        else:
+            table = read_client_metrics(RunDirectory(self.directory).client_metrics)
+        if clients is not None:
+            table = table.filter(pc.field("client").isin(pa.array(clients, pa.int64())))
+        return table.to_pandas()
 
-    def recovery(self, changed: Mapping[int, Sequence[int]] | None = None, *, within: float = 0.02) -> pd.DataFrame:
+    def recovery(self, changed: Mapping[int, Sequence[int]] | None = None, *, within: float = WITHIN) -> pd.DataFrame:
         """A row for each change of data, with recovery time and forgetting; see `results.recovery.recovery_frame`.
 
         changed: ids of clients by the round before which their data changed; None: from the schedule.
@@ -84,9 +89,12 @@ class MethodResult:
             for change in self.trained.changes:
                 scheduled.setdefault(change.round, []).extend(change.ids)
             changed = scheduled
-        higher_is_better = self.trained.task.metrics[0].higher_is_better
-        past_scores = self.diagnostics.get(PAST_SCORES)
-        return recovery_frame(self.client_metrics(), changed, within, higher_is_better, past_scores)
+        return self.recovery_of(changed, within, self.trained.task.metrics[0].higher_is_better)
+
+    def recovery_of(self, changed: Mapping[int, Sequence[int]], within: float, higher_is_better: bool) -> pd.DataFrame:
+        """`recovery` without the trained method."""
+        own = self.client_metrics({client for ids in changed.values() for client in ids})
+        return recovery_frame(own, changed, within, higher_is_better, self.diagnostics.get(PAST_SCORES))
 
     @property
     def diagnostics(self) -> dict[str, dict[int, Diagnostic]]:

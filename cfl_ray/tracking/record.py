@@ -65,6 +65,8 @@ RUN_METRICS = {
     "rounds_to_target_local": "rounds until `accuracy_local` first reached evaluation.target",
     "mbit_to_target_local": "mbit_down + mbit_up at that round",
     "rounds_to_stable_clusters": "the last round in which a client changed its cluster, or clusters were first formed",
+    "rounds_to_recover": "mean over the changes of data of the rounds until clients score as before, within 0.02",
+    "backward_transfer": "mean over the changes of data of the score on the old data now minus before",
     "newcomer_accuracy": "mean P-server accuracy of the clients that joined after the start, 0..1",
     "newcomer_accuracy_tuned": "mean P-tune(F) accuracy of the clients that joined after the start, 0..1",
 }

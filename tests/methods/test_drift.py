@@ -92,6 +92,8 @@ def test_a_client_whose_data_changed_trains_and_is_tested_on_the_new_ones(tmp_pa
     for sections in ({"schedule": change}, {}):
         result = cfl_ray.simulate(experiment(["local"], tmp_path, clients=4, local=local, **sections))["local"]
         found.append([record.metrics["accuracy"] for record in result.records])
+        rounds = result.recovery()["rounds"].tolist()
+        assert [result.summary["rounds_to_recover"]] == rounds if rounds else "rounds_to_recover" not in result.summary
     changed, constant = found
     assert changed[:3] == constant[:3] and changed[3] < constant[3] - 0.1 and changed[5] > 0.85
 

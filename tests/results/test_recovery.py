@@ -6,7 +6,7 @@ import pytest
 
 import cfl_ray
 from cfl_ray.core.diagnostics import Diagnostic
-from cfl_ray.results.recovery import recovery_frame
+from cfl_ray.results.recovery import recovery_frame, recovery_metrics
 
 
 def frame(scores: dict[int, list[float]], name: str = "accuracy") -> pd.DataFrame:
@@ -54,7 +54,18 @@ def test_backward_transfer_is_of_each_client_until_its_next_change():
     assert found["backward_transfer"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_of_a_run_whose_schedule_changes_data():
+def test_the_metrics_of_a_run_are_means_over_its_changes():
+    scores = {3: [0.9, 0.8], 4: [0.3, 0.8], 5: [0.9, 0.8], 6: [0.9, 0.1], 7: [0.9, 0.5], 8: [0.9, 0.8]}
+    changed = {1: [0], 4: [0], 6: [1], 9: [0]}  # the first and the last are not measured
+    assert recovery_metrics(recovery_frame(frame(scores), changed, 0.02)) == {"rounds_to_recover": (2 + 3) / 2}
+    del scores[8]  # not recovered from the second change
+    past = {6: Diagnostic(np.array([0.7], np.float32), ("clients",), (np.array([0]),))}
+    found = recovery_metrics(recovery_frame(frame(scores), changed, 0.02, past_scores=past))
+    assert found == {"backward_transfer": pytest.approx(0.7 - 0.9)}
+    assert recovery_metrics(recovery_frame(frame(scores), {}, 0.02)) == {}
+
+
+def test_of_a_run_whose_schedule_changes_data(tmp_path):
     """Half of the clients of one concept come to another one, in which all labels differ."""
     schedule = [{"round": 5, "change": [{"clients": "0-2", "relabel": 1}, {"clients": [3], "swap": [0, 1]}]}]
     data = {"source": "synthetic", "synthetic_shape": [16], "synthetic_classes": 4, "partition": {"clients": 6}}
@@ -69,7 +80,7 @@ def test_of_a_run_whose_schedule_changes_data():
         tracking={"enabled": False},
         runtime={"engine": "manual"},
     )
-    result = cfl_ray.simulate(experiment)["local"]
+    result = cfl_ray.simulate(experiment, tmp_path / "run")["local"]
     (row,) = result.recovery().to_dict("records")
     metrics = result.client_metrics()
     of_four = metrics[metrics["client"] < 4].groupby("round")["accuracy"].mean()
@@ -84,3 +95,10 @@ def test_of_a_run_whose_schedule_changes_data():
     assert result.records[-1].metrics["accuracy_past"] == pytest.approx(past[8].value.mean())
     assert "accuracy_past" not in result.records[3].metrics
     assert result.recovery({5: [4, 5]})["clients"].tolist() == [2]
+    assert result.client_metrics([3]).equals(metrics[metrics["client"] == 3].reset_index(drop=True))
+    without_files = cfl_ray.simulate(experiment)["local"]
+    for found in (result, without_files, cfl_ray.load_run(tmp_path / "run")["local"]):
+        assert found.summary["backward_transfer"] == row["backward_transfer"]
+        assert np.isnan(row["rounds"]) and "rounds_to_recover" not in found.summary
+    (compared,) = cfl_ray.compare_runs([tmp_path / "run"], ["backward_transfer"]).to_dict("records")
+    assert compared["backward_transfer"] == row["backward_transfer"]
