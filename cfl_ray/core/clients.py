@@ -489,7 +489,8 @@ class Clients:
         The models of a client are trained on the same batches. It uploads all of them, and what `mixture.upload` gives.
         P-local measures the model with its largest weight.
 
-        received: the models, after `broadcast`. average: weight (M,) of each client in the K averages.
+        received: the models, after `broadcast`.
+        average: weight (M,) >= 0, of any scale, of each client in all K averages, or (K, M): row k in that of model k.
         """
         if self.received is not None:
             raise NotAsynchronous("its clients train several models of a mixture together")

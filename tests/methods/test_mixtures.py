@@ -11,11 +11,12 @@ from rounds import COHORTS, accuracy, floats, groups, mlp
 from torch import nn
 
 from cfl_ray.core.aggregation import RULES, MultiKrum, TrimmedMean
+from cfl_ray.core.clients import Mixture
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.mixtures import entropy
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.methods.fedavg import FedAvg
-from cfl_ray.methods.fedem import FedEM
+from cfl_ray.methods.fedem import FedEM, responsibilities
 from cfl_ray.methods.fedrc import FedRC
 
 METHODS = [FedEM, FedRC]
@@ -88,6 +89,25 @@ class TestFormulas:
         first = plain.init(one.start())
         whole, part = (method.round(first, clients, None).models_KP - first.models_KP for method in (plain, damped))
         assert torch.allclose(part, whole * N_0 / (N_0 + N_1), atol=1e-6) and whole.abs().max() > 0.05
+
+
+@pytest.mark.parametrize("engine", ["sequential", "span"])
+def test_every_model_can_have_client_weights_of_its_own(engine):
+    """theta_k <- sum_i a_ki theta_ik / sum_i a_ki, and a model without weight keeps its value."""
+    one = replace(stage(), engine=engine)
+    theta = torch.stack([one.model(k) for k in range(3)])
+    weight_KM = np.array([[0.2, 0.6], [3.0, 0.0], [0.0, 0.0]])
+    clients = one.clients()
+    mixture = Mixture(responsibilities, np.full((2, 3), 1 / 3))
+    updates = clients.train_mixture(clients.broadcast(theta), mixture, average=weight_KM)
+    found = updates.averaged(default=theta)
+    w = [matrix(row_P) for row_P in theta]
+    q = [softmax(-np.stack([sample_losses(one, i, each) for each in w], 1)) for i in (0, 1)]
+    trained = [[weighted_sgd(one, i, each, q[i][:, k]) for i in (0, 1)] for k, each in enumerate(w)]
+    assert_close(found[0], (0.2 * trained[0][0] + 0.6 * trained[0][1]) / (0.2 + 0.6))
+    assert_close(found[1], trained[1][0])
+    assert torch.equal(found[2], theta[2])
+    assert np.allclose(updates.arrived_R[:2], 1)
 
 
 @pytest.mark.parametrize("method", METHODS)
