@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
@@ -290,7 +291,7 @@ def _estimate_table(estimate: Estimate, traffic: dict[str, TrafficEstimate]) -> 
         "\nMbit\nin all",
         "server\nMB",
         "each\nhost MB",
-        "a client\nkeeps MB",
+        "a client\nkeeps",
     )
     table = method_table("expected", headings)
     for label, sent in traffic.items():
@@ -304,7 +305,7 @@ def _estimate_table(estimate: Estimate, traffic: dict[str, TrafficEstimate]) -> 
             f"{total:.1f}",
             f"{estimate.server_bytes(label, sent) / 1e6:.0f}",
             f"{estimate.host_bytes(sent) / 1e6:.0f}",
-            f"{4 * sum(sent.kept.values()) / 1e6:.3f}" if sent.kept else "-",
+            decimal(4 * sum(sent.kept.values())) if sent.kept else "-",
         )
     return table
 
