@@ -215,7 +215,7 @@ class Method(ABC, Generic[S]):
         """Raises ConfigError for an option that does not fit the model; called before a run. By default all fit."""
 
     def warning(self, clients: int, cohort: int) -> str:
-        """What the method cannot do with this many clients in the federation and in a round; empty: nothing.
+        """A line on what the method cannot do with this many clients in the federation and in a round; empty: nothing.
 
         `cfl-ray check` and a run show it before round 1.
         """
