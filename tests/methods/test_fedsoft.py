@@ -62,7 +62,7 @@ def test_one_centre_without_its_term_is_the_mean_of_local_models():
 
 
 def test_shares_of_planted_mixtures_are_recovered():
-    """From random centres. So with the seeds 0, 2 and 3; with seed 1 the centres stay alike, and the shares near 0.5."""
+    """From random centres. Also with the seeds 2 and 3; with seed 1 centres stay alike, and shares near 0.5."""
     shares = [0.7, 0.3, 0.7, 0.3, 0.7, 0.3]
     one = Stage(mixed_clients(shares), mlp, LocalSGD(epochs=2, batch_size=30, lr=0.5))
     method = FedSoft(lam=0.1, clients_per_cluster=2)
