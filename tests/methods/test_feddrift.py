@@ -56,7 +56,7 @@ def steps(one: Stage, method: FedDrift, points: list[list[int]], rounds: int = R
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("name", ["sine", "circle"])
 def test_concepts_are_recovered_with_change_points_of_the_official_code(name, eager):
-    """With the delta of the paper. 93 and 80 of 100 points have label 1 in the concepts of CIRCLE: it needs more training."""
+    """With the delta of the paper. In the concepts of CIRCLE 93 and 80 % of the points have label 1: more training."""
     one = stage(concepts("sine", CHANGE_POINTS))
     if name == "circle":
         one = stage(concepts("circle", CHANGE_POINTS, samples=300), hidden=16, steps=30, lr=0.5)
