@@ -83,7 +83,7 @@ class Estimate:
             for label, number in wanted.items()
             if number > clients
         ]
-        return self.setup.experiment.warnings + empty + _unwritable(Path(self.setup.experiment.output).absolute())
+        return self.setup.warnings + empty + _unwritable(Path(self.setup.experiment.output).absolute())
 
 
 def _unwritable(output: Path) -> list[str]:

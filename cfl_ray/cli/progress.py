@@ -146,7 +146,7 @@ class Display(Watcher):
         )
         self.tested_on = federation.tested_on
         self._line(self.tested_on)
-        for warning in setup.experiment.warnings:
+        for warning in setup.warnings:
             self._line(f"warning: {warning}")
         if ignored := ignored_events(setup.experiment):
             self._line(f"note: {ignored}")

@@ -214,6 +214,13 @@ class Method(ABC, Generic[S]):
     def check_model(self, spec: ParamSpec) -> None:
         """Raises ConfigError for an option that does not fit the model; called before a run. By default all fit."""
 
+    def warning(self, clients: int, cohort: int) -> str:
+        """A line on what the method cannot do with this many clients in the federation and in a round; empty: nothing.
+
+        `cfl-ray check` and a run show it before round 1.
+        """
+        return ""
+
     @abstractmethod
     def init(self, start: Start) -> S:
         """The state before round 1."""

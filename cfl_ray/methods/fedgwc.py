@@ -18,7 +18,8 @@ A client that has not taken part joins as a newcomer after its cluster has split
 
 Deviations: the cohort is drawn from the whole federation, so the number of participants of a cluster changes (official
 code: m from each cluster). The official code may add losses drawn from a normal distribution if participants are few;
-this code does not. With all clients in every round size / m is 1, and no cluster splits.
+this code does not. With more than half of the clients in every round size / m is below 2, and no
+cluster splits.
 """
 
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ class FedGWC(Method[InteractionState], name="fedgwc"):
     epsilon: float = option(1e-5, "epsilon: v below which interactions are settled", source="official code", low=0)
     most_parts: int = option(4, "largest n, parts of a split", source="official code", low=2)
     weights: str = weights_option()
+
+    def warning(self, clients: int, cohort: int) -> str:
+        if clients // cohort >= 2:
+            return ""
+        return f"no cluster splits with more than half of the clients in a round: {cohort} of {clients}"
 
     def init(self, start: Start) -> InteractionState:
         return InteractionState(

@@ -53,6 +53,14 @@ class FedSoft(MixtureMethod[MixtureState], name="fedsoft"):
     )
     least_importance: float = option(1e-4, "sigma: least importance u_ik", source="official code", low=0, high=1)
 
+    def warning(self, clients: int, cohort: int) -> str:
+        if self.num_clusters == 1 or (self.clients_per_cluster or cohort) < cohort:
+            return ""
+        return (
+            f"clients_per_cluster ({self.clients_per_cluster or 'null'}) is not below the {cohort} clients of a round: "
+            "every S_k is the whole cohort, and all centres are equal"
+        )
+
     def init(self, start: Start) -> MixtureState:
         return MixtureState.first(start, self.num_clusters)
 

@@ -106,6 +106,13 @@ class Setup:
         return Worker(self.network(device, memory_share), self.federation, engine, self.attack)
 
     @property
+    def warnings(self) -> list[str]:
+        """A line for each key that is valid but has no effect, or probably another effect than intended."""
+        clients, cohort = self.federation.num_clients, self.division.cohort
+        of_methods = {label: method.warning(clients, cohort) for label, method in self.methods.items()}
+        return self.experiment.warnings + [f"{label}: {text}" for label, text in of_methods.items() if text]
+
+    @property
     def attack(self) -> Attack:
         """The attack of the experiment, and the clients that carry it out."""
         wanted, total = self.experiment.attack, self.federation.num_clients

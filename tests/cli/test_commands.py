@@ -515,6 +515,22 @@ def test_more_clusters_than_clients_are_worth_a_warning(capsys):
     assert "warning: fesem.num_clusters (41) is more than the 40 clients: some clusters stay empty" in output
 
 
+def test_a_method_warns_of_what_it_cannot_do_with_this_cohort(capsys):
+    """FedSoft draws fewer clients for a centre than take part; FedGWC splits if at most half of the clients do."""
+    methods = "methods=[{fedsoft: {clients_per_cluster: %s}}, {fedsoft: {num_clusters: 1, label: one}}, fedgwc]"
+    twelve = "data.partition.clients=12"
+    for command in (["check"], ["run", "--in-process", *QUICK]):
+        _, output, _ = call(capsys, *command, methods % 12, twelve, "schedule=[]", "cohort.fraction=1")
+        output = " ".join(output.split())
+        assert output.count("warning") == 2, output
+        assert "warning: fedsoft: clients_per_cluster (12) is not below the 12 clients of a round" in output
+        assert "warning: fedgwc: no cluster splits with more than half of the clients in a round: 12 of 12" in output
+    _, output, _ = call(capsys, "check", methods % 5, twelve, "schedule=[]", "cohort.fraction=0.5")
+    assert "warning" not in output
+    _, output, _ = call(capsys, "check", methods % "null", twelve, "schedule=[]", "cohort.fraction=0.5")
+    assert "warning: fedsoft: clients_per_cluster (null) is not below the 6 clients" in " ".join(output.split())
+
+
 def test_an_output_that_cannot_be_written_is_worth_a_warning(capsys):
     Path("file").write_text("")
     _, output, _ = call(capsys, "check", "output=file/runs")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from federations import planted
 from linear import ETA, N_0, N_1, gradient, loss, matrix, stage
 from rounds import COHORTS, floats, groups
 
@@ -93,6 +94,20 @@ def test_a_settled_cluster_splits_and_its_clients_go_on_from_its_model():
     joined = method.join(left, one.clients([1, 2], round=3))
     assert joined.assign_N[[1, 2]].tolist() == [1, 0], "the cluster with the least loss"
     assert method.serve(joined, one.clients([1, 2, 0])).row_M.tolist() == [1, 0, 0]
+
+
+def test_groups_that_disagree_are_found_from_the_losses_of_small_cohorts():
+    """Of three clients two are of a group, and their losses nearer to the mean: both have more of the reward."""
+    one, method = groups(federation=planted(12), lr=1.0), FedGWC(steps_sent=1, epsilon=7e-4, gamma=1.0, most_parts=2)
+    state, draw, group = method.init(one.start()), np.random.default_rng(0), np.arange(12) % 2
+    for round in range(1, 301):
+        cohort = np.sort(draw.choice(12, 3, replace=False))
+        state = one.play(method, cohort, state=state, first=round)
+        if state.num_clusters > 1:
+            break
+    (event,) = one.stats.events
+    assert event.event == "split" and event.because["v"] < 7e-4 and event.because["davies_bouldin"] < 1
+    assert agreement(group, state.assign_N)["ari"] == 1
 
 
 @pytest.mark.parametrize("cohorts", [COHORTS, [None] * 3])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage, planted
+from federations import Spoiled, Stage
 from linear import ETA, N_0, N_1, STEPS, assert_close, gradient, matrix, stage
 from rounds import COHORTS, EnginesAndCheckpoints, floats, groups, mlp
 from test_mixtures import mixed_clients, sample_losses
@@ -62,14 +62,13 @@ def test_one_centre_without_its_term_is_the_mean_of_local_models():
 
 
 def test_shares_of_planted_mixtures_are_recovered():
+    """From random centres. Also with the seeds 2 and 3; with seed 1 centres stay alike, and shares near 0.5."""
     shares = [0.7, 0.3, 0.7, 0.3, 0.7, 0.3]
     one = Stage(mixed_clients(shares), mlp, LocalSGD(epochs=2, batch_size=30, lr=0.5))
     method = FedSoft(lam=0.1, clients_per_cluster=2)
-    # centres near the concepts: each from a short training on one of them
-    concepts = Stage(planted(2, 2, samples=720), mlp, LocalSGD(epochs=2, batch_size=30, lr=0.5))
-    rows = [concepts.play(FedAvg(), *[[group]] * 4).models_KP for group in (0, 1)]
-    state = one.play(method, None, state=method.init(one.start()).advance(models_KP=torch.cat(rows)))
-    assert np.abs(state.weight_NK[:, 0] - shares).max() < 0.12
+    state = one.play(method, *[None] * 40)
+    found = state.weight_NK[:, 0] if state.weight_NK[0, 0] > 0.5 else state.weight_NK[:, 1]
+    assert np.abs(found - shares).max() < 0.1, found
 
 
 def test_importances_are_estimated_every_tau_rounds_by_all_reachable_clients():

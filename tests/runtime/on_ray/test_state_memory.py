@@ -1,4 +1,7 @@
-"""The memory of a host does not follow the cohort, for methods with client state and those that defer averaging."""
+"""The memory of a host does not follow the cohort, for methods with client state and those that defer averaging.
+
+And for FedEM, whose clients train several models in an exchange.
+"""
 
 import shutil
 
@@ -8,8 +11,8 @@ from private_memory import peaks
 pytestmark = pytest.mark.slow
 
 METHODS = [
-    *("apfl", "autocfl", "cfl", "cflgp", "cgpfl", "ditto", "fedac", "fedas", "fedgroup", "fedper", "fedrep"),
-    *("fedsoft", "fesem", "fesem_cam", "fl_hc", "lg_fedavg", "local", "pfedme"),
+    *("apfl", "autocfl", "cfl", "cflgp", "cgpfl", "ditto", "fedac", "fedas", "fedem", "fedgroup", "fedper"),
+    *("fedrep", "fedsoft", "fesem", "fesem_cam", "fl_hc", "lg_fedavg", "local", "pfedme"),
 ]
 # each client has a model of its own on the server and uploads all of it: a call is as large as it may be from 50 on
 OWN_MODELS = ["fedcac", "fedccfa", "pfedgraph"]
