@@ -57,7 +57,8 @@ class DryBackend:
             self.deferred.add(num_clients)
         if (state := work.client_state) is not None and isinstance(work, Train):
             columns = self.spec.size if state.columns is None else state.columns.count
-            self.kept[state.name] = columns + (self.spec.trained if work.local.persist else 0)
+            floats = columns + (self.spec.trained if work.local.persist else 0)
+            self.kept[state.name] = work.models_per_client * floats
         if isinstance(work, Train | FitMixture) and work.mixture is not None:
             self.kept[MIXTURE_WEIGHTS] = work.mixture.num_models
         arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.classes).items()}
