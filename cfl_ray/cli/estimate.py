@@ -68,7 +68,8 @@ class Estimate:
     def server_bytes(self, label: str, traffic: TrafficEstimate) -> float:
         _, pairs = self.compared.get(label, (0, 0))
         models = (traffic.models + 1) * 4 * self.model_bytes
-        return _PROCESS_BYTES + models + pairs + _CLIENT_BYTES * self.federation.clients
+        weights = 8 * traffic.mixed  # float32, before and after a round
+        return _PROCESS_BYTES + models + pairs + (_CLIENT_BYTES + weights) * self.federation.clients
 
     def host_bytes(self, traffic: TrafficEstimate) -> float:
         return _PROCESS_BYTES + (traffic.models * 3 + 6) * self.model_bytes

@@ -358,7 +358,8 @@ class Clients:
             of the same number in the previous round. None: numbered in the order of the calls.
         """
         keeps_any = bool(np.any(keep_as_local_model))
-        local, client_state = _with_momentum_kept(how.sgd or self.local, client_state, keeps_any)
+        keeps_momentum = keeps_any or how.mixture is not None
+        local, client_state = _with_momentum_kept(how.sgd or self.local, client_state, keeps_momentum)
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
         if how.trace:
             self.reads("the losses of local steps")
@@ -487,6 +488,7 @@ class Clients:
         """Trains all K models on every client's own data, with the client's weights of its samples for each model.
 
         The models of a client are trained on the same batches. It uploads all of them, and what `mixture.upload` gives.
+        With `local.persist` it keeps a momentum buffer for each model.
         P-local measures the model with its largest weight.
 
         received: the models, after `broadcast`.
@@ -775,10 +777,10 @@ class _Tables:
 
 
 def _with_momentum_kept(
-    local: LocalSGD, client_state: ClientState | None, keep_as_local_model: bool
+    local: LocalSGD, client_state: ClientState | None, keeps_momentum: bool
 ) -> tuple[LocalSGD, ClientState | None]:
     """Local training and client state that keep a persistent momentum buffer, without other state under "momentum"."""
-    local = replace(local, persist=local.persist and keep_as_local_model and local.momentum > 0)
+    local = replace(local, persist=local.persist and keeps_momentum and local.momentum > 0)
     if local.persist and client_state is None:
         return local, ClientState("momentum", Columns(()), private=False)
     return local, client_state

@@ -36,8 +36,9 @@ class MixtureState(State):
     def weights_of(self, ids_M: np.ndarray) -> np.ndarray:
         """Mixture weights, float64 (M, K); equal weights for a client that has none yet."""
         weight_MK = self.weight_NK[ids_M].astype(np.float64)
-        total_M1 = weight_MK.sum(1, keepdims=True)
-        return np.divide(weight_MK, total_M1, out=np.full_like(weight_MK, 1 / self.num_clusters), where=total_M1 > 0)
+        weight_MK[~weight_MK.any(1)] = 1
+        weight_MK /= weight_MK.sum(1, keepdims=True)
+        return weight_MK
 
     def with_weights(self, clients: Clients, weight_MK: np.ndarray, **changes: Any) -> Self:
         """The next state, with these mixture weights; clients with NaN keep theirs. Reports them as diagnostics."""

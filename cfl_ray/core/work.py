@@ -332,7 +332,7 @@ class Work:
 
     @property
     def state_owners(self) -> np.ndarray:
-        """Ids of the clients whose state this work uses, or the keys (`keys_of`) of deferred results."""
+        """Keys (`keys_of`) of the client states, or of the deferred results, that this work uses."""
         return self.ids_M
 
     @property
@@ -343,6 +343,13 @@ class Work:
     def keys_of(self, ids_m: np.ndarray, index_m: np.ndarray) -> np.ndarray:
         """Keys, (m,), of the values that entries at these positions leave: of a client's k-th of K models id K + k."""
         return ids_m * self.models_per_client + index_m % self.models_per_client
+
+    def state_key(self, key: int) -> tuple[str, int]:
+        """Name and client of the state with this key; that of a client's k-th of several models is NAME-k."""
+        assert self.client_state is not None
+        client, model = divmod(key, self.models_per_client)
+        name = self.client_state.name
+        return name if self.models_per_client == 1 else f"{name}-{model}", client
 
     @property
     def updates_client_state(self) -> bool:
@@ -388,6 +395,10 @@ class Train(Work):
     @property
     def models_per_client(self) -> int:
         return 1 if self.mixture is None else self.mixture.num_models
+
+    @property
+    def state_owners(self) -> np.ndarray:
+        return self.ids_M if self.mixture is None else self.keys_of(self.ids_M, self.start.row_M)
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         size = len(self.ids_M)

@@ -94,15 +94,15 @@ class ClientStateStore:
             return {i: deferred[key] for i, key in enumerate(ids) if key in deferred}
         if work.client_state is None:
             return {}
-        keys = [(work.client_state.name, client) for client in ids]
+        keys = [work.state_key(key) for key in ids]
         return {i: self._values[key] for i, key in enumerate(keys) if key in self._values}
 
     def keep(self, work: Work, states: Mapping[int, Any], deferred: Mapping[int, Any]) -> None:
-        """Stores the client states of an exchange, by client, and its deferred results, by key."""
+        """Stores the client states of an exchange and its deferred results, both by key (`Work.keys_of`)."""
         if work.client_state is not None:
-            entries = {(work.client_state.name, client): value for client, value in states.items()}
+            entries = {work.state_key(key): value for key, value in states.items()}
             self._values.update(entries)
-            self._names.add(work.client_state.name)
+            self._names.update(name for name, _ in entries)
             self._changed.update(entries)
             self.unsaved += sum(value.nbytes for value in entries.values())
             self._forgotten.difference_update(entries)

@@ -12,7 +12,7 @@ pi_i by E and M steps from equal weights.
 Deviations: a client trains its K models on the same batches. The official code (omarfoq/FedEM, 996fadd) differs from
 the paper: it averages over all clients, with the last global model for clients outside the cohort (`damped`), has
 weight decay 5e-4, lets a newcomer take an E and an M step whenever a round is logged (`fit_steps`), and keeps momentum
-0.9 between rounds, which is not possible here.
+0.9 of each model between rounds (`local.persist`).
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,6 @@ class FedEM(MixtureMethod[MixtureState], name="fedem"):
     """K models; each client predicts with their mixture, learned by expectation-maximisation."""
 
     needs_classes = "its models are mixed by their class probabilities"
-    needs_fresh_momentum = "a client trains several models in one exchange"
 
     num_models: int = option(3, "K, number of models that are mixed; 1 is FedAvg", source="paper", low=1)
     damped: bool = option(

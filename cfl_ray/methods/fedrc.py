@@ -59,7 +59,6 @@ class FedRC(MixtureMethod[FedRCState], name="fedrc"):
     """FedEM with mixtures that do not depend on label skew: models separate concepts, not labels."""
 
     needs_classes = "its responsibilities count labels"
-    needs_fresh_momentum = "a client trains several models in one exchange"
 
     num_models: int = option(3, "K, number of models that are mixed; 1 is FedAvg", source="paper", low=1)
     fit_steps: int = option(10, "E and M steps of a client that has not trained yet", source="ours", low=1)

@@ -28,6 +28,8 @@ from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.system.threads import one_thread
 
+MIXTURE_WEIGHTS = "mixture weights"  # in the names of what a client keeps
+
 
 @dataclass(frozen=True)
 class DryBackend:
@@ -55,9 +57,10 @@ class DryBackend:
             self.deferred.add(num_clients)
         if (state := work.client_state) is not None and isinstance(work, Train):
             columns = self.spec.size if state.columns is None else state.columns.count
-            self.kept[state.name] = columns + (self.spec.trained if work.local.persist else 0)
+            floats = columns + (self.spec.trained if work.local.persist else 0)
+            self.kept[state.name] = work.models_per_client * floats
         if isinstance(work, Train | FitMixture) and work.mixture is not None:
-            self.kept["mixture weights"] = work.mixture.num_models
+            self.kept[MIXTURE_WEIGHTS] = work.mixture.num_models
         arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.classes).items()}
         if isinstance(work, Describe):
             length = self.num_features(work)
@@ -136,6 +139,11 @@ class TrafficEstimate:
     load: Load  # of a client in a later round
     kept: dict[str, int]  # floats that a client keeps between rounds, by name
 
+    @property
+    def mixed(self) -> int:
+        """Number of models that a client mixes; 0 if it mixes none."""
+        return self.kept.get(MIXTURE_WEIGHTS, 0)
+
 
 def traffic(
     method: Method[Any],
@@ -166,7 +174,7 @@ def traffic(
     if isinstance(method.aggregation_rule, Mean):
         deferred = max(backend.deferred, default=0)
     else:
-        deferred = cohort * backend.kept.get("mixture weights", 1)  # a robust rule needs all results together
+        deferred = cohort * backend.kept.get(MIXTURE_WEIGHTS, 1)  # a robust rule needs all results together
     return TrafficEstimate(mbit[0], mbit[1], models, deferred, load, backend.kept)
 
 

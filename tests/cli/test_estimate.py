@@ -142,8 +142,13 @@ def test_what_a_client_keeps_is_shown_in_bytes(tmp_path):
         "fedem": f"{4 * 3} bytes",
         "ditto": f"{4 * size} bytes",
     }
+    soft = found.traffic["fedem"]
+    without = replace(soft, kept={})
+    assert found.server_bytes("fedem", soft) - found.server_bytes("fedem", without) == 2 * 4 * 3 * 5
     persistent = {"momentum": 0.9, "persist": True}
-    kept = estimate.estimate(cfl_ray.Experiment(methods=["fedavg", "fedper"], local=persistent, **common)).traffic
+    methods = ["fedavg", "fedper", {"fedem": {"num_models": 3}}]
+    kept = estimate.estimate(cfl_ray.Experiment(methods=methods, local=persistent, **common)).traffic
+    assert kept["fedem"].kept == {"mixture weights": 3, "momentum": 3 * size}
     assert kept["fedavg"].kept == {"momentum": size} and kept["fedper"].kept == {"head": head + size}
 
 

@@ -1,5 +1,6 @@
 """FedEM and FedRC: a round as the papers' formulas in NumPy, special cases, mixtures that are recovered, newcomers."""
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -264,6 +265,26 @@ def test_a_diverged_model_has_no_weight_and_all_diverged_exclude_the_client():
     assert (after.weight_NK == [1, 0]).all()
     one.play(FedEM(num_models=2), [0, 1], state=state.advance(models_KP=broken * torch.nan))
     assert "responsibilities" in one.stats.rejected[0]
+
+
+def test_a_round_costs_the_server_one_copy_of_the_weights():
+    """For each client with weights: 4 K + 4 bytes in the next state, and 13 to count the members of models."""
+    clients, count = 100_000, 3
+    one = Stage(planted(clients, samples=1), mlp, LocalSGD(steps=1))
+    method, cohort = FedEM(num_models=count), np.arange(100)
+    state = method.init(one.start())
+    weight_NK = np.full((clients, count), 1 / count, np.float32)
+    state = state.advance(weight_NK=weight_NK, assign_N=np.zeros(clients, np.int32))
+    method.round(state, one.clients(cohort), None)  # what is allocated once, such as modules
+    tracemalloc.start()
+    try:
+        after = method.round(state, one.clients(cohort), None)
+        kept, peak = (size / clients for size in tracemalloc.get_traced_memory())
+    finally:
+        tracemalloc.stop()
+    assert not np.array_equal(after.weight_NK[cohort], weight_NK[cohort])
+    state_bytes = 4 * count + 4
+    assert state_bytes <= kept < state_bytes + 4 and peak < state_bytes + 13 + 4, (kept, peak)
 
 
 def test_the_train_loss_is_that_of_the_mixture():

@@ -16,7 +16,9 @@ from cfl_ray.engine.task import TrainingTask
 from cfl_ray.methods.cfl import CFL
 from cfl_ray.methods.ditto import Ditto
 from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.fedem import FedEM
 from cfl_ray.methods.fedper import FedPer
+from cfl_ray.methods.fedrc import FedRC
 
 SIZES, STEPS, LR, RHO, DECAY = [12, 4, 7], 3, 0.2, 0.9, 0.01
 
@@ -35,18 +37,26 @@ def stage(engine: str = "manual", persist: bool = True, momentum: float = RHO) -
 
 
 class Clients:
-    """PyTorch's own optimisers, one per client."""
+    """PyTorch's own optimisers, one per client and model."""
 
     def __init__(self, one: Stage):
         self.one, self.optimisers = one, {}
 
-    def train(self, client: int, row_P: torch.Tensor, lam: float = 0.0, to: torch.Tensor | None = None) -> torch.Tensor:
-        module, optimiser = self.optimisers.setdefault(client, self._new())
+    def train(
+        self,
+        client: int,
+        row_P: torch.Tensor,
+        lam: float = 0.0,
+        to: torch.Tensor | None = None,
+        model: int = 0,
+        weight_n: torch.Tensor | float = 1.0,
+    ) -> torch.Tensor:
+        module, optimiser = self.optimisers.setdefault((client, model), self._new())
         nn.utils.vector_to_parameters(row_P.clone(), module.parameters())
         x, y = self.one.federation.train(client)
         for _ in range(STEPS):
             optimiser.zero_grad()
-            loss = cross_entropy(module(x), y)
+            loss = (weight_n * cross_entropy(module(x), y, reduction="none")).mean()
             if lam:
                 loss = loss + lam / 2 * (nn.utils.parameters_to_vector(module.parameters()) - to).square().sum()
             loss.backward()
@@ -99,6 +109,29 @@ def test_a_personal_model_has_its_own_buffer():
         assert len(kept) == 2 * size and torch.allclose(kept[:size], personal[client], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised", "span"])
+def test_a_client_of_a_mixture_has_an_optimiser_for_each_model(engine):
+    """As in the official code of FedEM."""
+    one, cohorts, count = stage(engine), [[0, 1], [0, 2], [0, 1, 2]], 2
+    clients, w = Clients(one), [one.model(k) for k in range(count)]
+    pi = {client: torch.full((count,), 1 / count) for client in range(3)}
+    for ids in cohorts:
+        trained = []
+        for client in ids:
+            x, y = one.federation.train(client)
+            loss_nK = torch.stack([cross_entropy(one.network.logits_of(row, x), y, reduction="none") for row in w], 1)
+            q_nK = (pi[client].log() - loss_nK).softmax(1)
+            pi[client] = q_nK.mean(0)
+            trained.append([clients.train(client, w[k], model=k, weight_n=q_nK[:, k]) for k in range(count)])
+        size = torch.tensor([SIZES[client] for client in ids], dtype=torch.float32)
+        w = [(torch.stack(of_model) * size[:, None]).sum(0) / size.sum() for of_model in zip(*trained)]
+    found = one.play(FedEM(num_models=count), *cohorts).models_KP
+    assert torch.allclose(found, torch.stack(w), rtol=0, atol=1e-5)
+    assert one.client_states.keys() == {(f"momentum-{k}", client) for k in range(count) for client in range(3)}
+    fresh = stage(engine, persist=False).play(FedEM(num_models=count), *cohorts).models_KP
+    assert not torch.allclose(fresh, found, rtol=0, atol=1e-3)
+
+
 def test_without_momentum_nothing_is_kept():
     one = stage(momentum=0.0)
     one.play(FedAvg(), None)
@@ -114,7 +147,9 @@ def test_the_shortcut_for_full_batches_does_not_apply():
 
 
 @pytest.mark.parametrize(
-    "method", [CFL(min_rounds=1, eps1=10.0, eps2=0.0), FedPer(), Ditto()], ids=lambda method: method.name
+    "method",
+    [CFL(min_rounds=1, eps1=10.0, eps2=0.0), FedPer(), Ditto(), FedEM(num_models=2), FedRC(num_models=2)],
+    ids=lambda method: method.name,
 )
 class TestWithMethods:
     LOCAL = {"persist": True, "momentum": 0.5, "batch_size": 30}
@@ -131,4 +166,4 @@ class TestWithMethods:
         one = groups(**self.LOCAL)
         one.play(method, None)
         one.backend.forget(np.array([3]))
-        assert sorted(client for _, client in one.client_states) == [0, 1, 2, 4, 5, 6, 7]
+        assert {client for _, client in one.client_states} == {0, 1, 2, 4, 5, 6, 7}

@@ -115,7 +115,7 @@ class Exchange:
         self.setup = backend.pool.setup
         self.results: list[ChunkResult] = []  # of calls
         self.skipped: list[ChunkResult] = []  # of excluded clients
-        self.states: dict[int, StoredValue] = {}  # by client
+        self.states: dict[int, StoredValue] = {}  # by key
         self.deferred: list[dict[int, StoredValue]] = []  # of each part of a result: by key
         # values that the work leaves with clients: (by key, whether those of a call are packed, bytes of a value)
         self.left: list[tuple[dict[int, StoredValue], bool, int]] = []

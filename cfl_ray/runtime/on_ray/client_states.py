@@ -54,9 +54,8 @@ class RayClientStates(ClientStateStore):
             if isinstance(value, SavedState) and not (_has_file(value) and self._shares(host))
         ]
         if unreadable:
-            assert work.client_state is not None
-            name, owners = work.client_state.name, work.state_owners
-            key_of = {i: (name, int(owners[i])) for i in unreadable}
+            owners = work.state_owners.tolist()
+            key_of = {i: work.state_key(owners[i]) for i in unreadable}
             placed = dict(put_all((key_of[i], values[i].tensor()) for i in unreadable))
             super().move(placed)
             values |= {i: placed[key_of[i]] for i in unreadable}

@@ -95,9 +95,7 @@ def test_hosts_do_not_change_a_bit_of_robust_averages_among_attackers(experiment
     """One average, one per cluster, private columns, deferred results, and several of a client; momentum is kept."""
     pairs = [*(("fedavg", rule) for rule in RULES), *zip(("ifca", "stocfl", "fedper", "fesem"), RULES)]
     methods = [{name: {"aggregation": rule}} for name, rule in pairs]
-    methods += [
-        {name: {"aggregation": RULES[at], "local": {"momentum": 0.0}}} for at, name in ((0, "fedem"), (2, "fedrc"))
-    ]
+    methods += [{name: {"aggregation": RULES[at]}} for at, name in ((0, "fedem"), (2, "fedrc"))]
     changes = {
         "methods": methods,
         "rounds": 2,
