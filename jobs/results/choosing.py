@@ -13,7 +13,7 @@ FIGURES = {  # by data set
     "Digits": ROOT / "docs" / "results" / "heterogeneity-digits.csv",
     "Fashion-MNIST": ROOT / "docs" / "results" / "heterogeneity-fashion_mnist.csv",
 }
-SETTINGS = ("label_skew", "feature_shift", "concept_shift", "both", "drift")
+SETTINGS = ("label_skew", "feature_shift", "concept_shift", "both", "drift", "mixtures")
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 
 
@@ -25,10 +25,11 @@ def section() -> str:
 def table(figures: Path) -> str:
     """Mean accuracy of each method in each setting in percent, its mean rank and its costs; best rank first.
 
-    Of the seeds that all methods have in all settings.
+    Of the settings that the file has, and of the seeds that all methods have in all of them.
     """
     runs = pd.read_csv(figures).assign(mbit=lambda frame: frame.mbit_down + frame.mbit_up)
-    runs = runs[runs.groupby("seed")["seed"].transform("size") == len(SETTINGS) * runs["method"].nunique()]
+    settings = [name for name in SETTINGS if name in set(runs["setting"])]
+    runs = runs[runs.groupby("seed")["seed"].transform("size") == len(settings) * runs["method"].nunique()]
     metrics: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for run in runs.itertuples():
         metrics.setdefault((run.setting, run.method), {})[run.seed] = {"accuracy": run.accuracy}
@@ -36,9 +37,9 @@ def table(figures: Path) -> str:
     assert ranks is not None
     accuracy = 100 * runs.pivot_table("accuracy", "method", "setting")
     costs = runs.groupby("method")[["mbit", "seconds"]].mean()
-    rows = [["method", *(name.replace("_", " ") for name in SETTINGS), "mean rank", "Mbit", "seconds"]]
+    rows = [["method", *(name.replace("_", " ") for name in settings), "mean rank", "Mbit", "seconds"]]
     for method, rank in ranks.mean_rank.items():
-        shown = [f"{accuracy.loc[method, setting]:.0f}" for setting in SETTINGS]
+        shown = [f"{accuracy.loc[method, setting]:.0f}" for setting in settings]
         bold = f"**{rank:.1f}**" if ranks.is_near_best(method) else f"{rank:.1f}"
         cost = costs.loc[method]
         rows.append([method, *shown, bold, f"{cost.mbit:.0f}", f"{cost.seconds:.1f}"])
