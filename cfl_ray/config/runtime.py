@@ -29,7 +29,11 @@ class RuntimeConfig(ConfigSection):
         "bits of sums, since clients are added up one by one",
     )
     gpus_per_host: float = Field(
-        0.0, ge=0, le=16, description="share of a GPU that each host reserves, e.g. 0.25; 0: none"
+        0.0,
+        ge=0,
+        le=1,
+        description="share of a GPU that each host reserves, e.g. 0.25; 0: none. A host trains on one GPU: more GPUs "
+        "need more hosts",
     )
     cpus_per_host: float = Field(1.0, gt=0, description="CPUs that each host reserves; it computes with one thread")
     engine: Literal["auto", "sequential", "manual", "vectorised", "span"] = Field(

@@ -29,6 +29,8 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import OwnModelsState
 from cfl_ray.core.weights import averages_of, global_weights
 
+_CLIENTS = 8  # whose masks are made together: a row of temporary values for each
+
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalState(OwnModelsState):
@@ -96,12 +98,14 @@ def critical(theta_MP: Tensor, start_KP: Tensor, row_M: np.ndarray, spec: ParamS
     """
     mask_MP = torch.zeros_like(theta_MP, dtype=torch.bool)
     stops = spec.ends[: spec.num_params]
-    for start, stop in zip((0, *stops), stops, strict=False):
-        if count := int(tau * (stop - start)):
-            layer_Mn = theta_MP[:, start:stop]
-            layer_Mn = ((layer_Mn - start_KP[row_M, start:stop]) * layer_Mn).abs()
-            least_M1 = layer_Mn.topk(count, dim=1).values[:, -1:]
-            mask_MP[:, start:stop] = (layer_Mn >= least_M1) & (layer_Mn > 0)
+    for at in range(0, len(theta_MP), _CLIENTS):
+        some = slice(at, at + _CLIENTS)
+        for start, stop in zip((0, *stops), stops, strict=False):
+            if count := int(tau * (stop - start)):
+                layer_mn = theta_MP[some, start:stop]
+                layer_mn = ((layer_mn - start_KP[row_M[some], start:stop]) * layer_mn).abs()
+                least_m1 = layer_mn.topk(count, dim=1).values[:, -1:]
+                mask_MP[some, start:stop] = (layer_mn >= least_m1) & (layer_mn > 0)
     return mask_MP
 
 

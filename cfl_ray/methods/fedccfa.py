@@ -56,7 +56,9 @@ class LabelGroupsState(OwnModelsState):
 
     def models_of(self, ids_M: np.ndarray, spec: ParamSpec) -> Tensor:
         """Models (M, P): theta under h_i."""
-        models_MP = self.all_models[torch.from_numpy(self.rows_of(ids_M))]
+        models_MP = self.models_KP.new_empty(len(ids_M), self.models_KP.shape[1])
+        for model_P, position in zip(models_MP, self.positions(ids_M).tolist(), strict=True):
+            model_P.copy_(self.own_SP[position] if position >= 0 else self.models_KP[0])
         spec.base.put(models_MP, spec.base.of(self.models_KP[0]))
         return models_MP
 

@@ -133,12 +133,13 @@ class PFedGraph(Method[GraphState], name="pfedgraph"):
         if not self.lam:
             return LocalTraining()
         assert start.row_M is not None
+        regulariser = Aligned(self.lam if self.regulariser == "near" else -self.lam)
+        if start.row_M.all():
+            return LocalTraining(local_step=regulariser, companion=start)
         last = len(start.models_KP)
         anchors_KP = torch.cat([start.models_KP, torch.zeros_like(start.models_KP[:1])])
         companion = Sent(anchors_KP, np.where(start.row_M == 0, last, start.row_M))
-        return LocalTraining(
-            local_step=Aligned(self.lam if self.regulariser == "near" else -self.lam), companion=companion
-        )
+        return LocalTraining(local_step=regulariser, companion=companion)
 
     def serve(self, state: GraphState, clients: Clients) -> Serving:
         return Serving(state.all_models, state.rows_of(clients.ids_M))

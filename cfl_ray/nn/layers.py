@@ -76,7 +76,8 @@ def replace_layers(module: nn.Module, keep: Collection[str] = (), path: str = ""
         if path + name in keep:
             continue
         if isinstance(child, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
-            setattr(module, name, AddressedDropout(child.p, whole_channels=not isinstance(child, nn.Dropout)))
+            dropout = AddressedDropout(child.p, whole_channels=not isinstance(child, nn.Dropout))
+            setattr(module, name, dropout if child.p else nn.Identity())
         elif type(child) is nn.MaxPool2d and _halves(child):
             setattr(module, name, HalvingMaxPool())
         else:

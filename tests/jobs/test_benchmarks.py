@@ -41,9 +41,9 @@ class TestScale:
         assert found.calls == 100 and found.waited == pytest.approx(100 * CALL_SECONDS)
 
     def test_hosts_wait_little_for_a_server_that_makes_calls_one_after_another(self):
-        """One second of work for each of 200 hosts; a thousand calls take the server as long."""
+        """One second of work for each of 200 hosts; the server needs 0.6 seconds to make one call for each of them."""
         found = simulate_round(200, 20_000, 1, 10, np.full(20_000, 0.01))
-        assert found.calls < 1_500 and found.waited < 0.5
+        assert found.calls < 500 and found.waited < 1
 
     def test_hosts_are_busy_with_costs_drawn_log_normally(self):
         draw = np.random.default_rng(0)

@@ -31,9 +31,9 @@ from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, StoredValue
 # most bytes that the clients of a call keep, or return as features of training, in the heap of the host until the call
 # ends; more on a GPU, whose host trains the clients of a call together
 _LEFT_BYTES, _LEFT_BYTES_GPU = 1 << 24, 1 << 29
-# least seconds of work in a call, and per host: a call costs the server and the host about a millisecond each, and the
-# server makes a call for each of the other hosts in the meantime
-_CALL_SECONDS, _SERVER_SECONDS = 0.01, 0.001
+# least seconds of work in a call, and per host: a call costs the host about a millisecond and the server one to three,
+# and the server makes a call for each of the other hosts in the meantime
+_CALL_SECONDS, _SERVER_SECONDS = 0.01, 0.003
 _IN_CALL_BYTES = 1 << 16  # models up to this size are sent in the call; fetching an object costs a host 0.5 ms
 _WITH_RESULT_BYTES = 1 << 23  # size of the sums of all chunks up to which each call returns its sums
 

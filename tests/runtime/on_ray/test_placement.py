@@ -28,7 +28,7 @@ def free_gpus():
     "runtime, message",
     [
         ({"hosts": 5, "gpus_per_host": 0.25}, "5 hosts with 0.25 GPU each need 1.25 GPUs, the cluster has 1"),
-        ({"hosts": None, "gpus_per_host": 2}, "need 2 GPUs, the cluster has 1"),
+        ({"hosts": 2, "gpus_per_host": 1}, "2 hosts with 1 GPU each need 2 GPUs, the cluster has 1"),
         ({"hosts": 7}, "need 7 CPUs, the cluster has 6"),
         ({"clients_per_host": 1}, "12 hosts with 1 CPU each need 12 CPUs, the cluster has 6"),
     ],
