@@ -11,7 +11,7 @@ from cfl_ray.errors import DataError
 from cfl_ray.results.client_metrics import ClientMetrics
 from cfl_ray.results.diagnostics_log import DiagnosticsLog
 from cfl_ray.results.reassignments import Reassignments
-from cfl_ray.results.recovery import WITHIN, recovery_metrics
+from cfl_ray.results.recovery import recovery_metrics
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
@@ -93,7 +93,7 @@ class MethodRecorder:
         changed = {round: ids for round, ids in changed_in.items() if ids}
         if not changed:
             return {}
-        return recovery_metrics(self.result().recovery_of(changed, WITHIN, self.primary.higher_is_better))
+        return recovery_metrics(self.result().recovery(changed, higher_is_better=self.primary.higher_is_better))
 
     def result(self, open_trained: Callable[[], TrainedMethod] | None = None) -> MethodResult:
         """The result so far. open_trained: opens the trained method."""

@@ -78,21 +78,26 @@ class MethodResult:
             table = table.filter(pc.field("client").isin(pa.array(clients, pa.int64())))
         return table.to_pandas()
 
-    def recovery(self, changed: Mapping[int, Sequence[int]] | None = None, *, within: float = WITHIN) -> pd.DataFrame:
+    def recovery(
+        self,
+        changed: Mapping[int, Sequence[int]] | None = None,
+        *,
+        within: float = WITHIN,
+        higher_is_better: bool | None = None,
+    ) -> pd.DataFrame:
         """A row for each change of data, with recovery time and forgetting; see `results.recovery.recovery_frame`.
 
         changed: ids of clients by the round before which their data changed; None: from the schedule.
         within: largest difference to the mean of the first metric before the change that counts as recovered.
+        higher_is_better: whether higher values of this metric are better; None: as the task says.
         """
         if changed is None:
             scheduled: dict[int, list[int]] = {}
             for change in self.trained.changes:
                 scheduled.setdefault(change.round, []).extend(change.ids)
             changed = scheduled
-        return self.recovery_of(changed, within, self.trained.task.metrics[0].higher_is_better)
-
-    def recovery_of(self, changed: Mapping[int, Sequence[int]], within: float, higher_is_better: bool) -> pd.DataFrame:
-        """`recovery` without the trained method."""
+        if higher_is_better is None:
+            higher_is_better = self.trained.task.metrics[0].higher_is_better
         own = self.client_metrics({client for ids in changed.values() for client in ids})
         return recovery_frame(own, changed, within, higher_is_better, self.diagnostics.get(PAST_SCORES))
 

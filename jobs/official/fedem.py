@@ -28,12 +28,15 @@ class How:
     fraction: float = 1.0  # of the clients, in a round
     damped: bool = False  # of ours
     momentum: float = 0.0  # theirs has 0 in one of its optimisers and 0.9 in another
+    persist: bool = False  # of ours: each client keeps the momentum buffers of its models
 
 
 RUNS = {
     "all clients": How(),
     "half, `damped: true`": How(fraction=0.5, damped=True),
     "half": How(fraction=0.5),
+    "all clients, momentum 0.9, `persist: true`": How(momentum=0.9, persist=True),
+    "half, momentum 0.9, `persist: true`, `damped: true`": How(0.5, damped=True, momentum=0.9, persist=True),
     "all clients, momentum 0.9": How(momentum=0.9),
 }
 
@@ -132,7 +135,7 @@ def global_models(result: Any) -> Tensor:
 def ours(data: Data, new: Data, seed: int, how: How) -> Mixtures:
     method = {"fedem": {"num_models": K, "damped": how.damped, "fit_steps": 1}}
     local: dict[str, Any] = {"epochs": EPOCHS, "batch_size": None, "lr": LR}
-    local |= {"weight_decay": DECAY, "momentum": how.momentum}
+    local |= {"weight_decay": DECAY, "momentum": how.momentum, "persist": how.persist}
     run = Mixtures()
 
     def look(result: Any, rounds: int) -> None:
@@ -156,9 +159,9 @@ Replaced in memory: the loaders, `sample_clients`, so that both have the same co
 are for its decentralised variant. Without momentum its optimiser is `prox_sgd` with mu 0, else `sgd`.
 
 Departures of their code from the paper, in the list of our method: the average is over all clients, those outside the
-cohort with the last global model (ours with `damped: true`), and the momentum lives over rounds (ours begins at zero in
-each round). A newcomer of theirs takes one E and one M step whenever a round is logged, ours takes `fit_steps` of them,
-10 by default and 1 here.
+cohort with the last global model (ours with `damped: true`), and the momentum lives over rounds (ours with
+`local.persist: true`; otherwise it begins at zero in each round). A newcomer of theirs takes one E and one M step
+whenever a round is logged, ours takes `fit_steps` of them, 10 by default and 1 here.
 
 Distance: between the weights of a global model in the two codes, relative to their distance from the first ones; the
 largest of the {k}. *pi*: the largest difference of a client's weight of a model, of the clients that have trained.
