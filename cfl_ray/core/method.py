@@ -101,7 +101,7 @@ class Method(ABC, Generic[S]):
     registry = _REGISTRY
     phases: ClassVar[Mapping[str, tuple[str, ...]]] = {"federate": ()}  # phase -> its successors: `core.events`
     # descriptions for results: the model of a newcomer after `join`, the model of a client without a cluster, and why a
-    # newcomer has no model before it has trained (empty: it has a model)
+    # newcomer has no model before it has trained (empty: it has a model; with a placement of its own: with labels only)
     placement: ClassVar[str] = "the only model, or of several the one with the least loss on its training samples"
     without_cluster: ClassVar[str] = "the mean of the cluster models"
     untrained: ClassVar[str] = ""

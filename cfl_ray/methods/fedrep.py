@@ -5,8 +5,8 @@ Federated Learning. ICML 2021, arXiv:2102.07078, Algorithm 1.
     phi_i <- SGD steps on f_i(h_i, phi_i)        the representation alone, from phi_t, with the new head
     phi_{t+1} <- Avg(phi_i)                      over the cohort; the heads never leave the clients
 
-A client that never took part predicts with phi and the untrained head, so nearly at random. In the paper a newcomer
-trains a head on its own samples with phi fixed: `adapt`.
+A newcomer trains a head on its own samples with phi fixed, and uploads nothing. Any other client that never took part
+predicts with phi and the untrained head, so nearly at random.
 
 Deviations: clients are averaged by samples, as in the official code (paper: uniformly). The head is the upper layers as
 in FedPer (official code: 5 tensors of its CNN are shared). In its last round the official code trains the heads of all
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cfl_ray.core.clients import Clients, LocalTraining
+from cfl_ray.core.clients import Clients, LocalTraining, Sent
 from cfl_ray.core.method import option
 from cfl_ray.core.params import Columns
 from cfl_ray.core.rng import Draws
@@ -56,18 +56,29 @@ def training_of(columns: Columns, clients: Clients, epochs: int | None = None) -
 class FedRep(FedPer, name="fedrep"):
     """A shared representation under private heads, trained one after the other."""
 
+    placement = "its own head, trained on the fixed representation"
     needs_fresh_momentum = "head and representation are trained one after the other, with a buffer each"
 
     head_epochs: int = option(10, "tau_h: local epochs of the head", source="paper's experiments", low=1)
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        private, shared = self.private_columns(clients.spec)
+        shared = self.private_columns(clients.spec)[1]
         phi, head = clients.send(state.models_KP, columns=shared), self.kept(clients.spec)
         # h_i <- tau_h SGD steps on f_i(h_i, phi_t)
-        if head is not None:
-            how = training_of(private, clients, self.head_epochs)
-            clients.train(phi, client_state=head, how=how, keep_as_local_model=False)
+        self.train_heads(phi, clients)
         # phi_i <- SGD steps on f_i(h_i, phi_i);  phi_{t+1} <- Avg(phi_i)
         weight_1M = global_weights(clients.weights(self.weights))
         updates = clients.train(phi, client_state=head, how=training_of(shared, clients), average=weight_1M)
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
+
+    def train_heads(self, phi: Sent, clients: Clients) -> None:
+        """Every client trains its head, if it has one, with the representation `phi` fixed."""
+        if (head := self.kept(clients.spec)) is not None:
+            how = training_of(self.private_columns(clients.spec)[0], clients, self.head_epochs)
+            clients.train(phi, client_state=head, how=how, keep_as_local_model=False)
+
+    def join(self, state: State, clients: Clients) -> State:
+        """The same state; newcomers receive phi and train their heads."""
+        if self.kept(clients.spec) is not None:
+            self.train_heads(clients.send(state.models_KP, columns=self.private_columns(clients.spec)[1]), clients)
+        return state

@@ -59,20 +59,20 @@ class _Joined:
         self.serving: Serving = self.steps.serve(self.state, self.clients)
 
     def row(self) -> Tensor:
-        """The row (P,) of the client's model. Raises ConfigError if the client has no model."""
+        """The row (P,) of the client's model, with the columns that it keeps. Raises ConfigError if it has no model."""
         row = int(self.serving.row_M[0])
         if row < 0:
             raise ConfigError(
                 f"{self.trained.label} has no model for a newcomer yet; it forms clusters in a later round"
             )
-        return self.serving.models_KP[row]
+        state = self.serving.client_state
+        value = None if state is None else self.backend.client_state(state.name, self.client)
+        return predicting_row(self.serving.models_KP[row], state, value)
 
     def row_after_round(self) -> Tensor:
         """`row` after a round of the client, which trains its personal columns on its samples."""
-        assert self.serving.client_state is not None
         self.steps.round(self.state, self.clients, Draws(self.clients.seed, self.clients.round))
-        value = self.backend.client_state(self.serving.client_state.name, self.client)
-        return predicting_row(self.row(), self.serving.client_state, value)
+        return self.row()
 
     def newcomer(self, row_P: Tensor, why: str) -> Newcomer:
         row = int(self.serving.row_M[0])
@@ -89,7 +89,7 @@ def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
     serving = joined.serving
     if serving.weight_MK is not None:
         return _of_mixture(trained, serving.models_KP, serving.weight_MK[0], method.placement)
-    if serving.client_state is not None and method.untrained:
+    if serving.client_state is not None and method.untrained and method.placement == Method.placement:
         raise ConfigError(f"{trained.label}: {method.untrained}; adapt(x, y) trains it")
     row_P = joined.row()
     if serving.tune is not None:
@@ -166,7 +166,8 @@ def rules_of(trained: TrainedMethod) -> tuple[str, str, str]:
     if serving.weight_MK is not None:
         return method.placement, _mixture_without_labels(method), f"one local training of {_LARGEST}"
     if serving.client_state is not None and method.untrained:
-        return f"refused: {method.untrained}", f"refused: {method.untrained}", adapted
+        refused = f"refused: {method.untrained}"
+        return refused if method.placement == Method.placement else method.placement, refused, adapted
     if serving.tune is not None:
         return "the method's own training", "refused: clients predict after a training on labels", adapted
     if trained.num_clusters == 1 and method.placement == Method.placement:

@@ -68,6 +68,20 @@ def test_fedrep_trains_the_head_then_the_base(weights, decay):
             assert np.allclose(found, heads[client], rtol=0, atol=1e-6)
 
 
+def test_a_newcomer_of_fedrep_trains_a_head_on_the_fixed_representation():
+    """h_i in 3 epochs from the first head, with the averaged phi; it uploads nothing."""
+    one, method = deep_stage(), FedRep(head_epochs=3)
+    b0 = layers(one.model())[1]
+    state = one.play(method, [0])
+    newcomer = one.clients([1], round=2)
+    assert method.join(state, newcomer) is state
+    found = one.client_states["head", 1].reshape(3, HIDDEN)
+    expected = deep_sgd(one, 1, layers(state.models_KP[0])[0], b0, 3, "b")[1]
+    assert np.allclose(found, expected, rtol=0, atol=1e-6) and not np.allclose(found, b0, atol=1e-3)
+    phi = method.private_columns(one.network.spec)[1].of(state.models_KP[0])
+    assert floats(one) == (len(phi), 0)
+
+
 @both
 @pytest.mark.parametrize("local", [{"batch_size": 30, "momentum": 0.9}, {}], ids=["mini-batches", "full batch"])
 def test_without_private_layers_it_is_fedavg_bit_for_bit(local, cls):
@@ -106,9 +120,8 @@ def test_a_client_that_never_took_part_has_the_base_and_the_first_head(cls):
     assert accuracy(one, method, state, [1, 7]) == pytest.approx(expected)
 
 
-@both
-def test_a_client_that_left_and_returns_begins_with_the_first_head(cls):
-    one, method = groups(), cls()
+def test_a_client_that_left_and_returns_begins_with_the_first_head():
+    one, method = groups(), FedPer()
     state = one.play(method, None)
     one.backend.forget(np.array([0]))
     state = method.join(method.leave(state, np.array([0])), one.clients([0], 2))
