@@ -31,7 +31,7 @@ from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.membership import drawn_cohort, wanted_clients
-from cfl_ray.setup.checks import compared_clients
+from cfl_ray.setup.checks import compared_clients, why_not_engine
 from cfl_ray.setup.dry_rounds import TrafficEstimate, traffic
 from cfl_ray.setup.engine_choice import compute_device
 from cfl_ray.setup.prepare import setup_on
@@ -44,6 +44,8 @@ from cfl_ray.system.machine import available_memory, usable_cpus
 
 _CLIENT_BYTES = 50  # peak server memory per client, measured with a million clients
 _PROCESS_BYTES = 450e6  # memory of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
+# engines of `auto` that train most networks, by whether hosts compute on a GPU; `span` is a shortcut for a few networks
+_USUAL_ENGINES = {False: ("manual", "vectorised"), True: ("vectorised",)}
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,18 @@ class Estimate:
             if number > clients
         ]
         return self.setup.warnings + empty + _unwritable(Path(self.setup.experiment.output).absolute())
+
+    @property
+    def missing_engines(self) -> list[str]:
+        """A line for each usual engine of `auto` that can train the clients of none of the methods."""
+        runtime = self.setup.experiment.runtime
+        on_gpu = runtime.device == "cuda" or (runtime.device == "auto" and runtime.gpus_per_host > 0)
+        engines = _USUAL_ENGINES[on_gpu] if runtime.engine == "auto" else ()
+        return [
+            f"engine {engine} does not apply: {reason}"
+            for engine in engines
+            if (reason := why_not_engine(self.setup, self.network, engine))
+        ]
 
 
 def _unwritable(output: Path) -> list[str]:
@@ -198,6 +212,8 @@ def show(estimate: Estimate, console: Console) -> None:
         say(f"note: {ignored}", console)
     if line := statistics_line(estimate.network.batch_statistics):
         say(f"note: {line}", console)
+    for line in estimate.missing_engines:
+        say(f"note: {line}", console)
     print_table(_estimate_table(estimate, estimate.traffic), console)
     for label, plan in estimate.setup.privacy.items():
         for line in describe(plan, label, experiment.rounds):
@@ -239,6 +255,8 @@ def show_study(
         _show_sizes(first, console)
         for warning in dict.fromkeys(text for _, estimate in of_setting for text in estimate.warnings):
             say(f"warning: {warning}", console)
+        for line in dict.fromkeys(text for _, estimate in of_setting for text in estimate.missing_engines):
+            say(f"note: {line}", console)
         print_table(_estimate_table(first, by_method), console)
         for _, estimate in of_setting:
             _show_seconds(estimate, console)

@@ -15,6 +15,7 @@ from cfl_ray.engine import autotune
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import SEQUENTIAL
 from cfl_ray.errors import ConfigError
+from cfl_ray.nn.network import Network
 from cfl_ray.setup.dry_rounds import why_synchronous
 from cfl_ray.setup.dry_run import (
     try_aggregation,
@@ -58,13 +59,14 @@ def check_engine(setup: Setup) -> None:
     engine = setup.experiment.runtime.engine
     if engine in ("auto", SEQUENTIAL):
         return
-    network, reason = setup.network(), ""
-    for label in setup.methods:
-        why_not = autotune.why_not(engine, network, setup.federation, setup.local_of(label))
-        if why_not is None:
-            return
-        reason = reason or why_not
-    raise ConfigError(f"runtime.engine: {engine} cannot train these clients: {reason}; use auto or {SEQUENTIAL}")
+    if reason := why_not_engine(setup, setup.network(), engine):
+        raise ConfigError(f"runtime.engine: {engine} cannot train these clients: {reason}; use auto or {SEQUENTIAL}")
+
+
+def why_not_engine(setup: Setup, network: Network, engine: str) -> str | None:
+    """Reason, of the first method, why an engine can train the clients of none of the methods; None if it can."""
+    reasons = [autotune.why_not(engine, network, setup.federation, setup.local_of(label)) for label in setup.methods]
+    return reasons[0] if all(reasons) else None
 
 
 def try_plugins(setup: Setup) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from rich.console import Console
+from torch import nn
 
 import cfl_ray
 from cfl_ray.cli import estimate
@@ -166,3 +167,31 @@ def test_the_memory_of_pairs_of_clients_is_shown_and_counted(tmp_path):
     assert re.search(line, text) and "ifca compares" not in text
     traffic = found.traffic["pacfl"]
     assert found.server_bytes("pacfl", traffic) - replace(found, compared={}).server_bytes("pacfl", traffic) == 3.2e6
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 10)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def test_engines_that_cannot_train_the_network_are_named(tmp_path):
+    """Of `auto`: manual, on hosts without a GPU. span, a shortcut for a few networks, is not named."""
+    line = "note: engine manual does not apply: module rnn: lstm returns several values"
+    data = {"source": "synthetic", "synthetic_shape": [5, 4], "partition": {"clients": 4}}
+
+    def lines(factory, runtime):
+        experiment = cfl_ray.Experiment(
+            methods=["fedavg"], data=data, model={"name": factory}, runtime=runtime, output=str(tmp_path)
+        )
+        return [text for text in shown(estimate.estimate(experiment)).splitlines() if "engine" in text]
+
+    (found,) = lines(Recurrent, {})
+    assert found.startswith(line)
+    assert not lines(Recurrent, {"engine": "sequential"})
+    assert not lines("mlp", {})
+    on_gpu = {"gpus_per_host": 0.5, "address": "ray://far:10001"}  # a cluster, whose resources are not checked
+    assert not lines(Recurrent, on_gpu)
