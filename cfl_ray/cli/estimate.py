@@ -31,7 +31,7 @@ from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.membership import drawn_cohort, wanted_clients
-from cfl_ray.setup.checks import compared_clients, why_not_engine
+from cfl_ray.setup.checks import compared_clients, most_participants, own_models_bytes, why_not_engine
 from cfl_ray.setup.dry_rounds import TrafficEstimate, traffic
 from cfl_ray.setup.engine_choice import compute_device
 from cfl_ray.setup.prepare import setup_on
@@ -71,7 +71,8 @@ class Estimate:
         _, pairs = self.compared.get(label, (0, 0))
         models = (traffic.models + 1) * 4 * self.model_bytes
         weights = 8 * traffic.mixed  # float32, before and after a round
-        return _PROCESS_BYTES + models + pairs + (_CLIENT_BYTES + weights) * self.federation.clients
+        own = own_models_bytes(self.setup, label, self.network.spec.size)
+        return _PROCESS_BYTES + models + own + pairs + (_CLIENT_BYTES + weights) * self.federation.clients
 
     def host_bytes(self, traffic: TrafficEstimate) -> float:
         return _PROCESS_BYTES + (traffic.models * 3 + 6) * self.model_bytes
@@ -214,7 +215,7 @@ def show(estimate: Estimate, console: Console) -> None:
         say(f"note: {line}", console)
     for line in estimate.missing_engines:
         say(f"note: {line}", console)
-    print_table(_estimate_table(estimate, estimate.traffic), console)
+    print_table(_estimate_table({label: (estimate, label) for label in estimate.traffic}), console)
     for label, plan in estimate.setup.privacy.items():
         for line in describe(plan, label, experiment.rounds):
             say(line, console)
@@ -234,6 +235,13 @@ def show(estimate: Estimate, console: Console) -> None:
             f"{size / 1e6:,.1f} MB of the server's memory; {available_memory() / 1e6:,.0f} MB are available here",
             console,
         )
+    for label in methods:
+        if size := own_models_bytes(estimate.setup, label, estimate.network.spec.size):
+            say(
+                f"{label} keeps a model on the server for each of up to {most_participants(estimate.setup):,} clients: "
+                f"{size / 1e6:,.1f} MB of the server's memory; {available_memory() / 1e6:,.0f} MB are available here",
+                console,
+            )
     _show_deferred(estimate, console)
     _show_seconds(estimate, console)
     if line := choice_line(methods, experiment.evaluation.choice_samples, estimate.federation.samples[2]):
@@ -250,14 +258,14 @@ def show_study(
     for setting, group in groupby(estimates, lambda estimate: estimate[0].setting):
         of_setting = list(group)
         first = of_setting[0][1]
-        by_method = {run.method: next(iter(estimate.traffic.values())) for run, estimate in of_setting}
+        by_method = {run.method: (estimate, next(iter(estimate.traffic))) for run, estimate in of_setting}
         say(f"setting {setting}:", console)
         _show_sizes(first, console)
         for warning in dict.fromkeys(text for _, estimate in of_setting for text in estimate.warnings):
             say(f"warning: {warning}", console)
         for line in dict.fromkeys(text for _, estimate in of_setting for text in estimate.missing_engines):
             say(f"note: {line}", console)
-        print_table(_estimate_table(first, by_method), console)
+        print_table(_estimate_table(by_method), console)
         for _, estimate in of_setting:
             _show_seconds(estimate, console)
     for warning in metric_warnings(study, [run for run, _ in estimates]):
@@ -302,8 +310,8 @@ def _round(estimate: Estimate) -> str:
     return "server step" if estimate.setup.asynchrony else "round"
 
 
-def _estimate_table(estimate: Estimate, traffic: dict[str, TrafficEstimate]) -> Table:
-    """A row for each method. traffic: by method."""
+def _estimate_table(rows: dict[str, tuple[Estimate, str]]) -> Table:
+    """A row for each method: its estimate, and its label there."""
     headings = (
         "Mbit down, up\nof a client\nin round 1",
         "\nin a later\nround",
@@ -313,12 +321,13 @@ def _estimate_table(estimate: Estimate, traffic: dict[str, TrafficEstimate]) -> 
         "a client\nkeeps",
     )
     table = method_table("expected", headings)
-    for label, sent in traffic.items():
+    for name, (estimate, label) in rows.items():
+        sent = estimate.traffic[label]
         first_down, first_up = sent.first_round
         later_down, later_up = sent.later_round
         total = sum(sent.first_round) + (estimate.setup.experiment.rounds - 1) * sum(sent.later_round)
         table.add_row(
-            escape(label),
+            escape(name),
             f"{first_down:.3f}, {first_up:.3f}",
             f"{later_down:.3f}, {later_up:.3f}",
             f"{total:.1f}",
