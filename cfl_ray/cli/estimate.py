@@ -31,7 +31,7 @@ from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.membership import drawn_cohort, wanted_clients
-from cfl_ray.setup.checks import compared_clients
+from cfl_ray.setup.checks import compared_clients, most_participants, own_models_bytes, why_not_engine
 from cfl_ray.setup.dry_rounds import TrafficEstimate, traffic
 from cfl_ray.setup.engine_choice import compute_device
 from cfl_ray.setup.prepare import setup_on
@@ -44,6 +44,8 @@ from cfl_ray.system.machine import available_memory, usable_cpus
 
 _CLIENT_BYTES = 50  # peak server memory per client, measured with a million clients
 _PROCESS_BYTES = 450e6  # memory of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
+# engines of `auto` that train most networks, by whether hosts compute on a GPU; `span` is a shortcut for a few networks
+_USUAL_ENGINES = {False: ("manual", "vectorised"), True: ("vectorised",)}
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Estimate:
         _, pairs = self.compared.get(label, (0, 0))
         models = (traffic.models + 1) * 4 * self.model_bytes
         weights = 8 * traffic.mixed  # float32, before and after a round
-        return _PROCESS_BYTES + models + pairs + (_CLIENT_BYTES + weights) * self.federation.clients
+        own = own_models_bytes(self.setup, label, self.network.spec.size)
+        return _PROCESS_BYTES + models + own + pairs + (_CLIENT_BYTES + weights) * self.federation.clients
 
     def host_bytes(self, traffic: TrafficEstimate) -> float:
         return _PROCESS_BYTES + (traffic.models * 3 + 6) * self.model_bytes
@@ -85,6 +88,18 @@ class Estimate:
             if number > clients
         ]
         return self.setup.warnings + empty + _unwritable(Path(self.setup.experiment.output).absolute())
+
+    @property
+    def missing_engines(self) -> list[str]:
+        """A line for each usual engine of `auto` that can train the clients of none of the methods."""
+        runtime = self.setup.experiment.runtime
+        on_gpu = runtime.device == "cuda" or (runtime.device == "auto" and runtime.gpus_per_host > 0)
+        engines = _USUAL_ENGINES[on_gpu] if runtime.engine == "auto" else ()
+        return [
+            f"engine {engine} does not apply: {reason}"
+            for engine in engines
+            if (reason := why_not_engine(self.setup, self.network, engine))
+        ]
 
 
 def _unwritable(output: Path) -> list[str]:
@@ -198,7 +213,9 @@ def show(estimate: Estimate, console: Console) -> None:
         say(f"note: {ignored}", console)
     if line := statistics_line(estimate.network.batch_statistics):
         say(f"note: {line}", console)
-    print_table(_estimate_table(estimate, estimate.traffic), console)
+    for line in estimate.missing_engines:
+        say(f"note: {line}", console)
+    print_table(_estimate_table({label: (estimate, label) for label in estimate.traffic}), console)
     for label, plan in estimate.setup.privacy.items():
         for line in describe(plan, label, experiment.rounds):
             say(line, console)
@@ -218,6 +235,13 @@ def show(estimate: Estimate, console: Console) -> None:
             f"{size / 1e6:,.1f} MB of the server's memory; {available_memory() / 1e6:,.0f} MB are available here",
             console,
         )
+    for label in methods:
+        if size := own_models_bytes(estimate.setup, label, estimate.network.spec.size):
+            say(
+                f"{label} keeps a model on the server for each of up to {most_participants(estimate.setup):,} clients: "
+                f"{size / 1e6:,.1f} MB of the server's memory; {available_memory() / 1e6:,.0f} MB are available here",
+                console,
+            )
     _show_deferred(estimate, console)
     _show_seconds(estimate, console)
     if line := choice_line(methods, experiment.evaluation.choice_samples, estimate.federation.samples[2]):
@@ -234,12 +258,14 @@ def show_study(
     for setting, group in groupby(estimates, lambda estimate: estimate[0].setting):
         of_setting = list(group)
         first = of_setting[0][1]
-        by_method = {run.method: next(iter(estimate.traffic.values())) for run, estimate in of_setting}
+        by_method = {run.method: (estimate, next(iter(estimate.traffic))) for run, estimate in of_setting}
         say(f"setting {setting}:", console)
         _show_sizes(first, console)
         for warning in dict.fromkeys(text for _, estimate in of_setting for text in estimate.warnings):
             say(f"warning: {warning}", console)
-        print_table(_estimate_table(first, by_method), console)
+        for line in dict.fromkeys(text for _, estimate in of_setting for text in estimate.missing_engines):
+            say(f"note: {line}", console)
+        print_table(_estimate_table(by_method), console)
         for _, estimate in of_setting:
             _show_seconds(estimate, console)
     for warning in metric_warnings(study, [run for run, _ in estimates]):
@@ -284,8 +310,8 @@ def _round(estimate: Estimate) -> str:
     return "server step" if estimate.setup.asynchrony else "round"
 
 
-def _estimate_table(estimate: Estimate, traffic: dict[str, TrafficEstimate]) -> Table:
-    """A row for each method. traffic: by method."""
+def _estimate_table(rows: dict[str, tuple[Estimate, str]]) -> Table:
+    """A row for each method: its estimate, and its label there."""
     headings = (
         "Mbit down, up\nof a client\nin round 1",
         "\nin a later\nround",
@@ -295,12 +321,13 @@ def _estimate_table(estimate: Estimate, traffic: dict[str, TrafficEstimate]) -> 
         "a client\nkeeps",
     )
     table = method_table("expected", headings)
-    for label, sent in traffic.items():
+    for name, (estimate, label) in rows.items():
+        sent = estimate.traffic[label]
         first_down, first_up = sent.first_round
         later_down, later_up = sent.later_round
         total = sum(sent.first_round) + (estimate.setup.experiment.rounds - 1) * sum(sent.later_round)
         table.add_row(
-            escape(label),
+            escape(name),
             f"{first_down:.3f}, {first_up:.3f}",
             f"{later_down:.3f}, {later_up:.3f}",
             f"{total:.1f}",

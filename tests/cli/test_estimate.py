@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from rich.console import Console
+from torch import nn
 
 import cfl_ray
 from cfl_ray.cli import estimate
@@ -166,3 +167,58 @@ def test_the_memory_of_pairs_of_clients_is_shown_and_counted(tmp_path):
     assert re.search(line, text) and "ifca compares" not in text
     traffic = found.traffic["pacfl"]
     assert found.server_bytes("pacfl", traffic) - replace(found, compared={}).server_bytes("pacfl", traffic) == 3.2e6
+
+
+def test_models_that_the_server_keeps_for_clients_are_shown_and_counted(tmp_path):
+    """3 clients in each of 4 rounds: 12 of 20, or 8 of 8; 8 copies of 8 x 6 + 6 + 6 x 4 + 4 = 82 float32 each."""
+    for clients, kept in ((20, 12), (8, 8)):
+        experiment = cfl_ray.Experiment(
+            rounds=4,
+            methods=["fedavg", "pfedgraph", "fedcac", "fedccfa"],
+            data={
+                "source": "synthetic",
+                "synthetic_shape": [8],
+                "synthetic_classes": 4,
+                "partition": {"clients": clients},
+            },
+            model={"name": "mlp", "options": {"hidden": 6}},
+            cohort={"clients": 3},
+            output=str(tmp_path),
+        )
+        found = estimate.estimate(experiment)
+        needed = {12: 31_488, 8: 20_992}[kept]  # kept x 82 x 4 x 8
+        for label, sent in found.traffic.items():
+            models, pairs = (sent.models + 1) * 4 * 82 * 4, found.compared.get(label, (0, 0))[1]
+            own = needed if label != "fedavg" else 0
+            assert found.server_bytes(label, sent) == 450e6 + models + own + pairs + 50 * clients, label
+        text = shown(found)
+        assert f"fedcac keeps a model on the server for each of up to {kept} clients: 0.0 MB of" in text
+        assert "fedavg keeps" not in text
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 10)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def test_engines_that_cannot_train_the_network_are_named(tmp_path):
+    """Of `auto`: manual, on hosts without a GPU. span, a shortcut for a few networks, is not named."""
+    line = "note: engine manual does not apply: module rnn: lstm returns several values"
+    data = {"source": "synthetic", "synthetic_shape": [5, 4], "partition": {"clients": 4}}
+
+    def lines(factory, runtime):
+        experiment = cfl_ray.Experiment(
+            methods=["fedavg"], data=data, model={"name": factory}, runtime=runtime, output=str(tmp_path)
+        )
+        return [text for text in shown(estimate.estimate(experiment)).splitlines() if "engine" in text]
+
+    (found,) = lines(Recurrent, {})
+    assert found.startswith(line)
+    assert not lines(Recurrent, {"engine": "sequential"})
+    assert not lines("mlp", {})
+    on_gpu = {"gpus_per_host": 0.5, "address": "ray://far:10001"}  # a cluster, whose resources are not checked
+    assert not lines(Recurrent, on_gpu)

@@ -151,12 +151,27 @@ def test_methods_whose_pairs_of_clients_do_not_fit_are_refused(experiment, monke
     )
     room = [bytes_of_pair * count**2]
     monkeypatch.setattr("cfl_ray.setup.checks.available_memory", lambda: room[0])
-    monkeypatch.setattr("cfl_ray.setup.checks._check_memory", lambda *_: None)
+    for other in ("_check_memory", "_check_own_models"):
+        monkeypatch.setattr(f"cfl_ray.setup.checks.{other}", lambda *_: None)
     prepare(small)
     room[0] -= 1
     message = rf"{method} compares {count} clients with each other \(.*\): their pairs need 0.0 GB, .* has 0.0 GB of"
     with pytest.raises(ConfigError, match=f"{message} memory available, enough for {count - 1} clients"):
         prepare(small)
+
+
+def test_methods_whose_models_of_clients_do_not_fit_on_the_server_are_refused(experiment, monkeypatch):
+    """8 float32 copies of a model for 8 clients in each of 4 rounds, of 40."""
+    changes = {"data": {"partition": {"clients": 40}}, "cohort": {"clients": 8}}
+    room = [8 * 32 * 4 * prepare(experiment(**changes)).network().spec.size]
+    monkeypatch.setattr("cfl_ray.setup.checks.available_memory", lambda: room[0])
+    prepare(experiment(methods=["pfedgraph"], **changes))
+    room[0] -= 1
+    prepare(experiment(methods=["fedavg", "ditto"], **changes))
+    for method in ("fedcac", "fedccfa", "pfedgraph"):
+        message = f"{method} keeps a model on the server for each of up to 32 clients: .* enough for 31 clients"
+        with pytest.raises(ConfigError, match=message):
+            prepare(experiment(methods=[method], **changes))
 
 
 def test_the_clients_that_a_method_compares_are_those_that_it_can_reach(experiment):
