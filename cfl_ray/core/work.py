@@ -527,6 +527,19 @@ class Describe(Work):
     def rows(self) -> list[Rows]:
         return [self.anchor] if self.anchor else []
 
+    def most_features(self, inputs: int, classes: int) -> int:
+        """The largest F that is expected; 0: not known.
+
+        By the function's attribute `floats`, else by the columns of the anchor. inputs: numbers of a sample.
+        """
+        if floats := getattr(self.function, "floats", None):
+            length = floats(inputs, classes)
+        elif self.anchor is not None:
+            length = self.tables[self.anchor.table].shape[1]
+        else:
+            length = self.sketch or 0
+        return min(length, self.sketch or length)
+
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         size = len(self.ids_M)  # the results of valid clients determine F
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from cfl_ray.checkpoint.lease import SharedDirectory
 from cfl_ray.core.backend import ClientStateKey, SavedState
-from cfl_ray.core.work import AverageDeferred, ChunkResult, CombineColumns, Exclusion, Outcome, Train, Work
+from cfl_ray.core.work import AverageDeferred, ChunkResult, CombineColumns, Describe, Exclusion, Outcome, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.chunks import Chunk, chunks_of, outcome_of
 from cfl_ray.engine.engines import chunk_size
@@ -28,8 +29,8 @@ from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, StoredValue
 
-# most bytes that the clients of a call keep, or return as features of training, in the heap of the host until the call
-# ends; more on a GPU, whose host trains the clients of a call together
+# most bytes that the clients of a call keep, or return as features or descriptions, in the heap of the host until the
+# call ends; more on a GPU, whose host trains the clients of a call together
 _LEFT_BYTES, _LEFT_BYTES_GPU = 1 << 24, 1 << 29
 # least seconds of work in a call, and per host: a call costs the host about a millisecond and the server one to three,
 # and the server makes a call for each of the other hosts in the meantime
@@ -120,7 +121,7 @@ class Exchange:
         # values that the work leaves with clients: (by key, whether those of a call are packed, bytes of a value)
         self.left: list[tuple[dict[int, StoredValue], bool, int]] = []
         self.node_of: dict[ray.ObjectRef[Any], str] = {}  # of the values that calls in progress will leave
-        self.left_bytes = 0  # of each client, with the features that the call returns of it
+        self.left_bytes = 0  # of each client, with the features or the description that the call returns of it
         if isinstance(work, Train):
             size = work.tables[work.start.table].shape[1]
             if (state := work.client_state) is not None:
@@ -135,6 +136,9 @@ class Exchange:
                 self.left_bytes += 4 * size
             if work.features is not None:
                 self.left_bytes += 4 * work.features.count
+        elif isinstance(work, Describe):
+            shape = self.setup.federation.shape
+            self.left_bytes += 4 * work.most_features(math.prod(shape.input), shape.num_classes)
         self.cost = 0.0  # of all chunks
         self.received_cost = 0.0  # of the chunks whose results were received
         self.return_sums = False  # whether calls return their sums; otherwise these are collected from the hosts
