@@ -11,8 +11,6 @@ import textwrap
 import threading
 import tomllib
 import venv
-import zipfile
-from collections.abc import Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import distributions, version
@@ -22,6 +20,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from studies import InlinePool
+from wheels import make_project, make_wheel
 
 from cfl_ray import config, simulate
 from cfl_ray.cli import main
@@ -201,21 +200,14 @@ def test_the_readmes_installation_without_a_gpu_gets_and_keeps_the_builds_for_cp
     version_of = {need.name: version(need.name).partition("+")[0] for need in needs}
     torch, vision = version_of["torch"], version_of["torchvision"]
     for need in needs:
-        _make_wheel(tmp_path / "pypi" / need.name, need.name, version_of[need.name], *need.extras)
-    _make_wheel(tmp_path / "pypi/torch", "torch", torch, requires=["nvidia-cudnn"])
-    _make_wheel(tmp_path / "pypi/nvidia-cudnn", "nvidia-cudnn", "9")
-    _make_wheel(tmp_path / "whl/cpu/torch", "torch", f"{torch}+cpu")
+        make_wheel(tmp_path / "pypi" / need.name, need.name, version_of[need.name], *need.extras)
+    make_wheel(tmp_path / "pypi/torch", "torch", torch, requires=["nvidia-cudnn"])
+    make_wheel(tmp_path / "pypi/nvidia-cudnn", "nvidia-cudnn", "9")
+    make_wheel(tmp_path / "whl/cpu/torch", "torch", f"{torch}+cpu")
     for folder, label in (("pypi", ""), ("whl/cpu", "+cpu")):
-        _make_wheel(tmp_path / folder / "torchvision", "torchvision", vision + label, requires=[f"torch=={torch}"])
+        make_wheel(tmp_path / folder / "torchvision", "torchvision", vision + label, requires=[f"torch=={torch}"])
     folder = tmp_path / "clone"
-    made = _make_wheel(folder, "cfl-ray", project["version"], requires=project["dependencies"])
-    (folder / "pyproject.toml").write_text(
-        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-    )
-    (folder / "backend.py").write_text(
-        "import shutil\n\n\ndef build_wheel(to, settings=None, metadata=None):\n"
-        f"    return shutil.copy({made.name!r}, to) and {made.name!r}\n"
-    )
+    make_project(folder, project["version"], project["dependencies"])
     venv.create(tmp_path / "venv")
     asked = []
 
@@ -248,20 +240,6 @@ def test_the_readmes_installation_without_a_gpu_gets_and_keeps_the_builds_for_cp
         pip("install --dry-run --ignore-installed .")
         assert any("nvidia" in path for path in asked), "without the index, CUDA's libraries are downloaded"
         server.shutdown()
-
-
-def _make_wheel(folder: Path, name: str, version: str, *extras: str, requires: Sequence[str] = ()) -> Path:
-    """An empty package and its page of an index."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{name.replace('-', '_')}-{version}"
-    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
-    lines += [f"Provides-Extra: {extra}" for extra in extras] + [f"Requires-Dist: {need}" for need in requires]
-    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{stem}.dist-info/METADATA", "\n".join(lines) + "\n")
-        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{stem}.dist-info/RECORD", "")
-    (folder / "index.html").write_text(f'<a href="{stem}-py3-none-any.whl">{stem}-py3-none-any.whl</a>')
-    return folder / f"{stem}-py3-none-any.whl"
 
 
 def test_ci_runs_the_readmes_test_command():
