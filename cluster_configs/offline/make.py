@@ -5,8 +5,8 @@
     bash FOLDER/install.sh                                         on the cluster, after copying FOLDER there
 
 FOLDER gets the wheels of cfl_ray and of all that it needs, but for the packages in --have and what only they need, with
-checksums and install.sh. Versions are chosen that fit those in --have. Files larger than --part are split, for transfers
-with a limit, and joined by install.sh.
+checksums and install.sh. Versions are chosen that fit those in --have. Files larger than --part are split, for
+transfers with a limit, and joined by install.sh.
 
 Further arguments are passed to pip; for another system or Python than those of this machine:
 

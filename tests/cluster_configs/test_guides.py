@@ -35,7 +35,7 @@ def settings(words: list[str]) -> list[str]:
 
 def test_every_program_is_checked_below():
     programs = {shlex.split(line.lstrip("("))[0] for line in COMMANDS}
-    assert programs == {"sbatch", "kubectl", "ray", "cfl-ray", "docker", "pip", "export", "umask"}
+    assert programs == {"sbatch", "kubectl", "ray", "cfl-ray", "docker", "pip", "export", "umask", "python", "bash"}
 
 
 def test_slurm_takes_the_options_and_the_settings():
@@ -129,8 +129,16 @@ def test_the_image_takes_the_build_arguments():
 def test_settings_of_cfl_ray_are_valid_and_constraints_exist():
     for words in of("cfl-ray"):
         assert config.load(None, settings(words))
-    assert of("pip") == [["install", "-c", "cluster_configs/constraints.txt", "."]]
+    listed = ["list", "--format=freeze", ">", "have.txt"]
+    assert of("pip") == [["install", "-c", "cluster_configs/constraints.txt", "."], listed]
     assert (ROOT / "cluster_configs" / "constraints.txt").is_file()
+
+
+def test_the_folder_without_internet_is_made_and_installed_by_files_that_exist():
+    """Their options and what they do: test_offline.py."""
+    ((script, folder, *_),), ((install,),) = of("python"), of("bash")
+    assert (ROOT / script).is_file() and install == f"{folder}/install.sh"
+    assert (ROOT / script).with_name("install.sh").is_file()
 
 
 def test_variables_of_the_slurm_script_are_those_on_the_pages():
