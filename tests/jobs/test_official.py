@@ -107,6 +107,26 @@ def test_a_run_with_another_order_of_batches_begins_with_the_weights_of_the_firs
     assert not torch.equal(found.weights[1][0], runs.first_weights(model, 10, 7))
 
 
+def test_the_authors_script_of_ifca_has_the_images_in_their_order(source, monkeypatch, tmp_path):
+    """With a script in its place that trains nothing and counts what it is given."""
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "train_cluster_mnist.py").write_text(
+        "class TrainMNISTCluster:\n"
+        "    def __init__(self, config): self.config, self.calls = config, 0\n"
+        "    def setup_datasets(self): self.x, self.y = self._load_MNIST(train=True)\n"
+        "    def setup_models(self): assert self.config['train_seed'] == self.config['data_seed'] == 0\n"
+        "    def train(self, chosen, lr): assert (chosen, lr) == ([0], 0.1)\n"
+        "    def test(self, train):\n"
+        "        self.calls += 1\n"
+        "        found = {'acc': float(self.x[0, 0, 27]), 'cl_ct': [len(self.x), int(self.y[3]), self.calls]}\n"
+        "        return {'cluster_assign': [0]} if train else found\n"
+    )
+    monkeypatch.setattr(ifca, "locate", runs.locate)
+    head, first, *_, last = ifca.of_their_settings(tmp_path)
+    assert head == ["epoch", "accuracy", "test clients of each model"] and last[0] == str(ifca.EPOCHS)
+    assert first == ["1", f"{27 / 255:.3f}", "12000, 3, 2"]
+
+
 @pytest.mark.parametrize(
     "method, model, line",
     [
@@ -118,6 +138,7 @@ def test_the_sections_of_ifca_and_stocfl(monkeypatch, method, model, line):
     start_P, kept = runs.first_weights(model, 10, 0), method.KEPT
     monkeypatch.setattr(method, "SEEDS", (0,))
     monkeypatch.setattr(method, "rotated_mnist", lambda *_: None)
+    monkeypatch.setattr(ifca, "of_their_settings", lambda _: [["epoch"]])
     if method is ifca:  # its distances are from the mean of the first models, here those of one
         monkeypatch.setattr(runs, "first_weights", lambda *_: start_P)
     monkeypatch.setattr(method, "theirs", lambda *_: course(0.0, kept, start_P, method.CLIENTS))
