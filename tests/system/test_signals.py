@@ -32,7 +32,7 @@ def test_another_thread_leaves_the_handler_alone():
 
 def press_ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
-    signal.sigtimedwait([], 5)
+    signal.sigtimedwait([], 0.1)  # the handler runs by now, and may not raise
 
 
 def test_an_ignored_interrupt_is_raised_later():

@@ -134,11 +134,11 @@ def test_no_round_waits_for_a_tracker_and_the_end_waits_while_there_is_progress(
 
         def log(self, record):
             self.waits.wait(60)
-            time.sleep(0.1)
+            time.sleep(0.03)
             super().log(record)
 
     tracker, other = Slow(), Recording()
-    log = RunLog(tmp_path, {"slow": tracker, "other": other}, finish_seconds=5)
+    log = RunLog(tmp_path, {"slow": tracker, "other": other}, finish_seconds=2)
     log.start(RunInfo("run"))
     for round in range(1, 100):
         log.log(record(round))
