@@ -60,6 +60,9 @@ class GradualDriftConfig(ConfigSection):
 Drift = Annotated[RecurrentDriftConfig | IncrementalDriftConfig | GradualDriftConfig, Field(discriminator="kind")]
 
 
+DOMAINS = ("noise", "blur", "brightness")  # changes of all pixel values; each takes the place of an earlier one
+
+
 class DataChangeConfig(ConfigSection):
     """Clients whose data change, from one round on."""
 
@@ -74,11 +77,21 @@ class DataChangeConfig(ConfigSection):
     swap: tuple[Label, Label] | None = Field(
         None, description="two labels that are exchanged, after relabel, e.g. [1, 2]; null: none"
     )
+    noise: float | None = Field(
+        None,
+        gt=0,
+        description="add Gaussian noise of this standard deviation, in units of the pixel range 0..1, to their inputs; "
+        "null: none",
+    )
+    blur: float | None = Field(
+        None, gt=0, description="blur their images by a Gaussian of this standard deviation in pixels; null: not at all"
+    )
+    brightness: float | None = Field(None, ge=0, description="multiply their inputs by this factor; null: not at all")
     back_to: int | None = Field(
         None,
         ge=0,
-        description="take the data again that they had in this round, before rotate, relabel and swap; 0: their first "
-        "data; null: keep the present data",
+        description="take the data again that they had in this round, before all else; 0: their first data; null: keep "
+        "the present data",
     )
     drift: Drift | None = Field(
         None,
@@ -95,8 +108,13 @@ class DataChangeConfig(ConfigSection):
         if self.swap is not None and self.swap[0] == self.swap[1]:
             raise ValueError(f"swap names label {self.swap[0]} twice; name two labels")
         sources = [name for name in ("data_of", "back_to") if getattr(self, name) is not None]
-        if not sources and self.swap is None and not self.rotate % 360 and not self.relabel:
-            raise ValueError("nothing would change; say rotate, relabel, swap, data_of or back_to")
+        domains = [name for name in DOMAINS if getattr(self, name) is not None]
+        if not sources and not domains and self.swap is None and not self.rotate % 360 and not self.relabel:
+            raise ValueError(
+                f"nothing would change; say rotate, relabel, swap, {', '.join(DOMAINS)}, data_of or back_to"
+            )
+        if len(domains) > 1:
+            raise ValueError(f"{' and '.join(domains)} are two domains, and clients are in one; give one of them")
         if len(sources) > 1:
             raise ValueError("data_of and back_to both say which data the clients have; give one of them")
         if self.data_of is not None and len(self.data_of) != len(self.clients):
@@ -109,6 +127,12 @@ class DataChangeConfig(ConfigSection):
         if isinstance(self.drift, IncrementalDriftConfig) and self.drift.groups > len(self.clients):
             raise ValueError(f"drift.groups is {self.drift.groups} for {len(self.clients)} clients")
         return self
+
+    @property
+    def domain(self) -> tuple[str, float] | None:
+        """Name and amount of the new domain; None: the present one is kept."""
+        amounts = [(name, getattr(self, name)) for name in DOMAINS]
+        return next(((name, amount) for name, amount in amounts if amount is not None), None)
 
     def of(self, positions: Sequence[int]) -> Self:
         """The same change without drift, for the clients at these positions."""

@@ -1,25 +1,42 @@
-"""Clients whose data change during an experiment: rotated, relabelled, or replaced by another client's data."""
+"""Clients whose data change during an experiment: rotated, relabelled, in another domain, or another client's."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from cfl_ray.core.rng import stream
+from cfl_ray.data import pixels
 from cfl_ray.data.federation import Federation, FederationView, TensorSamples
+from cfl_ray.data.indexed import Scaling
 from cfl_ray.errors import DataError
+
+
+class Domain(NamedTuple):
+    """A change of all pixel values."""
+
+    kind: str  # name in `pixels.DOMAINS`
+    amount: float
+    seed: int = 0  # for the random draws of noise
 
 
 @dataclass(frozen=True)
 class DerivedData:
-    """A client's present data: the data that client `source` had in the first round, rotated and relabelled."""
+    """A client's present data: those that client `source` had in the first round, rotated, relabelled, in a domain."""
 
     source: int
     turns: int = 0  # quarter turns counter-clockwise, 0..3
     labels: tuple[int, ...] = ()  # label y becomes labels[y]; empty: unchanged
+    domain: Domain | None = None  # after the rotation; None: the values are unchanged
+
+    @property
+    def sort_key(self) -> tuple[Any, ...]:
+        """Orders data that differ."""
+        return self.source, self.turns, self.labels, self.domain or ()
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,7 @@ class DataChange:
     data_of: tuple[int, ...] | None = None  # `ids` first get the present data of these clients; None: keep their own
     swap: tuple[int, int] | None = None  # two labels that are exchanged, after all other changes
     back_to: int | None = None  # `ids` first get the data that they had in this round; None: keep their present data
+    domain: Domain | None = None  # the new domain, in place of an earlier one; None: keep it
 
     def apply(self, in_round: Callable[[int], dict[int, DerivedData]], num_classes: int) -> dict[int, DerivedData]:
         """Returns the data of all clients whose data have ever changed, after this change.
@@ -45,7 +63,10 @@ class DataChange:
         present = [given.get(source, DerivedData(source)) for source in sources]
         changed = {
             client: replace(
-                data, turns=(data.turns + self.turns) % 4, labels=self._relabelled(data.labels, num_classes)
+                data,
+                turns=(data.turns + self.turns) % 4,
+                labels=self._relabelled(data.labels, num_classes),
+                domain=self.domain or data.domain,
             )
             for client, data in zip(self.ids, present, strict=True)
         }
@@ -53,8 +74,8 @@ class DataChange:
 
     @property
     def is_drift(self) -> bool:
-        """Whether rotation or relabelling gives the data a distribution that they did not have before."""
-        return bool(self.turns or self.offset or self.swap)
+        """Whether the data get a distribution that no client's data had before."""
+        return bool(self.turns or self.offset or self.swap or self.domain)
 
     def _relabelled(self, labels: tuple[int, ...], num_classes: int) -> tuple[int, ...]:
         """The present label for each label of the first round, after this change; empty if all are unchanged."""
@@ -106,12 +127,13 @@ class ChangedFederation(FederationView):
             group_N[client] = -1 if group < 0 else number_of.setdefault(self._distribution(group, data), len(number_of))
         return group_N
 
-    def _distribution(self, group: int, data: DerivedData) -> tuple[int, int, tuple[int, ...]]:
-        """Family, turns and labels of the data of a group in `base` after a change."""
+    def _distribution(self, group: int, data: DerivedData) -> DerivedData:
+        """Family (as `source`), turns, labels and domain of the data of a group in `base` after a change."""
         family, turns, offset = self._base.group_transform(group)
         num_classes = self.shape.num_classes
         labels = [(label + offset) % num_classes for label in range(num_classes)]
-        return family, (turns + data.turns) % 4, tuple(data.labels[label] if data.labels else label for label in labels)
+        labels = [data.labels[label] for label in labels] if data.labels else labels
+        return DerivedData(family, (turns + data.turns) % 4, tuple(labels), data.domain)
 
     @property
     def uri(self) -> str | None:
@@ -146,30 +168,37 @@ class ChangedFederation(FederationView):
 
     def train(self, client: int) -> TensorSamples:
         data = self._derived.get(client)
-        return self._base.train(client) if data is None else self._transform(self._base.train(data.source), data)
+        return (
+            self._base.train(client) if data is None else self._transform(self._base.train(data.source), data, "train")
+        )
 
     def holdout(self, client: int) -> TensorSamples:
         data = self._derived.get(client)
-        return self._base.holdout(client) if data is None else self._transform(self._base.holdout(data.source), data)
+        if data is None:
+            return self._base.holdout(client)
+        return self._transform(self._base.holdout(data.source), data, "hold-out")
 
     def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
         data = self._derived.get(client)
         if data is None:
             return self._base.test(client, max_images, seed)
-        return self._transform(self._base.test(data.source, max_images, seed), data)
+        if data.domain is not None:  # the same noise as in the test set
+            return super().test(client, max_images, seed)
+        return self._transform(self._base.test(data.source, max_images, seed), data, "test")
 
     @cached_property
-    def _new_test_sets(self) -> dict[tuple[int, int, tuple[int, ...]], int]:
-        """The numbers of the test sets that `base` does not have, by (test set of `base`, turns, labels)."""
+    def _new_test_sets(self) -> dict[DerivedData, int]:
+        """The numbers of the test sets that `base` does not have, by their origin: a test set of `base` as `source`."""
         if self.view == "holdout":
             return {}
         test_set_of_source = self._base.test_set_of(self._sources).tolist()
-        keys = {
-            (test_set, data.turns, data.labels)
+        origins = {
+            replace(data, source=test_set)
             for test_set, data in zip(test_set_of_source, self._derived.values(), strict=True)
-            if data.turns or data.labels
+            if replace(data, source=-1) != DerivedData(-1)
         }
-        return {key: self._base.num_test_sets() + number for number, key in enumerate(sorted(keys))}
+        ordered = sorted(origins, key=lambda origin: origin.sort_key)
+        return {origin: self._base.num_test_sets() + number for number, origin in enumerate(ordered)}
 
     def num_test_sets(self) -> int:
         return self._base.num_test_sets() + len(self._new_test_sets)
@@ -177,16 +206,16 @@ class ChangedFederation(FederationView):
     def test_set(self, index: int) -> TensorSamples:
         if index < self._base.num_test_sets():
             return self._base.test_set(index)
-        for (test_set, turns, labels), number in self._new_test_sets.items():
+        for origin, number in self._new_test_sets.items():
             if number == index:
-                return self._transform(self._base.test_set(test_set), DerivedData(-1, turns, labels))
+                return self._transform(self._base.test_set(origin.source), origin, "test set")
         raise IndexError(f"test set {index} of {self.num_test_sets()}")
 
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
         test_set_M = np.array(self._base.test_set_of(clients))
         for position, data in self._changed_among(clients):
             test_set = int(self._base.test_set_of(np.array([data.source]))[0])
-            test_set_M[position] = self._new_test_sets.get((test_set, data.turns, data.labels), test_set)
+            test_set_M[position] = self._new_test_sets.get(replace(data, source=test_set), test_set)
         return test_set_M
 
     def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
@@ -205,9 +234,17 @@ class ChangedFederation(FederationView):
         positions = np.flatnonzero(np.isin(clients, self._ids))
         return [(int(position), self._derived[int(clients[position])]) for position in positions]
 
-    def _transform(self, samples: TensorSamples, data: DerivedData) -> TensorSamples:
+    def _transform(self, samples: TensorSamples, data: DerivedData, part: str) -> TensorSamples:
+        """part: name of these samples, which is part of the key of random draws."""
         x, y = samples
         x = torch.rot90(x, data.turns, (-2, -1)).contiguous() if data.turns else x
+        if data.domain is not None:
+            kind, amount, seed = data.domain
+            draw = stream(seed, -1, -1, data.source, f"data/domain of {part}")
+            scaling = Scaling(self.scale, self.normalize)
+            stored = scaling.to_stored(x)
+            changed, _ = pixels.DOMAINS[kind](stored, y.numpy(), 0, draw, amount=amount, scale=self.scale)
+            x = scaling.to_tensor(changed)
         return x, torch.tensor(data.labels, dtype=y.dtype)[y.long()] if data.labels else y
 
 
@@ -269,6 +306,8 @@ def _check(change: DataChange, base: Federation) -> None:
         raise DataError(
             f"{place}: swap names label {max(change.swap)}, the labels are 0 .. {base.shape.num_classes - 1}"
         )
+    if change.domain is not None and (needed := pixels.needed(change.domain.kind, base.shape)):
+        raise DataError(f"{place}: {change.domain.kind} needs {needed}; use relabel or data_of")
     if not change.turns:
         return
     shape = base.shape.input

@@ -62,6 +62,14 @@ class Scaling:
             scaled /= std
         return torch.from_numpy(scaled)
 
+    def to_stored(self, x: torch.Tensor) -> np.ndarray:
+        """The inverse of `to_tensor`: whole numbers, int64, if `scale` is not 1; otherwise float64."""
+        values = x.double().numpy()
+        if self.normalize is not None:
+            mean, std = (np.asarray(part).reshape(-1, *[1] * (x.ndim - 2)) for part in self.normalize)
+            values = values * std + mean
+        return values if self.scale == 1 else np.rint(values * self.scale).astype(np.int64)
+
 
 class IndexedFederation(Federation):
     """A federation whose samples are rows of files, which subclasses read."""

@@ -129,11 +129,11 @@ def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natura
         function = with_options(SHIFT_KINDS.resolve(shift.kind), shift.options, "data.shift", ARGUMENTS)
         return [_group(Variant(images, change=Change(function, group, seed))) for group in range(shift.groups)]
     if isinstance(shift, NoiseConfig):
-        return _of_pixels(images, shift, pixels.with_noise, _nonempty(shift.sigmas, "sigmas"), seed)
+        return _of_pixels(images, shift.kind, _nonempty(shift.sigmas, "sigmas"), seed)
     if isinstance(shift, BlurConfig):
-        return _of_pixels(images, shift, pixels.blurred, _nonempty(shift.radii, "radii"), seed)
+        return _of_pixels(images, shift.kind, _nonempty(shift.radii, "radii"), seed)
     if isinstance(shift, BrightnessConfig):
-        return _of_pixels(images, shift, pixels.brightened, _nonempty(shift.factors, "factors"), seed)
+        return _of_pixels(images, shift.kind, _nonempty(shift.factors, "factors"), seed)
     if isinstance(shift, RotatedLabelsConfig):
         return [
             _group(_rotated(images, angle, seed), labels)
@@ -185,16 +185,12 @@ def _hybrid(images: Images, other: Images, name: str) -> list[Group]:
     return [_group(Variant(images)), _group(Variant(other))]
 
 
-def _of_pixels(
-    images: Images, shift: ShiftConfig, function: Callable[..., Any], amounts: list[float], seed: int
-) -> list[Group]:
+def _of_pixels(images: Images, kind: str, amounts: list[float], seed: int) -> list[Group]:
     """Returns the groups of a shift of pixel values."""
-    if images.vocabulary is not None or (shift.kind == "blur" and len(images.shape) != 3):
-        needed = "images" if shift.kind == "blur" else "real numbers"
-        actual = "token ids" if images.vocabulary is not None else f"of shape {images.shape}"
-        raise DataError(f"data.shift.kind: {shift.kind} needs {needed}, these samples are {actual}; use another kind")
+    if needed := pixels.needed(kind, images.data_shape):
+        raise DataError(f"data.shift.kind: {kind} needs {needed}; use another kind")
     changes = [
-        Change(partial(function, amount=amount, scale=images.scale), group, seed, keeps_labels=True)
+        Change(partial(pixels.DOMAINS[kind], amount=amount, scale=images.scale), group, seed, keeps_labels=True)
         for group, amount in enumerate(amounts)
     ]
     return [_group(Variant(images, change=change)) for change in changes]

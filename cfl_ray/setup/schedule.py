@@ -2,7 +2,7 @@
 
 from cfl_ray.config import Experiment
 from cfl_ray.core.population import Population, PopulationChange
-from cfl_ray.data.changes import DataChange
+from cfl_ray.data.changes import DataChange, Domain
 
 
 def population_of(experiment: Experiment, num_clients: int) -> Population:
@@ -22,6 +22,7 @@ def data_changes(experiment: Experiment) -> list[DataChange]:
             None if change.data_of is None else tuple(change.data_of),
             change.swap,
             change.back_to,
+            None if change.domain is None else Domain(*change.domain, experiment.seed),
         )
         for event in experiment.events
         for change in event.change

@@ -189,7 +189,11 @@ class TestErrors:
             ),
             (
                 {"schedule": [{"round": 1, "change": [{"clients": [1]}]}]},
-                "^schedule.0.change.0: nothing would change; say rotate, relabel, swap, data_of or back_to",
+                "^schedule.0.change.0: nothing would change; say rotate, relabel, swap, noise, blur, brightness",
+            ),
+            (
+                {"schedule": [{"round": 1, "change": [{"clients": [1], "noise": 0.1, "blur": 1}]}]},
+                "^schedule.0.change.0: noise and blur are two domains, and clients are in one; give one of them",
             ),
             (
                 {"schedule": [{"round": 1, "change": [{"clients": [1], "swap": [2, 2]}]}]},

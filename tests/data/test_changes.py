@@ -8,8 +8,8 @@ import torch
 from federations import planted, uneven
 
 from cfl_ray import config, data
-from cfl_ray.data import federation_from_arrays
-from cfl_ray.data.changes import ChangingFederation, DataChange
+from cfl_ray.data import federation_from_arrays, pixels
+from cfl_ray.data.changes import ChangingFederation, DataChange, Domain
 from cfl_ray.errors import DataError
 
 
@@ -184,6 +184,73 @@ def test_only_images_can_be_rotated():
         ChangingFederation(uneven([4, 4]), [DataChange(1, (0,), turns=1)])
     with pytest.raises(DataError, match=r"rotate by 180 degrees needs images .*, these samples have shape \(6,\)"):
         ChangingFederation(uneven([4, 4]), [DataChange(1, (0,), turns=2)])
+
+
+class TestDomains:
+    @pytest.fixture(scope="class")
+    def digits(self, tmp_path_factory):
+        """Integer pixels 0..16, normalised, with two rotations."""
+        settings = config.DataConfig.model_validate(
+            {
+                "source": "digits",
+                "shift": {"kind": "rotated", "angles": [0, 90]},
+                "partition": {"clients": 4, "samples": 30},
+                "normalize": [[0.3], [0.4]],
+                "test": {"view": "cluster"},
+            }
+        )
+        return data.build(settings, seed=1, shards=tmp_path_factory.mktemp("shards"))
+
+    @pytest.mark.parametrize(
+        "kind, amount, expected",
+        [
+            ("brightness", 0.5, lambda x: np.rint(x * 0.5)),
+            ("blur", 0.7, lambda x: pixels.blurred(x, x, 0, None, amount=0.7, scale=16)[0]),
+        ],
+    )
+    def test_the_stored_pixels_are_changed(self, digits, kind, amount, expected):
+        now = ChangingFederation(digits, [DataChange(1, (2,), domain=Domain(kind, amount))]).at(1)
+        stored = np.rint((digits.train(2)[0].double().numpy() * 0.4 + 0.3) * 16).astype(np.int64)
+        x = torch.from_numpy(expected(stored).astype(np.float32) / 16)
+        assert torch.allclose(now.train(2)[0], (x - 0.3) / 0.4, atol=1e-6) and not equal(now.train(2), digits.train(2))
+        assert torch.equal(now.train(2)[1], digits.train(2)[1]) and equal(now.train(1), digits.train(1))
+
+    def test_noise_has_its_deviation_and_is_the_same_in_every_call(self, base):
+        federation = planted(6, groups=2, samples=400)
+        changing = ChangingFederation(federation, [DataChange(1, (0, 1), domain=Domain("noise", 0.2, seed=3))])
+        noise = changing.at(1).train(0)[0] - federation.train(0)[0]
+        other = changing.at(1).train(1)[0] - federation.train(1)[0]
+        assert (
+            abs(float(noise.std()) - 0.2) < 0.01 and abs(float(noise.mean())) < 0.01 and not torch.equal(noise, other)
+        )
+        assert equal(pickle.loads(pickle.dumps(changing)).at(2).train(0), changing.at(1).train(0))
+
+    @pytest.mark.parametrize("max_images", [None, 7])
+    def test_a_client_is_tested_in_its_domain(self, digits, max_images):
+        now = ChangingFederation(digits, [DataChange(1, (0, 2), domain=Domain("noise", 0.2))]).at(1)
+        for client in (0, 2):
+            x, y = now.test_set(int(now.test_set_of(np.array([client]))[0]))
+            rows = now._test_rows(client, y.numpy(), max_images, 0)
+            assert equal(now.test(client, max_images), (x[rows], y[rows])) and not equal((x, y), digits.test(client))
+
+    def test_the_latest_domain_counts_and_is_a_group_of_its_own(self, digits):
+        changes = [
+            DataChange(1, (0, 1), domain=Domain("brightness", 0.5)),
+            DataChange(3, (1,), turns=1, domain=Domain("brightness", 0.25)),
+            DataChange(5, (0, 1), back_to=0),
+        ]
+        changing = ChangingFederation(digits, changes)
+        before = digits.group_N.tolist()
+        assert before == [0, 0, 1, 1] and changing.at(1).group_N.tolist() == [2, 2, 1, 1]
+        assert changing.at(3).group_N.tolist() == [2, 3, 1, 1] and changing.at(5).group_N.tolist() == before
+        once = ChangingFederation(digits, [DataChange(3, (1,), turns=1, domain=Domain("brightness", 0.25))])
+        assert equal(changing.at(3).train(1), once.at(3).train(1)) and equal(changing.at(5).train(1), digits.train(1))
+
+    def test_a_blur_needs_images(self):
+        with pytest.raises(
+            DataError, match=r"round 1: blur needs images, these samples are of shape \(6,\); use relabel"
+        ):
+            ChangingFederation(uneven([4, 4]), [DataChange(1, (0,), domain=Domain("blur", 1.0))])
 
 
 def test_a_client_gets_the_data_of_an_earlier_round_again(base):
