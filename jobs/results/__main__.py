@@ -4,7 +4,7 @@
     python -m jobs.results collect runs/fedclust-table1    stores the metrics of its runs
     python -m jobs.results share                           uses a run in every study that plans the same experiment
     python -m jobs.results costs                           estimates the cost of all runs
-    python -m jobs.results write                           writes the page, and the tables in docs/choosing.md
+    python -m jobs.results write                           writes the page and the tables of heterogeneity.md, choosing.md
 
 `collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of
 the last evaluation, seconds, and the keys in which the run differs from its recipe. A run with less than a quarter of
@@ -33,7 +33,7 @@ from cfl_ray.results.comparison import read_study
 from cfl_ray.results.study_folder import run_folders
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.tracking import flatten, read_info, read_records
-from jobs.results import choosing
+from jobs.results import heterogeneity
 from jobs.results.cells import FIGURES, ROOT, STUDIES, cells_of, compared
 from jobs.results.page import FIGURE, page, scatter
 
@@ -261,8 +261,10 @@ def main(arguments: list[str] | None = None) -> None:
         cells = compared()
         PAGE.write_text(page(cells))
         (PAGE.parent / FIGURE).write_text(scatter(cells))
-        choosing.PAGE.write_text(choosing.with_table(choosing.PAGE.read_text(), choosing.section()))
-        print(f"wrote {PAGE} and the tables in {choosing.PAGE}")
+        tables = heterogeneity.pages()
+        for file, text in tables.items():
+            file.write_text(text)
+        print(f"wrote {', '.join(map(str, (PAGE, *tables)))}")
         return
     for folder in given.folders:
         print(f"wrote {collect(folder, given.recipe, given.name)}")

@@ -13,7 +13,7 @@ from cfl_ray.config.study import load_study
 from cfl_ray.study import run as study_run
 from jobs.results import __main__ as results
 from jobs.results import cells as results_cells
-from jobs.results import choosing
+from jobs.results import heterogeneity
 from jobs.results import page as results_page
 
 ROOT = Path(__file__).parents[2]
@@ -55,11 +55,11 @@ def test_the_page_is_that_of_the_figures(cells):
     assert (ROOT / "docs" / "results.md").read_text() == results_page.page(cells), "python -m jobs.results write"
 
 
-def test_the_table_of_methods_is_that_of_the_figures():
-    page = choosing.PAGE.read_text()
-    assert page == choosing.with_table(page, choosing.section()), "python -m jobs.results write"
+def test_the_tables_of_methods_are_those_of_the_figures():
+    for page, text in heterogeneity.pages().items():
+        assert page.read_text() == text, "python -m jobs.results write"
     with pytest.raises(ValueError, match="needs the lines"):
-        choosing.with_table("# Another page\n", "")
+        heterogeneity.with_table("# Another page\n", "")
 
 
 def test_every_published_cell_is_counted_once(cells):

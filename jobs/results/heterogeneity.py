@@ -1,4 +1,7 @@
-"""The tables of all methods in docs/choosing.md: the study heterogeneity/digits.yaml, on each of its data sets."""
+"""Tables of the study of all methods, heterogeneity/digits.yaml on each of its data sets.
+
+docs/heterogeneity.md has a table for each data set, docs/choosing.md the best methods of each setting.
+"""
 
 from pathlib import Path
 
@@ -8,7 +11,7 @@ from cfl_ray.results.ranks import ranks_of
 from jobs.official.page import table as markdown
 from jobs.results.cells import ROOT
 
-PAGE = ROOT / "docs" / "choosing.md"
+PAGE, CHOOSING = ROOT / "docs" / "heterogeneity.md", ROOT / "docs" / "choosing.md"
 FIGURES = {  # by data set
     "Digits": ROOT / "docs" / "results" / "heterogeneity-digits.csv",
     "Fashion-MNIST": ROOT / "docs" / "results" / "heterogeneity-fashion_mnist.csv",
@@ -17,19 +20,43 @@ SETTINGS = ("label_skew", "feature_shift", "concept_shift", "both", "drift", "mi
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 
 
+def pages() -> dict[Path, str]:
+    """The text of both pages, with the tables of the present figures."""
+    tables = {PAGE: section(), CHOOSING: best_methods()}
+    return {page: with_table(page.read_text(), table) for page, table in tables.items()}
+
+
 def section() -> str:
     """The tables of all data sets, each under its name."""
-    return "\n".join(f"### {name}\n\n{table(figures)}" for name, figures in FIGURES.items())
+    return "\n".join(f"## {name}\n\n{table(figures)}" for name, figures in FIGURES.items())
+
+
+def best_methods(count: int = 5) -> str:
+    """The methods of the least mean rank over seeds in each setting, by data set, with their ranks."""
+    rows = [["clients differ in", *FIGURES]]
+    runs_of = {name: complete_runs(figures) for name, figures in FIGURES.items()}
+    for setting in SETTINGS:
+        row = [setting.replace("_", " ")]
+        for runs in runs_of.values():
+            runs = runs[runs["setting"] == setting]
+            ranks = runs.groupby("seed")["accuracy"].rank(ascending=False).groupby(runs["method"]).mean()
+            best = ranks.sort_values(kind="stable").head(count)
+            row.append(", ".join(f"{method} {rank:.1f}" for method, rank in best.items()) or "-")
+        rows.append(row)
+    return "\n".join(markdown(*rows))
+
+
+def complete_runs(figures: Path) -> pd.DataFrame:
+    """The runs in the file, of the seeds that all methods have in all of its settings."""
+    runs = pd.read_csv(figures).assign(mbit=lambda frame: frame.mbit_down + frame.mbit_up)
+    pairs = runs["setting"].nunique() * runs["method"].nunique()
+    return runs[runs.groupby("seed")["seed"].transform("size") == pairs]
 
 
 def table(figures: Path) -> str:
-    """Mean accuracy of each method in each setting in percent, its mean rank and its costs; best rank first.
-
-    Of the settings that the file has, and of the seeds that all methods have in all of them.
-    """
-    runs = pd.read_csv(figures).assign(mbit=lambda frame: frame.mbit_down + frame.mbit_up)
+    """Mean accuracy of each method in each setting in percent, its mean rank and its costs; best rank first."""
+    runs = complete_runs(figures)
     settings = [name for name in SETTINGS if name in set(runs["setting"])]
-    runs = runs[runs.groupby("seed")["seed"].transform("size") == len(settings) * runs["method"].nunique()]
     metrics: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for run in runs.itertuples():
         metrics.setdefault((run.setting, run.method), {})[run.seed] = {"accuracy": run.accuracy}
@@ -52,5 +79,5 @@ def with_table(page: str, table: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{PAGE.name} needs the lines {BEGIN.strip()} and {END.strip()}")
+        raise ValueError(f"the page needs the lines {BEGIN.strip()} and {END.strip()}")
     return f"{before}{begin}\n{table}\n{end}{after}"
