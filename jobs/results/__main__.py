@@ -4,7 +4,7 @@
     python -m jobs.results collect runs/fedclust-table1    stores the metrics of its runs
     python -m jobs.results share                           uses a run in every study that plans the same experiment
     python -m jobs.results costs                           estimates the cost of all runs
-    python -m jobs.results write                           writes the page and the tables of heterogeneity.md, choosing.md
+    python -m jobs.results write                           writes the page, and the tables of all methods
 
 `collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of
 the last evaluation, seconds, and the keys in which the run differs from its recipe. A run with less than a quarter of
