@@ -4,7 +4,12 @@
     python benchmarks/gpu.py W2 femnist --precision float32 --rounds 5
     python benchmarks/gpu.py --quick --device cpu             a trial anywhere, with small workloads
 
-Needs torch and NumPy alone. Workloads: W1, W2, W3 and a round of the size of FEMNIST (3,597 clients, 180 a round).
+Needs torch and NumPy alone. Workloads: W1, W2, W3, a round of the size of FEMNIST (3,597 clients, 180 a round), and
+rounds of two published set-ups, whose sizes and models are here with random samples:
+
+    flute   FEMNIST of FLUTE (arXiv:2203.13789): 10 of 3,400 clients a round; 1,500 rounds took 8:22, in FedML 5:49:52
+    pfl     CIFAR-10 of pfl-research (arXiv:2404.06430): 50 of 1,000 clients of 50 samples a round, 1,500 rounds
+
 Ways, all of them FedAvg on the same clients, data and model sizes:
 
     bare loop          torch.optim.SGD, one client after another in one process, everything on the device
@@ -41,7 +46,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.peers.bare import load, module_of, train_client
-from benchmarks.workloads import INPUT, WORKLOADS, Workload
+from benchmarks.workloads import WORKLOADS, Workload
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, Rows, Train
 from cfl_ray.data.federation import DataShape, Federation
@@ -54,12 +59,24 @@ from cfl_ray.nn.device_memory import DeviceMemory
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.precision import autocast, products_in
 
-FEMNIST = replace(
-    WORKLOADS["W3"],
-    description="CNN 32-64-512, 62 classes, 180 of 3,597 clients of 100 to 300, batch 20, 1 epoch",
-    clients=3_597,
-)
-COHORT = 180  # clients of a round of femnist
+
+@dataclass(frozen=True)
+class SetUp:
+    """A workload as a federation, of which some clients take part in a round."""
+
+    work: Workload
+    cohort: int | None = None  # clients of a round; None: all
+    sizes: tuple[int, int] | None = None  # fewest and most samples of a client; None: all have those of `work`
+
+
+_SMALL = Workload("", "small_cnn", {"channels": 1, "side": 28, "dropout": True}, 62, 3_400, 197, 20, 1, 0.1)
+SET_UPS = {name: SetUp(work) for name, work in WORKLOADS.items()} | {
+    "femnist": SetUp(replace(WORKLOADS["W3"], clients=3_597), 180, (100, 300)),
+    "flute": SetUp(_SMALL, 10, (100, 294)),
+    "pfl": SetUp(
+        Workload("", "small_cnn", {"channels": 3, "side": 32}, 10, 1_000, 50, 10, 1, 0.1, input=(3, 32, 32)), 50
+    ),
+}
 VMAP_BATCHES = (16, 64, 256)  # clients of a vmap batch; and all
 PROCESSES = (2, 4)  # that share the device
 PRECISIONS = ("float32", "tf32", "bf16")
@@ -78,11 +95,11 @@ class OneDevice(Federation):
         self, work: Workload, device: str, sizes_N: np.ndarray | None = None, share: tuple[int, int] = (0, 1)
     ) -> None:
         draw = np.random.default_rng(0)
-        self.shape = DataShape(INPUT, work.classes)
+        self.shape = DataShape(work.input, work.classes)
         self.num_samples_N = np.full(work.clients, work.samples) if sizes_N is None else sizes_N
         self._samples: dict[int, tuple[Tensor, Tensor]] = {}
         for client, size in enumerate(self.num_samples_N.tolist()):
-            x = torch.from_numpy(draw.integers(0, 256, (size, *INPUT), dtype=np.uint8))
+            x = torch.from_numpy(draw.integers(0, 256, (size, *work.input), dtype=np.uint8))
             y = torch.from_numpy(draw.integers(0, work.classes, size))
             if client % share[1] == share[0]:
                 self._samples[client] = x.to(device).float().div_(255), y.to(device)
@@ -127,17 +144,18 @@ class Case:
 
     def __init__(self, name: str, arguments: argparse.Namespace, share: tuple[int, int] = (0, 1)) -> None:
         self.name, self.device, self.arguments = name, arguments.device, arguments
-        work = (FEMNIST if name == "femnist" else WORKLOADS[name]).with_clients(arguments.clients)
+        set_up = SET_UPS[name]
+        work, sizes = set_up.work.with_clients(arguments.clients), set_up.sizes
         if arguments.quick:
             work = replace(work, samples=min(work.samples, 4 * (work.batch or 10)), epochs=min(work.epochs, 2))
+            sizes = sizes and (10, 30)
         self.work = work
-        least, most = (10, 31) if arguments.quick else (100, 301)
-        sizes_N = np.random.default_rng(2).integers(least, most, work.clients) if name == "femnist" else None
+        sizes_N = sizes and np.random.default_rng(2).integers(sizes[0], sizes[1] + 1, work.clients)
         where = "cpu" if arguments.data == "host" else self.device
         self.federation = OneDevice(work, where, sizes_N, share)
-        self.cohort = min(COHORT, work.clients) if name == "femnist" else work.clients
+        self.cohort = min(set_up.cohort or work.clients, work.clients)
         self.local = LocalSGD(epochs=work.epochs, batch_size=work.batch, lr=work.lr)
-        self.networks = {p: Network(lambda: module_of(work), INPUT, self.device, precision=p) for p in PRECISIONS}
+        self.networks = {p: Network(lambda: module_of(work), work.input, self.device, precision=p) for p in PRECISIONS}
         self.expected_P: Tensor | None = None  # the model of the sequential engine in float32 after the first round
 
     def clients_of(self, number: int) -> np.ndarray:
@@ -390,7 +408,7 @@ class _OldName(argparse.Action):
 def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*WORKLOADS, "femnist"]
+    names = list(SET_UPS)
     parser.add_argument("workloads", nargs="*", default=names, help=f"some of {', '.join(names)}")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="at most 4 clients of few samples, one measured round")

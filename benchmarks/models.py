@@ -56,4 +56,27 @@ class LeafCNN(nn.Module):
         return self.fc2(F.relu(self.fc1(x_B.flatten(1))))
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP, "lenet5": LeNet5, "leaf_cnn": LeafCNN}
+class SmallCNN(nn.Module):
+    """Two 3x3 convolutions of 32 and 64 channels, one pooling, and 128 hidden units; with dropout if wanted."""
+
+    def __init__(self, classes: int, channels: int, side: int, dropout: bool = False) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.fc1 = nn.Linear(64 * ((side - 4) // 2) ** 2, 128)
+        self.fc2 = nn.Linear(128, classes)
+        self.drop1, self.drop2 = (nn.Dropout(p if dropout else 0.0) for p in (0.25, 0.5))
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, channels, side, side)."""
+        x_B = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x_B)))), 2)
+        x_B = F.relu(self.fc1(self.drop1(x_B).flatten(1)))
+        return self.fc2(self.drop2(x_B))
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": MLP,
+    "lenet5": LeNet5,
+    "leaf_cnn": LeafCNN,
+    "small_cnn": SmallCNN,
+}

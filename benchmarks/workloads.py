@@ -9,7 +9,7 @@ INPUT = (1, 28, 28)
 
 @dataclass(frozen=True)
 class Workload:
-    """Clients of one round and their local training. Inputs are 1x28x28."""
+    """Clients of one round and their local training."""
 
     description: str
     model: str
@@ -20,9 +20,9 @@ class Workload:
     batch: int | None
     epochs: int
     lr: float = 0.05
-    shuffle: bool = (
-        True  # False: batches follow the order of the samples, so that systems can be compared number by number
-    )
+    # False: batches follow the order of the samples, so that systems can be compared number by number
+    shuffle: bool = True
+    input: tuple[int, int, int] = INPUT  # (C, H, W)
 
     @property
     def steps(self) -> int:

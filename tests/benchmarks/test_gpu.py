@@ -35,7 +35,7 @@ WITHOUT_THEM += "runpy.run_path(sys.argv[0], run_name='__main__')"
 
 @pytest.mark.parametrize(
     "workloads, options",
-    [(["W1"], []), (["W1", "femnist"], ["--precision", "bf16", "--data", "host", "--processes"])],
+    [(["W1"], []), (["W1", "femnist", "pfl"], ["--precision", "bf16", "--data", "host", "--processes"])],
     ids=["float32", "bf16"],
 )
 def test_needs_torch_and_numpy_alone(workloads, options, tmp_path):
@@ -66,7 +66,7 @@ def test_needs_torch_and_numpy_alone(workloads, options, tmp_path):
 
 def test_all_workloads_precisions_and_ways_are_measured_by_default(monkeypatch, capsys):
     arguments = gpu.arguments_of(["--device", "cpu"])
-    assert arguments.workloads == ["W1", "W2", "W3", "femnist"] and arguments.processes == (2, 4)
+    assert arguments.workloads == ["W1", "W2", "W3", "femnist", "flute", "pfl"] and arguments.processes == (2, 4)
     assert (arguments.precision, arguments.rounds, arguments.vmap_batches) == (("float32",), 3, (16, 64, 256))
     old = gpu.arguments_of(["--device", "cpu", "--stacks", "3", "5"])
     assert old.vmap_batches == [3, 5] and "--stacks is now --vmap-batches" in capsys.readouterr().err
