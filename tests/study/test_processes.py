@@ -34,11 +34,19 @@ def file(study, tmp_path):
     return tmp_path / "small.yaml"
 
 
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """The figures of the study without any interruption, once they are known."""
+    return {}
+
+
 @pytest.fixture
-def expected(file, tmp_path, inline, figures_of):
+def expected(file, tmp_path, inline, figures_of, uninterrupted):
     """The figures of the same study without any interruption."""
-    run_study(file, tmp_path / "whole")
-    return figures_of(tmp_path / "whole")
+    if not uninterrupted:
+        run_study(file, tmp_path / "whole")
+        uninterrupted.update(figures_of(tmp_path / "whole"))
+    return uninterrupted
 
 
 @pytest.fixture
