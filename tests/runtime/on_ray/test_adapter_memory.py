@@ -1,10 +1,9 @@
-"""A frozen Transformer of 100 million parameters with adapters of half a million, on a Ray of its own."""
+"""A frozen Transformer of 100 million parameters with adapters of half a million."""
 
 import json
 from pathlib import Path
 
 import pytest
-from private_memory import peaks
 
 from cfl_ray.run_directory import RunDirectory
 
@@ -27,7 +26,7 @@ def experiment(**options):
 
 
 @pytest.mark.timeout(1100)
-def test_processes_hold_what_is_trained(tmp_path):
+def test_processes_hold_what_is_trained(peaks, tmp_path):
     small = peaks(experiment(), tmp_path / "small")
     large = peaks(experiment(width=1024, depth=8, heads=16, rank=6), tmp_path / "large")
     found = f"MB of private memory with a small model {small}, with 100 million frozen parameters {large}"
