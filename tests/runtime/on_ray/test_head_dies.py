@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -88,41 +89,6 @@ def wait_for_rounds(number, records, run, log):
         time.sleep(0.05)
 
 
-def test_resumed_on_another_cluster_after_the_head_died(cluster, experiment, figures, tmp_path):
-    """From another folder, with other measurements of engines there: same engine, shards and figures."""
-    first = cluster()
-    for folder in ("here", "there"):
-        (tmp_path / folder).mkdir()
-    changes = {"data": {"source": "digits"}, "local": {"epochs": 30}, "rounds": 8, "tracking": {"enabled": True}}
-    made = experiment(runtime={"engine": "auto", "address": first.address}, **changes)
-    (tmp_path / "here/mine.yaml").write_text(made.model_copy(update={"output": "out"}).to_yaml())
-    run_dir, log = tmp_path / "here/out/run", (tmp_path / "log").open("a+")
-    run = cfl_ray(first, log, "run", "mine.yaml", "--run-dir", "out/run", folder=tmp_path / "here")
-    records = run_dir / "ditto/metrics.jsonl"
-    wait_for_rounds(3, records, run, tmp_path / "log")
-    end(psutil.Process(run.pid))
-    first.kill()
-    run.wait()
-    assert records.read_text().count("\n") < 8, "it is over"
-    engine = json.loads((run_dir / "environment.json").read_text())["engine"]
-    choices = tmp_path / "here/out/engine-choices.json"
-    (key,) = json.loads(choices.read_text())
-    other = "sequential" if engine != "sequential" else "manual"
-    choices.write_text(json.dumps({key: [other, f"{other}: measured elsewhere"]}))
-
-    second = cluster()
-    resumed = cfl_ray(second, log, "resume", str(run_dir), folder=tmp_path / "there")
-    assert resumed.wait(300) == 0, (tmp_path / "log").read_text()
-    text = (tmp_path / "log").read_text()
-    assert f"engine {engine}: as at the start of the run" in text and "goes on after round" in text
-    assert f"resumed on the cluster at {second.address}" in text
-    assert list((tmp_path / "there").iterdir()) == [], "nothing is made where it was resumed"
-    expected = simulate(experiment(runtime={"engine": engine}, **(changes | {"tracking": {"enabled": False}})))
-    assert figures(load_run(run_dir)) == figures(expected)
-    numbers = [json.loads(line)["round"] for line in records.read_text().splitlines()]
-    assert numbers == list(range(1, 9))
-
-
 @contextmanager
 def served(*command):
     """The port of a server on this machine; the command ends with the port's number."""
@@ -150,7 +116,10 @@ def redis(tmp_path):
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """Returns a function: a local folder -> the URI of its copy in a bucket of an S3 server."""
+    """Returns a function: a local folder -> the URI of its copy in a bucket of an S3 server. None: there is none."""
+    if shutil.which("moto_server") is None:  # package moto[server]
+        yield None
+        return
     for name in KEYS:
         monkeypatch.setenv(name, "test")
     with served("moto_server", "-H", "127.0.0.1", "-p") as port:
@@ -164,6 +133,64 @@ def bucket(monkeypatch):
             return "s3://bucket/shards?" + "&".join(f"{name}={value}" for name, value in place.items())
 
         yield upload
+
+
+def test_resumed_on_another_cluster_after_the_head_died(cluster, bucket, experiment, figures, tmp_path):
+    """From another folder, with other measurements of engines there: same engine, shards and figures.
+
+    And a run whose shards are in S3, if there is a server of S3 here.
+    """
+    for folder in ("here", "there", "stored"):
+        (tmp_path / folder).mkdir()
+    gate = tmp_path / "gate"
+
+    def gated(rounds_that_pass, **changes):
+        gate.write_text(str(rounds_that_pass))
+        methods = [{f"{Path(__file__).parents[1] / 'gated.py'}:Gated": {"gate": str(gate)}}]
+        return experiment(**{"methods": methods, "data": {"source": "digits"}, "local": {"epochs": 1}} | changes)
+
+    expected, uri = figures(simulate(gated(4))), bucket and bucket(tmp_path / "shards")
+    shutil.rmtree(tmp_path / "shards")
+    first, log, mine = cluster(), (tmp_path / "log").open("a+"), tmp_path / "here/mine.yaml"
+    runtime = {"engine": "auto", "hosts": 1, "address": first.address}
+    made = gated(3, runtime=runtime, tracking={"enabled": True}).model_copy(update={"output": "out"})
+    mine.write_text(made.to_yaml())
+    run_dir, stored, runs = tmp_path / "here/out/run", tmp_path / "stored/run", []
+    runs.append(cfl_ray(first, log, "run", mine.name, "--run-dir", "out/run", folder=mine.parent))
+    records = [run_dir / "gated/metrics.jsonl"]
+    if uri:
+        elsewhere = gated(3, data={"source": "digits", "shards": uri}, runtime={"hosts": 1})
+        (tmp_path / "stored/mine.yaml").write_text(elsewhere.to_yaml())
+        runs.append(cfl_ray(first, log, "run", mine.name, "--run-dir", "run", folder=tmp_path / "stored"))
+        records.append(stored / "gated/metrics.jsonl")
+    for run, file in zip(runs, records):
+        wait_for_rounds(3, file, run, tmp_path / "log")
+    for run in runs:
+        end(psutil.Process(run.pid))
+    first.kill()
+    for run in runs:
+        run.wait()
+    assert [rounds_in(file) for file in records] == [3] * len(records)
+    engine = json.loads((run_dir / "environment.json").read_text())["engine"]
+    choices = tmp_path / "here/out/engine-choices.json"
+    (key,) = json.loads(choices.read_text())
+    other = "sequential" if engine != "sequential" else "manual"
+    choices.write_text(json.dumps({key: [other, f"{other}: measured elsewhere"]}))
+
+    gate.write_text("4")
+    second = cluster()
+    runs = [cfl_ray(second, log, "resume", str(run_dir), folder=tmp_path / "there")]
+    if uri:
+        runs.append(cfl_ray(second, log, "resume", str(stored), folder="/"))
+    assert [run.wait(300) for run in runs] == [0] * len(runs), (tmp_path / "log").read_text()
+    text = (tmp_path / "log").read_text()
+    assert f"engine {engine}: as at the start of the run" in text and "goes on after round" in text
+    assert f"resumed on the cluster at {second.address}" in text
+    assert list((tmp_path / "there").iterdir()) == [], "nothing is made where it was resumed"
+    same_engine = figures(simulate(gated(4, runtime={"engine": engine})))
+    assert figures(load_run(run_dir)) == same_engine and [round for round, _ in same_engine["gated"]] == [1, 2, 3, 4]
+    if uri:
+        assert figures(load_run(stored)) == expected
 
 
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server here")
@@ -181,21 +208,3 @@ def test_the_run_goes_on_when_the_heads_store_is_restarted(cluster, redis, exper
     on.head("start_gcs_server")
     assert run.wait(300) == 0, (tmp_path / "log").read_text()
     assert figures(load_run(run_dir)) == figures(simulate(made))
-
-
-@pytest.mark.skipif(shutil.which("moto_server") is None, reason="there is no moto_server (package moto[server]) here")
-def test_shards_in_s3_are_found_by_the_next_cluster(cluster, bucket, experiment, figures, tmp_path):
-    expected = simulate(experiment(data={"source": "digits"}, local={"epochs": 30}, rounds=8))
-    uri, log = bucket(tmp_path / "shards"), (tmp_path / "log").open("a+")
-    shutil.rmtree(tmp_path / "shards")
-    made = experiment(data={"source": "digits", "shards": uri}, local={"epochs": 30}, rounds=8)
-    (tmp_path / "mine.yaml").write_text(made.to_yaml())
-    first, records = cluster(), tmp_path / "run/ditto/metrics.jsonl"
-    run = cfl_ray(first, log, "run", "mine.yaml", "--run-dir", "run", folder=tmp_path)
-    wait_for_rounds(3, records, run, tmp_path / "log")
-    end(psutil.Process(run.pid))
-    first.kill()
-    run.wait()
-    resumed = cfl_ray(cluster(), log, "resume", str(tmp_path / "run"), folder="/")
-    assert resumed.wait(300) == 0, (tmp_path / "log").read_text()
-    assert figures(load_run(tmp_path / "run")) == figures(expected)
