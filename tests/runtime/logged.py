@@ -14,6 +14,8 @@ from cfl_ray.data.synthetic import SyntheticFederation
 class LoggedFederation(SyntheticFederation):
     """The synthetic federation; appends a line `pid client` to `log` whenever a client's training data are read.
 
+    While the file `log`.held exists, no read ends.
+
     huge:    this client's inputs are 1e30 times too large, so that its update is not finite.
     missing: reading this client's data fails.
     stuck:   reading this client's data never ends.
@@ -31,6 +33,8 @@ class LoggedFederation(SyntheticFederation):
     def train(self, client):
         with open(self.log, "a") as log:
             log.write(f"{os.getpid()} {client}\n")
+        while os.path.exists(f"{self.log}.held"):
+            time.sleep(0.02)
         huge, missing, odd, stuck = self.faults
         if client == missing:
             raise OSError("the sensor is offline")

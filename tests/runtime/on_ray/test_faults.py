@@ -25,12 +25,19 @@ def slow(experiment, logged):
     return make
 
 
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Figures of experiments of this module without faults, by name."""
+    return {}
+
+
 @pytest.fixture
-def expected(slow, figures, logged):
+def expected(slow, figures, logged, undisturbed):
     """The figures of the slow experiment without faults."""
-    found = figures(simulate(slow()))
-    open(logged.log, "w").close()
-    return found
+    if "slow" not in undisturbed:
+        undisturbed["slow"] = figures(simulate(slow()))
+        open(logged.log, "w").close()
+    return undisturbed["slow"]
 
 
 def end_all(pids):
@@ -44,22 +51,31 @@ def recorded(directory, label="ditto"):
 
 
 @pytest.mark.slow
-def test_a_host_and_then_the_server_killed_in_mid_round(
+def test_hosts_and_the_server_killed_in_mid_round(
     slow, expected, figures, cluster, actors, notes, logged, tmp_path, meanwhile, until
 ):
-    before, killed = [], []  # lines of the log after each round
+    """A host in round 2, two hosts at once in round 3, and the server in round 4."""
+    before, killed = {}, []  # lines of the log after each round
+
+    def readers(round):
+        """Hosts that have read data since `round` ended."""
+        return sorted({pid for pid, _ in logged.read()[before[round] :]} - {*killed}) if round in before else []
 
     def kill():
-        killed.append(until(lambda: before and next((pid for pid, _ in logged.read()[before[0] :]), None)))
-        logged.end(killed[0])
-        until(lambda: len(before) > 1 and len(logged.read()) >= before[1] + 4)
+        for round, count in ((1, 1), (2, 2)):
+            until(lambda: len(readers(round)) >= count)
+            for pid in readers(round)[:count]:
+                logged.end(pid)
+                killed.append(pid)
+        until(lambda: 3 in before and len(logged.read()) >= before[3] + 4)
         end_all(actors("ServerActor"))
 
-    watcher = notes(lambda round: before.append(len(logged.read())))
+    watcher = notes(lambda round: before.setdefault(round, len(logged.read())))
     meanwhile(kill)
-    assert figures(run(slow(), tmp_path / "run", watcher)) == expected
-    assert killed and len([line for line in watcher.lines if "its work is done again" in line]) == 1
+    assert figures(run(slow(runtime={"hosts": 3}), tmp_path / "run", watcher)) == expected
+    assert len(set(killed)) == 3 and len([line for line in watcher.lines if "its work is done again" in line]) == 3
     assert len([line for line in watcher.lines if "the server died and was started again" in line]) == 1
+    assert before[3] - before[1] > 2 * before[1], "rounds 2 and 3 read more than twice the first: work was done again"
     assert recorded(tmp_path / "run") == [1, 2, 3, 4]
 
 
@@ -73,33 +89,11 @@ def test_a_host_on_which_reads_fail_is_replaced(experiment, figures, cluster, no
 
 
 @pytest.mark.slow
-def test_hosts_killed_in_mid_round(slow, expected, figures, cluster, notes, logged, meanwhile, until):
-    """One in round 2, and two at once in round 3."""
-    before, killed = {}, []
-
-    def readers(round):
-        """Hosts that have read data since `round` ended."""
-        return sorted({pid for pid, _ in logged.read()[before[round] :]}) if round in before else []
-
-    def kill():
-        for round, count in ((1, 1), (2, 2)):
-            until(lambda: len(readers(round)) >= count)
-            for pid in readers(round)[:count]:
-                logged.end(pid)
-                killed.append(pid)
-
-    watcher = notes(lambda round: before.setdefault(round, len(logged.read())))
-    meanwhile(kill)
-    assert figures(run(slow(runtime={"hosts": 3}), watcher=watcher)) == expected
-    assert len(set(killed)) == 3 and len([line for line in watcher.lines if "its work is done again" in line]) == 3
-    assert before[3] - before[1] > 2 * before[1], "rounds 2 and 3 read more than twice the first: work was done again"
-
-
-@pytest.mark.slow
-def test_host_that_dies_at_every_start_is_given_up(slow, figures, cluster, actors, notes, logged, meanwhile, until):
-    long, ended = 200, []  # epochs: the run must outlast two restarts
-    expected = figures(simulate(slow(long)))
-    open(logged.log, "w").close()
+def test_host_that_dies_at_every_start_is_given_up(
+    slow, expected, figures, cluster, actors, notes, logged, meanwhile, until
+):
+    held, ended = Path(f"{logged.log}.held"), []
+    held.touch()  # the run outlasts two restarts
 
     def kill():  # one of the two hosts, and each that replaces it as soon as it is there
         stays, first = until(lambda: len(pids := {pid for pid, _ in logged.read()}) == 2 and sorted(pids))
@@ -108,20 +102,23 @@ def test_host_that_dies_at_every_start_is_given_up(slow, figures, cluster, actor
         for _ in range(2):
             ended.append(until(lambda: next((pid for pid in actors("ClientHost") if pid not in (stays, *ended)), None)))
             logged.end(ended[-1])
+        held.unlink()
 
     watcher = notes()
     meanwhile(kill)
-    assert figures(run(slow(long, runtime={"retries": 2}), watcher=watcher)) == expected
+    assert figures(run(slow(runtime={"retries": 2}), watcher=watcher)) == expected
     given_up = [line for line in watcher.lines if "died after 2 restarts" in line]
     assert len(ended) == 3 and len(given_up) == 1 and "going on with 1 hosts" in given_up[0]
     assert len({pid for pid, _ in logged.read()} - set(ended)) == 1, "the other host did the rest, and none was added"
 
 
 @pytest.mark.slow
-def test_last_host_lost_ends_the_run_which_can_be_resumed(
-    experiment, figures, cluster, actors, notes, tmp_path, meanwhile, until
+def test_a_run_that_ends_with_its_last_host_or_its_server_can_be_resumed(
+    experiment, figures, cluster, actors, notes, tmp_path
 ):
-    small = experiment(runtime={"hosts": 1, "retries": 1}, rounds=5)
+    small, run_dir = experiment(runtime={"hosts": 1, "retries": 1}, rounds=5), tmp_path / "run"
+    with pytest.raises(RunError, match=r"the server died after round \d, .*go on with: cfl-ray resume .*run"):
+        run(small, run_dir, notes(lambda number: end_all(actors("ServerActor"))))
     killed = []
 
     def kill_all(number):
@@ -130,24 +127,12 @@ def test_last_host_lost_ends_the_run_which_can_be_resumed(
             end_all(actors("ClientHost"))
 
     with pytest.raises(RunError) as error:
-        run(small, tmp_path / "run", notes(kill_all))
+        resume(run_dir, watcher=notes(kill_all))
     text = str(error.value)
-    assert "last client host died after 1 restarts" in text and f"cfl-ray resume {tmp_path / 'run'}" in text
-    assert len(killed) == 2 and json.loads((tmp_path / "run/ditto/end.json").read_text())["status"] == "FAILED"
-    assert figures(resume(tmp_path / "run")) == figures(simulate(small))
-    assert recorded(tmp_path / "run") == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.slow
-def test_server_that_dies_too_often_ends_the_run_which_can_be_resumed(
-    experiment, figures, cluster, actors, notes, tmp_path
-):
-    small = experiment(runtime={"retries": 1})
-    watcher = notes(lambda number: end_all(actors("ServerActor")))
-    with pytest.raises(RunError, match=r"the server died after round \d, .*go on with: cfl-ray resume .*run"):
-        run(small, tmp_path / "run", watcher)
-    assert figures(resume(tmp_path / "run")) == figures(simulate(small))
-    assert recorded(tmp_path / "run") == [1, 2, 3, 4]
+    assert "last client host died after 1 restarts" in text and f"cfl-ray resume {run_dir}" in text
+    assert len(killed) == 2 and json.loads((run_dir / "ditto/end.json").read_text())["status"] == "FAILED"
+    assert figures(resume(run_dir)) == figures(simulate(small))
+    assert recorded(run_dir) == [1, 2, 3, 4, 5]
 
 
 DRIVER = """
