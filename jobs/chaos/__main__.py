@@ -33,8 +33,8 @@ from rich.table import Table
 
 from cfl_ray import config, simulate
 from cfl_ray.methods import REGISTRY
+from jobs.chaos.hang import LIMIT, UNDISTURBED, let_hang
 from jobs.chaos.hang import TARGETS as HANG_TARGETS
-from jobs.chaos.hang import UNDISTURBED, let_hang
 from jobs.chaos.processes import Run
 from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, differences
 
@@ -105,6 +105,7 @@ def main() -> int:
         help="disturb a network of three machines (namespaces of this one; needs root) instead of killing processes",
     )
     parser.add_argument("--hang", type=int, metavar="N", help="let so many processes stop answering instead")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="with --hang: runtime.stall_limit (default: 25 s)")
     options = parser.parse_args()
     if options.methods == ["all"]:
         options.methods = sorted(REGISTRY)
@@ -127,7 +128,8 @@ def main() -> int:
     folder = options.keep or Path(tempfile.mkdtemp(prefix="cfl-ray-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     if options.hang is not None:
-        return let_hang(options.targets, options.methods, options.rounds, options.hang, options.seed, folder)
+        count, limit, seed = options.hang, options.limit, options.seed
+        return let_hang(options.targets, options.methods, options.rounds, count, limit, seed, folder)
     file = folder / "chaos.yaml"
     file.write_text(chaos_experiment(options.methods, options.rounds, folder).to_yaml())
     experiment = config.load(file)  # as the disturbed run reads it

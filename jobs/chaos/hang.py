@@ -29,7 +29,8 @@ from jobs.chaos.processes import Run
 from jobs.chaos.same_outcome import IDENTICAL, differences, tags_in_mlflow
 
 TARGETS = ["host", "server", "data"]
-WARNING, LIMIT = 2.0, 25.0  # seconds: runtime.stall_warning and stall_limit
+LIMIT = 25.0  # seconds: runtime.stall_limit
+_WARNING = 0.08  # of it: runtime.stall_warning
 UNDISTURBED = 8  # last rounds, in which nothing hangs: a round is recorded when the next ones may be under way already
 _DELAY = 0.3  # seconds after the record of a round, at most, before a busy process is chosen
 # the Ray actor method that a process executes while it takes part in a round, as it ends the process's title; a host
@@ -60,8 +61,9 @@ class Hang:
         return "" if self.ended <= self.limit + _LOOKS else "replaced too late"
 
 
-def hang_experiment(methods: Sequence[str], rounds: int, output: Path) -> Experiment:
+def hang_experiment(methods: Sequence[str], rounds: int, limit: float, output: Path) -> Experiment:
     """Clients whose data source has a trap; limits of seconds."""
+    stalls = {"stall_warning": _WARNING * limit, "stall_limit": limit}
     return Experiment(
         name="hang",
         rounds=rounds,
@@ -71,7 +73,8 @@ def hang_experiment(methods: Sequence[str], rounds: int, output: Path) -> Experi
         local={"epochs": 10, "batch_size": 8, "momentum": 0.5},
         cohort={"fraction": 0.5, "dropout": 0.05},
         schedule=[{"round": 3, "join": [22, 23]}, {"round": 5, "leave": [0]}],
-        runtime={"engine": "sequential", "hosts": 2, "retries": 1000, "stall_warning": WARNING, "stall_limit": LIMIT},
+        runtime={"engine": "sequential", "hosts": 2, "retries": 1000} | stalls,
+        tracking={"report": False},
         output=str(output),
     )
 
@@ -156,10 +159,12 @@ def _said(run: Run, begin: int, naming: str) -> str:
         return next((line for line in log.read().decode(errors="replace").splitlines() if naming in line), "")
 
 
-def let_hang(targets: Sequence[str], methods: Sequence[str], rounds: int, count: int, seed: int, folder: Path) -> int:
+def let_hang(
+    targets: Sequence[str], methods: Sequence[str], rounds: int, count: int, limit: float, seed: int, folder: Path
+) -> int:
     """Runs the experiment with and without hangs, and prints a row per hang, and what is wrong. Returns the status."""
     file = folder / "hang.yaml"
-    file.write_text(hang_experiment(methods, rounds, folder).to_yaml())
+    file.write_text(hang_experiment(methods, rounds, limit, folder).to_yaml())
     experiment = config.load(file)  # as the disturbed run reads it
     untracked = experiment.tracking.model_copy(update={"enabled": False})
     simulate(experiment.model_copy(update={"tracking": untracked}), folder / "undisturbed")

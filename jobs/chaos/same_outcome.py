@@ -40,6 +40,7 @@ def chaos_experiment(methods: list[str], rounds: int, output: Path) -> Experimen
             {"round": 5, "leave": [0], "change": [{"clients": [1], "rotate": 90}]},
         ],
         runtime={"engine": "sequential", "hosts": 3, "retries": 1000},
+        tracking={"report": False},
         output=str(output),
     )
 

@@ -57,7 +57,7 @@ def soak_experiment(method: str, rounds: int, output: Path, uri: str) -> Experim
         local={"epochs": 1, "batch_size": 8},
         cohort={"fraction": 0.25, "availability": 0.9, "dropout": 0.05},
         runtime={"engine": "sequential", "hosts": 2, "retries": rounds},
-        tracking={"uri": uri},
+        tracking={"uri": uri, "report": False},
         output=str(output),
     )
 

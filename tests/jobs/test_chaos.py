@@ -36,7 +36,7 @@ def test_killed_processes_do_not_change_the_outcome(tmp_path):
 
 @pytest.mark.slow
 def test_processes_that_stop_answering_are_named_and_replaced_with_the_same_outcome(tmp_path):
-    options = ["--hang", "3", "--rounds", "18", "--seed", "0", "--methods", "ditto"]
+    options = ["--hang", "3", "--limit", "10", "--rounds", "12", "--seed", "0", "--methods", "ditto"]
     done = run_job("jobs.chaos", *options, "--keep", str(tmp_path))
     log = tmp_path / "disturbed.log"
     assert done.returncode == 0, done.stdout + done.stderr + (log.read_text() if log.exists() else "")
@@ -64,10 +64,10 @@ def test_more_kills_than_rounds_are_an_error(monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_short_soak_has_the_same_outcome(tmp_path):
     """It is too short to judge memory: that is the only thing wrong."""
-    done = run_job("jobs.chaos.soak", "--rounds", "20", "--every", "0", "--keep", str(tmp_path))
+    done = run_job("jobs.chaos.soak", "--rounds", "8", "--every", "0", "--keep", str(tmp_path))
     wrong = done.stdout.partition("WRONG:")[2].strip().splitlines()
     assert wrong and all(line.endswith("too few samples") for line in wrong), done.stdout + done.stderr
-    assert "20 rounds of stocfl; kills: none" in done.stdout
+    assert "8 rounds of stocfl; kills: none" in done.stdout
 
 
 def test_what_grows_is_named():
