@@ -247,17 +247,18 @@ def disturb_network(names: Sequence[str], methods: Sequence[str], rounds: int, k
     folder = (keep or Path(tempfile.mkdtemp(prefix="cfl-ray-network-"))).absolute()
     table = Table("scenario", "what happened", "went on after s", "faults that the run reports", "outcome")
     all_equal = True
-    for name in names or SCENARIOS:
+    for number, name in enumerate(names or SCENARIOS):
         scenario, own = SCENARIOS[name], folder / name
         own.mkdir(parents=True)
         file = own / "chaos.yaml"
         file.write_text(chaos_experiment(list(methods), rounds, own).to_yaml())
         experiment = config.load(file, ["runtime.hosts=2", "runtime.wait_for_hosts=300"])
         file.write_text(experiment.to_yaml())
-        untracked = experiment.tracking.model_copy(update={"enabled": False})
-        simulate(experiment.model_copy(update={"tracking": untracked}), own / "undisturbed")
+        if not number:  # the same for all scenarios
+            untracked = experiment.tracking.model_copy(update={"enabled": False})
+            simulate(experiment.model_copy(update={"tracking": untracked}), folder / "undisturbed")
         found = disturbed(scenario, file, own / "disturbed", methods)
-        different = differences(experiment, methods, own / "undisturbed", own / "disturbed")
+        different = differences(experiment, methods, folder / "undisturbed", own / "disturbed")
         different += [f"exit status {found.ended}"] if found.ended else []
         all_equal = all_equal and not different
         notes = "; ".join(dict.fromkeys(found.notes)) or "none"
