@@ -8,9 +8,8 @@ third of a training step (FedScale's rule, F. Lai et al., ICML 2022, arXiv:2105.
 Every draw has a key, so a time does not depend on the process that computes it, or on earlier calls.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,76 +49,51 @@ class Speed:
         return Speed(self.seconds_M[index_M], self.down_M[index_M], self.up_M[index_M])
 
 
-class Devices(ABC):
-    """The devices of all clients, as a function of their ids."""
-
-    @abstractmethod
-    def of(self, clients: np.ndarray) -> Speed:
-        """The speeds of these clients' devices, the same in all rounds."""
+# the speeds of the devices of clients, as a function of their ids; the same in all rounds
+Devices = Callable[[np.ndarray], Speed]
 
 
-@dataclass(frozen=True)
-class LognormalDevices(Devices):
-    """Speeds of a median device, its seconds times exp(sigma z), its bandwidths times exp(bandwidth_sigma z')."""
+def lognormal(
+    clients: np.ndarray, *, median: Speed, seed: int, sigma: float = 0.0, bandwidth_sigma: float = 0.0
+) -> Speed:
+    """Speeds of a median device (1,), its seconds times exp(sigma z), its bandwidths times exp(bandwidth_sigma z').
 
-    median: Speed
-    seed: int
-    sigma: float = 0.0  # 0: the same device for all clients
-    bandwidth_sigma: float = 0.0
+    With both sigmas 0, all clients have the median device.
+    """
+    compute_M, network_M = (
+        np.exp(deviation * normals(seed, -1, -1, clients, f"clock {name}")) if deviation else np.ones(len(clients))
+        for name, deviation in (("compute", sigma), ("network", bandwidth_sigma))
+    )
+    return Speed(median.seconds_M * compute_M, median.down_M * network_M, median.up_M * network_M)
 
-    def of(self, clients: np.ndarray) -> Speed:
-        compute_M, network_M = (
-            np.exp(sigma * normals(self.seed, -1, -1, clients, f"clock {name}")) if sigma else np.ones(len(clients))
-            for name, sigma in (("compute", self.sigma), ("network", self.bandwidth_sigma))
+
+def of_classes(clients: np.ndarray, *, classes: Speed, share_C: np.ndarray, seed: int) -> Speed:
+    """Speeds by classes of devices (C,); the class of each client is drawn by the shares, which add up to 1."""
+    draws = uniforms(seed, -1, -1, clients, "clock class")
+    return classes.take(np.searchsorted(np.cumsum(share_C)[:-1], draws, side="right"))
+
+
+def measured(clients: np.ndarray, *, rows: Speed) -> Speed:
+    """Speeds from a table of devices (R,); client i has row i modulo R."""
+    return rows.take(np.asarray(clients) % len(rows.seconds_M))
+
+
+def own(clients: np.ndarray, *, function: Callable[..., Any], num_clients: int, seed: int) -> Speed:
+    """Speeds by a user's function f(clients, draw) -> (seconds per sample, bit/s down, bit/s up).
+
+    It is called for all clients. num_clients: of the federation at the start. Raises RunError, with the function's file
+    and line, for a result of another form.
+    """
+    everyone = np.arange(max(num_clients, int(clients.max(initial=-1)) + 1))
+    result = call_plugin("clock", function, everyone, stream(seed, -1, -1, -1, "own clock"))
+    parts = [np.asarray(part, np.float64) for part in result] if isinstance(result, tuple) else []
+    valid = len(parts) == 3 and all(part.shape == everyone.shape for part in parts)
+    if not valid or not (parts[0] >= 0).all() or not all((part > 0).all() for part in parts[1:]):
+        raise RunError(
+            f"clock {place_of(function)} returned {described(result)}, expected (seconds per sample >= 0, "
+            f"bit/s down > 0, bit/s up > 0), an array of shape ({len(everyone)},) each"
         )
-        median = self.median
-        return Speed(median.seconds_M * compute_M, median.down_M * network_M, median.up_M * network_M)
-
-
-@dataclass(frozen=True)
-class DeviceClasses(Devices):
-    """Classes of devices; the class of each client is drawn by the shares."""
-
-    classes: Speed  # a row per class
-    share_C: np.ndarray = field(repr=False)  # they add up to 1
-    seed: int
-
-    def of(self, clients: np.ndarray) -> Speed:
-        draws = uniforms(self.seed, -1, -1, clients, "clock class")
-        return self.classes.take(np.searchsorted(np.cumsum(self.share_C)[:-1], draws, side="right"))
-
-
-@dataclass(frozen=True)
-class MeasuredDevices(Devices):
-    """A table of devices; client i has row i modulo the number of rows."""
-
-    rows: Speed
-
-    def of(self, clients: np.ndarray) -> Speed:
-        return self.rows.take(np.asarray(clients) % len(self.rows.seconds_M))
-
-
-@dataclass(frozen=True)
-class OwnDevices(Devices):
-    """A user's function f(clients, draw) -> (seconds per sample, bit/s down, bit/s up)."""
-
-    function: Callable[..., Any]
-    num_clients: int  # of the federation at the start
-    seed: int
-
-    def of(self, clients: np.ndarray) -> Speed:
-        """Calls the function for all clients. Raises RunError, with its file and line, for a result of another form."""
-        everyone = np.arange(max(self.num_clients, int(clients.max(initial=-1)) + 1))
-        draw = stream(self.seed, -1, -1, -1, "own clock")
-        result = call_plugin("clock", self.function, everyone, draw)
-        parts = [np.asarray(part, np.float64) for part in result] if isinstance(result, tuple) else []
-        valid = len(parts) == 3 and all(part.shape == everyone.shape for part in parts)
-        if not valid or not (parts[0] >= 0).all() or not all((part > 0).all() for part in parts[1:]):
-            raise RunError(
-                f"clock {place_of(self.function)} returned {described(result)}, expected (seconds per sample >= 0, "
-                f"bit/s down > 0, bit/s up > 0), an array of shape ({len(everyone)},) each"
-            )
-        return Speed(*parts).take(clients)
+    return Speed(*parts).take(clients)
 
 
 @dataclass(frozen=True)
@@ -150,7 +124,7 @@ class Clock:
         trained_M: samples of one local training, summed over its epochs. sizes_M: n_i. draw: number of the draw, if a
         client starts several times in the same round.
         """
-        speed = self.devices.of(clients)
+        speed = self.devices(clients)
         samples_M = trained_M * load.trainings + sizes_M * load.tests * FORWARD
         seconds_M = speed.seconds_M * samples_M + load.down_bits / speed.down_M + load.up_bits / speed.up_M
         if self.jitter:

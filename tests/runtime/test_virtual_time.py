@@ -1,12 +1,14 @@
 """Virtual time of runs: which clients count, when rounds end, and asynchronous rounds with clients in flight."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from cfl_ray import Experiment, resume, simulate
-from cfl_ray.clock.devices import Clock, Load, LognormalDevices, Speed
-from cfl_ray.clock.from_config import HingeStaleness, PolynomialStaleness
+from cfl_ray.clock.devices import Clock, Load, Speed
+from cfl_ray.clock.from_config import hinge_staleness, polynomial_staleness
 from cfl_ray.clock.virtual_time import Asynchrony, Flights, VirtualTime
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
@@ -28,11 +30,10 @@ RECORDED = ("accuracy", "train_loss", "virtual_seconds", "staleness", "clients_d
 def time_of(seconds, deadline=None, sizes=None):
     """Virtual time in which client i trains for seconds[i]."""
 
-    class Given(LognormalDevices):
-        def of(self, clients):
-            return Speed(np.array(seconds)[clients], np.full(len(clients), np.inf), np.full(len(clients), np.inf))
+    def given(clients):
+        return Speed(np.array(seconds)[clients], np.full(len(clients), np.inf), np.full(len(clients), np.inf))
 
-    clock = Clock(Given(Speed.of(1, None, None), 0), 0, deadline=deadline)
+    clock = Clock(given, 0, deadline=deadline)
     return VirtualTime(clock, Load(64.0, 32.0), LocalSGD(), sizes or (lambda ids: np.ones(len(ids), np.int64)))
 
 
@@ -85,9 +86,8 @@ class TestFlights:
         return ids.tolist(), stale, flights.time.now
 
     def flights(self, seconds=(1.0, 2.0, 4.0, 8.0, 16.0, 32.0), **settings):
-        return Flights.none(
-            Asynchrony(**({"buffer": 2, "staleness": PolynomialStaleness(0)} | settings)), time_of(seconds)
-        )
+        given = {"buffer": 2, "staleness": partial(polynomial_staleness, power=0)} | settings
+        return Flights.none(Asynchrony(**given), time_of(seconds))
 
     def test_the_earliest_updates_form_a_step_and_the_others_stay_in_flight(self, monkeypatch):
         """0, 1 and 2 begin; at 1 s 3 takes the place of 0, at 2 s the step; 4 begins, 2 and 3 finish at 4 s and 9 s."""
@@ -169,8 +169,8 @@ def in_turn(monkeypatch):
 
 def test_staleness_functions():
     tau = np.array([0, 1, 3, 8])
-    assert PolynomialStaleness(0.5)(tau).tolist() == pytest.approx([1, 2**-0.5, 0.5, 1 / 3])
-    assert HingeStaleness(10, 4)(tau).tolist() == pytest.approx([1, 1, 1, 1 / 41])
+    assert polynomial_staleness(tau, power=0.5).tolist() == pytest.approx([1, 2**-0.5, 0.5, 1 / 3])
+    assert hinge_staleness(tau, slope=10, limit=4).tolist() == pytest.approx([1, 1, 1, 1 / 41])
 
 
 # ---- runs
