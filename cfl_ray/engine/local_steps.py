@@ -183,11 +183,10 @@ class SGDUpdate:
     def __init__(self, local: LocalSGD, velocity: list[Tensor] | None = None):
         self.local, self.velocity = local, velocity
 
-    def decay(self, step: list[Tensor], params: list[Tensor], skip: int | None = None) -> None:
-        """Adds weight decay to the gradients, in place, except for tensor `skip`."""
+    def decay(self, step: list[Tensor], params: list[Tensor]) -> None:
+        """Adds weight decay to the gradients, in place."""
         if self.local.weight_decay:
-            chosen = [index for index in range(len(params)) if index != skip]
-            torch._foreach_add_([step[i] for i in chosen], [params[i] for i in chosen], alpha=self.local.weight_decay)
+            torch._foreach_add_(step, params, alpha=self.local.weight_decay)
 
     def apply(self, params: list[Tensor], step: list[Tensor], lr: float | None = None) -> None:
         """Updates the parameters, in place. lr: None: `local.lr`."""
@@ -220,11 +219,9 @@ class ProximalGradient:
         self.term, self.anchor_P, self.params, self.anchors, self.parts_of = term, anchor_P, params, anchors, parts_of
 
     @classmethod
-    def of_tensors(
-        cls, network: Network, term: Proximal[Tensor], params: Sequence[Tensor], skip: int | None = None
-    ) -> "ProximalGradient":
-        """For steps that are lists of tensors, parallel to `params`. skip: number of a tensor to leave out."""
-        inside = [tensor for tensor in network.tensors_in(term.columns) if tensor != skip]
+    def of_tensors(cls, network: Network, term: Proximal[Tensor], params: Sequence[Tensor]) -> "ProximalGradient":
+        """For steps that are lists of tensors, parallel to `params`."""
+        inside = network.tensors_in(term.columns)
         anchor_P = term.anchor.to(network.device, copy=term.follow > 0)
         anchors, parts = network.views(anchor_P), [params[i].detach() for i in inside]
         return cls(term, anchor_P, parts, [anchors[i] for i in inside], lambda step: [step[i] for i in inside])

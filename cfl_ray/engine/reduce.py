@@ -88,8 +88,8 @@ class HostSums:
     Totals of masked uploads are int64 (P + 1,). They are added modulo 2^64, so they are correct modulo 2^b.
     """
 
-    def __init__(self, totals: Mapping[int, Tensor] | None = None) -> None:
-        self.totals: dict[int, Tensor] = dict(totals or {})  # float64 (2, P), or int64
+    def __init__(self) -> None:
+        self.totals: dict[int, Tensor] = {}  # float64 (2, P), or int64
 
     def add(self, chunk: ChunkSums) -> None:
         """Adds the sums of a chunk."""
