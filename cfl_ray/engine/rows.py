@@ -6,6 +6,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from cfl_ray.core.work import Proximal
+from cfl_ray.nn.network import Network
+
 RowLookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
 
 
@@ -60,3 +63,40 @@ class DeviceRows:
         if row_P is None:
             self._present[table, row] = row_P = self.lookup(table, row).to(self.device)
         return row_P
+
+
+class ProximalRows:
+    """Gradients of one proximal term of every client, at their rows (m, P).
+
+    first: number of the first column of the rows and steps, of which earlier columns are left out.
+    """
+
+    def __init__(self, network: Network, terms: Sequence[Proximal[Tensor]], first: int = 0):
+        self.term, self.first, self.trained = terms[0], first, network.spec.trained
+        self.weight: float | Tensor = terms[0].weight
+        if any(term.weight != self.weight for term in terms):
+            self.weight = torch.tensor([[term.weight] for term in terms], device=network.device)
+        self.anchor_mP = rows_on(network.device, [term.anchor for term in terms], copies=terms[0].follow > 0)
+        self.ranges = (terms[0].columns or network.spec.trainable).within(first, self.trained).ranges
+
+    def add_to(self, step: Tensor, rows_mP: Tensor) -> None:
+        """Adds the gradient to `step` (m, trained columns), in place."""
+        for start, stop in self.ranges:
+            here = slice(start - self.first, stop - self.first)
+            step[:, here] += self.weight * (rows_mP[:, here] - self.anchor_mP[:, start:stop])
+
+    def move(self, rows_mP: Tensor, number: int, steps_m: Sequence[int]) -> None:
+        """Moves the anchors of the clients whose anchor moves after step `number`. `first` is 0."""
+        moves = [number < steps and self.term.moves_after(number, steps) for steps in steps_m]
+        if not any(moves):
+            return
+        now = torch.tensor(moves, device=rows_mP.device)
+        for start, stop in self.ranges:
+            moved = self.anchor_mP[:, start:stop].lerp(rows_mP[:, start:stop], self.term.follow * self.weight)
+            self.anchor_mP[:, start:stop] = torch.where(now[:, None], moved, self.anchor_mP[:, start:stop])
+
+    def moved(self, rows_mP: Tensor) -> Tensor | None:
+        """The moved anchors (m, P), with the buffers of `rows_mP`; None if they do not move."""
+        if not self.term.follow:
+            return None
+        return torch.cat([self.anchor_mP[:, : self.trained], rows_mP[:, self.trained :]], 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from cfl_ray.engine import sequential
-from cfl_ray.engine.rows import distinct, padded, rows_on
+from cfl_ray.engine.rows import ProximalRows, distinct, padded, rows_on
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.graph import Parameter
 from cfl_ray.nn.network import Network
@@ -47,7 +47,9 @@ def train_together(
     decay = local.weight_decay + sum(weight for _, weight in terms[0])
     size = network.spec.ends[0]
     w_mQ = rows_on(device, [task.start_P for task in tasks])[:, size : network.spec.trained].contiguous()
-    proximal = _others_proximal(network, tasks, size)
+    proximal = [
+        ProximalRows(network, [task.proximal[which] for task in tasks], size) for which in range(len(tasks[0].proximal))
+    ]
     a_mJ = torch.zeros(len(tasks), len(weight_J), device=device)
     a_mJ[:, 0] = 1
     c_mnH = torch.zeros_like(z_mJnH[:, 0])
@@ -60,10 +62,8 @@ def train_together(
         loss_m, step_mQ, step_mnH = gradient(w_mQ, z_mnH)
         if local.weight_decay:
             step_mQ = step_mQ.add(w_mQ, alpha=local.weight_decay)
-        for start, stop, weight, anchor_mP in proximal:
-            step_mQ[:, start - size : stop - size] += weight * (
-                w_mQ[:, start - size : stop - size] - anchor_mP[:, start:stop]
-            )
+        for term in proximal:
+            term.add_to(step_mQ, w_mQ)
         step = [a_mJ * decay - weight_J, step_mnH.add(c_mnH, alpha=decay), step_mQ]
         active_m = number < steps_m
         last_m = torch.where(active_m, loss_m, last_m)
@@ -91,18 +91,6 @@ def _outputs(network: Network, terms: Sequence[Sequence[tuple[Tensor, float]]], 
                 index = torch.tensor(clients, device=x_mnD.device)
                 z_mJnH[index, j] = x_mnD[index] @ weight_HD.T
     return z_mJnH
-
-
-def _others_proximal(
-    network: Network, tasks: Sequence[TrainingTask], size: int
-) -> list[tuple[int, int, float, Tensor]]:
-    """Ranges of columns after the first layer's weights, each with a proximal term's weight and anchors (m, P)."""
-    terms = []
-    for which, term in enumerate(tasks[0].proximal):
-        anchor_mP = rows_on(network.device, [task.proximal[which].anchor for task in tasks], copies=False)
-        columns = (term.columns or network.spec.trainable).within(size, network.spec.trained)
-        terms += [(start, stop, term.weight, anchor_mP) for start, stop in columns.ranges]
-    return terms
 
 
 class _Rest:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from cfl_ray.core.work import Proximal
 from cfl_ray.engine import sequential
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.local_steps import companion_arguments, companion_parts, whole_companion
-from cfl_ray.engine.rows import padded, rows_on
+from cfl_ray.engine.rows import ProximalRows, padded, rows_on
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.vmap_batches import in_batches, train_alone
 from cfl_ray.nn.network import Network
@@ -104,7 +103,7 @@ def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[Trainin
     plan = _Plan(network, tasks)
     rows_mP = rows_on(network.device, [task.start_P for task in tasks])
     proximal = [
-        _ProximalGradients(network, [task.proximal[which] for task in tasks]) for which in range(len(tasks[0].proximal))
+        ProximalRows(network, [task.proximal[which] for task in tasks]) for which in range(len(tasks[0].proximal))
     ]
     velocity_mP = _initial_velocity(network, tasks) if tasks[0].local.momentum else None
     companions = zip(*(companion_parts(network, task) for task in tasks), strict=True)
@@ -220,7 +219,7 @@ def _train_rows(
     plan: _Plan,
     rows_mP: Tensor,
     velocity: Tensor | None,
-    proximal: list["_ProximalGradients"],
+    proximal: list[ProximalRows],
     companion: list[Tensor],
 ) -> Tensor:
     """Takes the local steps in place on all rows, momentum buffers and second models (m, trained columns).
@@ -341,37 +340,3 @@ class _Gradient:
             buffer.copy_(updated[name])
         self.loss_m = loss_m if self.loss_m is None else self.loss_m
         return torch.cat([g.flatten(1) for g in grads.values()], 1)
-
-
-class _ProximalGradients:
-    """Gradients of one proximal term of every client."""
-
-    def __init__(self, network: Network, terms: Sequence[Proximal[Tensor]]):
-        self.term = terms[0]
-        self.weight: float | Tensor = terms[0].weight
-        if any(term.weight != self.weight for term in terms):
-            self.weight = torch.tensor([[term.weight] for term in terms], device=network.device)
-        self.anchor_mP = rows_on(network.device, [term.anchor for term in terms], copies=terms[0].follow > 0)
-        self.trained = network.spec.trained
-        self.ranges = (terms[0].columns or network.spec.trainable).within(0, self.trained).ranges
-
-    def add_to(self, step: Tensor, rows_mP: Tensor) -> None:
-        """Adds the gradient to `step` (m, trained columns), in place."""
-        for start, stop in self.ranges:
-            step[:, start:stop] += self.weight * (rows_mP[:, start:stop] - self.anchor_mP[:, start:stop])
-
-    def move(self, rows_mP: Tensor, number: int, steps_m: Sequence[int]) -> None:
-        """Moves the anchors of the clients whose anchor moves after step `number`."""
-        moves = [number < steps and self.term.moves_after(number, steps) for steps in steps_m]
-        if not any(moves):
-            return
-        now = torch.tensor(moves, device=rows_mP.device)
-        for start, stop in self.ranges:
-            moved = self.anchor_mP[:, start:stop].lerp(rows_mP[:, start:stop], self.term.follow * self.weight)
-            self.anchor_mP[:, start:stop] = torch.where(now[:, None], moved, self.anchor_mP[:, start:stop])
-
-    def moved(self, rows_mP: Tensor) -> Tensor | None:
-        """The moved anchors (m, P), with the buffers of `rows_mP`; None if they do not move."""
-        if not self.term.follow:
-            return None
-        return torch.cat([self.anchor_mP[:, : self.trained], rows_mP[:, self.trained :]], 1)
