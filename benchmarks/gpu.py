@@ -368,7 +368,7 @@ def figures_of(case: Case, precision: str) -> Iterator[Figure]:
             yield replace(row, note=reason)
             continue
         sizes: list[int | None] = [None]
-        if engine.together(case.networks[precision]):
+        if engine.together:
             sizes += sorted({size for size in arguments.vmap_batches if size < case.cohort} | {case.cohort})
         for most in sizes:
             figure = measure(

@@ -3,8 +3,9 @@
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import CodeType, FunctionType
 
 import numpy as np
@@ -80,7 +81,8 @@ def cache_key(network: Network, local: LocalSGD, division: Division, device: str
 
 def structure(module: nn.Module) -> str:
     """Digest of a network's computation: its modules, their settings, and the code of modules outside PyTorch."""
-    parts = [re.sub(r" at 0x[0-9a-f]+", "", repr(module)), *(f"{n} {tuple(p.shape)}" for n, p in _tensors(module))]
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    parts = [re.sub(r" at 0x[0-9a-f]+", "", repr(module)), *(f"{n} {tuple(p.shape)}" for n, p in tensors)]
     for name, part in module.named_modules():
         kind = type(part)
         settings = {key: value for key, value in vars(part).items() if isinstance(value, int | float | str | tuple)}
@@ -92,11 +94,6 @@ def structure(module: nn.Module) -> str:
         functions = [value for base in own for value in vars(base).values() if isinstance(value, FunctionType)]
         parts += [_code(function.__code__) for function in functions]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _code(code: CodeType) -> str:
@@ -205,12 +202,12 @@ class _Run:
 def _sum_of(engine: Engine, network: Network, tasks: Sequence[TrainingTask]) -> HostSums:
     """The mean of all changes, summed as in a chunk; without the rows of clients if the engine supports it."""
     sums, total = ChunkSums(Averaging.of(np.ones((1, len(tasks))), len(tasks))), HostSums()
-    if engine.train_sums is not None and engine.together(network):
+    if engine.train_sums is not None:
         for _, batch in engine.train_sums(network, tasks):
             sums.add_change(0, batch.change(dict.fromkeys(range(len(batch.tasks)), 1 / len(tasks))))
     else:
         results: Iterable[TrainingResult]
-        if engine.together(network):
+        if engine.together:
             results = engine.train(network, tasks)
         else:
             results = (train_alone(network.memory, task, lambda t: next(engine.train(network, [t]))) for task in tasks)

@@ -22,7 +22,7 @@ class Engine:
     cannot: Callable[[Network, Sequence[TrainingTask]], str | None]
     train: Callable[[Network, Iterable[TrainingTask]], Iterator[TrainingResult]]  # each from its own start, in order
     # whether the clients of a chunk are trained together, on a GPU the clients of several chunks
-    together: Callable[[Network], bool] = lambda network: False
+    together: bool = False
     # trains clients without computing their models; yields the number of the first client of a batch, and the batch.
     # None: not supported
     train_sums: Callable[[Network, Iterable[TrainingTask]], Iterator[tuple[int, span.SpanBatch]]] | None = None
@@ -50,7 +50,7 @@ ENGINES = {
     "span": Engine(
         span.why_not,
         span.train,
-        together=lambda network: True,
+        together=True,
         train_sums=span.batches,
         chunk_size=partial(limited_size, chunks=60, most=24),
     ),
@@ -58,7 +58,7 @@ ENGINES = {
     "vectorised": Engine(
         vectorised.why_not,
         vectorised.train,
-        together=lambda network: True,
+        together=True,
         no_gain=vectorised.no_gain,
         chunk_size=vectorised.chunk_size,
     ),
@@ -78,4 +78,4 @@ def mixes_chunks(engine: str, network: Network) -> bool:
 
     Not with batch statistics: they need equal batches and steps, which are checked chunk by chunk.
     """
-    return ENGINES[engine].together(network) and network.memory.measurable and not network.batch_statistics
+    return ENGINES[engine].together and network.memory.measurable and not network.batch_statistics

@@ -218,7 +218,7 @@ def _trained_together(
             yield from together.values()
 
     trainer = parts[0][0].train_one if parts else None
-    if trainer is not None and ENGINES[trainer.engine].together(trainer.network):
+    if trainer is not None and ENGINES[trainer.engine].together:
         for result in ENGINES[trainer.engine].train(trainer.network, tasks()):
             chunk, index = places.popleft()
             yield chunk, replace(result, index=index)
@@ -228,7 +228,7 @@ def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int
     """Tasks, by position, of the valid clients that the engine can train together; empty if it cannot."""
     trainer = chunk.train_one
     engine = ENGINES[trainer.engine]
-    if chunk.work.chained or not engine.together(chunk.network):
+    if chunk.work.chained or not engine.together:
         return {}
     tasks = {i: task for i in indices if (task := training_task(chunk, i))}
     if engine.applies(chunk.network, list(tasks.values())):
