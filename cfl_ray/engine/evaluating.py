@@ -51,7 +51,7 @@ def evaluate_shared(chunk: OpenChunk[EvaluateShared]) -> Arrays:
             with naming_client(test_set, "testing", "test set"):
                 arrays["scores"][index] = scoring.values(task, logits, x, y) if len(y) else np.nan
             continue
-        arrays["confusion"][index], arrays["loss"][index] = scoring.confusion(logits, x, y, shape.num_classes)
+        arrays["confusion"][index], arrays["loss"][index] = scoring.confusion(logits(x).cpu(), y, shape.num_classes)
     return arrays
 
 
@@ -75,7 +75,7 @@ def client_scores(
         x, y = samples[0], samples[1].cpu()  # the outputs are compared on the CPU
         if not task.by_confusion:
             return scoring.values(task, logits, x, y) if len(y) else undefined, None
-        confusion_CC, loss_C = scoring.confusion(logits, x, y, shape.num_classes)
+        confusion_CC, loss_C = scoring.confusion(logits(x).cpu(), y, shape.num_classes)
     return scoring.scores(confusion_CC, loss_C), None
 
 

@@ -41,24 +41,22 @@ def mixed(log_p: Tensor, weight_K: Tensor | np.ndarray) -> Tensor:
 
 
 @torch.no_grad()
-def confusion(predict: Logits, x: Tensor, y: Tensor, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts int64 (C, C), true class by predicted class, and the summed loss float64 (C,) per true class."""
-    return confusion_of(predict(x).cpu(), y, num_classes)
-
-
-@torch.no_grad()
 def values(task: Task, predict: Logits, x: Tensor, y: Tensor) -> np.ndarray:
     """The metrics of a task on at least one sample, and the mean loss, float64 (`len(task.score_names)`,)."""
     logits = predict(x).cpu()
     if task.is_classification:
-        *_, loss = scores(*confusion_of(logits, y, logits.shape[1]))
+        *_, loss = scores(*confusion(logits, y, logits.shape[1]))
     else:
         loss = task.loss(logits, y).double().mean().item()
     return np.array([*(metric(logits, y) for metric in task.metrics), loss])
 
 
-def confusion_of(logits: Tensor, y: Tensor, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The counts and losses of `confusion`, from outputs (n, C)."""
+@torch.no_grad()
+def confusion(logits: Tensor, y: Tensor, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Counts int64 (C, C), true class by predicted class, and the summed loss float64 (C,) per true class.
+
+    logits: outputs (n, C), on the CPU as y (n,).
+    """
     counts_CC = torch.bincount(y * num_classes + logits.argmax(1), minlength=num_classes**2)
     loss_n = cross_entropy(logits, y, reduction="none").double()
     loss_C = torch.zeros(num_classes, dtype=torch.float64).index_add_(0, y, loss_n)
