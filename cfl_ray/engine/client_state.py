@@ -64,6 +64,22 @@ def stored_velocity(value: Tensor | None, client_state: ClientState, start_P: Te
     return None if value is None or len(value) == columns else value[columns:]
 
 
+class KeepsClientStates:
+    """The part of a backend that answers for the states of its clients."""
+
+    client_states: "ClientStateStore"
+
+    def forget(self, ids: np.ndarray) -> None:
+        self.client_states.forget(ids)
+
+    def client_state(self, name: str, client: int) -> Tensor | None:
+        value = self.client_states.get((name, client))
+        return None if value is None else self.client_states.tensor(value)
+
+    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
+        self.client_states.restore(entries)
+
+
 class ClientStateStore:
     """Client states by (name, client), with a record of added, changed and dropped states.
 

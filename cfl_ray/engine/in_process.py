@@ -1,21 +1,17 @@
 """The backend that carries out every exchange in the calling process."""
 
-from collections.abc import Iterable
-
-import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.backend import ClientStateKey, SavedState
 from cfl_ray.core.work import CombineColumns, Outcome, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.chunks import chunks_of, outcome_of
-from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.engine.client_state import ClientStateStore, KeepsClientStates
 from cfl_ray.engine.engines import chunk_size
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.worker import Worker
 
 
-class InProcessBackend:
+class InProcessBackend(KeepsClientStates):
     """Backend of `simulate`: the same chunks and the same worker as on Ray, one chunk after another."""
 
     def __init__(self, worker: Worker, one_by_one: bool = False):
@@ -45,13 +41,3 @@ class InProcessBackend:
 
     def use(self, federation: Federation) -> None:
         self.worker.federation = federation
-
-    def forget(self, ids: np.ndarray) -> None:
-        self.client_states.forget(ids)
-
-    def client_state(self, name: str, client: int) -> Tensor | None:
-        value = self.client_states.get((name, client))
-        return None if value is None else self.client_states.tensor(value)
-
-    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
-        self.client_states.restore(entries)

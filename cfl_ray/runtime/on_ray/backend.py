@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -14,10 +14,10 @@ from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
 from cfl_ray.checkpoint.lease import SharedDirectory
-from cfl_ray.core.backend import ClientStateKey, SavedState
 from cfl_ray.core.work import AverageDeferred, ChunkResult, CombineColumns, Describe, Exclusion, Outcome, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.chunks import Chunk, chunks_of, outcome_of
+from cfl_ray.engine.client_state import KeepsClientStates
 from cfl_ray.engine.engines import chunk_size
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.nn.shared import shared_tensor
@@ -40,7 +40,7 @@ _WITH_RESULT_BYTES = 1 << 23  # size of the sums of all chunks up to which each 
 
 
 @dataclass
-class RayBackend:
+class RayBackend(KeepsClientStates):
     """Backend over a pool of hosts.
 
     shared: the directory of the method's files; None: no files are kept.
@@ -55,6 +55,8 @@ class RayBackend:
     _rows: dict[int, tuple[Tensor, dict[int, ray.ObjectRef[Any]]]] = field(default_factory=dict)
     _round: tuple[int, bool] | None = None
     _seconds_of_cost: dict[type[Work], float] = field(default_factory=dict)  # of one host, in the last such exchange
+
+    client_states: RayClientStates = field(init=False)
 
     def __post_init__(self) -> None:
         self.client_states = RayClientStates(self.pool, self.shared)
@@ -87,21 +89,9 @@ class RayBackend:
             refs[row] = ray.put(table[row].numpy())
         return refs[row]
 
-    # ---- client states
-
     def use(self, federation: Federation) -> None:
         self.node_of_file = {}
         self.pool.use(federation)
-
-    def forget(self, ids: np.ndarray) -> None:
-        self.client_states.forget(ids)
-
-    def client_state(self, name: str, client: int) -> Tensor | None:
-        value = self.client_states.get((name, client))
-        return None if value is None else self.client_states.tensor(value)
-
-    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
-        self.client_states.restore(entries)
 
 
 class Exchange:
