@@ -1,7 +1,7 @@
 """Measurements of engines in a file, so that a repeated run, and the runs of a study, choose the same engine."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -19,7 +19,11 @@ def kept_choice(file: Path, key: str, measured: Callable[[], EngineChoice]) -> E
 
     If the file cannot be read or written, the engine is measured.
     """
-    with _alone(file):
+    lock = FileLock(f"{file}.lock")  # one process of this machine at a time measures engines
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=_MEASURE_SECONDS)
+    try:
         known = {}
         with suppress(DataError, OSError):
             known = read_json(file, follow=True) or {}
@@ -30,16 +34,5 @@ def kept_choice(file: Path, key: str, measured: Callable[[], EngineChoice]) -> E
         with suppress(OSError):
             write_json(file, known | {key: [choice.engine, choice.reason]}, SHARED)
         return choice
-
-
-@contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """Lets one process of this machine at a time measure engines."""
-    lock = FileLock(f"{file}.lock")
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=_MEASURE_SECONDS)
-    try:
-        yield
     finally:
         lock.release()
