@@ -37,7 +37,7 @@ from cfl_ray.system.files import open_private, sha256, sync
 FILE_BYTES = 128 << 20  # a file of this size is closed and the next file begun; twice as much memory is used meanwhile
 STATE_FILE_BYTES = 16 << 20  # the same for files of client states, which hosts write in addition to other work
 ENTRY_BYTES = 128  # size of an entry without its values: its name and place in the header
-FAN_OUT = 16  # number of segments of similar size that are merged into one
+FAN_OUT = 16  # number of segments of similar size that are merged into one; a power of 2
 _COMPARE_BYTES = 4 << 20  # rows are compared in blocks of this size
 _ALTERED = ".altered"  # ends the name of an empty file beside a file in which a client state was found altered
 
@@ -348,17 +348,12 @@ def segments_to_merge(weights: list[int], new: int) -> int:
 
 
 def _similar(weights: list[int], new: int) -> int:
-    count = 0
-    while count < len(weights) and _level(weights[-1 - count]) <= _level(new):
-        count += 1
-    return count
+    """Number of the newest segments whose weight has at most as many digits, to the base FAN_OUT, as `new`."""
+    return sum(1 for _ in itertools.takewhile(lambda weight: _digits(weight) <= _digits(new), reversed(weights)))
 
 
-def _level(weight: int) -> int:
-    level = 0
-    while weight >= FAN_OUT:
-        weight, level = weight // FAN_OUT, level + 1
-    return level
+def _digits(weight: int) -> int:
+    return max(-(-weight.bit_length() // (FAN_OUT.bit_length() - 1)), 1)
 
 
 # ---- rows of a tensor
