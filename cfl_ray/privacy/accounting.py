@@ -6,6 +6,7 @@ its client. Two federations are adjacent if the data of a client are removed, so
 signature always counts as replaced.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -132,10 +133,6 @@ def solved_multiplier(target: float, epsilon_of: Callable[[float], float]) -> fl
 
 def last_round(target: float, rounds: int, epsilon_after: Callable[[int], float]) -> int:
     """The last round, at most `rounds`, after which epsilon is at most `target`; 0: it is larger after round 1."""
-    if epsilon_after(rounds) <= target:
+    if epsilon_after(rounds) <= target:  # as usual: then nothing is searched
         return rounds
-    low, high = 0, rounds - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if epsilon_after(middle) <= target else (low, middle - 1)
-    return low
+    return bisect_right(range(1, rounds), target, key=epsilon_after)
