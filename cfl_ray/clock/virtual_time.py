@@ -101,6 +101,9 @@ class Asynchrony:
     per_cluster: bool = False
 
 
+_OF_FLIGHTS = ("client_F", "version_F", "finish_F", "reports_F", "arrived_F")  # of each client in flight
+
+
 @dataclass
 class Flights:
     """Clients in flight: each trains from the models of the version that it received, until its update arrives.
@@ -224,18 +227,16 @@ class Flights:
         self.dropped = self.stale = 0
 
     def _keep(self, mask_F: np.ndarray) -> None:
-        self.client_F, self.version_F = self.client_F[mask_F], self.version_F[mask_F]
-        self.finish_F, self.reports_F = self.finish_F[mask_F], self.reports_F[mask_F]
-        self.arrived_F = self.arrived_F[mask_F]
+        for name in _OF_FLIGHTS:
+            setattr(self, name, getattr(self, name)[mask_F])
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The clients in flight and their versions, for a checkpoint."""
-        names = ("client_F", "version_F", "finish_F", "reports_F", "arrived_F")
-        return {name: torch.from_numpy(getattr(self, name)) for name in names} | self.versions.to_tensors()
+        return {name: torch.from_numpy(getattr(self, name)) for name in _OF_FLIGHTS} | self.versions.to_tensors()
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Restores the output of `to_tensors`."""
-        for name in ("client_F", "version_F", "finish_F", "reports_F", "arrived_F"):
+        for name in _OF_FLIGHTS:
             setattr(self, name, tensors[name].numpy())
         self.versions = Versions.restored(tensors)
 

@@ -1,5 +1,6 @@
 """Federations that grow: the clients of a federation, followed by the clients of further federations."""
 
+import operator
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -34,9 +35,9 @@ class ChainedFederation(Federation):
 
     def at(self, round: int) -> Federation:
         parts = tuple(part.at(round) for part in self.parts)
-        if _same_objects(parts, self.parts):
+        if all(map(operator.is_, parts, self.parts)):
             return self
-        if self._latest is None or not _same_objects(parts, self._latest.parts):
+        if self._latest is None or not all(map(operator.is_, parts, self._latest.parts)):
             self._latest = ChainedFederation(parts)
         return self._latest
 
@@ -165,10 +166,6 @@ def _names(federation: Federation) -> set[str]:
         for client in range(part.num_clients)
         if (name := part.client_name(client)) != str(client)
     }
-
-
-def _same_objects(parts: tuple[Federation, ...], others: tuple[Federation, ...]) -> bool:
-    return all(part is other for part, other in zip(parts, others, strict=True))
 
 
 def _as_floats(normalize: Sequence[Sequence[float]] | None) -> list[list[float]] | None:

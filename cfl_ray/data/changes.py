@@ -167,24 +167,21 @@ class ChangedFederation(FederationView):
         return self._base.data_version(data.source), data
 
     def train(self, client: int) -> TensorSamples:
-        data = self._derived.get(client)
-        return (
-            self._base.train(client) if data is None else self._transform(self._base.train(data.source), data, "train")
-        )
+        data = self._data(client)
+        return self._transform(self._base.train(data.source), data, "train")
 
     def holdout(self, client: int) -> TensorSamples:
-        data = self._derived.get(client)
-        if data is None:
-            return self._base.holdout(client)
+        data = self._data(client)
         return self._transform(self._base.holdout(data.source), data, "hold-out")
 
     def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
-        data = self._derived.get(client)
-        if data is None:
-            return self._base.test(client, max_images, seed)
+        data = self._data(client)
         if data.domain is not None:  # the same noise as in the test set
             return super().test(client, max_images, seed)
         return self._transform(self._base.test(data.source, max_images, seed), data, "test")
+
+    def _data(self, client: int) -> DerivedData:
+        return self._derived.get(client) or DerivedData(client)
 
     @cached_property
     def _new_test_sets(self) -> dict[DerivedData, int]:
