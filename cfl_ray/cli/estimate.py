@@ -181,10 +181,12 @@ def estimate_study(runs: Sequence[StudyRun]) -> list[tuple[StudyRun, Estimate]]:
 
 def _stand_in(summary: FederationSummary, seed: int) -> Federation:
     """Returns a federation of these sizes whose samples are not generated."""
+    shape = summary.shape
+    classes = max(shape.num_classes, 2)
     federation = SyntheticFederation(
-        summary.clients, input=tuple(summary.input), classes=max(summary.num_classes, 2), groups=1, samples=1, seed=seed
+        summary.clients, input=shape.input, classes=classes, groups=1, samples=1, seed=seed
     )
-    federation.shape, federation.num_samples_N = summary.shape, summary.num_samples_N
+    federation.shape, federation.num_samples_N = shape, summary.num_samples_N
     return federation
 
 
@@ -290,7 +292,7 @@ def _show_sizes(estimate: Estimate, console: Console) -> None:
         f"federation: {federation.clients} clients ({estimate.online} at the start), "
         f"{fewest} / {median:g} / {most} training samples (fewest / median / most), "
         f"{federation.groups or 'unknown'} true groups, {federation.shape.targets_in_words}, "
-        f"samples of {'x'.join(map(str, federation.input))}",
+        f"samples of {'x'.join(map(str, federation.shape.input))}",
         console,
     )
     say(tested_on(federation.view, federation.groups), console)

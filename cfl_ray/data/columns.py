@@ -1,6 +1,7 @@
 """Columns of tables and the images in them, with checks whose messages name the file, the column and the row."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,21 @@ def groups_of(train: np.ndarray, test: np.ndarray | None, where: str) -> tuple[n
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column holds strings."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def read_npz(file: Path, required: Sequence[str], optional: Sequence[str], needs: str) -> dict[str, np.ndarray]:
+    """Returns the arrays of an .npz file by name. Raises DataError if a required array is missing.
+
+    needs: the arrays that the file needs, for the message.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as loaded:
+            arrays = {name: loaded[name] for name in (*required, *optional) if name in loaded}
+    except (ValueError, OSError, TypeError) as error:
+        raise DataError(f"{file} cannot be read as an .npz file of plain arrays: {error}") from error
+    if missing := [name for name in required if name not in arrays]:
+        raise DataError(f"{file} has no array {missing[0]!r}; {needs}")
+    return arrays
 
 
 def decode_row(content: bytes | None, file: str, row: int, shape: tuple[int, ...] | None = None) -> np.ndarray:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from cfl_ray.config import DataConfig
 from cfl_ray.config.data import ArraysConfig, GeneratedConfig, PluginDataConfig, SyntheticConfig
@@ -17,6 +16,7 @@ from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
 from cfl_ray.data.arrays import federation_from_arrays
 from cfl_ray.data.as_plan import plan_of
+from cfl_ray.data.columns import read_npz
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.data.function import load_function
@@ -45,20 +45,6 @@ class FederationSummary:
     view: str  # the data on which clients are tested (`data.test.view`)
     bytes: int  # bytes of the shards; 0 for data that are generated or kept in memory
     num_samples_N: np.ndarray = field(repr=False, compare=False)  # training samples of each client
-
-    @property
-    def num_classes(self) -> int:
-        return self.shape.num_classes
-
-    @property
-    def input(self) -> tuple[int, ...]:
-        """Shape of a sample."""
-        return self.shape.input
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the inputs: float32, or int64 for token ids."""
-        return self.shape.dtype
 
 
 def build(
@@ -227,13 +213,7 @@ def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
             "record of a run does not hold arrays made in Python: give it the experiment, resume(RUN, experiment=...)"
         )
     required, optional = ("x", "y", "clients"), ("groups", "x_test", "y_test", "test_clients", "vocabulary")
-    try:
-        with np.load(Path(data.root).expanduser(), allow_pickle=False) as file:
-            arrays = {name: file[name] for name in (*required, *optional) if name in file}
-    except (ValueError, OSError, TypeError) as error:
-        raise DataError(f"{data.root} cannot be read as an .npz file of plain arrays: {error}") from error
-    if missing := [name for name in required if name not in arrays]:
-        raise DataError(f"{data.root} has no array {missing[0]!r}; it needs x, y and clients")
+    arrays: dict[str, Any] = read_npz(Path(data.root).expanduser(), required, optional, "it needs x, y and clients")
     if data.test.view == "holdout" and "test_clients" not in arrays:
         arrays = {name: array for name, array in arrays.items() if not name.endswith("_test")}
     vocabulary = arrays.pop("vocabulary", None)

@@ -13,6 +13,7 @@ import numpy as np
 from cfl_ray.config import ColumnsConfig, DataConfig
 from cfl_ray.config.data import FilesDataConfig
 from cfl_ray.data import parquet
+from cfl_ray.data.columns import read_npz
 from cfl_ray.data.images import Images, Progress, Source, find, roots
 from cfl_ray.errors import DataError
 
@@ -172,14 +173,7 @@ def medmnist(data: FilesDataConfig) -> Source:
 
 def _read_medmnist(file: Path) -> Images:
     names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels")]
-    try:
-        with np.load(file, allow_pickle=False) as loaded:
-            missing = [name for name in names if name not in loaded]
-            arrays = {name: loaded[name] for name in names if name in loaded}
-    except (ValueError, OSError) as error:
-        raise DataError(f"{file} cannot be read as an .npz file of plain arrays: {error}") from error
-    if missing:
-        raise DataError(f"{file} has no array {missing[0]!r}; a file of medmnist has {', '.join(names)}")
+    arrays = read_npz(file, names, (), f"a file of medmnist has {', '.join(names)}")
     train_x, train_y, test_x, test_y = (
         _medical_images(arrays[name], file, name)
         if name.endswith("images")
