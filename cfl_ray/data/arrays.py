@@ -214,7 +214,7 @@ def _inputs(name: str, values: Array, vocabulary: int | None) -> np.ndarray:
     if x.ndim < 2 or len(x) == 0 or 0 in x.shape:
         raise DataError(f"{name} must be (n, *input) with n >= 1, got shape {x.shape}")
     if vocabulary is not None:
-        return _tokens(name, x, vocabulary)
+        return tokens(name, x, vocabulary)
     if x.dtype == np.uint8:
         return x
     if not np.issubdtype(x.dtype, np.floating):
@@ -222,17 +222,26 @@ def _inputs(name: str, values: Array, vocabulary: int | None) -> np.ndarray:
             f"{name} must be uint8 or float, got {x.dtype}; convert it, e.g. {name}.astype('float32'), "
             "or give `vocabulary` for token ids"
         )
+    return numbers(name, x)
+
+
+def numbers(name: str, x: np.ndarray) -> np.ndarray:
+    """Returns the numbers (n, ...) as float32. Raises DataError with the first row that is not finite."""
     x = x.astype(np.float32, copy=False)
-    finite = np.isfinite(x.reshape(len(x), -1)).all(1)
-    if not finite.all():
-        raise DataError(
-            f"{name} has NaN or infinity as float32 in {(~finite).sum()} of {len(x)} rows, "
-            f"first in row {finite.argmin()}"
-        )
+    _check_rows(name, np.isfinite(x), "NaN or infinity as float32")
     return x
 
 
-def _tokens(name: str, x: np.ndarray, vocabulary: int) -> np.ndarray:
+def _check_rows(name: str, valid: np.ndarray, what: str) -> None:
+    """Raises DataError with the first row that is not valid. valid: bool (n, ...). what: its invalid values."""
+    if not (valid_n := valid.reshape(len(valid), -1).all(1)).all():
+        raise DataError(
+            f"{name} has {what} in {(~valid_n).sum()} of {len(valid)} rows, first in row {valid_n.argmin()}"
+        )
+
+
+def tokens(name: str, x: np.ndarray, vocabulary: int) -> np.ndarray:
+    """Returns token ids (n, ...) as int32. Raises DataError for other values than 0 .. vocabulary - 1."""
     if not np.issubdtype(x.dtype, np.integer):
         raise DataError(f"{name} must be integers if `vocabulary` is given ({vocabulary}), got {x.dtype}")
     low, high = int(x.min()), int(x.max())
@@ -269,10 +278,10 @@ def targets_of(name: str, values: Array, targets: str) -> np.ndarray:
     if y.ndim not in ((1, 2) if targets == "real" else (2,)) or 0 in y.shape:
         expected = "(n,) or (n, d)" if targets == "real" else "(n, C)"
         raise DataError(f"{name} must have shape {expected} for targets {targets!r}, got {y.shape}")
-    valid = np.isfinite(y.astype(np.float32)) if targets == "real" else (y == 0) | (y == 1)
-    if not (valid_n := valid.reshape(len(y), -1).all(1)).all():
-        what = "NaN or infinity as float32" if targets == "real" else "values other than 0 and 1"
-        raise DataError(f"{name} has {what} in {(~valid_n).sum()} of {len(y)} rows, first in row {valid_n.argmin()}")
+    if targets == "real":
+        numbers(name, y)
+    else:
+        _check_rows(name, (y == 0) | (y == 1), "values other than 0 and 1")
     return y.astype(TARGETS[targets].stored, copy=False)
 
 
@@ -281,7 +290,13 @@ def _num_outputs(
 ) -> int:
     """Returns C; for real and binary targets the columns of y, for tokens the vocabulary if none is given."""
     if targets in ("class", "tokens"):
-        return _num_classes(num_classes or (vocabulary if targets == "tokens" else None), y, y_test)
+        num_classes = num_classes or (vocabulary if targets == "tokens" else None)
+        largest = max(int(y.max()), -1 if y_test is None else int(y_test.max(initial=-1)))
+        if num_classes is not None and largest >= num_classes:
+            raise DataError(
+                f"label {largest} does not fit num_classes {num_classes}; labels run from 0 to {num_classes - 1}"
+            )
+        return largest + 1 if num_classes is None else num_classes
     columns = y.shape[1] if y.ndim == 2 else 1
     if num_classes not in (None, columns):
         raise DataError(
@@ -333,15 +348,6 @@ def _test_samples(
             f"x_test holds {test_x.dtype} {test_x.shape[1:]}, x holds {x.dtype} {x.shape[1:]}; they must agree"
         )
     return test_x, test_y
-
-
-def _num_classes(num_classes: int | None, y: np.ndarray, y_test: np.ndarray | None) -> int:
-    largest = max(int(y.max()), -1 if y_test is None else int(y_test.max(initial=-1)))
-    if num_classes is not None and largest >= num_classes:
-        raise DataError(
-            f"label {largest} does not fit num_classes {num_classes}; labels run from 0 to {num_classes - 1}"
-        )
-    return largest + 1 if num_classes is None else num_classes
 
 
 def _view(view: str | None, has_test: bool, has_owners: bool, targets: str) -> str:

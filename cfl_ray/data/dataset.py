@@ -76,7 +76,7 @@ def _arrays(dataset: PairDataset, name: str, targets: str) -> tuple[np.ndarray, 
                 f"{name}[{row}] is {last.dtype} {last.shape}, {name}[0] is {first.dtype} {first.shape}; "
                 "all samples need one shape and type"
             )
-        labels.append(_label(sample[1], f"{name}[{row}]") if targets == "class" else _target(sample[1], name, row))
+        labels.append(_target(sample[1], f"{name}[{row}]", targets))
         if np.shape(labels[-1]) != np.shape(labels[0]):
             raise DataError(
                 f"the target of {name}[{row}] has shape {np.shape(labels[-1])}, but {name}[0] has {np.shape(labels[0])}"
@@ -95,15 +95,12 @@ def _input(value: Any, name: str) -> np.ndarray:
     return x
 
 
-def _target(value: Any, name: str, row: int) -> np.ndarray:
+def _target(value: Any, name: str, targets: str) -> np.ndarray:
     y = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+    if targets == "class":
+        if y.size != 1 or not np.issubdtype(y.dtype, np.integer):
+            raise DataError(f"the label of {name} is {y.dtype} of shape {y.shape}, expected one integer")
+        return y.reshape(())
     if y.dtype == object:
-        raise DataError(f"the target of {name}[{row}] is {type(value).__name__}, expected numbers")
+        raise DataError(f"the target of {name} is {type(value).__name__}, expected numbers")
     return y
-
-
-def _label(value: Any, name: str) -> int:
-    y = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
-    if y.size != 1 or not np.issubdtype(y.dtype, np.integer):
-        raise DataError(f"the label of {name} is {y.dtype} of shape {y.shape}, expected one integer")
-    return int(y.reshape(()))

@@ -251,15 +251,8 @@ def _map_index(folder: Folder, manifest: ShardManifest) -> tuple[pa.Array, Index
     labels_NC = None
     if label_view:
         labels_NC = np.from_dlpack(batch["labels"].flatten()).reshape(-1, manifest.num_classes).view(bool)
-    index = Index(
-        file_N=np.from_dlpack(batch["file"]),
-        offset_N=np.from_dlpack(batch["offset"]),
-        train_N=np.from_dlpack(batch["train"]),
-        held_out_N=np.from_dlpack(batch["held_out"]),
-        group_N=np.from_dlpack(batch["group"]),
-        test_set_N=np.from_dlpack(batch["test_set"]),
-        labels_NC=labels_NC,
-    )
+    names = ("file", "offset", "train", "held_out", "group", "test_set")
+    index = Index(**{f"{name}_N": np.from_dlpack(batch[name]) for name in names}, labels_NC=labels_NC)
     if not _is_valid(index, manifest):
         raise DataError(
             f"{folder.uri}/{manifest.index.name} is damaged: it names rows or files that do not exist; {PREPARE_AGAIN}"

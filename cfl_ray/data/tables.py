@@ -9,7 +9,7 @@ import pyarrow.csv
 
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.tasks import TARGETS
-from cfl_ray.data.arrays import targets_of
+from cfl_ray.data.arrays import numbers, targets_of, tokens
 from cfl_ray.data.columns import (
     Named,
     check_numbers,
@@ -153,17 +153,7 @@ def _concatenated(files: list[Path], tables: list[pa.Table]) -> Named:
 
 def _numbers(part: Named, column: str) -> np.ndarray:
     values = check_numbers(part, column, "feature column", "; set data.columns.features")
-    return _finite(part, column, values.to_numpy().astype(np.float32))
-
-
-def _finite(part: Named, column: str, x: np.ndarray) -> np.ndarray:
-    finite = np.isfinite(x.reshape(len(x), -1)).all(1)
-    if not finite.all():
-        row = finite.argmin()
-        raise DataError(
-            f"{part[0]}: column {column!r} has NaN or infinity as float32 in row {row} (the first is row 0)"
-        )
-    return x
+    return numbers(f"{part[0]}: column {column!r}", values.to_numpy())
 
 
 def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:
@@ -225,14 +215,8 @@ def _lists_or_images(part: Named, column: str, vocabulary: int | None) -> np.nda
         x = np.asarray(rows)
     except ValueError as error:
         raise DataError(f"{part[0]}: column {column!r} holds lists of different shapes: {error}") from error
-    if vocabulary is None:
-        return _finite(part, column, x.astype(np.float32))
-    if not np.issubdtype(x.dtype, np.integer) or x.min() < 0 or x.max() >= vocabulary:
-        raise DataError(
-            f"{part[0]}: column {column!r} must hold token ids 0 .. {vocabulary - 1} (data.vocabulary), "
-            f"got {x.dtype} {x.min()} .. {x.max()}"
-        )
-    return x.astype(np.int32)
+    name = f"{part[0]}: column {column!r}"
+    return numbers(name, x) if vocabulary is None else tokens(name, x, vocabulary)
 
 
 def _decoded(part: Named, values: pa.ChunkedArray) -> np.ndarray:

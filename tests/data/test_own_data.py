@@ -103,7 +103,7 @@ class TestTokens:
             x, y = one.train(0)
             assert x.dtype == torch.int64 and (x == 9).all() and one.shape.vocabulary == 10
             assert invalid_data_reason(x, y, one.shape) is None
-        assert describe(my("tokens"), 0).dtype == torch.int64
+        assert describe(my("tokens"), 0).shape.dtype == torch.int64
 
     def test_outside_the_vocabulary_are_named(self):
         shape = federation_from_arrays([[1, 2], [3, 4]], [0, 1], [0, 0], vocabulary=5).shape
@@ -260,7 +260,7 @@ class TestHfDisk:
         self.save(tmp_path / "train", input_ids=[[1, 2, 3], [4, 0, 0]], label=[0, 1])
         images = self.read(tmp_path, "input_ids", train_files="train", vocabulary=5)
         assert images.train_x.dtype == np.int32 and images.train_x.tolist() == [[1, 2, 3], [4, 0, 0]]
-        with pytest.raises(DataError, match=r"must hold token ids 0 .. 3 \(data.vocabulary\), got int64 0 .. 4"):
+        with pytest.raises(DataError, match=r"'input_ids' has tokens 0 .. 4, expected 0 .. 3 \(vocabulary 4\)"):
             self.read(tmp_path, "input_ids", train_files="train", vocabulary=4)
 
     def test_numbers_and_images(self, tmp_path):
