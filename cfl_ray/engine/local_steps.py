@@ -135,7 +135,10 @@ def take_steps(
             if local.clips:  # weight decay belongs to the optimiser's step, proximal terms to the gradient
                 for term in proximal:
                     term.add_to(step)
-                _clip(step, local)
+                assert local.clip_norm is not None
+                # as `torch.nn.utils.clip_grad_norm_` does
+                norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in step]))
+                torch._foreach_mul_(step, (local.clip_norm / (norm + 1e-6)).clamp(max=1.0))
                 update.decay(step, params)
             else:
                 update.decay(step, params)
@@ -145,13 +148,6 @@ def take_steps(
             for term in proximal:
                 if term.term.moves_after(number, task.steps):
                     term.move()
-
-
-def _clip(step: list[Tensor], local: LocalSGD) -> None:
-    """Scales a gradient down to `local.clip_norm`, in place, as `torch.nn.utils.clip_grad_norm_` does."""
-    assert local.clip_norm is not None
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in step]))
-    torch._foreach_mul_(step, (local.clip_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 class OptimizerUpdate:

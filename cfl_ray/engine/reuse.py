@@ -87,17 +87,13 @@ class ReusingBackend:
         return self.backend.client_states
 
     def run(self, work: Work) -> Outcome:
-        self._begin_phase(work)
+        phase = (work.address.round, work.address.exchange < 0)
+        if phase != self._phase:  # drops checksums of the phase before, which hold its models
+            self._phase, self._checksums = phase, {}
         if not _is_reusable(work):
             return self._note_states(work, self._carried_out(work))
         self._begin(work)
         return self._losses(work) if isinstance(work, Losses) else self._tests(work)  # type: ignore[arg-type]
-
-    def _begin_phase(self, work: Work) -> None:
-        """Drops checksums of the phase before, which hold its models."""
-        phase = (work.address.round, work.address.exchange < 0)
-        if phase != self._phase:
-            self._phase, self._checksums = phase, {}
 
     def _begin(self, work: Work) -> None:
         """Drops outdated results."""

@@ -18,6 +18,7 @@ from cfl_ray.engine.local_steps import (
     SGDUpdate,
     take_steps,
 )
+from cfl_ray.engine.rows import padded
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
 
@@ -46,6 +47,12 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
 def frozen_logits(network: Network, task: TrainingTask) -> Tensor | None:
     """Logits (n, C) of the frozen model, which do not change during training; None without a frozen model."""
     return None if task.frozen_P is None else network.logits_of(task.frozen_P, task.x)
+
+
+def padded_frozen_logits(network: Network, tasks: Sequence[TrainingTask]) -> Tensor | None:
+    """Logits (m, n, C) of the frozen models of several clients on the device; None without frozen models."""
+    logits = [logits_nC for task in tasks if (logits_nC := frozen_logits(network, task)) is not None]
+    return padded(logits, network.device) if logits else None
 
 
 def _update(network: Network, task: TrainingTask) -> LocalUpdate:

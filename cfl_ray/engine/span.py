@@ -146,17 +146,14 @@ class SpanBatch:
         self.a: list[Tensor] = []
         self.losses: list[float] = []
         self.largest: dict[int, Tensor] = {}  # absolute values, by address of a row
-        if _together(network):
-            self._train_together(network)
-        else:
+        if not _together(network):
             self._train_one_by_one(network)
-
-    def _train_together(self, network: Network) -> None:
-        trained = train_together(network, self.tasks, self.terms)
+            return
+        trained = train_together(network, tasks, self.terms)
         self.x_ND, self.c_HN, self.others_mP = trained.x_ND, trained.c_HN, trained.others_mQ
         self.a, self.losses = list(trained.a_mJ.cpu()), trained.loss_m.tolist()
-        starts = [at * trained.width for at in range(len(self.tasks))]
-        self.slices = [slice(start, start + len(task.y)) for start, task in zip(starts, self.tasks, strict=True)]
+        starts = [at * trained.width for at in range(len(tasks))]
+        self.slices = [slice(start, start + len(task.y)) for start, task in zip(starts, tasks, strict=True)]
 
     def _train_one_by_one(self, network: Network) -> None:
         tasks = self.tasks
@@ -313,10 +310,5 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return _linear(a, b, None, "none", [], "")
 
 
-def _onednn_linear() -> Any:
-    """PyTorch's matrix product with oneDNN; None if it is not available."""
-    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return torch.ops.mkldnn._linear_pointwise if available else None
-
-
-_linear = _onednn_linear()
+# PyTorch's matrix product with oneDNN; None if it is not available
+_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None

@@ -114,9 +114,8 @@ class _Rest:
             for task in tasks
         ]
         self.weight_mn = padded(weights, network.device)
-        frozen = [logits for task in tasks if (logits := sequential.frozen_logits(network, task)) is not None]
-        self.frozen_mnC = padded(frozen, network.device) if frozen else None
-        in_dims = (0, 0, 0, 0, 0 if frozen else None)
+        self.frozen_mnC = sequential.padded_frozen_logits(network, tasks)
+        in_dims = (0, 0, 0, 0, None if self.frozen_mnC is None else 0)
         self.gradient = vmap(grad_and_value(self._loss, argnums=(0, 1)), in_dims=in_dims)
 
     def _loss(

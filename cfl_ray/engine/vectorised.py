@@ -43,7 +43,9 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
     draws for one client at a time.
     """
     modules = list(network.module.modules())
-    if network.precision == "bf16" and (network.batch_statistics or _normalises_in_bf16(network, modules)):
+    # on a GPU, autocast normalises layers in float32
+    layer_norm = network.device.type == "cpu" and any(isinstance(module, nn.LayerNorm) for module in modules)
+    if network.precision == "bf16" and (network.batch_statistics or layer_norm):
         return "PyTorch has no batching rule for normalisation of bfloat16 activations"
     if network.random_forward:
         return "the forward pass draws random numbers outside dropout layers, such as functional dropout"
@@ -68,11 +70,6 @@ def _why_not_optimizer(tasks: Sequence[TrainingTask]) -> str | None:
     if local.step_schedule is not None and len({task.steps for task in tasks}) > 1:
         return "a local optimiser has one learning rate for all clients, but their steps and so their schedules differ"
     return None
-
-
-def _normalises_in_bf16(network: Network, modules: Sequence[nn.Module]) -> bool:
-    """Whether layers are normalised in bfloat16; on a GPU, autocast does that in float32."""
-    return network.device.type == "cpu" and any(isinstance(module, nn.LayerNorm) for module in modules)
 
 
 def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingResult]:
@@ -156,13 +153,8 @@ class _Plan:
         self.tail = torch.tensor([task.tail for task in tasks], device=self.device)
         self.steps = torch.tensor(self.step_counts, device=self.device)
         self.noise = [task.noise() for task in tasks] if network.dropouts else None
-        self.frozen = self._frozen_logits(network, tasks)
+        self.frozen = sequential.padded_frozen_logits(network, tasks)
         self.traced: list[Tensor] = []  # losses (m,) of the first steps
-
-    def _frozen_logits(self, network: Network, tasks: Sequence[TrainingTask]) -> Tensor | None:
-        """Logits (m, n, C) of the frozen models; None without frozen models."""
-        logits = [logits_nC for task in tasks if (logits_nC := sequential.frozen_logits(network, task)) is not None]
-        return padded(logits, self.device) if logits else None
 
     def batch(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Samples, labels, weights and frozen logits of one batch of every client."""
