@@ -273,7 +273,8 @@ class _Recorder(TorchFunctionMode):
         if not isinstance(result, Tensor):
             kind = "several values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
             raise _unsupported(self.place, name, f"returns {kind}")
-        if id(result) in self.values and (name in _CONVERSIONS or (name in DROPOUTS and not _trains(args, kwargs))):
+        trains = kwargs.get("training", args[2] if len(args) > 2 else True)  # of dropout(input, p, training, inplace)
+        if id(result) in self.values and (name in _CONVERSIONS or (name in DROPOUTS and not trains)):
             return result
         draws = not torch.equal(before, torch.get_rng_state())
         self._add(name, function, args, kwargs, tensors, result, draws)
@@ -324,12 +325,6 @@ class _Recorder(TorchFunctionMode):
         if id(tensor) in self.frozen:
             raise _unsupported(place, name, f"uses the frozen parameter {self.frozen[id(tensor)]}")
         raise _unsupported(place, name, "uses a tensor that is neither an activation nor a trained parameter")
-
-
-def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a dropout function drops anything. Signature: (input, p, training, inplace)."""
-    training = kwargs.get("training", args[2] if len(args) > 2 else True)
-    return bool(training)
 
 
 def _out_of_place(call: Call) -> Call:

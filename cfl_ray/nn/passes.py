@@ -8,6 +8,7 @@ max pooling that follows them, to a quarter of the values: they are monotone, so
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -279,7 +280,9 @@ class _Steps:
             shape, wide_out = self.shapes[call.output], self.wide(call.output)
             operations, inputs = [Reshape(shape, self.wide(inputs[0]), wide_out)], inputs[:1]
         elif call.draws:
-            operations = [self._drawn_dropout(call)]
+            (index,) = call.inputs
+            draw = lambda ones: call.applied(lambda part: ones if isinstance(part, Value) else part)  # noqa: E731
+            operations = [DrawnDropout(draw, self.wide(index), index in self.graph.last_channels)]
         elif call.name in _WRITTEN_OUT and Buffer not in set(map(type, call.references)):
             with suppress(TypeError):  # another signature
                 operations = _WRITTEN_OUT[call.name](self, *call.args, **call.kwargs)
@@ -316,14 +319,6 @@ class _Steps:
 
     def _maker(self, index: int) -> Step | None:
         return next((step for step in self.steps if step.output == index), None)
-
-    def _drawn_dropout(self, call: Call) -> Layer:
-        (index,) = call.inputs
-
-        def draw(ones: Tensor) -> Tensor:
-            return call.applied(lambda argument: ones if isinstance(argument, Value) else argument)
-
-        return DrawnDropout(draw, self.wide(index), index in self.graph.last_channels)
 
     def _differentiated(self, call: Call) -> Join:
         """The operation of any function that takes activations, parameters and buffers."""
@@ -460,11 +455,8 @@ def _avg_pool2d(
     return [AvgPool(_pair(kernel_size))] if plain else None
 
 
-def _activation(kind: str) -> _WrittenOut:
-    def made(steps: _Steps, input: Value, inplace: bool = False) -> Sequence[Layer]:
-        return [Activation(kind)]
-
-    return made
+def _activation(kind: str, steps: _Steps, input: Value, inplace: bool = False) -> Sequence[Layer]:
+    return [Activation(kind)]
 
 
 def _add(steps: _Steps, input: object, other: object, *, alpha: float = 1) -> Sequence[Join] | None:
@@ -496,9 +488,9 @@ _WRITTEN_OUT: Mapping[str, _WrittenOut] = {
     "conv2d": _conv2d,
     "max_pool2d": _max_pool2d,
     "avg_pool2d": _avg_pool2d,
-    "relu": _activation("relu"),
-    "tanh": _activation("tanh"),
-    "sigmoid": _activation("sigmoid"),
+    "relu": partial(_activation, "relu"),
+    "tanh": partial(_activation, "tanh"),
+    "sigmoid": partial(_activation, "sigmoid"),
     "add": _add,
     "mul": _mul,
     "cat": _cat,

@@ -28,7 +28,9 @@ class FrozenParameter(nn.Parameter):
         """Converts the frozen parameters of a module to this class, in place; parameters of other classes are kept."""
         for parameter in module.parameters():
             if not parameter.requires_grad and type(parameter) is nn.Parameter:
-                if not _is_dense(parameter):
+                if not parameter.is_contiguous() and not (
+                    parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
+                ):
                     parameter.data = parameter.data.contiguous()
                 parameter.__class__ = cls
 
@@ -59,7 +61,3 @@ def _bytes_of(tensor: Tensor) -> np.ndarray:
     flat = tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     content: np.ndarray = flat.view(torch.uint8).numpy()
     return content
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
