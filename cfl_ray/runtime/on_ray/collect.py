@@ -85,9 +85,11 @@ def _reduced(totals: list[_Total], until: int = 1) -> list[_Total]:
     turns = cycle([total.host for total in totals])
     while len(totals) > until:
         groups = [totals[at : at + _GROUP] for at in range(0, len(totals), _GROUP)]
-        totals = [_combine(group, next(turns)) if len(group) > 1 else group[0] for group in groups]
+        totals = []
+        for group in groups:
+            if len(group) == 1:
+                totals += group
+                continue
+            host = next(turns)
+            totals.append(_Total(host.actor.combine.remote(False, *[total.ref for total in group]), host))
     return totals
-
-
-def _combine(totals: list[_Total], host: Host) -> _Total:
-    return _Total(host.actor.combine.remote(False, *[total.ref for total in totals]), host)

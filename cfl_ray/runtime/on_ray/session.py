@@ -59,7 +59,8 @@ class RaySession:
         self.signals = ExitStack()
         self.signals.enter_context(sigterm_interrupts())
         try:
-            _send_plugins_by_value()
+            for module in sent_by_value():  # a user's file and its neighbours cannot be imported on other nodes
+                ray.cloudpickle.register_pickle_by_value(module)
             grows = runtime.wait_for_hosts != "auto" and not self.started_here
             self.hosts = host_count(setup, ray.cluster_resources(), grows)
             self.setup_ref = _put(setup)
@@ -215,9 +216,3 @@ def _put(setup: Setup) -> ray.ObjectRef[Any]:
         if setup.template is None:
             raise
         return ray.put(replace(setup, template=None))
-
-
-def _send_plugins_by_value() -> None:
-    """A user's file cannot be imported on other nodes, so its definitions and its neighbours' are sent whole."""
-    for module in sent_by_value():
-        ray.cloudpickle.register_pickle_by_value(module)
