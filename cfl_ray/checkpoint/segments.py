@@ -266,7 +266,9 @@ class EntryWriter:
             values = tensor[first : last + 1] if is_block else tensor[row_r]
             rows = torch.tensor([first]) if is_block else torch.as_tensor(row_r)
             self._batch |= {f"rows/{name}/{chunk}": rows, f"values/{name}/{chunk}": values}
-            self._grow(values.nbytes + 2 * ENTRY_BYTES)
+            self._size += values.nbytes + 2 * ENTRY_BYTES
+            if self._size >= FILE_BYTES:
+                self._write([], 0)
 
     def close(self, dropped: Iterable[ClientStateKey], ended: int) -> list[EntryFile]:
         """Writes the last file. Returns the files of rows, oldest first; empty if there was nothing to write.
@@ -283,11 +285,6 @@ class EntryWriter:
         for file in self.folder.glob(f"{self.segment:06d}-*"):
             with suppress(OSError):  # the caller raises the first error, the reason why writing failed
                 file.unlink()
-
-    def _grow(self, size: int) -> None:
-        self._size += size
-        if self._size >= FILE_BYTES:
-            self._write([], 0)
 
     def _write(self, dropped: list[ClientStateKey], ended: int) -> None:
         part = next(self._parts) if self.files else 0

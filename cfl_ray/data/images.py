@@ -61,13 +61,12 @@ class Images:
                     "set data.columns.group: null"
                 )
             group = np.concatenate([self.group, self.test_group])
-        x, y = self._join_pixels(self.train_x, self.test_x), np.concatenate([self.train_y, self.test_y])
+        y = np.concatenate([self.train_y, self.test_y])
+        if any(self.train_x.strides):
+            x = np.concatenate([self.train_x, self.test_x])
+        else:  # a summary, without pixels
+            x = np.broadcast_to(self.train_x[:1], (len(y), *self.shape))
         return replace(self, train_x=x, train_y=y, test_x=None, test_y=None, client=None, group=group, test_group=None)
-
-    def _join_pixels(self, train: np.ndarray, test: np.ndarray) -> np.ndarray:
-        if any(train.strides):
-            return np.concatenate([train, test])
-        return np.broadcast_to(train[:1], (len(train) + len(test), *self.shape))  # a summary, without pixels
 
 
 @dataclass(frozen=True)

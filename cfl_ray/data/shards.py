@@ -133,7 +133,9 @@ class ShardFederation(IndexedFederation):
         if manifest is None:
             raise DataError(f"{self._folder.uri} holds no shards (no {MANIFEST}); run `cfl-ray prepare`")
         self.manifest = manifest
-        self._check_files(verify)
+        if verify or local is not None:  # a missing file is an error before the run; remote files are read only if used
+            for file in (manifest.index, *manifest.train, *manifest.test):
+                self._folder.get(file.name, file.bytes, file.sha256, verify)
         self._samples = functools.cache(functools.partial(_map_samples, self._folder, manifest))
         self._names, index = _map_index(self._folder, manifest)
         scaling = Scaling(manifest.scale, manifest.normalize, manifest.vocabulary is not None)
@@ -199,12 +201,6 @@ class ShardFederation(IndexedFederation):
 
     def _test_file(self, number: int) -> StoredSamples:
         return self._samples(self.manifest.test[number])
-
-    def _check_files(self, verify: bool) -> None:
-        """Checks local files, so that a missing file is an error before the run; remote files only if `verify`."""
-        if verify or self._folder.local is not None:
-            for file in (self.manifest.index, *self.manifest.train, *self.manifest.test):
-                self._folder.get(file.name, file.bytes, file.sha256, verify)
 
 
 def _rotation(family: int, families: int, angles: list[float], group: int) -> GroupTransform:

@@ -233,18 +233,14 @@ def params_of(experiment: Experiment) -> dict[str, str]:
 
 def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:
     """Metrics of the parent run, LABEL/METRIC: the last evaluation of every method."""
-    return {
-        f"{re.sub(r'[^A-Za-z0-9_.-]', '_', label)}/{name}": final[name]
-        for label, result in results.items()
-        if (final := result.final)
-        for name in (*_compared(primary_of(final)), "num_clusters", "ari")
-        if name in final
-    }
-
-
-def _compared(primary: str) -> tuple[str, ...]:
-    """Scores in the comparison of all methods."""
-    return (primary, f"{primary}_local", *(["macro_f1"] if primary == "accuracy" else []))
+    comparison: dict[str, float] = {}
+    for label, result in results.items():
+        if final := result.final:
+            primary = primary_of(final)
+            scores = [primary, f"{primary}_local", *(["macro_f1"] if primary == "accuracy" else [])]
+            first = re.sub(r"[^A-Za-z0-9_.-]", "_", label)
+            comparison |= {f"{first}/{name}": final[name] for name in (*scores, "num_clusters", "ari") if name in final}
+    return comparison
 
 
 def _git_commit() -> str:

@@ -230,7 +230,11 @@ class _Launch:
         if self.directory is not None:
             self._keep_environment(self.directory, environment)
             if not self.resumed:
-                self._begin_directory(self.directory, setup)
+                if self.replay is not None:
+                    for label in setup.methods:
+                        earlier, here = (RunDirectory(run).method(label).path for run in (self.replay, self.directory))
+                        copy_events(earlier, here)
+                write_config(self.directory, self.experiment)  # marks the folder as a run
                 lock.enter_context(RunDirectory(self.directory).hold())
                 withdraw_server(self.directory)
         self.watcher.started(setup, self.directory, run_info)
@@ -282,13 +286,6 @@ class _Launch:
             return
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_environment(directory, now)
-
-    def _begin_directory(self, directory: Path, setup: Setup) -> None:
-        """Copies the replayed events, then writes config.yaml, which marks the folder as a run."""
-        if self.replay is not None:
-            for label in setup.methods:
-                copy_events(RunDirectory(self.replay).method(label).path, RunDirectory(directory).method(label).path)
-        write_config(directory, self.experiment)
 
     def _check_replay(self, replay: Path) -> None:
         """Raises ConfigError if `replay` is not a run of this experiment."""
