@@ -78,7 +78,7 @@ class Requests:
         with self.lock:
             round = self._next()
             self._check("join", ids, round)
-            return self._grant(JournalEvent(round, join=tuple(sorted(ids))), "join")
+            return self._grant(JournalEvent(round, join=tuple(sorted(ids))))
 
     def join_shards(self, shards: JoinedShards, added: Federation) -> str:
         """Grants that all clients of `added` join as newcomers with the next free ids. Returns a line for the user."""
@@ -86,7 +86,7 @@ class Requests:
             round, known = self._next(), self.federations[-1][1]
             whole = grown(known, added)
             ids = tuple(range(known.num_clients, whole.num_clients))
-            answer = self._grant(JournalEvent(round, join=ids, shards=shards), "join")
+            answer = self._grant(JournalEvent(round, join=ids, shards=shards))
             self.federations.append((round, whole))
             return answer
 
@@ -97,7 +97,7 @@ class Requests:
             self._check("leave", ids, round)
             event = JournalEvent(round, leave=tuple(sorted(ids)))
             self._check_never_empty(event)
-            return self._grant(event, "leave")
+            return self._grant(event)
 
     def stop(self) -> str:
         """Ends the run after the present round. Returns a line for the user. Raises NotReady if no round is running."""
@@ -113,7 +113,7 @@ class Requests:
         """Granted requests that have not taken effect, one line each."""
         with self.lock:
             to_come = [event for event in self.journal.events if event.round > self.settled and not event.stop]
-            lines = [_announcement(event, "join" if event.join else "leave") for event in to_come]
+            lines = list(map(_announcement, to_come))
             return [*lines, *([f"the run ends after round {self.stop_after}"] if self.stop_after else [])]
 
     # ---- checks
@@ -176,11 +176,11 @@ class Requests:
                 trial.add(event.change, self.federation(event.round).num_clients)
         return trial
 
-    def _grant(self, event: JournalEvent, verb: str) -> str:
+    def _grant(self, event: JournalEvent) -> str:
         self.journal.add(event)
-        return f"{self.label}: {_announcement(event, verb)}"
+        return f"{self.label}: {_announcement(event)}"
 
 
-def _announcement(event: JournalEvent, verb: str) -> str:
-    ids = event.join or event.leave
+def _announcement(event: JournalEvent) -> str:
+    ids, verb = event.join or event.leave, "join" if event.join else "leave"
     return f"client{'s' * (len(ids) > 1)} {format_ids(ids)} {verb}{'s' * (len(ids) == 1)} before round {event.round}"
