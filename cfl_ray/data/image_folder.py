@@ -25,13 +25,15 @@ def files_of(folder: Path) -> list[Path]:
     return files
 
 
-def read(train: Path, test: Path | None, test_inside: bool, pixels: bool, progress: Progress | None) -> Images:
+def read(train: Path, test: Path | None, pixels: bool, progress: Progress | None) -> Images:
     """Returns the images in a folder that has a folder for each class, numbered in sorted order of the folders' names.
 
-    test_inside: whether the test folder lies in the training folder, so that it is not a class. `clients.csv` in the
-    training folder, with columns file (path below the folder) and client, names the client of each image.
+    A test folder in the training folder is not a class. `clients.csv` in the training folder, with columns file (path
+    below the folder) and client, names the client of each image.
     """
-    files = [file for file in files_of(train) if not (test_inside and test is not None and file.is_relative_to(test))]
+    files = files_of(train)
+    if test is not None and test.is_relative_to(train):
+        files = [file for file in files if not file.is_relative_to(test)]
     if not files:
         raise DataError(f"{train.absolute()} has no image in a folder per class, except in the test folder")
     classes = sorted({file.relative_to(train).parts[0] for file in files})

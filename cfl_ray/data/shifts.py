@@ -79,16 +79,16 @@ class Variant:
 
     def train_labels(self, rows: np.ndarray) -> np.ndarray:
         """Returns the transformed labels of training samples, int16 (n,)."""
-        if self.change is None or self.change.keeps_labels:
-            return self._labels(self.images.train_y[rows])
-        return self.train(rows)[1]
+        return self._labels(self.images.train_y[rows]) if self._keeps_labels else self.train(rows)[1]
 
     def test_labels(self, rows: np.ndarray) -> np.ndarray:
         """Returns the transformed labels of test samples, int16 (n,)."""
         assert self.images.test_y is not None  # test rows exist only with a test part
-        if self.change is None or self.change.keeps_labels:
-            return self._labels(self.images.test_y[rows])
-        return self.test(rows)[1]
+        return self._labels(self.images.test_y[rows]) if self._keeps_labels else self.test(rows)[1]
+
+    @property
+    def _keeps_labels(self) -> bool:
+        return self.change is None or self.change.keeps_labels
 
     def train(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the transformed training samples, e.g. uint8 (n, C, H, W) and int16 (n,)."""

@@ -1,6 +1,7 @@
 """The data sets by name: in which folders their files are searched, and how they are read."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -232,12 +233,7 @@ def image_folder(data: PartsDataConfig) -> Source:
     files = image_folder_files.files_of(train) + ([] if test is None else image_folder_files.files_of(test))
     clients_file = train / image_folder_files.CLIENTS_FILE
     files += [clients_file] if clients_file.is_file() else []
-
-    def read(pixels: bool, progress: Progress | None) -> Images:
-        inside = test is not None and test.is_relative_to(train)
-        return image_folder_files.read(train, test, inside, pixels, progress)
-
-    return Source("image_folder", tuple(files), read)
+    return Source("image_folder", tuple(files), partial(image_folder_files.read, train, test))
 
 
 def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
