@@ -221,12 +221,9 @@ class ReusingBackend:
 
     def _changes_of(self, name: str) -> np.ndarray:
         """Number of the latest change of each client's state of this name, int32 (N,)."""
-        change_N = self._change_N.get(name)
-        if change_N is None or len(change_N) < self.federation.num_clients:
-            known_N, change_N = change_N, np.zeros(self.federation.num_clients, np.int32)
-            if known_N is not None:
-                change_N[: len(known_N)] = known_N
-            self._change_N[name] = change_N
+        change_N = self._change_N.setdefault(name, np.zeros(0, np.int32))
+        if (more := self.federation.num_clients - len(change_N)) > 0:
+            change_N = self._change_N[name] = np.pad(change_N, (0, more))
         return change_N
 
     def _note_states(self, work: Work, outcome: Outcome) -> Outcome:

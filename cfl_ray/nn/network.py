@@ -242,10 +242,9 @@ class Network:
             view.copy_(parameter)
         return self.flat
 
-    def views(self, row_P: Tensor, columns: Columns | None = None) -> list[Tensor]:
-        """Views into a row, one per trained tensor in the order of `params`; only those inside `columns`."""
-        tensors = list(self.spec.tensors(row_P).values())[: self.spec.num_params]
-        return [tensors[i] for i in self.tensors_in(columns)]
+    def views(self, row_P: Tensor) -> list[Tensor]:
+        """Views into a row, one per trained tensor in the order of `params`."""
+        return list(self.spec.tensors(row_P).values())[: self.spec.num_params]
 
     def tensors_in(self, columns: Columns | None) -> list[int]:
         """Indices of the trained tensors inside `columns`."""

@@ -237,11 +237,9 @@ class PrivateRun:
         scale = signatures.noise_multiplier * signatures.norm
         for row, client in zip(vectors, ids_M.tolist(), strict=True):
             row.add_(torch.from_numpy(self.noise.normal(address, client, len(row), "signature")), alpha=scale)
-        most = int(ids_M.max(initial=-1)) + 1
-        if most > len(self.releases.signatures_N):
-            grown = np.zeros(most, np.int32)
-            grown[: len(self.releases.signatures_N)] = self.releases.signatures_N
-            self.releases.signatures_N = grown
+        more = int(ids_M.max(initial=-1)) + 1 - len(self.releases.signatures_N)
+        if more > 0:
+            self.releases.signatures_N = np.pad(self.releases.signatures_N, (0, more))
         np.add.at(self.releases.signatures_N, ids_M, 1)
         return vectors.float()
 
