@@ -44,20 +44,16 @@ class Sampling:
         return "replace one client" if self.kind == "fixed" else "add or remove one client"
 
 
-def _dp() -> Any:
+def accountant(replaces: bool = False) -> tuple[Any, Any]:
+    """The module dp_accounting, and its accountant of Renyi moments for adding or removing, or replacing, a record."""
     try:
-        import dp_accounting
+        import dp_accounting as dp
     except ImportError:
         raise ConfigError("privacy needs dp-accounting; install it with: pip install 'cfl-ray[privacy]'") from None
-    return dp_accounting
-
-
-def accountant() -> tuple[Any, Any]:
-    """The module dp_accounting, and its accountant of Renyi moments for adding or removing a record."""
-    dp = _dp()
     from dp_accounting.rdp import RdpAccountant
 
-    return dp, RdpAccountant(neighboring_relation=dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    relation = dp.NeighboringRelation.REPLACE_ONE if replaces else dp.NeighboringRelation.ADD_OR_REMOVE_ONE
+    return dp, RdpAccountant(neighboring_relation=relation)
 
 
 def epsilon(releases: Releases, sampling: Sampling, delta: float, signature_multiplier: float | None = None) -> float:
@@ -87,17 +83,11 @@ def _epsilon(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, del
 
 
 def _composed(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, delta: float, interval: float) -> float:
-    dp = _dp()
-    relation = dp.NeighboringRelation
-    if sampling.kind == "fixed" or sampling.discrete:
-        from dp_accounting.rdp import RdpAccountant
-
-        replaced = relation.REPLACE_ONE if sampling.kind == "fixed" else relation.ADD_OR_REMOVE_ONE
-        accountant: Any = RdpAccountant(neighboring_relation=replaced)
-    else:
+    dp, losses = accountant(replaces=sampling.kind == "fixed")
+    if sampling.kind != "fixed" and not sampling.discrete:
         from dp_accounting.pld import PLDAccountant
 
-        accountant = PLDAccountant(relation.ADD_OR_REMOVE_ONE, value_discretization_interval=interval)
+        losses = PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=interval)
     for z, count, sampled in parts:
         event: Any = dp.GaussianDpEvent(z / 2 if sampling.kind == "fixed" else z)
         if sampling.discrete:  # its bound: Theorem 14 of Canonne et al.
@@ -106,8 +96,8 @@ def _composed(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, de
             event = dp.PoissonSampledDpEvent(sampling.rate, event)
         elif sampled and sampling.kind == "fixed" and sampling.rate < 1:
             event = dp.SampledWithoutReplacementDpEvent(sampling.population, round(sampling.cohort), event)
-        accountant.compose(event, count)
-    return float(accountant.get_epsilon(delta))
+        losses.compose(event, count)
+    return float(losses.get_epsilon(delta))
 
 
 def solved_multiplier(target: float, epsilon_of: Callable[[float], float]) -> float:
