@@ -17,7 +17,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.errors import RunStopped
 from cfl_ray.lifecycle.load import load_trained
-from cfl_ray.lifecycle.recorder import MethodRecorder, finish, of_task_in, write_figures
+from cfl_ray.lifecycle.recorder import MethodRecorder, finish, write_figures
 from cfl_ray.methods import full_label
 from cfl_ray.results.environment import add_fallbacks
 from cfl_ray.results.export import save_models
@@ -181,7 +181,7 @@ class Driver:
         parent = None if label is None else self.study.root if self.study is not None else self.directory
         uri = None if self.study is not None and label is None else self.uri  # a study compares, not each of its runs
         trackers = new_trackers(self.experiment.tracking, uri, parent)
-        run_log = RunLog(directory, trackers, self.watcher.warn, of_task_in(self.setup))
+        run_log = RunLog(directory, trackers, self.watcher.warn)
         run_log.start(self._run_info(label))
         return run_log
 

@@ -19,7 +19,7 @@ from cfl_ray.runtime.journal import Journal, grown_by
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.files import drafted, write_text
-from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, read_records, summarise
+from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, check_metrics, read_records, summarise
 from cfl_ray.tracking.record import EndStatus, score_metrics_of
 
 
@@ -40,6 +40,7 @@ class MethodRecorder:
         self.clients = ClientMetrics(directory, setup.task.score_names)
         self.diagnostics = DiagnosticsLog(directory)
         self.summary: dict[str, float] = {}
+        self.of_task = score_metrics_of([metric.name for metric in setup.task.metrics])
 
     @property
     def last_round(self) -> int:
@@ -63,10 +64,8 @@ class MethodRecorder:
         run_only = {*RUN_METRICS, *self.of_newcomers}
         # every report brings names of its own: records that stay in memory share them
         metrics = {sys.intern(name): value for name, value in report.metrics.items() if name not in run_only}
-        of_task = of_task_in(self.setup).union(map(sys.intern, numbers))
-        if self.last is not None and self.last.of_task == of_task:
-            of_task = self.last.of_task
-        self.last = RoundRecord(report.round, metrics, report.time_ms, of_task, report.phase, report.events)
+        check_metrics(metrics, {*self.of_task, *numbers})
+        self.last = RoundRecord(report.round, metrics, report.time_ms, report.phase, report.events)
         if self.run_log is None:
             self.records.append(self.last)
         else:
@@ -127,11 +126,6 @@ class MethodRecorder:
             with drafted(files.artifact(file)) as draft:
                 shutil.copyfile(file, draft)
         write_text(files.artifact(files.config), self.setup.experiment.to_yaml(credentials=False))
-
-
-def of_task_in(setup: Setup) -> frozenset[str]:
-    """Names of the metrics of the task."""
-    return frozenset(score_metrics_of([metric.name for metric in setup.task.metrics]))
 
 
 def finish(

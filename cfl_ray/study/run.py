@@ -249,7 +249,7 @@ class _Launch:
             # step of the parent's metrics, which grows with the number of finished runs
             count = sum(map(len, figures.run_metrics.values()))
             if summary := self._write_tables(figures):
-                run_log.log(RoundRecord(count, summary, int(time.time() * 1000), self.of_task))
+                run_log.log(RoundRecord(count, summary, int(time.time() * 1000)))
         except BaseException:
             status = "FAILED"
             raise
@@ -413,7 +413,7 @@ class _Launch:
         """The log of the parent run."""
         experiment = self.experiment.tracking.experiment
         trackers = {} if self.uri is None else {"mlflow": Mlflow(self.uri, experiment)}
-        return RunLog(self.root, trackers, self.watcher.warn, self.of_task)
+        return RunLog(self.root, trackers, self.watcher.warn)
 
     def _info(self) -> RunInfo:
         tags = {"study": self.study.name, "seeds": str(self.study.seeds)}

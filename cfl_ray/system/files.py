@@ -201,9 +201,13 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "content"
-        raise DataError(f"{path} is damaged ({field}: {first['msg']}); {_REPAIR}") from error
+        raise DataError(f"{path} is damaged ({first_problem(error)}); {_REPAIR}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first field of a record that is not valid, and why, as text."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}"
 
 
 # ---- files that grow line by line

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.system.files import opened, read_json, read_record
+from cfl_ray.system.files import opened, read_record
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 
 
@@ -19,13 +19,7 @@ def read_info(run_dir: Path) -> RunInfo:
 
 def read_end(run_dir: Path) -> RunEnd | None:
     """Returns the end of the run, or None if it has not ended. Raises DataError for a damaged file."""
-    fields = read_json(RunDirectory(run_dir).end)
-    if fields is None:
-        return None
-    try:
-        return RunEnd.from_fields(fields)
-    except ValueError as error:
-        raise DataError(f"{RunDirectory(run_dir).end} is damaged ({error}); remove it, and resume the run") from error
+    return read_record(RunDirectory(run_dir).end, RunEnd)
 
 
 def read_records(run_dir: str | Path) -> Iterator[RoundRecord]:

@@ -4,14 +4,16 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.errors.redaction import redact
-from cfl_ray.system.files import parse_json
+from cfl_ray.system.files import first_problem, parse_json
 
 LABEL_COUNTS = "label_counts"  # diagnostic (clients, classes) of the clients that are in a matrix (clients, clients)
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
@@ -116,13 +118,13 @@ def is_evaluated(metrics: Mapping[str, float]) -> bool:
     return primary_of(metrics) in metrics
 
 
-def check_metrics(names: Mapping[str, Any], of_task: Collection[str] = ()) -> None:
+def check_metrics(names: Iterable[str], of_task: Collection[str] = ()) -> None:
     """Raises ValueError for a name outside METRICS, since comparisons and notebooks rely on these names.
 
-    Metrics of a comparison are named METHOD/METRIC. of_task: names in addition to METRICS (`score_metrics_of`).
+    of_task: names in addition to METRICS (`score_metrics_of`).
     """
     for name in names:
-        if name.rpartition("/")[2] not in METRICS and name.rpartition("/")[2] not in of_task:
+        if name not in METRICS and name not in of_task:
             raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)}")
 
 
@@ -131,19 +133,21 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
+
+
 @dataclass(frozen=True)
 class RoundRecord:
     """Metrics of a round. Two records of a run with the same `round` are the same record."""
 
-    round: int  # rounds completed, 0 before the first
-    metrics: Mapping[str, float]  # a metric that does not apply is absent; NaN and infinities: training diverged
-    time_ms: int = field(default_factory=now_ms)  # stored with the record, so that a second delivery changes nothing
-    of_task: frozenset[str] = field(default=frozenset(), compare=False)  # also METRICS: `score_metrics_of`
+    round: Count  # rounds completed, 0 before the first
+    # a metric that does not apply is absent; NaN and infinities: training diverged
+    metrics: Mapping[str, Annotated[float, Strict()]]
+    time_ms: Count = field(default_factory=now_ms)  # stored with the record, so that a second delivery changes nothing
     phase: str = ""  # of the method, in which the round began (docs/metrics.md); empty: not recorded
     events: tuple[ClusterEvent, ...] = ()  # splits, merges, births and deaths of clusters, and a change of the phase
 
     def __post_init__(self) -> None:
-        check_metrics(self.metrics, self.of_task)
         object.__setattr__(self, "metrics", {name: float(value) for name, value in self.metrics.items()})
 
     @property
@@ -157,47 +161,20 @@ class RoundRecord:
         own = {name: value for name, value in clusters.items() if value}
         return json.dumps({"round": self.round, "time_ms": self.time_ms, **own, **self.metrics}) + "\n"
 
-    def to_fields(self) -> dict[str, Any]:
-        """Returns round, metrics and time as JSON."""
-        return {"round": self.round, "metrics": dict(self.metrics), "time_ms": self.time_ms}
-
-    @classmethod
-    def from_fields(cls, fields: Any) -> "RoundRecord":
-        """Returns the record of `to_fields`, whose names were checked when it was made. Raises ValueError."""
-        if not isinstance(fields, dict) or not isinstance(metrics := fields.get("metrics"), dict):
-            raise ValueError("the metrics of a round are missing")
-        numbers = {name: _number(name, value) for name, value in metrics.items()}
-        round, time_ms = (_count(name, fields.get(name)) for name in ("round", "time_ms"))
-        of_task, phase = frozenset(name.rpartition("/")[2] for name in numbers), fields.get("phase", "")
-        try:
-            events = tuple(map(ClusterEvent.from_fields, fields.get("events", [])))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"events: {str(error).partition(chr(10))[0]}") from error
-        return cls(round, numbers, time_ms, of_task, phase, events)
-
     @classmethod
     def from_line(cls, line: str | bytes) -> "RoundRecord":
         """Returns the record that `to_line` wrote. Raises ValueError for anything else."""
         metrics = parse_json(line)
-        round, time_ms = (metrics.pop(name, None) for name in ("round", "time_ms"))
-        types = {"phase": str, "events": list}  # a number of that name is a diagnostic of an earlier version
+        # a number of the name of a phase or of events is a diagnostic of an earlier version
+        types = {"round": object, "time_ms": object, "phase": str, "events": list}
         own = {name: metrics.pop(name) for name, kind in types.items() if isinstance(metrics.get(name), kind)}
-        return cls.from_fields({"round": round, "time_ms": time_ms, "metrics": metrics, **own})
+        try:
+            return _RECORD.validate_python(own | {"metrics": metrics})
+        except ValidationError as error:
+            raise ValueError(first_problem(error)) from error
 
 
-def _count(name: str, value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**53:
-        raise ValueError(f"{name}: expected a whole number from 0 on, got {value!r:.80}")
-    return value
-
-
-def _number(name: str, value: object) -> float:
-    try:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    except OverflowError:
-        pass
-    raise ValueError(f"{name}: expected a number, got {value!r:.80}")
+_RECORD = TypeAdapter(RoundRecord)
 
 
 @dataclass(frozen=True)
@@ -222,16 +199,7 @@ class RunEnd:
 
     status: EndStatus
     summary: RoundRecord  # RUN_METRICS, with the round and time of the last record
-    time_ms: int = field(default_factory=now_ms)
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> "RunEnd":
-        """Returns the end that end.json holds. Raises ValueError for anything else."""
-        status: Any = fields.get("status")
-        if status not in get_args(EndStatus):
-            raise ValueError(f"status: expected {', '.join(get_args(EndStatus))}, got {status!r:.80}")
-        summary = RoundRecord.from_fields(fields.get("summary"))
-        return cls(status, summary, _count("time_ms", fields.get("time_ms")))
+    time_ms: Count = field(default_factory=now_ms)
 
 
 OFF = {"null", "false", "[]", "{}", "None", "False", "()"}  # values of keys and options that do nothing

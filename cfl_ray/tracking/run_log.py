@@ -6,7 +6,7 @@ The identity and configuration (RunInfo) are written first, then a line for each
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -31,10 +31,9 @@ class RunLog:
         run_dir: str | Path,
         trackers: Mapping[str, Tracker] | None = None,  # by name
         warn: Callable[[str], None] = _warn_in_log,  # also called from other threads; the text has no credentials
-        of_task: Collection[str] = (),  # names of metrics in addition to METRICS (`score_metrics_of`) in the summary
         finish_seconds: float = 20.0,  # longest wait of `finish` for a tracker without progress
     ) -> None:
-        self.run_dir, self._of_task = Path(run_dir).absolute(), frozenset(of_task)
+        self.run_dir = Path(run_dir).absolute()
         self._last: RoundRecord | None = None
         self._log: BinaryIO | None = None  # open between `start` and `finish`
         self._deliveries = [
@@ -74,11 +73,11 @@ class RunLog:
     def finish(self, status: EndStatus, summary: Mapping[str, float]) -> None:
         """Closes the run with its RUN_METRICS; the files in `artifacts/` are part of its result."""
         last = self._last or RoundRecord(0, {}, read_info(self.run_dir).time_ms)
-        end = RunEnd(status, RoundRecord(last.round, summary, last.time_ms, self._of_task))
+        end = RunEnd(status, RoundRecord(last.round, summary, last.time_ms))
         try:
             os.fsync(self._open_log().fileno())
-            values = {"status": end.status, "summary": end.summary.to_fields(), "time_ms": end.time_ms}
-            write_json(RunDirectory(self.run_dir).end, values)
+            values = {"round": last.round, "metrics": dict(end.summary.metrics), "time_ms": last.time_ms}
+            write_json(RunDirectory(self.run_dir).end, asdict(end) | {"summary": values})
         except OSError:  # a full disk: trackers with a server still receive the end of the run
             for delivery in self._deliveries:
                 delivery.unrecorded_end = replace(end, status="FAILED")

@@ -31,7 +31,7 @@ def summarise(
             if not ending and "virtual_seconds" in reached.metrics:
                 summary["seconds_to_target"] = reached.metrics["virtual_seconds"]
     if change_rounds is not None:
-        summary["rounds_to_stable_clusters"] = float(rounds_to_stable_clusters(change_rounds))
+        summary["rounds_to_stable_clusters"] = float(max(change_rounds, default=0))
     return summary
 
 
@@ -114,11 +114,6 @@ def why_early(records: Sequence[RoundRecord], rounds: int, is_finished: bool) ->
     return f"{ended}, at epsilon {epsilon:.4g}: the next round would exceed privacy.target_epsilon"
 
 
-def rounds_to_stable_clusters(change_rounds: Iterable[int]) -> int:
-    """Returns the last of these rounds; 0 if empty."""
-    return max(change_rounds, default=0)
-
-
 def mean_of_runs(runs: Sequence[Sequence[RoundRecord]]) -> list[RoundRecord]:
     """Returns the means, over runs of several seeds, of the metrics that all runs have in a round."""
     by_round = [{record.round: record for record in records} for records in runs]
@@ -128,5 +123,5 @@ def mean_of_runs(runs: Sequence[Sequence[RoundRecord]]) -> list[RoundRecord]:
         records = [of[round] for of in by_round]
         names = [name for name in records[0].metrics if all(name in record.metrics for record in records)]
         metrics = {name: fmean(record.metrics[name] for record in records) for name in names}
-        means.append(RoundRecord(round, metrics, of_task=records[0].of_task))
+        means.append(RoundRecord(round, metrics))
     return means

@@ -377,8 +377,7 @@ def test_a_request_to_mlflow_has_at_most_1000_metrics(tmp_path, info):
     """Methods may report many diagnostics. A single round is never divided."""
     names = [f"value_{number}" for number in range(1001)]
     records = [
-        RoundRecord(round, dict.fromkeys(names[:count], 1.0), of_task=frozenset(names))
-        for round, count in enumerate((400, 400, 400, 1001, 1), 1)
+        RoundRecord(round, dict.fromkeys(names[:count], 1.0)) for round, count in enumerate((400, 400, 400, 1001, 1), 1)
     ]
     log_to(tmp_path, info, records)
     found = [[one.round for one in batch] for batch, _ in delivery.batches(tmp_path, delivery.Cursor(), 40)]

@@ -5,16 +5,20 @@ import numpy as np
 import pytest
 
 from cfl_ray.core.events import ClusterEvent
-from cfl_ray.tracking import METRICS, RoundRecord, RunEnd, RunInfo, flatten
+from cfl_ray.errors import DataError
+from cfl_ray.run_directory import RunDirectory
+from cfl_ray.system.files import write_json
+from cfl_ray.tracking import METRICS, RoundRecord, RunInfo, check_metrics, flatten, read_end
 
 
 def test_an_unknown_metric_is_an_error_with_the_nearest_name():
     with pytest.raises(ValueError, match="unknown metric 'acuracy' .did you mean 'accuracy'"):
-        RoundRecord(1, {"acuracy": 0.5})
+        check_metrics({"acuracy": 0.5})
 
 
 def test_every_metric_has_a_description_and_can_be_recorded():
-    assert set(RoundRecord(0, dict.fromkeys(METRICS, 1)).metrics) == set(METRICS)
+    check_metrics(METRICS)
+    check_metrics(["mse"], of_task={"mse"})
     assert all(METRICS.values())
 
 
@@ -43,7 +47,7 @@ def test_a_line_has_the_phase_and_the_events():
     assert RoundRecord.from_line(record.to_line()) == record and record.next_phase == "federate"
     old = RoundRecord.from_line('{"round": 3, "time_ms": 17, "phase": 0.5}')  # a diagnostic of that name
     assert (old.phase, old.events, old.metrics) == ("", (), {"phase": 0.5})
-    with pytest.raises(ValueError, match="events: "):
+    with pytest.raises(ValueError, match="events"):
         RoundRecord.from_line('{"round": 3, "time_ms": 17, "events": [{"round": 3, "event": "war"}]}')
 
 
@@ -80,10 +84,12 @@ def test_a_line_of_other_types_is_no_record():
             RoundRecord.from_line(line)
 
 
-def test_an_end_of_other_types_is_none():
+def test_an_end_of_other_types_is_none(tmp_path):
     summary = {"round": 1, "time_ms": 2, "metrics": {"fedavg/accuracy": 0.5}}
     values = {"status": "FINISHED", "summary": summary, "time_ms": 3}
-    assert RunEnd.from_fields(values).summary.metrics == summary["metrics"]
+    file = RunDirectory(tmp_path).end
+    write_json(file, values)
+    assert read_end(tmp_path).summary.metrics == summary["metrics"]
     for change in (
         {"status": "DONE"},
         {"status": []},
@@ -91,5 +97,6 @@ def test_an_end_of_other_types_is_none():
         {"time_ms": "3"},
         {"summary": {"metrics": 3}},
     ):
-        with pytest.raises(ValueError):
-            RunEnd.from_fields(values | change)
+        write_json(file, values | change)
+        with pytest.raises(DataError, match="end.json is damaged"):
+            read_end(tmp_path)

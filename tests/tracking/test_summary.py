@@ -1,5 +1,5 @@
 from cfl_ray.tracking import RoundRecord, summarise
-from cfl_ray.tracking.summary import mean_of_runs, rejected_updates, rounds_to_stable_clusters, why_diverged
+from cfl_ray.tracking.summary import mean_of_runs, rejected_updates, why_diverged
 
 
 def curve(*accuracies):
@@ -20,7 +20,7 @@ def test_the_same_target_of_p_local():
         for round, local in ((5, 0.3), (10, 0.6), (15, 0.7))
     ]
     assert summarise(records, 0.5, None) == {"rounds_to_target_local": 10, "mbit_to_target_local": 10 * (2.0 + 1.0)}
-    error = [RoundRecord(one, {"mse_local": 1 / one}, of_task=frozenset({"mse_local"})) for one in (1, 2, 4)]
+    error = [RoundRecord(one, {"mse_local": 1 / one}) for one in (1, 2, 4)]
     found = summarise(error, 0.5, None, "mse", higher_is_better=False)
     assert found == {"rounds_to_target_local": 2, "mbit_to_target_local": 0}
 
@@ -35,7 +35,7 @@ def test_a_round_without_evaluation_is_not_at_target():
 
 
 def test_assignments_that_never_change_are_stable_from_the_start():
-    assert rounds_to_stable_clusters([]) == 0
+    assert summarise([], None, change_rounds=[]) == {"rounds_to_stable_clusters": 0}
 
 
 def rounds_with(*counts, size=10, **metrics):
