@@ -5,37 +5,24 @@ Importing this package does not import mlflow.
 
 from cfl_ray.errors.redaction import redact
 from cfl_ray.tracking.chosen import TRACKERS, new_trackers
-from cfl_ray.tracking.delivery import Delivery, Tracker
+from cfl_ray.tracking.delivery import Delivery
 from cfl_ray.tracking.mlflow_models import check_mlflow, save_model
-from cfl_ray.tracking.mlflow_tracker import Delivered, Mlflow, deliver_pending, where_to_look
+from cfl_ray.tracking.mlflow_tracker import Mlflow, deliver_pending, where_to_look
 from cfl_ray.tracking.reading import read_end, read_info, read_records
-from cfl_ray.tracking.record import (
-    METRICS,
-    ROUND_METRICS,
-    RUN_METRICS,
-    RoundRecord,
-    RunEnd,
-    RunInfo,
-    check_metrics,
-    flatten,
-)
+from cfl_ray.tracking.record import METRICS, RUN_METRICS, RoundRecord, RunInfo, check_metrics, flatten
 from cfl_ray.tracking.run_log import RunLog
 from cfl_ray.tracking.summary import summarise
 from cfl_ray.tracking.uri import resolve_uri
 
 __all__ = [
     "METRICS",
-    "ROUND_METRICS",
     "RUN_METRICS",
     "TRACKERS",
-    "Delivered",
     "Delivery",
     "Mlflow",
     "RoundRecord",
-    "RunEnd",
     "RunInfo",
     "RunLog",
-    "Tracker",
     "check_metrics",
     "check_mlflow",
     "deliver_pending",
