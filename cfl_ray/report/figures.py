@@ -1,18 +1,17 @@
 """PNG figures that compare the methods of a run, drawn from their records.
 
-Each method has a colour; from the ninth method on, colours repeat with another line style. The name of a method is at
-the end of its line, instead of a legend.
+Each method has a colour; from the ninth method on, colours repeat with another line style.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from cfl_ray.report.palette import COLOURS
@@ -22,12 +21,8 @@ from cfl_ray.tracking.summary import mbit, virtual_seconds
 
 STYLES = ("-", "--", ":")
 DPI = 100  # 750 pixels: as wide as the description of a run in MLflow, which cuts wider ones off
-LABEL_POINTS = 9.0  # font size
-LABEL_GAP_POINTS = 11.0  # between the centres of two labels
 WIDTH_INCHES, MIN_HEIGHT_INCHES = 7.5, 4.2
-LEFT_INCHES, RIGHT_INCHES, TOP_INCHES, BOTTOM_INCHES, BETWEEN_INCHES = 0.65, 0.15, 0.4, 0.55, 0.5
-LETTER_INCHES = 0.085  # width of a wide letter at LABEL_POINTS
-LABEL_START = 1.07  # distance of the labels from the left end of the axes, in widths of the axes
+LEGEND_INCHES = 0.22  # height of a method in the legend
 
 Records = Sequence[RoundRecord]
 Line = tuple[list[float], list[float]]  # x, y
@@ -69,41 +64,23 @@ def _round(record: RoundRecord) -> float:
 
 def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, Records]) -> Path | None:
     """Writes a figure with a panel for each recorded metric, and returns its path; None without a recorded metric."""
-    styles = {method: _style(place) for place, method in enumerate(records_by_method)}
     drawn = [(panel, lines) for panel in panels if (lines := _lines(records_by_method, panel))]
     if not drawn:
         return None
-    height = max(MIN_HEIGHT_INCHES, len(records_by_method) * LABEL_GAP_POINTS / 72 * 1.4)
-    figure = Figure(figsize=(WIDTH_INCHES, height * (1 if len(drawn) == 1 else 1.6)), dpi=DPI)
-    FigureCanvasAgg(figure)
-    margins = _margins(figure, len(drawn), styles)
-    all_axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False, gridspec_kw=margins)[:, 0]
+    height = max(MIN_HEIGHT_INCHES, len(records_by_method) * LEGEND_INCHES)
+    size = WIDTH_INCHES, height * (1 if len(drawn) == 1 else 1.6)
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    all_axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+    styles = {method: _style(place) for place, method in enumerate(records_by_method)}
+    line_of: dict[str, Line2D] = {}
     for axes, (panel, lines) in zip(all_axes, drawn, strict=True):
-        _draw(axes, panel, lines, styles)
+        line_of |= _draw(axes, panel, lines, styles)
     all_axes[-1].set_xlabel(_X_TITLES.get(panels[0].x_of, "round"))
-    for axes, (_, lines) in zip(all_axes, drawn, strict=True):
-        _label_ends(axes, lines, styles)
+    methods = [method for method in records_by_method if method in line_of]
+    figure.legend([line_of[method] for method in methods], methods, loc="outside right upper", frameon=False)
     with drafted(path) as draft:
         figure.savefig(draft)
     return path
-
-
-def _margins(figure: Figure, panels: int, names: Iterable[str]) -> dict[str, float]:
-    """Margins for ticks, titles and names, as keyword arguments of a grid.
-
-    Computed here, since Matplotlib's layout engines would draw the figure twice more.
-    """
-    width, height = figure.get_size_inches()
-    labels = max(map(len, names)) * LETTER_INCHES + RIGHT_INCHES
-    axes = max((width - LEFT_INCHES - labels) / LABEL_START, width / 3)
-    each = (height - TOP_INCHES - BOTTOM_INCHES - (panels - 1) * BETWEEN_INCHES) / panels
-    margins = {
-        "left": LEFT_INCHES / width,
-        "right": (LEFT_INCHES + axes) / width,
-        "top": 1 - TOP_INCHES / height,
-        "bottom": BOTTOM_INCHES / height,
-    }
-    return margins | {"hspace": BETWEEN_INCHES / each}
 
 
 def _lines(records_by_method: Mapping[str, Records], panel: Panel) -> dict[str, Line]:
@@ -122,9 +99,13 @@ def _style(place: int) -> LineStyle:
     return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[place // len(COLOURS) % len(STYLES)]}
 
 
-def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Line], styles: Mapping[str, LineStyle]) -> None:
+def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Line], styles: Mapping[str, LineStyle]) -> dict[str, Line2D]:
+    """Draws a panel, and returns the drawn line of each method."""
+    line_of = {}
     for method, (xs, ys) in lines.items():
-        axes.plot(xs, ys, **styles[method], linewidth=1.8, marker="o" if len(xs) == 1 else "", markersize=4)
+        (line_of[method],) = axes.plot(
+            xs, ys, **styles[method], linewidth=1.8, marker="o" if len(xs) == 1 else "", markersize=4
+        )
     axes.set_title(panel.title, loc="left", fontsize=11)
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -136,58 +117,9 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Line], styles: Mapping[s
         _whole_ticks(axes.yaxis)
     elif panel.metric == "ari":
         axes.set_ylim(top=1.05)
+    return line_of
 
 
 def _whole_ticks(axis: Axis) -> None:
     """Sets ticks at whole numbers only."""
     axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
-
-
-def _label_ends(axes: Axes, lines: Mapping[str, Line], styles: Mapping[str, LineStyle]) -> None:
-    """Writes each method's name right of the plot, at the end of its line, but apart from overlapping names."""
-    gap = LABEL_GAP_POINTS * DPI / 72
-    axes.autoscale_view()  # otherwise Matplotlib does it when it draws
-    to_axes = axes.transData + axes.transAxes.inverted()
-    ends: dict[str, tuple[float, float]] = {}  # in axes coordinates
-    for method, (xs, ys) in lines.items():
-        x, y = to_axes.transform((xs[-1], ys[-1]))
-        ends[method] = (float(x), float(y))
-    order = sorted(ends, key=lambda method: ends[method][1])
-    heights = spread([ends[method][1] for method in order], gap / axes.bbox.height, 0.0, 1.0)
-    for method, height in zip(order, heights, strict=True):
-        _label(axes, method, ends[method], height, styles[method])
-
-
-def _label(axes: Axes, method: str, end: tuple[float, float], height: float, style: LineStyle) -> None:
-    """Writes a method's name and a sample of its line, connected by a thin line to `end`, the end of the line."""
-    colour, in_axes = style["color"], axes.transAxes
-    sample = [LABEL_START - 0.05, LABEL_START - 0.01]
-    axes.plot(
-        [end[0], sample[0]], [end[1], height], color=colour, linewidth=0.6, alpha=0.5, transform=in_axes, clip_on=False
-    )
-    axes.plot(sample, [height, height], **style, linewidth=1.8, transform=in_axes, clip_on=False)
-    axes.text(
-        LABEL_START,
-        height,
-        method,
-        color=colour,
-        fontsize=LABEL_POINTS,
-        verticalalignment="center",
-        transform=in_axes,
-        clip_on=False,
-    )
-
-
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The ascending positions `wanted`, moved so that each is at least `gap` above the previous position.
-
-    They stay within low..high if all fit.
-    """
-    placed: list[float] = []
-    for position in wanted:
-        placed.append(max(position, placed[-1] + gap if placed else low))
-    ceiling = high
-    for place in reversed(range(len(placed))):
-        placed[place] = min(placed[place], ceiling)
-        ceiling = placed[place] - gap
-    return placed

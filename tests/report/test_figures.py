@@ -5,7 +5,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from cfl_ray.report.figures import spread, write_figures
+from cfl_ray.report.figures import write_figures
 from cfl_ray.tracking import RoundRecord
 
 
@@ -32,6 +32,15 @@ def test_runs_with_a_clock_have_a_figure_over_virtual_time(tmp_path, monkeypatch
     at = [path.name for path in written].index("accuracy_by_virtual_seconds.png")
     (axes,) = drawn[at].axes
     assert axes.get_xlabel() == "virtual time, s" and axes.lines[0].get_xdata().tolist() == [7.0, 14.0, 21.0]
+
+
+def test_the_legend_names_the_methods_that_are_drawn_in_their_order(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure) or path.touch())
+    empty = [RoundRecord(1, {})]
+    write_figures(tmp_path, {"fedavg": curve(0.5), "empty": empty, "ifca": curve(0.9, clusters=4)})
+    named = [[text.get_text() for text in figure.legends[0].get_texts()] for figure in drawn]
+    assert named == [["fedavg", "ifca"], ["fedavg", "ifca"], ["ifca"]]
 
 
 def test_no_cluster_figure_where_no_method_has_clusters(tmp_path):
@@ -63,16 +72,3 @@ def test_ticks_are_at_whole_rounds(rounds, tmp_path, monkeypatch):
 def test_a_diverged_run_and_a_single_round_do_not_stop_the_drawing(tmp_path):
     diverged = [RoundRecord(1, {"accuracy": 0.1}), RoundRecord(2, {"accuracy": math.nan})]
     assert write_figures(tmp_path, {"diverged": diverged, "single": [RoundRecord(1, {"accuracy": 0.3})]})
-
-
-@pytest.mark.parametrize(
-    ("wanted", "placed"),
-    [
-        ([0.1, 0.5], [0.1, 0.5]),
-        ([0.5, 0.5, 0.5], [0.5, 0.6, 0.7]),
-        ([0.95, 1.0], [0.9, 1.0]),
-        ([-1.0, 0.3], [0.0, 0.3]),
-    ],
-)
-def test_spread(wanted, placed):
-    assert spread(wanted, 0.1, 0.0, 1.0) == pytest.approx(placed)
