@@ -173,7 +173,7 @@ class Method(ABC, Generic[S]):
         """The rule that `aggregation` configures. Raises ValueError for an invalid one."""
         try:
             return parse_rule(self.aggregation)
-        except ValueError as error:
+        except (ValueError, ConfigError) as error:
             raise ValueError(f"{self.name}: {error}") from None
 
     @property

@@ -5,7 +5,6 @@ all clients equally, as in their papers. A client with weight 0 does not count. 
 except clipping rules return their mean.
 """
 
-from dataclasses import fields
 from typing import Any, cast
 
 from cfl_ray.core.aggregation.apply import aggregate, range_cuts
@@ -15,8 +14,7 @@ from cfl_ray.core.aggregation.multi_krum import MultiKrum
 from cfl_ray.core.aggregation.norm_clipping import NormClipping
 from cfl_ray.core.aggregation.rule import ClippingRule, ColumnRule, WeightRule, check_contract
 from cfl_ray.core.aggregation.trimmed_mean import TrimmedMean
-from cfl_ray.errors import did_you_mean
-from cfl_ray.plugins.calling import with_options
+from cfl_ray.plugins.calling import check_options, parse_choice, with_options
 from cfl_ray.plugins.registry import Registry
 
 __all__ = [
@@ -44,38 +42,14 @@ AGGREGATION: Registry[Any] = Registry("aggregation rule", RULES, "cfl_ray.aggreg
 def parse_rule(value: Any) -> AggregationRule:
     """The rule for a name, `file.py:Class`, {name: {parameter: value}}, or a rule object.
 
-    Raises ValueError, or ConfigError if a user's rule cannot be used.
+    Raises ConfigError for a rule that cannot be used, and ValueError for a parameter out of range.
     """
-    name, given = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else (value, {})
-    given = given or {}
-    if isinstance(name, Mean):
-        return name
-    if isinstance(name, str) and name in RULES and isinstance(given, dict):
-        return _builtin(name, given)
-    if isinstance(name, str) and name not in RULES and (":" in name or name in AGGREGATION.names()):
-        return _own(AGGREGATION.find(name), given)
-    if not isinstance(name, str | dict | list | int | float | None):  # made in Python
-        return _own(name, given)
-    example, names = "{trimmed_mean: {share: 0.2}}", ", ".join(AGGREGATION.names())
-    raise ValueError(
-        f"aggregation must be one of {names}, or one with its parameters such as {example}, or file.py:Class, "
-        f"got {value!r}"
-    )
-
-
-def _builtin(name: str, given: dict[str, Any]) -> AggregationRule:
-    """A rule of this package. Raises ValueError for an unknown parameter and for a value out of range."""
-    valid = [item.name for item in fields(RULES[name])]
-    for key in given:
-        if key not in valid:
-            raise ValueError(f"aggregation {name} has no parameter {key!r}{did_you_mean(key, valid) if valid else ''}")
-    return cast(AggregationRule, RULES[name](**given))
-
-
-def _own(part: Any, given: Any) -> AggregationRule:
-    """A user's rule. Raises ConfigError if it is not a rule or does not take these parameters."""
-    if not isinstance(given, dict):
-        raise ValueError(f"parameters of an aggregation rule are names with values, got {given!r}")
-    rule = with_options(part, given, "aggregation rule")
-    check_contract(rule)
+    name, parameters = parse_choice("aggregation", value)
+    part = AGGREGATION.resolve(name)
+    if part in RULES.values():
+        check_options("aggregation", part, parameters)
+        return cast(AggregationRule, part(**parameters))
+    rule = with_options(part, parameters, "aggregation rule")
+    if not isinstance(rule, Mean):
+        check_contract(rule)
     return cast(AggregationRule, rule)
