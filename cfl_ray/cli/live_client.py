@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +10,9 @@ from statistics import median
 from typing import Any
 
 from cfl_ray import config
-from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import RunError, UserError
 from cfl_ray.results.run_record import how_to_resume
-from cfl_ray.results.study_folder import num_methods
+from cfl_ray.results.study_folder import methods_in
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.run_directory.session_file import ServerAddress, read_server_address
@@ -71,7 +69,7 @@ def status(run_dir: Path) -> RunStatus:
     label = answer.get("method") or next(reversed(methods), None)
     if live and label and methods.get(label) != "finished":
         methods[label] = "at work"
-    waiting = max(0, num_methods({"methods": experiment.methods}) - len(methods))
+    waiting = max(0, len(methods_in({"methods": experiment.methods})) - len(methods))
     finished = not waiting and all(progress == "finished" for progress in methods.values())
     records_of = {label: list(read_records(directory.method(label).path)) for label in methods}
     records = records_of.get(label, []) if label else []
@@ -82,6 +80,7 @@ def status(run_dir: Path) -> RunStatus:
     state = "live" if live else "finished" if finished else _ended(run_dir)
     over = [label for label, progress in methods.items() if progress == "finished" or state == "stopped"]
     early = {label: why_early(records_of[label], experiment.rounds, methods[label] == "finished") for label in over}
+    events = [event for record in records for event in record.events if event.event != "phase"]
     recorded, seconds = records[-1].round if records else 0, _seconds_per_round(records)
     when, fault = answer.get("last_fault") or (None, None)
     unknown = answer.get("unreachable", "starting, or in one process")
@@ -94,7 +93,7 @@ def status(run_dir: Path) -> RunStatus:
         label,
         step=answer.get("state") or (("ending" if finished else unknown) if live else None),
         phase=(records[-1].next_phase or None) if records else None,
-        last_event=next((f"round {event.round}: {event.text}" for event in _cluster_events(records)), None),
+        last_event=f"round {events[-1].round}: {events[-1].text}" if events else None,
         round=answer.get("round") or recorded,
         score=score,
         metrics={name: last.metrics[name] for name in shown if name in last.metrics} if last else {},
@@ -189,12 +188,6 @@ def _ended(run_dir: Path) -> str:
     """The state of a run that is neither live nor finished."""
     end = read_end(run_dir)
     return "died" if end is None else {"KILLED": "stopped", "FAILED": "failed"}.get(end.status, "stopped")
-
-
-def _cluster_events(records: list[RoundRecord]) -> Iterator[ClusterEvent]:
-    """Events of the clusters, the last event first."""
-    for record in reversed(records):
-        yield from (event for event in reversed(record.events) if event.event != "phase")
 
 
 def _seconds_per_round(records: list[RoundRecord]) -> float | None:

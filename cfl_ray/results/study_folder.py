@@ -34,19 +34,22 @@ def seed_of(run: Path) -> int:
 
 def _names_in(file: Path) -> tuple[list[str], list[str]]:
     """The settings and methods that a study names, in its order."""
-    study = load_study(file) if file.is_file() else None
-    if study is None:
+    if not file.is_file():
         return [], []
-    entries = [entry for values in (study.experiment, *study.settings.values()) for entry in methods_in(values)]
-    pairs = [next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, {}) for entry in entries]
-    labels = [options.get("label") if isinstance(options, dict) else None for _, options in pairs]
-    return list(study.settings), [str(label or name) for (name, _), label in zip(pairs, labels, strict=True)]
+    study = load_study(file)
+    sections = [values for values in (study.experiment, *study.settings.values()) if "methods" in values]
+    return list(study.settings), [label or name for values in sections for name, label in methods_in(values)]
 
 
-def methods_in(values: dict[str, Any]) -> list[Any]:
-    """The entries of `methods` of an experiment; empty if they are not a list."""
-    methods = values.get("methods", [])
-    return methods if isinstance(methods, list) else []
+def methods_in(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """The name of each method that an experiment lists, and its label, empty if it follows from the options."""
+    methods = values.get("methods", ["fedavg"])
+    listed = []
+    for entry in methods if isinstance(methods, list) else ():
+        name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, None)
+        label = str(options.get("label") or "") if isinstance(options, dict) else ""
+        listed += [(str(each), label) for each in (method_names() if entry == "all" else [name])]
+    return listed
 
 
 def method_names() -> list[str]:
@@ -54,13 +57,6 @@ def method_names() -> list[str]:
     package = find_spec("cfl_ray.methods")  # not imported: that would import torch, which takes seconds
     assert package is not None and package.submodule_search_locations is not None
     return [module.name for module in pkgutil.iter_modules(package.submodule_search_locations)]
-
-
-def num_methods(values: dict[str, Any]) -> int:
-    """The number of methods that an experiment lists."""
-    if "methods" not in values:
-        return 1
-    return sum(len(method_names()) if entry == "all" else 1 for entry in methods_in(values))
 
 
 def _position(name: str, names: list[str]) -> int:

@@ -12,7 +12,6 @@ from cfl_ray.results.study_folder import (
     is_finished,
     method_names,
     methods_in,
-    num_methods,
     run_folders,
     seed_of,
 )
@@ -87,7 +86,7 @@ class PlannedRuns:
             self.labels[setting if learns else place_of(study, setting, name_of(trial) if trial else "")] = _labels(
                 values
             )
-            count += num_methods(values)
+            count += len(methods_in(values))
         more = (study.sweep.trials or 0) if study.sweep is not None and learns else 1
         self.count = count * more * len(study.seeds)
 
@@ -106,12 +105,8 @@ class PlannedRuns:
 
 def _labels(values: dict[str, Any]) -> frozenset[str] | None:
     """The labels of the methods that an experiment lists; None if they follow from options or from files."""
-    names = method_names()
-    labels: list[str] = []
-    for entry in methods_in(values) if "methods" in values else ["fedavg"]:
-        name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, None)
-        label = options.get("label") if isinstance(options, dict) else None
-        labels += names if entry == "all" else [str(label or name)]
-        if label is None and entry != "all" and name not in names:
-            return None
-    return frozenset(labels) if len(set(labels)) == len(labels) else None
+    published, listed = method_names(), methods_in(values)
+    if any(not label and name not in published for name, label in listed):
+        return None
+    labels = frozenset(label or name for name, label in listed)
+    return labels if len(labels) == len(listed) else None
