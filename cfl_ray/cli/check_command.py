@@ -60,7 +60,7 @@ def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yam
     runs, root = plan_study(study, only=selection_of(only))
     estimated = estimate.estimate_study(runs)
     if as_yaml:
-        say(study.to_record().rstrip())
+        say(study.to_yaml(credentials=False).rstrip())
         return
     estimate.show_study(estimated, study, len({run.seed for run in runs}), root, out)
     verb = "sweep" if study.sweep else "compare"

@@ -237,15 +237,14 @@ class Study(ConfigSection):
         """Names of the settings; `ALL_SETTINGS` alone if the study has none."""
         return list(self.settings) or [ALL_SETTINGS]
 
-    def to_yaml(self) -> str:
-        """Returns the study as YAML; loading it gives an equal study, whose runs have the same config hashes."""
-        values = self.model_dump(mode="json", by_alias=True)
-        return record_line(self._written) + yaml.safe_dump(values, sort_keys=False, width=120)
+    def to_yaml(self, credentials: bool = True) -> str:
+        """Returns the study as YAML; loading it gives an equal study, whose runs have the same config hashes.
 
-    def to_record(self) -> str:
-        """Returns `to_yaml` without credentials; `load_study` inserts those that this user has used before."""
-        values = redact_values(self.model_dump(mode="json", by_alias=True))
-        return record_line(self._written) + yaml.safe_dump(values, sort_keys=False, width=120)
+        credentials: False leaves them out; `load_study` inserts those that this user has used before.
+        """
+        values = self.model_dump(mode="json", by_alias=True)
+        text = yaml.safe_dump(values if credentials else redact_values(values), sort_keys=False, width=120)
+        return record_line(self._written) + text
 
     def located(self, base: Path | None = None) -> "Study":
         """Returns the study with `output`, and paths relative to the working directory, as absolute paths.

@@ -75,7 +75,7 @@ def sign_record(run_dir: Path, experiment: Experiment, text: str | None = None) 
 
 def sign_study(folder: Path, study: Study) -> None:
     """Signs the names in the record of this user's study."""
-    RunDirectory(folder).sign(_names_in(study) + _places_in(yaml.safe_load(study.to_record())))
+    RunDirectory(folder).sign(_names_in(study) + _places_in(yaml.safe_load(study.to_yaml(credentials=False))))
 
 
 def check_owners(config: Experiment | Study) -> None:

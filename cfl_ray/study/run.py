@@ -219,9 +219,11 @@ class _Launch:
             self._check_runs()
             remember_credentials(self.study.model_dump(mode="json", by_alias=True))
             sign_study(self.root, self.study)
-            write_text(RunDirectory(self.root).study, self.study.to_record())
+            write_text(RunDirectory(self.root).study, self.study.to_yaml(credentials=False))
             run_log = self._run_log()
-            run_log.start(self._info())
+            tags = {"study": self.study.name, "seeds": str(self.study.seeds)}
+            params = flatten(self.study.model_dump(mode="json", by_alias=True))
+            run_log.start(RunInfo(self.study.name, "", tags, params))
             status: EndStatus = "FAILED"
             try:
                 self.trials.open(self.root)
@@ -414,10 +416,6 @@ class _Launch:
         experiment = self.experiment.tracking.experiment
         trackers = {} if self.uri is None else {"mlflow": Mlflow(self.uri, experiment)}
         return RunLog(self.root, trackers, self.watcher.warn)
-
-    def _info(self) -> RunInfo:
-        tags = {"study": self.study.name, "seeds": str(self.study.seeds)}
-        return RunInfo(self.study.name, "", tags, flatten(self.study.model_dump(mode="json", by_alias=True)))
 
 
 def _check_tables(study: Study, published: Collection[str]) -> None:
