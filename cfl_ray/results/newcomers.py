@@ -69,11 +69,6 @@ class _Joined:
         value = None if state is None else self.backend.client_state(state.name, self.client)
         return predicting_row(self.serving.models_KP[row], state, value)
 
-    def row_after_round(self) -> Tensor:
-        """`row` after a round of the client, which trains its personal columns on its samples."""
-        self.steps.round(self.state, self.clients, Draws(self.clients.seed, self.clients.round))
-        return self.row()
-
     def newcomer(self, row_P: Tensor, why: str) -> Newcomer:
         row = int(self.serving.row_M[0])
         return Newcomer(
@@ -103,7 +98,8 @@ def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
     joined = _Joined(trained, _samples(trained, x, y))
     serving, local = joined.serving, joined.clients.local
     if serving.client_state is not None:
-        return joined.newcomer(joined.row_after_round(), "its own columns, trained by a round of the method")
+        joined.steps.round(joined.state, joined.clients, Draws(joined.clients.seed, joined.clients.round))
+        return joined.newcomer(joined.row(), "its own columns, trained by a round of the method")
     row_P = trained.tuned(joined.client, joined.row(), serving.tune or local, joined.samples, serving.frozen_P)
     how = "the method's own training" if serving.tune is not None else "the local training of a round"
     of = trained.steps.method.placement
@@ -156,20 +152,3 @@ def _of_mixture(trained: TrainedMethod, models_KP: Tensor, weight_K: np.ndarray,
 
 def _mixture_without_labels(method: Method[Any]) -> str:
     return method.placement if method.placement == VOTE else _MEAN_MIXTURE
-
-
-def rules_of(trained: TrainedMethod) -> tuple[str, str, str]:
-    """The rules of `place(x, y)`, `place(x)` and `adapt(x, y)` for a method, as text."""
-    serving, method = trained.serve(trained.online[:1]), trained.steps.method
-    training = "round of the method, of which it keeps its own columns" if serving.client_state else "local training"
-    adapted = "the method's own training" if serving.tune is not None else f"one {training}"
-    if serving.weight_MK is not None:
-        return method.placement, _mixture_without_labels(method), f"one local training of {_LARGEST}"
-    if serving.client_state is not None and method.untrained:
-        refused = f"refused: {method.untrained}"
-        return refused if method.placement == Method.placement else method.placement, refused, adapted
-    if serving.tune is not None:
-        return "the method's own training", "refused: clients predict after a training on labels", adapted
-    if trained.num_clusters == 1 and method.placement == Method.placement:
-        return _ONLY, _ONLY, adapted
-    return method.placement, f"{_ENTROPY}, or the only model", adapted

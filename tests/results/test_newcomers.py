@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import cfl_ray
+from cfl_ray.core.method import Method
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import REGISTRY
-from cfl_ray.results.newcomers import rules_of
+from cfl_ray.results import newcomers
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "newcomers.md"
 SECTIONS = {
@@ -35,6 +36,27 @@ def results():
     methods = [{name: OPTIONS.get(name, {})} for name in sorted(REGISTRY)]
     methods.append({"apfl": {"adaptive": True, "alpha": 0.9, "label": "apfl-adaptive"}})
     return cfl_ray.simulate(cfl_ray.Experiment(methods=methods, **SECTIONS))
+
+
+def rules_of(trained):
+    """The rules of `place(x, y)`, `place(x)` and `adapt(x, y)` for a method, as text."""
+    serving, method = trained.serve(trained.online[:1]), trained.steps.method
+    training = "round of the method, of which it keeps its own columns" if serving.client_state else "local training"
+    adapted = "the method's own training" if serving.tune is not None else f"one {training}"
+    if serving.weight_MK is not None:
+        return (
+            method.placement,
+            newcomers._mixture_without_labels(method),
+            f"one local training of {newcomers._LARGEST}",
+        )
+    if serving.client_state is not None and method.untrained:
+        refused = f"refused: {method.untrained}"
+        return refused if method.placement == Method.placement else method.placement, refused, adapted
+    if serving.tune is not None:
+        return "the method's own training", "refused: clients predict after a training on labels", adapted
+    if trained.num_clusters == 1 and method.placement == Method.placement:
+        return newcomers._ONLY, newcomers._ONLY, adapted
+    return method.placement, f"{newcomers._ENTROPY}, or the only model", adapted
 
 
 def test_the_page_has_the_rule_of_every_method(results):
