@@ -244,7 +244,9 @@ def show(estimate: Estimate, console: Console) -> None:
                 f"{size / 1e6:,.1f} MB of the server's memory; {available_memory() / 1e6:,.0f} MB are available here",
                 console,
             )
-    _show_deferred(estimate, console)
+    megabytes = {label: sent.deferred * estimate.model_bytes / 1e6 for label, sent in estimate.traffic.items()}
+    if deferring := ", ".join(f"{label} {size:.1f} MB" for label, size in megabytes.items() if size):
+        say(f"results of a round that stay in the object store until their weights are known: {deferring}", console)
     _show_seconds(estimate, console)
     if line := choice_line(methods, experiment.evaluation.choice_samples, estimate.federation.samples[2]):
         say(line, console)
@@ -338,14 +340,6 @@ def _estimate_table(rows: dict[str, tuple[Estimate, str]]) -> Table:
             decimal(4 * sum(sent.kept.values())) if sent.kept else "-",
         )
     return table
-
-
-def _show_deferred(estimate: Estimate, console: Console) -> None:
-    """Prints the size of the results that wait in the object store, for the methods that defer averaging."""
-    megabytes = {label: sent.deferred * estimate.model_bytes / 1e6 for label, sent in estimate.traffic.items()}
-    deferring = ", ".join(f"{label} {size:.1f} MB" for label, size in megabytes.items() if size)
-    if deferring:
-        say(f"results of a round that stay in the object store until their weights are known: {deferring}", console)
 
 
 def _show_seconds(estimate: Estimate, console: Console) -> None:

@@ -107,7 +107,9 @@ class Experiment(ConfigSection):
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(explain(error, type(self))) from None
-        self._check_target()
+        target = self.evaluation.target
+        if self.task == "classification" and target is not None and not 0 < target <= 1:
+            raise ConfigError(f"evaluation.target: an accuracy is above 0 and at most 1, got {target}")
         self._check_time()
         if (
             self.private_clients is not None
@@ -140,11 +142,6 @@ class Experiment(ConfigSection):
     @classmethod
     def _from_federation(cls, value: Any) -> Any:
         return {"source": "arrays", "federation": value} if hasattr(value, "recipe") else value
-
-    def _check_target(self) -> None:
-        target = self.evaluation.target
-        if self.task == "classification" and target is not None and not 0 < target <= 1:
-            raise ConfigError(f"evaluation.target: an accuracy is above 0 and at most 1, got {target}")
 
     def _check_time(self) -> None:
         clock, settings = self.clock, self.asynchronous

@@ -60,7 +60,8 @@ def sections(
         if kinds is not None and field == kinds.key:
             keys.append(_key_of_kind(full, info, kinds))
         elif nested is None or is_list or _is_optional(info):
-            keys.append(Key(full, f"{info.description or ''}{of_kinds}", _values(info, nested), _default(info)))
+            default = None if info.is_required() else as_yaml(info.get_default(call_default_factory=True))
+            keys.append(Key(full, f"{info.description or ''}{of_kinds}", _values(info, nested), default))
         if nested is not None:
             description = None if is_list else info.description
             inner.append(
@@ -148,10 +149,6 @@ def _section_of(annotation: Any) -> tuple[type[ConfigSection] | None, bool]:
 def _is_optional(info: FieldInfo) -> bool:
     """Whether the key holds null unless it is given."""
     return not info.is_required() and info.default is None
-
-
-def _default(info: FieldInfo) -> str | None:
-    return None if info.is_required() else as_yaml(info.get_default(call_default_factory=True))
 
 
 def _values(info: FieldInfo, nested: type[ConfigSection] | None) -> str:

@@ -41,12 +41,6 @@ class Metric:
         return float(value)
 
 
-def _confusion(outputs: Tensor, targets: Tensor) -> np.ndarray:
-    """Counts int64 (C, C), true class by predicted class."""
-    count = outputs.shape[1]
-    return torch.bincount(targets * count + outputs.argmax(1), minlength=count**2).reshape(count, count).numpy()
-
-
 def mean_f1(hit_C: np.ndarray, true_C: np.ndarray, predicted_C: np.ndarray) -> float:
     """Mean F1 score over the classes that are true or predicted anywhere, as scikit-learn's `f1_score`."""
     occurs = (true_C + predicted_C) > 0
@@ -58,7 +52,9 @@ def _counts(outputs: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray, n
     if targets.is_floating_point():
         predicted, true = outputs > 0, targets > 0.5
         return (predicted & true).sum(0).numpy(), true.sum(0).numpy(), predicted.sum(0).numpy()
-    counts_CC = _confusion(outputs, targets)
+    count = outputs.shape[1]
+    pairs = torch.bincount(targets * count + outputs.argmax(1), minlength=count**2)
+    counts_CC = pairs.reshape(count, count).numpy()  # true class by predicted class
     return np.diag(counts_CC), counts_CC.sum(1), counts_CC.sum(0)
 
 

@@ -112,10 +112,11 @@ def _places(
         "hovertemplate": "client %{customdata}, round %{x}<extra></extra>",
     }
     axis, shapes = _group_axis(groups.tolist())
+    sample = f" {len(drawn)} of {count} clients are drawn, evenly from each group."
     figure = canvas([heat], "round", xaxis={"showgrid": False}, yaxis=axis, shapes=shapes)
     return PageFigure(
         f"{label}: cluster of each client by round{which}",
-        _changes_in_words(label, run) + _sample_in_words(len(drawn), count),
+        _changes_in_words(label, run) + (sample if len(drawn) < count else ""),
         figure,
         320,
     )
@@ -163,7 +164,3 @@ def _changes_in_words(label: str, run: MethodRun) -> str:
         f"{label}: {changed_C.sum()} of {len(changed_C)} clients go from one cluster to another, "
         f"{pairs.total()} times in all, most often from {source} to {target} ({times} times), and last in round {last}."
     )
-
-
-def _sample_in_words(drawn: int, count: int) -> str:
-    return f" {drawn} of {count} clients are drawn, evenly from each group." if drawn < count else ""

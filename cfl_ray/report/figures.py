@@ -71,7 +71,10 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
     size = WIDTH_INCHES, height * (1 if len(drawn) == 1 else 1.6)
     figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     all_axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
-    styles = {method: _style(place) for place, method in enumerate(records_by_method)}
+    styles = {
+        method: {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[place // len(COLOURS) % len(STYLES)]}
+        for place, method in enumerate(records_by_method)
+    }
     line_of: dict[str, Line2D] = {}
     for axes, (panel, lines) in zip(all_axes, drawn, strict=True):
         line_of |= _draw(axes, panel, lines, styles)
@@ -93,10 +96,6 @@ def _line(records: Records, panel: Panel) -> Line:
     points = [(panel.x_of(record), record.metrics.get(panel.metric, math.nan)) for record in records]
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     return [x for x, _ in finite], [y for _, y in finite]
-
-
-def _style(place: int) -> LineStyle:
-    return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[place // len(COLOURS) % len(STYLES)]}
 
 
 def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Line], styles: Mapping[str, LineStyle]) -> dict[str, Line2D]:

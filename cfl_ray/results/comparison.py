@@ -126,7 +126,8 @@ def table_of(run_metrics: RunMetrics, metrics: Sequence[str] = ()) -> pd.DataFra
 
     chosen = _chosen(run_metrics, metrics)
     rows = [_row(key, of_seeds, chosen) for key, of_seeds in run_metrics.items()]
-    frame = pd.DataFrame(rows, columns=["experiment", "method", "runs", *_columns(chosen)])
+    names = [f"{column_of(name, chosen)}{ending}" for name in chosen for ending in ("", "_std")]
+    frame = pd.DataFrame(rows, columns=["experiment", "method", "runs", *names])
     tests = _paired_tests(run_metrics, chosen[0]) if chosen else []
     frame["p"], frame["effect"] = [p for p, _ in tests], [effect for _, effect in tests]
     return frame
@@ -271,10 +272,6 @@ def _chosen(run_metrics: RunMetrics, metrics: Sequence[str]) -> list[str]:
     usual = [*(f"{score}{ending}" for score in scores for ending in ("", "_local", "_honest", "_p10", "_p90")), *_SHOWN]
     shown = list(dict.fromkeys(metrics or [name for name in usual if name in present])) or present[:3]
     return [*shown, *(name for name in ("mbit", "seconds") if name in present and name not in shown)]
-
-
-def _columns(chosen: list[str]) -> list[str]:
-    return [column for name in chosen for column in (column_of(name, chosen), f"{column_of(name, chosen)}_std")]
 
 
 def column_of(metric: str, metrics: Sequence[str]) -> str:

@@ -204,20 +204,15 @@ def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
 def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodRun:
     if result.directory is None:
         return MethodRun(seed, result.records)
+    mixtures = result.diagnostics.get(MIXTURE_WEIGHTS, {}) if with_matrices else {}
     return MethodRun(
         seed=seed,
         records=result.records,
         reassignments=read_reassignments(RunDirectory(result.directory).reassignments),
         scores=_last_scores(RunDirectory(result.directory).client_metrics),
         matrices=_matrices(result) if with_matrices else {},
-        mixtures=_mixtures(result) if with_matrices else (),
+        mixtures=[(round, weights.labels[0], weights.value) for round, weights in sorted(mixtures.items())],
     )
-
-
-def _mixtures(result: MethodResult) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """The recorded mixture weights, by round."""
-    recorded = result.diagnostics.get(MIXTURE_WEIGHTS, {})
-    return [(round, weights.labels[0], weights.value) for round, weights in sorted(recorded.items())]
 
 
 def _matrices(result: MethodResult) -> dict[str, RecordedMatrix]:

@@ -64,7 +64,8 @@ def rank(study: Study, runs: Sequence[StudyRun], figures: StudyFigures) -> list[
             of_group.append(RankedTrial(setting, method, of_trial[0].parameters, values))
 
         def goodness(trial: RankedTrial) -> tuple[int, float]:
-            return -len(trial.values), sign * _known(trial.mean)  # means over fewer seeds are not comparable
+            mean = 0.0 if math.isnan(trial.mean) else trial.mean
+            return -len(trial.values), sign * mean  # means over fewer seeds are not comparable
 
         of_group.sort(key=goodness)
         order = [goodness(trial) for trial in of_group]
@@ -72,10 +73,6 @@ def rank(study: Study, runs: Sequence[StudyRun], figures: StudyFigures) -> list[
             p, effect = paired_test(trial.values, of_group[0].values)
             ranked.append(replace(trial, place=1 + order.index(goodness(trial)), p=p, effect=effect))
     return ranked
-
-
-def _known(value: float) -> float:
-    return 0.0 if math.isnan(value) else value
 
 
 def best_of(ranked: Sequence[RankedTrial]) -> list[RankedTrial]:

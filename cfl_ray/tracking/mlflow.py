@@ -69,9 +69,13 @@ class MlflowRun:
     def open(cls, uri: str, experiment: str, info: RunInfo, run_id: str | None, parent_id: str | None) -> "MlflowRun":
         """Returns run `run_id` if MLflow has it, otherwise the run of `info`, which is created if it does not exist."""
         client, experiment_id = connect(uri, experiment)
+        from mlflow.entities import Param
+
         if run_id is None or not _exists(client, run_id):
-            run_id = _find(client, experiment_id, info.uid) or _create(client, experiment_id, info, parent_id)
-            _log_params(client, run_id, info)
+            known = client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{info.uid}'", max_results=1)
+            run_id = known[0].info.run_id if known else _create(client, experiment_id, info, parent_id)
+            params = [Param(key, value[:MAX_PARAM_CHARS]) for key, value in info.params.items()]
+            client.log_batch(run_id, params=params)
             _log_dataset(client, run_id, info)
         return cls(client, run_id, experiment_id, info.tags.get(PHASES_TAG, "").split(", "))
 
@@ -85,7 +89,7 @@ class MlflowRun:
         metrics = [
             Metric(name, value, record.time_ms, record.round)
             for record in records
-            for name, value in [*record.metrics.items(), *self._phase_metric(record), *_traffic_metric(record)]
+            for name, value in self._metrics_of(record).items()
         ]
         said = [("phase", record.next_phase) for record in records[-1:] if record.phase]
         events = [event for record in records for event in record.events]
@@ -140,9 +144,13 @@ class MlflowRun:
         self._client.log_model_artifacts(model.model_id, str(folder))
         self._client.finalize_logged_model(model.model_id, "READY")
 
-    def _phase_metric(self, record: RoundRecord) -> list[tuple[str, float]]:
-        known = record.phase and record.phase in self.phases
-        return [("phase", float(self.phases.index(record.phase)))] if known else []
+    def _metrics_of(self, record: RoundRecord) -> dict[str, float]:
+        metrics = dict(record.metrics)
+        if record.phase and record.phase in self.phases:
+            metrics["phase"] = float(self.phases.index(record.phase))
+        if {"mbit_down", "mbit_up"} <= metrics.keys():
+            metrics["mbit"] = mbit(record)
+        return metrics
 
     def _describe(self, table: str, artifacts: Path) -> None:
         """Sets the description of a comparison, its table and figures, on its page.
@@ -185,10 +193,6 @@ class MlflowRun:
 def page_of(experiment_id: str, run_id: str) -> str:
     """The URL of a run, relative to the server's, in MLflow's interface for models, not for language models."""
     return f"#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
-
-
-def _traffic_metric(record: RoundRecord) -> list[tuple[str, float]]:
-    return [("mbit", mbit(record))] if {"mbit_down", "mbit_up"} <= record.metrics.keys() else []
 
 
 def _refuse_links(folder: Path) -> None:
@@ -293,11 +297,6 @@ def _exists(client: "MlflowClient", run_id: str) -> bool:
     return True
 
 
-def _find(client: "MlflowClient", experiment_id: str, uid: str) -> str | None:
-    runs = client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{uid}'", max_results=1)
-    return runs[0].info.run_id if runs else None
-
-
 def _create(client: "MlflowClient", experiment_id: str, info: RunInfo, parent_id: str | None) -> str:
     tags = {UID_TAG: info.uid, **_SOURCE_TAGS, **info.tags}
     if info.method:
@@ -305,12 +304,6 @@ def _create(client: "MlflowClient", experiment_id: str, info: RunInfo, parent_id
     if parent_id:
         tags[PARENT_TAG] = parent_id
     return client.create_run(experiment_id, start_time=info.time_ms, tags=tags, run_name=info.name).info.run_id
-
-
-def _log_params(client: "MlflowClient", run_id: str, info: RunInfo) -> None:
-    from mlflow.entities import Param
-
-    client.log_batch(run_id, params=[Param(key, value[:MAX_PARAM_CHARS]) for key, value in info.params.items()])
 
 
 def _log_dataset(client: "MlflowClient", run_id: str, info: RunInfo) -> None:

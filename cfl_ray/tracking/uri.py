@@ -5,7 +5,6 @@ import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult
 
 from cfl_ray.errors.redaction import split
 from cfl_ray.security.credentials import with_credentials
@@ -29,7 +28,9 @@ def accepts_connection(uri: str, seconds: float = 2.0) -> bool:
     True for a file, and for a server behind a proxy, which only a request could check.
     """
     parts = split(uri)
-    if parts.scheme not in ("http", "https") or not parts.hostname or _through_proxy(parts):
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return True
+    if parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.hostname):
         return True
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -44,8 +45,3 @@ def sqlite_path(uri: str) -> Path | None:
     if not uri.startswith("sqlite:///"):
         return None
     return Path(uri.removeprefix("sqlite:///").split("?")[0]).resolve()
-
-
-def _through_proxy(parts: SplitResult) -> bool:
-    host = parts.hostname or ""
-    return parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)

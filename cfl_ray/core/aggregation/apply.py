@@ -73,7 +73,9 @@ def aggregate(
                 function = partial(by_columns, applied, weight_n)
                 values, cuts = _combined(function, backend, training, key_M[member_n], columns)
                 parts = [part[: stop - start] for part, (start, stop) in zip(values, cuts, strict=True)]
-                means[out] = _whole_row(parts, columns, training.tables[training.start.table].shape[1])
+                # private columns stay 0, until `Updates` fills them in
+                means[out] = torch.zeros(training.tables[training.start.table].shape[1], dtype=torch.float64)
+                columns.put(means[out], torch.from_numpy(np.concatenate(parts)))
                 continue
             values, _ = _combined(squared_distances, backend, training, key_M[member_n], columns)
             result_n = _weights(applied, sum(values, start=np.zeros(())), weight_n)
@@ -126,13 +128,6 @@ def _combined(
         deferred_from=training.address.exchange,
     )
     return backend.run(work).arrays["combined"], list(zip(start_M.tolist(), stop_M.tolist(), strict=True))
-
-
-def _whole_row(parts: list[np.ndarray], columns: Columns, size: int) -> Tensor:
-    """A row of `size` columns from parts of the uploaded columns, float64; `Updates` fills in the private columns."""
-    row_P = torch.zeros(size, dtype=torch.float64)
-    columns.put(row_P, torch.from_numpy(np.concatenate(parts)))
-    return row_P
 
 
 def _clipped_mean(
