@@ -5,8 +5,9 @@ Large arrays are cut to a random sample of the clients, the same in all rounds, 
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,16 +53,6 @@ class ReportedDiagnostic:
     diagnostic: Diagnostic
 
 
-@dataclass(frozen=True)
-class _Array:
-    """An unevaluated array: the arguments of `Diagnostics.add`."""
-
-    value: Any
-    axes: tuple[str, ...]
-    ids: np.ndarray
-    diagonal: float
-
-
 @dataclass
 class Diagnostics:
     """The diagnostics of a round; a second report of a name replaces the first.
@@ -73,15 +64,15 @@ class Diagnostics:
     taken: frozenset[str] = frozenset()
     seed: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
-    _arrays: dict[str, Diagnostic | _Array] = field(default_factory=dict)  # _Array: its value is a function
+    _arrays: dict[str, Diagnostic | Callable[[], Diagnostic]] = field(default_factory=dict)
 
     def add(self, name: str, value: Any, axes: Sequence[str], ids: np.ndarray, diagonal: float) -> None:
         """Adds a value (see `Clients.record`). Raises RunError with the names of method and diagnostic."""
         self._check_name(name)
         if callable(value) or len(axes):
             self._check_axes(name, tuple(axes))
-            array = _Array(value, tuple(axes), np.asarray(ids, np.int64), diagonal)
-            self._arrays[name] = array if callable(value) else self._resolved(name, array)
+            array = partial(self._array, name, value, tuple(axes), np.asarray(ids, np.int64), diagonal)
+            self._arrays[name] = array if callable(value) else array()
             return
         number = self._numbers(name, value)
         if number.ndim:
@@ -97,7 +88,7 @@ class Diagnostics:
     def array(self, name: str) -> Diagnostic:
         """An array, cut to its limits; calls the function if a function was reported."""
         array = self._arrays[name]
-        return array if isinstance(array, Diagnostic) else self._resolved(name, array)
+        return array if isinstance(array, Diagnostic) else array()
 
     # ---- parts
 
@@ -129,46 +120,46 @@ class Diagnostics:
         if np.isinf(array).any():
             self._fail(name, "has values that are infinite, or beyond float32; NaN stands for what is not defined")
 
-    def _resolved(self, name: str, array: _Array) -> Diagnostic:
-        given = array.value
+    def _array(self, name: str, given: Any, axes: tuple[str, ...], ids: np.ndarray, diagonal: float) -> Diagnostic:
+        """The array of the arguments of `add`, cut to its limits."""
         if callable(given):
             given = call_plugin("function", given, where=f" of the diagnostic {name!r} of {self.method}")
         value = self._numbers(name, given)
-        condensed, shape = value.ndim == 1 and len(array.axes) == 2, value.shape
+        condensed, shape = value.ndim == 1 and len(axes) == 2, value.shape
         if condensed:
-            size = len(array.ids) if array.axes[0] == CLIENTS else (1 + math.isqrt(1 + 8 * len(value))) // 2
+            size = len(ids) if axes[0] == CLIENTS else (1 + math.isqrt(1 + 8 * len(value))) // 2
             shape = (size, size)
-            if array.axes[0] != array.axes[1] or len(value) != math.comb(size, 2):
+            if axes[0] != axes[1] or len(value) != math.comb(size, 2):
                 self._fail(
                     name,
-                    f"is {described(value)} with the axes {array.axes}; the pairs of {size} {array.axes[0]} are "
+                    f"is {described(value)} with the axes {axes}; the pairs of {size} {axes[0]} are "
                     f"{math.comb(size, 2)} values with twice the same axis",
                 )
-        elif value.ndim != len(array.axes):
-            self._fail(name, f"is {described(value)} with the axes {array.axes}, expected one axis for each")
-        labels = tuple(self._labels(name, array, axis, size) for axis, size in zip(array.axes, shape, strict=True))
-        positions = [self._kept(array, axis, label) for axis, label in zip(array.axes, labels, strict=True)]
-        bounded = _square(value, shape[0], positions[0], array.diagonal) if condensed else value[np.ix_(*positions)]
+        elif value.ndim != len(axes):
+            self._fail(name, f"is {described(value)} with the axes {axes}, expected one axis for each")
+        labels = tuple(self._labels(name, ids, axis, size) for axis, size in zip(axes, shape, strict=True))
+        positions = [self._kept(axes, axis, label) for axis, label in zip(axes, labels, strict=True)]
+        bounded = _square(value, shape[0], positions[0], diagonal) if condensed else value[np.ix_(*positions)]
         if bounded.size > MOST_VALUES:
             self._fail(name, f"has {bounded.size:,} values, more than {MOST_VALUES:,}; report fewer")
         with np.errstate(over="ignore"):
             bounded = np.ascontiguousarray(bounded, np.float32)
         self._check_finite(name, bounded)
-        return Diagnostic(bounded, array.axes, tuple(map(np.take, labels, positions)))
+        return Diagnostic(bounded, axes, tuple(map(np.take, labels, positions)))
 
-    def _labels(self, name: str, array: _Array, axis: str, size: int) -> np.ndarray:
+    def _labels(self, name: str, ids: np.ndarray, axis: str, size: int) -> np.ndarray:
         if axis != CLIENTS:
             return np.arange(size)
-        if len(array.ids) != size:
-            self._fail(name, f"has {size} entries on its axis {CLIENTS!r}, but there are {len(array.ids)} client ids")
-        return array.ids
+        if len(ids) != size:
+            self._fail(name, f"has {size} entries on its axis {CLIENTS!r}, but there are {len(ids)} client ids")
+        return ids
 
-    def _kept(self, array: _Array, axis: str, labels: np.ndarray) -> np.ndarray:
+    def _kept(self, axes: tuple[str, ...], axis: str, labels: np.ndarray) -> np.ndarray:
         """Positions of the entries of an axis that are kept."""
         if axis not in (CLIENTS, CLUSTERS):
             return np.arange(len(labels))
         most = MOST_LABELLED
-        if len(array.axes) == 2 and {*array.axes} <= {CLIENTS, CLUSTERS}:
+        if len(axes) == 2 and {*axes} <= {CLIENTS, CLUSTERS}:
             most = MOST_PAIRED if axis == CLIENTS else MOST_PAIRED_CLUSTERS
         return sample_of(labels, most, self.seed) if axis == CLIENTS else np.arange(min(len(labels), most))
 
