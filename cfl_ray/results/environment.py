@@ -38,18 +38,6 @@ class Environment:
     one_by_one: bool  # whether a chunk of work is one client, which changes the order of sums
     has_deadline: bool  # whether slow clients are excluded
 
-    @classmethod
-    def of(cls, runtime: RuntimeConfig, engine: str, device: str, hosts: Iterable["HostEnvironment"]) -> "Environment":
-        hosts = list(hosts)
-        return cls(
-            engine,
-            device,
-            " and ".join(sorted({host.instructions for host in hosts})),
-            " and ".join(sorted({host.torch for host in hosts})),
-            bool(runtime.clients_per_host),
-            runtime.round_deadline is not None,
-        )
-
     def changes(self, now: "Environment") -> list[str]:
         """A line for each change from this environment to `now`."""
         pairs = [(item.name, getattr(self, item.name), getattr(now, item.name)) for item in fields(self)]
@@ -82,10 +70,13 @@ def described(
 ) -> tuple[dict[str, str], Environment]:
     """(description of a session for the user, its environment). place: number of hosts and nodes, as text."""
     hosts = list(hosts)
-    environment = Environment.of(runtime, choice.engine, device, hosts)
-    cpus = " and ".join(sorted({str(host) for host in hosts}))
-    engine = choice.reason
-    return {"hosts": place, "device": device, "engine": engine, "cpu": cpus, "torch": environment.torch}, environment
+    cpus, instructions, versions = (
+        " and ".join(sorted(values))
+        for values in (set(map(str, hosts)), {host.instructions for host in hosts}, {host.torch for host in hosts})
+    )
+    one_by_one, has_deadline = bool(runtime.clients_per_host), runtime.round_deadline is not None
+    environment = Environment(choice.engine, device, instructions, versions, one_by_one, has_deadline)
+    return {"hosts": place, "device": device, "engine": choice.reason, "cpu": cpus, "torch": versions}, environment
 
 
 def read_environment(run_dir: Path | None) -> Environment | None:
