@@ -16,7 +16,7 @@ from rich.table import Table
 
 from cfl_ray import data
 from cfl_ray.cli.console import say
-from cfl_ray.cli.tables import choice_line, method_table, print_table, statistics_line
+from cfl_ray.cli.tables import method_table, notes_on, print_table
 from cfl_ray.clock.virtual_time import Flights
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
@@ -35,7 +35,7 @@ from cfl_ray.setup.checks import compared_clients, most_participants, own_models
 from cfl_ray.setup.dry_rounds import TrafficEstimate, traffic
 from cfl_ray.setup.engine_choice import compute_device
 from cfl_ray.setup.prepare import setup_on
-from cfl_ray.setup.schedule import ignored_events, population_of
+from cfl_ray.setup.schedule import population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.study.metrics import metric_warnings
 from cfl_ray.study.plan import StudyRun
@@ -211,11 +211,8 @@ def show(estimate: Estimate, console: Console) -> None:
     _show_sizes(estimate, console)
     for warning in estimate.warnings:
         say(f"warning: {warning}", console)
-    if ignored := ignored_events(experiment):
-        say(f"note: {ignored}", console)
-    if line := statistics_line(estimate.network.batch_statistics):
-        say(f"note: {line}", console)
-    for line in estimate.missing_engines:
+    notes = notes_on(estimate.setup, estimate.network, estimate.federation.samples[2])
+    for line in [*notes, *estimate.missing_engines]:
         say(f"note: {line}", console)
     print_table(_estimate_table({label: (estimate, label) for label in estimate.traffic}), console)
     for label, plan in estimate.setup.privacy.items():
@@ -231,25 +228,21 @@ def show(estimate: Estimate, console: Console) -> None:
         "methods that find the number of clusters may hold more models at first",
         console,
     )
-    for label, (count, size) in estimate.compared.items():
-        say(
-            f"{label} compares {count:,} clients with each other ({methods[label].compares}): "
-            f"{size / 1e6:,.1f} MB of the server's memory; {available_memory() / 1e6:,.0f} MB are available here",
-            console,
-        )
+    held = {
+        f"{label} compares {count:,} clients with each other ({methods[label].compares})": size
+        for label, (count, size) in estimate.compared.items()
+    }
+    clients = f"each of up to {most_participants(estimate.setup):,} clients"
     for label in methods:
-        if size := own_models_bytes(estimate.setup, label, estimate.network.spec.size):
-            say(
-                f"{label} keeps a model on the server for each of up to {most_participants(estimate.setup):,} clients: "
-                f"{size / 1e6:,.1f} MB of the server's memory; {available_memory() / 1e6:,.0f} MB are available here",
-                console,
-            )
+        own = own_models_bytes(estimate.setup, label, estimate.network.spec.size)
+        held |= {f"{label} keeps a model on the server for {clients}": own} if own else {}
+    here = f"{available_memory() / 1e6:,.0f} MB are available here"
+    for what, size in held.items():
+        say(f"{what}: {size / 1e6:,.1f} MB of the server's memory; {here}", console)
     megabytes = {label: sent.deferred * estimate.model_bytes / 1e6 for label, sent in estimate.traffic.items()}
     if deferring := ", ".join(f"{label} {size:.1f} MB" for label, size in megabytes.items() if size):
         say(f"results of a round that stay in the object store until their weights are known: {deferring}", console)
     _show_seconds(estimate, console)
-    if line := choice_line(methods, experiment.evaluation.choice_samples, estimate.federation.samples[2]):
-        say(line, console)
 
 
 def show_study(

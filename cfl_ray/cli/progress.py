@@ -15,14 +15,13 @@ from cfl_ray.cli.live_client import own_step
 from cfl_ray.cli.tables import (
     SECONDS,
     alone_warning,
-    choice_line,
     comparison,
     duration,
     metrics_line,
+    notes_on,
     print_table,
     rejection_warning,
     score_of,
-    statistics_line,
 )
 from cfl_ray.config import Experiment
 from cfl_ray.errors import Diverged, RunStopped
@@ -32,7 +31,6 @@ from cfl_ray.results.results import Results
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.setup.schedule import ignored_events
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import where_to_look
 from cfl_ray.tracking.record import is_evaluated
@@ -148,14 +146,9 @@ class Display(Watcher):
         self._line(self.tested_on)
         for warning in setup.warnings:
             self._line(f"warning: {warning}")
-        if ignored := ignored_events(setup.experiment):
-            self._line(f"note: {ignored}")
-        if line := statistics_line(network.batch_statistics):
-            self._line(f"note: {line}")
+        for note in notes_on(setup, network, int(federation.num_samples_N.max())):
+            self._line(f"note: {note}")
         self._line(f"engine {run_info['engine']}")
-        limit = setup.experiment.evaluation.choice_samples
-        if line := choice_line(setup.methods, limit, int(federation.num_samples_N.max())):
-            self._line(line)
         if run_dir is not None:
             self._line(f"run directory {run_dir}")
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.config import Experiment
     from cfl_ray.config.keys import KeySection
     from cfl_ray.core.method import Method
+    from cfl_ray.nn.network import Network
     from cfl_ray.results.results import Results
+    from cfl_ray.setup.setup import Setup
     from cfl_ray.study.status import StudyStatus
     from cfl_ray.tracking import RoundRecord
 
@@ -139,28 +141,27 @@ def _format(name: str, value: float) -> str:
     return f"{value:.0f}" if name == "num_clusters" else f"{value:.3f}"
 
 
-def choice_line(methods: "Mapping[str, Method[Any]]", limit: int | None, most: int) -> str | None:
-    """Returns how clients choose models for the evaluation; None if no method compares models or the limit is unused.
+def notes_on(setup: "Setup", network: "Network", most: int) -> list[str]:
+    """Returns what else is to be known of a valid run: ignored events, averaged statistics, and how models are chosen.
 
-    limit: `evaluation.choice_samples`. most: number of training samples of the largest client.
+    most: number of training samples of the largest client.
     """
-    choosing = [label for label, method in methods.items() if method.compares_models]
-    if not choosing or limit is None or most <= limit:
-        return None
-    return (
-        f"{', '.join(choosing)}: models for the evaluation are chosen on {limit} training samples of each client, the "
-        "same random ones in all rounds (evaluation.choice_samples)"
-    )
+    from cfl_ray.setup.schedule import ignored_events
 
-
-def statistics_line(has_batch_statistics: bool) -> str | None:
-    """Returns a line on the treatment of BatchNorm statistics; None for a network without BatchNorm."""
-    if not has_batch_statistics:
-        return None
-    return (
-        "BatchNorm: the running means and variances of clients are averaged like weights, without the variance between "
-        "clients (docs/extend/model.md); GroupNorm has no such statistics"
-    )
+    notes = [ignored] if (ignored := ignored_events(setup.experiment)) else []
+    if network.batch_statistics:
+        notes.append(
+            "BatchNorm: the running means and variances of clients are averaged like weights, without the variance "
+            "between clients (docs/extend/model.md); GroupNorm has no such statistics"
+        )
+    choosing = [label for label, method in setup.methods.items() if method.compares_models]
+    limit = setup.experiment.evaluation.choice_samples
+    if choosing and limit is not None and most > limit:
+        notes.append(
+            f"{', '.join(choosing)}: models for the evaluation are chosen on {limit} training samples of each client, "
+            "the same random ones in all rounds (evaluation.choice_samples)"
+        )
+    return notes
 
 
 def list_methods(registry: "Mapping[str, type[Method[Any]]]", console: Console) -> None:
