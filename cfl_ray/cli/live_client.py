@@ -12,7 +12,7 @@ from typing import Any
 from cfl_ray import config
 from cfl_ray.errors import RunError, UserError
 from cfl_ray.results.run_record import how_to_resume
-from cfl_ray.results.study_folder import methods_in
+from cfl_ray.results.study_folder import is_finished, methods_in
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.run_directory.session_file import ServerAddress, read_server_address
@@ -178,10 +178,7 @@ def _begun(run_dir: Path) -> dict[str, str]:
     """The methods that have begun, latest last: label -> finished or begun. Runs no code that the config names."""
     infos = {file.parent: read_info(file.parent) for file in run_dir.glob(f"*/{RunDirectory.info.name}")}
     begun = sorted(infos, key=lambda directory: infos[directory].time_ms)
-    return {
-        directory.name: "finished" if (end := read_end(directory)) and end.status == "FINISHED" else "begun"
-        for directory in begun
-    }
+    return {directory.name: "finished" if is_finished(directory) else "begun" for directory in begun}
 
 
 def _ended(run_dir: Path) -> str:

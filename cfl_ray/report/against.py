@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cfl_ray.report.drawing import PageFigure, Plot, canvas, listed, number, safe
-from cfl_ray.report.palette import COLOURS
+from cfl_ray.report.drawing import COLOURS, PageFigure, Plot, canvas, listed, number, safe
 from cfl_ray.report.report_data import Comparison
 
 OURS, PUBLISHED, MISPRINT = COLOURS[0], COLOURS[1], "#6B7280"

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from cfl_ray.report.palette import COLOURS
+from cfl_ray.report.drawing import COLOURS
 from cfl_ray.system.files import drafted, private_folder
 from cfl_ray.tracking.record import RoundRecord, is_evaluated, primary_of
 from cfl_ray.tracking.summary import mbit, virtual_seconds

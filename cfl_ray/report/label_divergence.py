@@ -9,8 +9,7 @@ import math
 
 import numpy as np
 
-from cfl_ray.report.drawing import PageFigure, Plot, canvas, number
-from cfl_ray.report.palette import COLOURS, GREY
+from cfl_ray.report.drawing import COLOURS, GREY, PageFigure, Plot, canvas, number
 from cfl_ray.report.snapshots import PerClient, RecordedMatrix, evenly
 
 MOST_PAIRS = 2_000  # more pairs are not drawn

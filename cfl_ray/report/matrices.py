@@ -5,9 +5,8 @@ from collections import Counter
 import numpy as np
 
 from cfl_ray.report.clusters import MOST_BLOCKS, blocks, steps
-from cfl_ray.report.drawing import MARKERS, PageFigure, Plot, canvas, line_at, number, percent
+from cfl_ray.report.drawing import COLOURS, GREY, MARKERS, PageFigure, Plot, canvas, line_at, number, percent
 from cfl_ray.report.label_divergence import against_labels
-from cfl_ray.report.palette import COLOURS, GREY
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix, evenly, ranks
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from cfl_ray.report.drawing import PageFigure, Plot, canvas
-from cfl_ray.report.palette import COLOURS, GREY
+from cfl_ray.report.drawing import COLOURS, GREY, PageFigure, Plot, canvas
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import evenly
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cfl_ray.report.drawing import INK, PageFigure, canvas, safe
-from cfl_ray.report.palette import COLOURS
+from cfl_ray.report.drawing import COLOURS, INK, PageFigure, canvas, safe
 from cfl_ray.report.report_data import Ranks
 
 

@@ -21,10 +21,10 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.report.drawing import LEAST_SHOWN, tested_in_words
 from cfl_ray.results.load import recorded_result, recorded_run
 from cfl_ray.results.results import MethodResult
-from cfl_ray.results.study_folder import run_folders, seed_of
+from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
 from cfl_ray.results.trust import load_record
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.tracking import flatten, read_end
+from cfl_ray.tracking import flatten
 from cfl_ray.tracking.record import primary_of
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def read_study(folder: str | Path) -> StudyFigures:
     run_metrics: RunMetrics = {}
     for setting, method, run in run_folders(folder):
         for directory in sorted(path for path in run.iterdir() if path.is_dir()):
-            if (end := read_end(directory)) is not None and end.status == "FINISHED":
+            if is_finished(directory):
                 result = recorded_result(method, directory)
                 if result.final:
                     run_metrics.setdefault((setting, method), {})[seed_of(run)] = values_of(result)
