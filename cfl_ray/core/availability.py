@@ -1,6 +1,5 @@
 """Availability of clients: models that depend on the round only, so that a resumed run has the same clients."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,21 +13,13 @@ from cfl_ray.plugins.calling import call_plugin, described, place_of
 ARGUMENTS = ("clients", "round", "draw")  # of a user's function
 
 
-class Availability(ABC):
-    """The chance with which each client is reachable in a round; `core.population` draws from it."""
+class Availability:
+    """Which clients are reachable in a round: it names them, or has a chance from which `core.population` draws."""
 
     @property
     def always(self) -> bool:
         """Whether all clients are reachable in every round."""
         return False
-
-    @abstractmethod
-    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
-        """Chance that each of these clients is reachable in the round."""
-
-    @abstractmethod
-    def expected(self, round: int) -> float:
-        """Mean of `chance` over all clients."""
 
     def named(self, round: int, num_clients: int) -> np.ndarray | None:
         """Ids of the reachable clients, int64 and ascending, if the model determines them; None: `chance` does.
@@ -36,6 +27,14 @@ class Availability(ABC):
         num_clients: number of clients in this round.
         """
         return None
+
+    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
+        """Chance that each of these clients is reachable in the round, in a model that names none."""
+        raise NotImplementedError
+
+    def expected(self, round: int) -> float:
+        """Mean of `chance` over all clients."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -95,16 +94,9 @@ class Trace(Availability):
     to_I: np.ndarray = field(repr=False)  # float64 (I,)
     unit: float = 1.0  # length of a round in that unit
 
-    def named(self, round: int, num_clients: int = 0) -> np.ndarray:
+    def named(self, round: int, num_clients: int) -> np.ndarray:
         now = round * self.unit
         return np.unique(self.client_I[(self.from_I <= now) & (now <= self.to_I)])
-
-    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
-        return np.isin(clients, self.named(round)).astype(float)
-
-    def expected(self, round: int) -> float:
-        known = len(np.unique(self.client_I))
-        return len(self.named(round)) / known if known else 0.0
 
 
 @dataclass(frozen=True)
@@ -112,12 +104,11 @@ class OwnAvailability(Availability):
     """A user's function f(clients, round, draw) that returns whether each client is reachable in a round."""
 
     function: Callable[..., Any]
-    num_clients: int  # of the federation at the start
     seed: int
 
-    def named(self, round: int, num_clients: int = 0) -> np.ndarray:
+    def named(self, round: int, num_clients: int) -> np.ndarray:
         """Raises RunError, with the author's line, if the function does not return a bool for each client."""
-        clients = np.arange(num_clients or self.num_clients)
+        clients = np.arange(num_clients)
         draw = stream(self.seed, round, 0, -1, "own availability")
         result = call_plugin("availability", self.function, clients, round, draw)
         reachable = np.asarray(result)
@@ -127,9 +118,3 @@ class OwnAvailability(Availability):
                 f"expected a bool for each client: shape ({len(clients)},)"
             )
         return np.flatnonzero(reachable)
-
-    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
-        return np.isin(clients, self.named(round)).astype(float)
-
-    def expected(self, round: int) -> float:
-        return len(self.named(round)) / self.num_clients

@@ -128,7 +128,7 @@ def _availability(experiment: Experiment, num_clients: int) -> Availability:
     given = experiment.cohort.availability
     if isinstance(given, PluginAvailabilityConfig):
         function = with_options(AVAILABILITY_KINDS.resolve(given.kind), given.options, "availability", ARGUMENTS)
-        return OwnAvailability(function, num_clients, experiment.seed)
+        return OwnAvailability(function, experiment.seed)
     if isinstance(given, TraceConfig):
         return Trace(*read_trace(given.file, num_clients), given.unit)
     if isinstance(given, DiurnalConfig):

@@ -55,10 +55,10 @@ class TestTrace:
         return Trace(np.array([0, 1, 1, 3]), np.array([1.0, 2, 5, 3]), np.array([4.0, 2, 6, 3]), unit)
 
     def test_names_the_clients_of_a_round_with_both_ends_of_an_interval(self):
-        assert [self.trace().named(t).tolist() for t in range(8)] == [[], [0], [0, 1], [0, 3], [0], [1], [1], []]
+        assert [self.trace().named(t, 4).tolist() for t in range(8)] == [[], [0], [0, 1], [0, 3], [0], [1], [1], []]
 
     def test_unit_is_the_length_of_a_round(self):
-        assert [self.trace(2.0).named(t).tolist() for t in range(4)] == [[], [0, 1], [0], [1]]
+        assert [self.trace(2.0).named(t, 4).tolist() for t in range(4)] == [[], [0, 1], [0], [1]]
 
     def test_only_its_clients_are_drawn_and_a_cohort_may_be_empty(self):
         population = Population(5, (), 0)
@@ -84,18 +84,17 @@ class TestTrace:
 
 
 class TestOwn:
-    def own(self, function, clients=6):
-        return OwnAvailability(function, clients, seed=0)
+    def own(self, function):
+        return OwnAvailability(function, seed=0)
 
     def test_names_the_clients_for_which_it_is_true(self):
         model = self.own(lambda clients, round, draw: clients % 3 == round % 3)
-        assert [model.named(t).tolist() for t in (1, 2, 3)] == [[1, 4], [2, 5], [0, 3]]
-        assert model.expected(1) == 1 / 3 and model.chance(1, np.array([4, 0])).tolist() == [1, 0]
+        assert [model.named(t, 6).tolist() for t in (1, 2, 3)] == [[1, 4], [2, 5], [0, 3]]
         assert cohort(Population(6, (), 0), 2, model).tolist() == [2, 5]
 
     def test_draws_are_of_the_round(self):
-        model = self.own(lambda clients, round, draw: draw.random(len(clients)) < 0.5, clients=50)
-        assert model.named(1).tolist() == model.named(1).tolist() != model.named(2).tolist()
+        model = self.own(lambda clients, round, draw: draw.random(len(clients)) < 0.5)
+        assert model.named(1, 50).tolist() == model.named(1, 50).tolist() != model.named(2, 50).tolist()
 
     def test_a_federation_that_grew_is_asked_for_whole(self):
         """Client 6 came with its own shards: population of 7."""
@@ -114,4 +113,4 @@ class TestOwn:
     )
     def test_other_results_name_the_authors_line(self, found, came):
         with pytest.raises(RunError, match=rf"availability .*<lambda> \(.*\) returned .*{came}, expected"):
-            self.own(lambda clients, round, draw: found).named(1)
+            self.own(lambda clients, round, draw: found).named(1, 6)
