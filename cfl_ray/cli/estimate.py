@@ -16,7 +16,7 @@ from rich.table import Table
 
 from cfl_ray import data
 from cfl_ray.cli.console import say
-from cfl_ray.cli.tables import method_table, notes_on, print_table
+from cfl_ray.cli.tables import notes_on, number_table, print_table
 from cfl_ray.clock.virtual_time import Flights
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
@@ -317,7 +317,7 @@ def _estimate_table(rows: dict[str, tuple[Estimate, str]]) -> Table:
         "each\nhost MB",
         "a client\nkeeps",
     )
-    table = method_table("expected", headings)
+    table = number_table("expected", headings)
     for name, (estimate, label) in rows.items():
         sent = estimate.traffic[label]
         first_down, first_up = sent.first_round

@@ -50,13 +50,8 @@ def score_of(results: "Results") -> str:
     return next((primary_of(result.final) for result in results.methods.values() if result.final), "accuracy")
 
 
-def method_table(title: str, headings: Sequence[str]) -> Table:
-    """Returns a table of numbers by method; in a narrow terminal the names wrap, and no text is cut off."""
-    return number_table(title, headings, "method")
-
-
-def number_table(title: str, headings: Sequence[str], first: str) -> Table:
-    """Returns a table of numbers whose first column has names and the heading `first`."""
+def number_table(title: str, headings: Sequence[str], first: str = "method") -> Table:
+    """Returns a table of numbers whose first column has names, which wrap in a narrow terminal, below `first`."""
     table = Table(title=title)
     table.add_column(first, overflow="fold")
     for heading in headings:
@@ -95,7 +90,7 @@ def comparison(results: "Results") -> Table:
     others = {f"{score}_honest": "of honest\nclients", "epsilon": "epsilon", "virtual_seconds": "virtual\nseconds"}
     shown |= {name: words for name, words in others.items() if any(name in of.final for of in evaluated.values())}
     headings = (*shown.values(), "Mbit per\nclient", "seconds\na round", "seconds\nin all")
-    table = method_table("results after the last round", headings)
+    table = number_table("results after the last round", headings)
     for label, result in evaluated.items():
         final = result.final
         cells = [_format(name, final[name]) if name in final else "-" for name in shown]
@@ -303,27 +298,12 @@ def _indented(console: Console, text: Text, columns: int) -> None:
 
 def show_status(status: "RunStatus", console: Console) -> None:
     """Prints a row for each known fact about a run."""
-    _show_facts(f"{status.experiment}: {status.state}", _status_rows(status), console)
-
-
-def _show_facts(title: str, facts: Mapping[str, str | None], console: Console) -> None:
-    table = Table(title=title, show_header=False)
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        if value:
-            table.add_row(name, escape(redact(value)))
-    console.print(table)
-
-
-def _status_rows(status: "RunStatus") -> dict[str, str | None]:
-    """Returns the rows of `show_status`; None or an empty text if a value is not known."""
     methods = [f"{label} {progress}" for label, progress in status.methods.items()]
     if status.waiting:
         methods.append(f"{status.waiting} waiting")
     step = f"({status.step})" if status.step else None
     metrics = {name: _format(name, value) for name, value in status.metrics.items()}
-    return {
+    facts = {
         "methods": ", ".join(methods),
         "current method" if status.state == "live" else "last method": " ".join(filter(None, [status.method, step])),
         "round": f"{status.round} of {status.rounds}" if status.method else None,
@@ -347,6 +327,17 @@ def _status_rows(status: "RunStatus") -> dict[str, str | None]:
         "driver": status.driver,
         "resume with": status.next,
     }
+    _show_facts(f"{status.experiment}: {status.state}", facts, console)
+
+
+def _show_facts(title: str, facts: Mapping[str, str | None], console: Console) -> None:
+    table = Table(title=title, show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value:
+            table.add_row(name, escape(redact(value)))
+    console.print(table)
 
 
 def show_study_status(status: "StudyStatus", console: Console) -> None:

@@ -7,7 +7,7 @@ states (`updates_client_state`) or leaves results on the hosts (`defers_results`
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -264,13 +264,8 @@ class Objective:
 
     def of_client(self, index: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """(loss, features, y) -> loss of the client at this position."""
-        return partial(_with_values, self.function, torch.from_numpy(self.values_M[index]))
-
-
-def _with_values(
-    function: Callable[..., Tensor], values: Tensor, loss: Tensor, feature_BF: Tensor, y_B: Tensor
-) -> Tensor:
-    return function(loss, feature_BF, y_B, values.to(feature_BF.device))
+        values = torch.from_numpy(self.values_M[index])
+        return lambda loss, feature_BF, y_B: self.function(loss, feature_BF, y_B, values.to(feature_BF.device))
 
 
 @dataclass(frozen=True)

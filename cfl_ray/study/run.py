@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
 from pathlib import Path
@@ -183,7 +183,10 @@ class _Launch:
         if study.published is not None:
             if not Path(study.published).is_file():
                 raise ConfigError(f"published: there is no file {study.published}")
-            _check_tables(study, load_published(study.published).tables)
+            published = load_published(study.published).tables
+            for name in (name for name in study.tables if name not in published):
+                known = did_you_mean(name, published)
+                raise ConfigError(f"tables: {study.published} has no table {name!r}{known}")
 
     def _uri(self) -> str | None:
         """The destination of results in MLflow; None: files only."""
@@ -416,13 +419,6 @@ class _Launch:
         experiment = self.experiment.tracking.experiment
         trackers = {} if self.uri is None else {"mlflow": Mlflow(self.uri, experiment)}
         return RunLog(self.root, trackers, self.watcher.warn)
-
-
-def _check_tables(study: Study, published: Collection[str]) -> None:
-    """Raises ConfigError for a table that is not among the published numbers."""
-    for name in study.tables:
-        if name not in published:
-            raise ConfigError(f"tables: {study.published} has no table {name!r}{did_you_mean(name, published)}")
 
 
 def _check_runtime(runs: Sequence[StudyRun]) -> None:
