@@ -15,6 +15,7 @@ from rich.text import Text
 from cfl_ray.cli.console import say
 from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.errors.redaction import redact
+from cfl_ray.system.nested import leaves_of
 from cfl_ray.tracking.record import primary_of
 from cfl_ray.tracking.summary import rejected_updates
 
@@ -265,7 +266,7 @@ def show_differences(experiment: "Experiment", console: Console) -> None:
     from cfl_ray.config import Experiment
     from cfl_ray.config.section import as_yaml
 
-    ours, defaults = _leaves(experiment.to_dict()), _leaves(Experiment().to_dict())
+    ours, defaults = leaves_of(experiment.to_dict()), leaves_of(Experiment().to_dict())
     table = _folding("key", "value", "default", title="settings that differ from the defaults")
     for key, value in ours.items():
         if key not in defaults or value != defaults[key]:
@@ -281,15 +282,6 @@ def _folding(*headings: str, title: str | None = None) -> Table:
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values of a nested mapping by dotted key."""
-    leaves: dict[str, Any] = {}
-    for key, value in values.items():
-        inner = isinstance(value, Mapping) and value
-        leaves |= _leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return leaves
 
 
 def _indented(console: Console, text: Text, columns: int) -> None:

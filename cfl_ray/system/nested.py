@@ -1,6 +1,6 @@
-"""Texts in nested mappings and lists, as YAML and JSON contain them."""
+"""Values in nested mappings and lists, as YAML and JSON contain them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -26,3 +26,12 @@ def each_text(values: Any, change: Callable[[str], str]) -> Any:
     if isinstance(values, list | tuple):
         return [each_text(value, change) for value in values]
     return values
+
+
+def leaves_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested mapping by dotted key; an empty mapping is a value."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = isinstance(value, Mapping) and value
+        leaves |= leaves_of(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return leaves

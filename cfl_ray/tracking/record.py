@@ -14,6 +14,7 @@ from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.errors.redaction import redact
 from cfl_ray.system.files import first_problem, parse_json
+from cfl_ray.system.nested import leaves_of
 
 LABEL_COUNTS = "label_counts"  # diagnostic (clients, classes) of the clients that are in a matrix (clients, clients)
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
@@ -206,12 +207,7 @@ OFF = {"null", "false", "[]", "{}", "None", "False", "()"}  # values of keys and
 NEUTRAL = {"0.0", "none", "constant", "always"}  # likewise, of keys of the config; of options these can be settings
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns a nested config as {"local.epochs": "5", ...}; lists become JSON, None becomes "null"."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=str)
-    return flat
+    leaves = leaves_of(config).items()
+    return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in leaves}
