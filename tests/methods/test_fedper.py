@@ -20,10 +20,12 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedper import FedPer
 from cfl_ray.methods.fedrep import FedRep
+from cfl_ray.methods.lg_fedavg import LGFedAvg
 from cfl_ray.methods.local import Local
 
 BASE, HEAD = 16 * 16 + 16, 16 * 4 + 4
 both = pytest.mark.parametrize("cls", [FedPer, FedRep])
+every = pytest.mark.parametrize("cls, name", [(FedPer, "head"), (FedRep, "head"), (LGFedAvg, "base")])
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
@@ -82,27 +84,28 @@ def test_a_newcomer_of_fedrep_trains_a_head_on_the_fixed_representation():
     assert floats(one) == (len(phi), 0)
 
 
-@both
+@every
 @pytest.mark.parametrize("local", [{"batch_size": 30, "momentum": 0.9}, {}], ids=["mini-batches", "full batch"])
-def test_without_private_layers_it_is_fedavg_bit_for_bit(local, cls):
+def test_without_private_layers_it_is_fedavg_bit_for_bit(local, cls, name):
     one, other = groups(**local), groups(**local)
     found, expected = one.play(cls(private_layers=0), *COHORTS), other.play(FedAvg(), *COHORTS)
     assert torch.equal(found.models_KP, expected.models_KP) and one.client_states == {} and floats(one) == floats(other)
 
 
-def test_with_all_layers_private_it_is_local_bit_for_bit():
+@pytest.mark.parametrize("method, name", [(FedPer(private_layers=2), "head"), (LGFedAvg(private_layers=9), "base")])
+def test_with_all_layers_private_it_is_local_bit_for_bit(method, name):
     one, other = groups(batch_size=30), groups(batch_size=30)
-    state = one.play(FedPer(private_layers=2), *COHORTS)
+    state = one.play(method, *COHORTS)
     other.play(Local(), *COHORTS)
     assert torch.equal(state.models_KP[0], one.model()) and floats(one) == (0, 0)
     for client in range(8):
-        assert torch.equal(one.client_states["head", client], other.client_states["personal", client])
+        assert torch.equal(one.client_states[name, client], other.client_states["personal", client])
 
 
-@both
+@every
 @pytest.mark.parametrize("cohorts", OPPOSED_COHORTS)
-def test_private_heads_serve_groups_that_disagree(cohorts, cls):
-    assert_serves_groups_that_disagree(cls(), cohorts, 0.8)
+def test_private_layers_serve_groups_that_disagree(cohorts, cls, name):
+    assert_serves_groups_that_disagree(cls(), cohorts, 0.8 if name == "head" else 0.75)
 
 
 @both
@@ -120,17 +123,18 @@ def test_a_client_that_never_took_part_has_the_base_and_the_first_head(cls):
     assert accuracy(one, method, state, [1, 7]) == pytest.approx(expected)
 
 
-def test_a_client_that_left_and_returns_begins_with_the_first_head():
-    one, method = groups(), FedPer()
+@pytest.mark.parametrize("cls, name", [(FedPer, "head"), (LGFedAvg, "base")])
+def test_a_client_that_left_and_returns_begins_with_the_first_private_layers(cls, name):
+    one, method, fresh = groups(), cls(), groups()
     state = one.play(method, None)
     one.backend.forget(np.array([0]))
     state = method.join(method.leave(state, np.array([0])), one.clients([0], 2))
-    assert floats(one) == (0, 0) and ("head", 0) not in one.client_states and len(one.client_states) == 7
-    assert accuracy(one, method, state, [0]) == pytest.approx([row_accuracy(one, state.models_KP[0], 0)])
-    fresh = groups()
+    assert floats(one) == (0, 0) and (name, 0) not in one.client_states and len(one.client_states) == 7
+    if cls is FedPer:  # LG-FedAvg serves the first lower layers under the shared ones
+        assert accuracy(one, method, state, [0]) == pytest.approx([row_accuracy(one, state.models_KP[0], 0)])
     one.play(method, [0], state=state, first=2)
     fresh.play(method, [0], state=state, first=2)
-    assert torch.equal(one.client_states["head", 0], fresh.client_states["head", 0])
+    assert torch.equal(one.client_states[name, 0], fresh.client_states[name, 0])
 
 
 @both
@@ -141,11 +145,11 @@ def test_traffic_is_the_shared_part_each_way(cls):
         assert floats(one) == (3 * shared, 3 * shared), private
 
 
-@both
-def test_a_rejected_client_keeps_no_head(cls):
+@every
+def test_a_rejected_client_keeps_no_private_layers(cls, name):
     one = Stage(Spoiled([4, 5]), mlp)
     state = one.play(cls(), [3, 4], [4, 5])
-    assert one.client_states.keys() == {("head", 3)} and not state.models_KP.isnan().any()
+    assert one.client_states.keys() == {(name, 3)} and not state.models_KP.isnan().any()
 
 
 def test_private_parameters_by_name_are_those_of_the_layer():

@@ -1,25 +1,13 @@
-"""LG-FedAvg: private lower and shared upper layers by the formulas, its reductions, and the client state."""
+"""LG-FedAvg: private lower and shared upper layers by the formulas. test_fedper.py has what it shares with FedPer."""
 
 import numpy as np
 import pytest
-import torch
-from federations import Spoiled, Stage, planted, uneven
+from federations import Stage, planted, uneven
 from linear import HIDDEN, assert_layers, deep_sgd, deep_stage, layers, mean
-from rounds import (
-    COHORTS,
-    OPPOSED_COHORTS,
-    accuracy,
-    assert_serves_groups_that_disagree,
-    floats,
-    groups,
-    mlp,
-    row_accuracy,
-)
+from rounds import accuracy, floats, groups, row_accuracy
 from torch import nn
 
-from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.lg_fedavg import LGFedAvg
-from cfl_ray.methods.local import Local
 from cfl_ray.models.cnn import lenet5
 
 BASE, HEAD = 16 * 16 + 16, 16 * 4 + 4
@@ -63,22 +51,6 @@ def test_a_late_client_starts_from_the_first_lower_layers():
     assert np.allclose(one.client_states["base", 1].reshape(HIDDEN, 5), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("local", [{"batch_size": 30, "momentum": 0.9}, {}], ids=["mini-batches", "full batch"])
-def test_without_private_layers_it_is_fedavg_bit_for_bit(local):
-    one, other = groups(**local), groups(**local)
-    found, expected = one.play(LGFedAvg(private_layers=0), *COHORTS), other.play(FedAvg(), *COHORTS)
-    assert torch.equal(found.models_KP, expected.models_KP) and one.client_states == {} and floats(one) == floats(other)
-
-
-def test_with_all_layers_private_it_is_local_bit_for_bit():
-    one, other = groups(batch_size=30), groups(batch_size=30)
-    state = one.play(LGFedAvg(private_layers=9), *COHORTS)
-    other.play(Local(), *COHORTS)
-    assert torch.equal(state.models_KP[0], one.model()) and floats(one) == (0, 0)
-    for client in range(8):
-        assert torch.equal(one.client_states["base", client], other.client_states["personal", client])
-
-
 LAYERS = [16 * 8 + 8, 8 * 7 + 7, 7 * 6 + 6, 6 * 4 + 4]
 
 
@@ -106,11 +78,6 @@ def test_lenet_5_shares_the_last_two_layers():
     assert floats(one) == (2 * 11_014, 2 * 11_014)
 
 
-@pytest.mark.parametrize("cohorts", OPPOSED_COHORTS)
-def test_private_lower_layers_serve_groups_that_disagree(cohorts):
-    assert_serves_groups_that_disagree(LGFedAvg(), cohorts, 0.75)
-
-
 def test_every_client_is_served_its_lower_layers_under_the_shared_ones():
     one, method = groups(), LGFedAvg()
     state = one.play(method, [0, 1], [1])
@@ -120,20 +87,3 @@ def test_every_client_is_served_its_lower_layers_under_the_shared_ones():
         base.put(row_P, one.client_states.get(("base", client), base.of(one.model())))
         expected.append(row_accuracy(one, row_P, client))
     assert accuracy(one, method, state, [0, 7]) == pytest.approx(expected)
-
-
-def test_a_client_that_left_and_returns_begins_with_the_first_lower_layers():
-    one, method, fresh = groups(), LGFedAvg(), groups()
-    state = one.play(method, None)
-    one.backend.forget(np.array([0]))
-    state = method.join(method.leave(state, np.array([0])), one.clients([0], 2))
-    assert floats(one) == (0, 0)
-    one.play(method, [0], state=state, first=2)
-    fresh.play(method, [0], state=state, first=2)
-    assert torch.equal(one.client_states["base", 0], fresh.client_states["base", 0])
-
-
-def test_a_rejected_client_keeps_no_layers():
-    one = Stage(Spoiled([4, 5]), mlp)
-    state = one.play(LGFedAvg(), [3, 4], [4, 5])
-    assert one.client_states.keys() == {("base", 3)} and not state.models_KP.isnan().any()

@@ -46,45 +46,26 @@ def test_the_older_of_two_servers_writes_nothing(tmp_path):
     assert loaded.round == 2 and (loaded.tensors["models_KP"] == 2).all()
 
 
-def test_a_server_that_is_overtaken_while_it_saves(tmp_path, monkeypatch):
-    """The newer one saves when the older one has written its segment: the checkpoint is the newer one's."""
+@pytest.mark.parametrize("step", ["_next_segment", "_write_segment"])
+def test_a_server_that_was_overtaken_saves_nothing(step, tmp_path, monkeypatch):
+    """The newer one saves when the older one has taken the number of its segment, or has written it."""
     old = store(tmp_path)
     save(old, 1, 1)
-    segment, newer = CheckpointStore._write_segment, []
+    do, newer = getattr(CheckpointStore, step), []
 
     def overtaken(this, *arguments):
-        found = segment(this, *arguments)
-        if not newer:
-            newer.append(store(tmp_path))
-            save(newer[0], 2, 2)
-        return found
-
-    monkeypatch.setattr(CheckpointStore, "_write_segment", overtaken)
-    with pytest.raises(RunError, match="another server has taken over"):
-        save(old, 2, -2)
-    loaded = CheckpointStore(tmp_path / "fedavg", "hash").load()
-    assert loaded.round == 2 and not loaded.refused and (loaded.tensors["models_KP"] == 2).all()
-    assert [float(value.tensor()[0]) for _, value in loaded.client_states()] == [2.0]
-
-
-def test_numbers_of_segments_are_used_by_one_server_only(tmp_path, monkeypatch):
-    """The older one has taken its number, and written nothing, when the newer one takes the lease."""
-    old = store(tmp_path)
-    save(old, 1, 1)
-    number, newer = CheckpointStore._next_segment, []
-
-    def overtaken(this):
-        found = number(this)
+        found = do(this, *arguments)
         if this is old and not newer:
             newer.append(store(tmp_path))
             save(newer[0], 2, 2)
         return found
 
-    monkeypatch.setattr(CheckpointStore, "_next_segment", overtaken)
+    monkeypatch.setattr(CheckpointStore, step, overtaken)
     with pytest.raises(RunError, match="another server has taken over"):
         save(old, 2, -2)
     loaded = CheckpointStore(tmp_path / "fedavg", "hash").load()
     assert loaded.round == 2 and not loaded.refused and (loaded.tensors["models_KP"] == 2).all()
+    assert [float(value.tensor()[0]) for _, value in loaded.client_states()] == [2.0]
 
 
 def test_the_lease_cannot_be_taken_while_a_manifest_is_written(tmp_path, monkeypatch):
