@@ -52,19 +52,24 @@ def row_accuracy(one: Stage, row_P: torch.Tensor, client: int) -> float:
 
 def assert_survives_an_interruption(make: Callable[[], Stage], method: Method, cohorts: Sequence, folder: Path):
     """Continuing from a checkpoint after any round gives the same state and client states, bit for bit."""
-    whole = make()
-    expected = whole.play(method, *cohorts)
-    for after in range(1, len(cohorts)):
-        one, store = make(), CheckpointStore(folder / str(after), "hash")
-        tensors, scalars = one.play(method, *cohorts[:after]).to_checkpoint()
-        store.save(after, tensors, scalars, one.backend.client_states)
-        saved, again = CheckpointStore(folder / str(after), "hash").load(), make()
-        again.backend.restore(saved.client_states())
-        state = method.state_type.from_checkpoint(saved.tensors, saved.values)
+    whole, store, resumed = make(), CheckpointStore(folder, "hash"), []
+    expected = method.init(whole.start())
+    for after, ids in enumerate(cohorts, 1):
+        expected = whole.play(method, ids, state=expected, first=after)
+        resumed.append(saved_and_loaded(store, after, expected, whole, make()))
+    for after, (again, state) in enumerate(resumed[:-1], 1):
         assert_equal(again.play(method, *cohorts[after:], state=state, first=after + 1), expected)
         found_states, expected_states = again.client_states, whole.client_states
         assert found_states.keys() == expected_states.keys()
         assert all(torch.equal(value, expected_states[key]) for key, value in found_states.items())
+
+
+def saved_and_loaded(store: CheckpointStore, round: int, state: State, one: Stage, other: Stage) -> tuple[Stage, State]:
+    """`other` with the client states of `one`, and the state, as they come back from a checkpoint."""
+    store.save(round, *state.to_checkpoint(), one.backend.client_states)
+    saved = CheckpointStore(store.directory, "hash").load()
+    other.backend.restore(saved.client_states())
+    return other, type(state).from_checkpoint(saved.tensors, saved.values)
 
 
 def assert_equal(found: State, expected: State):
@@ -134,10 +139,7 @@ def assert_local_model_is_of_the_cluster_training(method: Method, one: Stage, st
     assert list(one.stats.train_loss.values()) == losses[0].tolist() and len(one.stats.local_scores) == 8
 
 
-OPPOSED_COHORTS = {
-    "all clients": [None] * 5,
-    "30 %": [[0, 1], [2, 3], [4, 5, 6], [6, 7, 0], [1, 2, 3], [4, 5, 7]] * 3,
-}
+OPPOSED_COHORTS = {"all clients": [None] * 5, "30 %": [[0, 1], [2, 3], [4, 5, 6], [6, 7, 0], [1, 2, 3], [4, 5, 7]] * 3}
 
 
 def assert_serves_groups_that_disagree(method: Method, cohorts: str, least: float):

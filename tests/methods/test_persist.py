@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from federations import Stage, uneven
+from federations import Stage, planted, uneven
 from rounds import COHORTS, assert_engines_agree, assert_survives_an_interruption, groups
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -152,7 +152,7 @@ def test_the_shortcut_for_full_batches_does_not_apply():
     ids=lambda method: method.name,
 )
 class TestWithMethods:
-    LOCAL = {"persist": True, "momentum": 0.5, "batch_size": 30}
+    LOCAL = {"persist": True, "momentum": 0.5, "batch_size": 30, "federation": planted(samples=60)}
 
     def test_engines_agree(self, method):
         assert_engines_agree(lambda engine="manual": groups(engine, **self.LOCAL), method)
