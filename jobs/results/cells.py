@@ -128,8 +128,9 @@ def compared(folder: Path = STUDIES) -> list[Compared]:
     for file in sorted((folder / "published").glob("*.yaml")):
         for name, table in load_published(file).tables.items():
             runs = _runs_of(table)
+            of_setting = dict(tuple(runs.groupby("setting"))) if len(runs) else {}
             for row, column, number in table.cells():
-                others = runs[runs["setting"] == column] if len(runs) else runs
+                others = of_setting.get(column, runs[:0])
                 at = others[others["method"] == row] if len(runs) else runs
                 if len(at) and number.unit == "percent":
                     at = at[at["rounds"] >= FEWEST_ROUNDS * at["of_rounds"]]

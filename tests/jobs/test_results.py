@@ -218,9 +218,10 @@ def test_every_reason_is_of_a_published_cell(cells):
     known = {(cell.paper, cell.table) for cell in cells}
     names = {(cell.paper, cell.table, name) for cell in cells for name in (cell.row, cell.column, "*")}
     for paper, tables in reasons.items():
+        shown = "\n".join(results_page._figures(paper)) if str in map(type, tables.values()) else ""
         for table, of_cells in tables.items():
             if isinstance(of_cells, str):
-                assert f"\nFound: {of_cells.strip()}\n" in "\n".join(results_page._figures(paper)), table
+                assert f"\nFound: {of_cells.strip()}\n" in shown, table
                 continue
             assert (paper, table) in known
             for key, because in of_cells.items():
