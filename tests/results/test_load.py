@@ -269,15 +269,6 @@ class TestExport:
             assert np.allclose(outputs, run[label].trained.outputs(1, x).numpy(), atol=1e-5), label
 
 
-def test_every_method_has_a_model_for_every_client(experiment_):
-    """Also those whose clients vote, adapt or keep columns of their own."""
-    others = [name for name in REGISTRY if name not in KEPT]
-    results = cfl_ray.simulate(experiment_.model_copy(update={"methods": others, "rounds": 2}))
-    for label, result in results.methods.items():
-        x = result.trained.federation.test(0)[0][:4]
-        assert result.trained.outputs(0, x).shape == (4, 10), label
-
-
 def test_a_function_that_no_longer_gives_the_data_is_named_when_models_are_opened(tmp_path, monkeypatch):
     source = "import os\nimport numpy as np\n\n\ndef load():\n    owner = np.arange(20) // 5\n"
     source += "    return {'x': np.eye(20) * float(os.environ['SCALE']), 'y': np.arange(20) % 2, 'clients': owner}\n"
