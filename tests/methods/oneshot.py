@@ -105,16 +105,6 @@ class OneShot:
         assert agreement(one.federation.group_N[known], state.assign_N[known])["ari"] == 1
         assert accuracy(one, self.method, state) > 0.85
 
-    @pytest.mark.parametrize("engine", ["vectorised", "span"])
-    def test_engines_agree(self, engine):
-        drawn = [*[None] * self.clustered, [0, 1, 5, 6], [2, 3, 7]]
-        local = {"batch_size": None if engine == "span" else 40, "momentum": 0.5, "lr": 0.2}
-        one, other = (
-            stage(self.federation(), kind, **local).play(self.method, *drawn) for kind in ("sequential", engine)
-        )
-        assert one.num_clusters > 1
-        assert_same(one, other, 2e-5)
-
     def test_continues_from_a_checkpoint_after_any_round(self, tmp_path):
         drawn, one = [*[None] * self.clustered, [0, 1, 5, 6], [2, 3, 7]], stage(self.federation(), epochs=1)
         states = [self.method.init(one.start())]

@@ -204,12 +204,7 @@ class TestOfOneCluster:
     def test_is_fedavg_bit_for_bit(self, weights):
         """Full batch: choosing is an exchange, so that training has another address."""
         expected = groups().play(FedAvg(weights=weights), *COHORTS).models_KP
-        for options in (
-            {"share_base": True},
-            {"select": "test_accuracy"},
-            {"warmup_rounds": 3},
-            {"select_samples": 5},
-        ):
+        for options in ({"share_base": True}, {"select": "test_accuracy"}, {"warmup_rounds": 3}, {"select_samples": 5}):
             found = groups().play(IFCA(num_clusters=1, weights=weights, **options), *COHORTS).models_KP
             assert torch.equal(found, expected), options
 

@@ -57,12 +57,7 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("fedac", {}, (P + BASE, P), (P + BASE, P)),
     ("ifca_cam", {"num_clusters": 3, "warmup_rounds": 1}, (P, P), (4 * P, 2 * P + 1)),  # K + 1 down, c(i) up
     # Theta_g and c(i) once more
-    (
-        "ifca_cam",
-        {"num_clusters": 3, "warmup_rounds": 1, "schedule": "alternating"},
-        (P, P),
-        (5 * P, 2 * P + 2),
-    ),
+    ("ifca_cam", {"num_clusters": 3, "warmup_rounds": 1, "schedule": "alternating"}, (P, P), (5 * P, 2 * P + 2)),
     ("fesem_cam", {}, (P, P), (2 * P, 2 * P)),
 ]
 
