@@ -228,20 +228,19 @@ class TestEveryMethod:
             assert last.tensors["seen_S"].tolist().count(LEAVER) == 0
             assert len(last.tensors["seen_S"]) == len(last.tensors["signature_SF"]) > 5
 
-    def test_resumes_after_an_interruption_in_mid_run(self, name, undisturbed, tmp_path):
-        """Round 3 has no checkpoint: it is done again, from the checkpoint of round 2."""
-        assert_resumes(undisturbed(name), name, 3, tmp_path / "broken")
+
+RESUMED = {"before the first checkpoint": 1, "between two": 3, "with a checkpoint": 4, "the last round": 6}
 
 
-@pytest.mark.parametrize("after", [1, 4, 6], ids=["before the first checkpoint", "with a checkpoint", "the last round"])
+@pytest.mark.parametrize("after", RESUMED.values(), ids=RESUMED)
 @pytest.mark.parametrize("name", ["fedavg", "ditto", "stocfl", "cfl", "fedac"])
 def test_resumes_after_any_round(name, after, undisturbed, tmp_path):
-    """Methods without client state and with it, with signatures, with clusters that split and that adapt."""
-    assert_resumes(undisturbed(name), name, after, tmp_path / "broken")
+    """An interrupted run that is resumed equals the undisturbed run: metrics, models and client states, bit for bit.
 
-
-def assert_resumes(whole: Undisturbed, name: str, after: int, broken: Path):
-    """An interrupted run that is resumed equals the undisturbed run: metrics, models and client states, bit for bit."""
+    Methods without client state and with it, with signatures, with clusters that split and that adapt. That the state
+    of every method comes back from a checkpoint is tested in test_planted.py.
+    """
+    whole, broken = undisturbed(name), tmp_path / "broken"
     with pytest.raises(Killed):
         cfl_ray.simulate(whole.run, broken, Crash(name, after))
     if after > 1:
@@ -364,11 +363,15 @@ class TestFigures:
             assert local.metrics["mbit_down"] == local.metrics["mbit_up"] == 0
 
     def test_rejected_clients_are_counted_and_named(self, experiment):
-        federation, watcher = Spoiled([3], clients=6, samples=40), Reports()
+        federation, watcher, names = (
+            Spoiled([3], clients=6, samples=40),
+            Reports(),
+            ["fedavg", "ditto", "ifca", "stocfl"],
+        )
         settings = {"cohort": {"fraction": 1.0}, "runtime": {"engine": "sequential"}}
-        results = cfl_ray.simulate(experiment(EVERY_METHOD, 2, data=federation, **settings), watcher=watcher)
+        results = cfl_ray.simulate(experiment(names, 2, data=federation, **settings), watcher=watcher)
         note = "client 3: its data have values that are not finite; left out of this round"
-        for name in REGISTRY:
+        for name in names:
             assert [record.metrics["clients_rejected"] for record in results[name].records] == [1, 1], name
             assert [report.notes for report in watcher.of[name]] == [(note,)] * 2, name
             assert all(np.isfinite(value) for value in results[name].final.values()), name
