@@ -87,7 +87,7 @@ def has_data(experiment) -> bool:
         if "not found" in str(missing) or "data.partition.clients is 3597" in str(missing):
             return False  # not on this machine, or a part of FEMNIST's writers
         raise
-    models.recipe(experiment.model.name, experiment.model.options, size.input, size.num_classes)
+    models.recipe(experiment.model.name, experiment.model.options, size.shape.input, size.shape.num_classes)
     assert size.clients >= (experiment.cohort.clients or 1)
     assert all(client < size.clients for event in experiment.schedule for client in event.join)
     return True

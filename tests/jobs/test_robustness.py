@@ -45,6 +45,6 @@ def test_every_cell_has_one_row_and_no_run_is_repeated(table, capsys):
 
 
 def test_an_unknown_rule_is_an_error_before_the_first_run(table):
-    with pytest.raises(Exception, match="must be one of mean, median"):
+    with pytest.raises(Exception, match="unknown aggregation rule 'medain' .did you mean 'median'"):
         table("--rules", "mean", "medain")
     assert not Path("out.csv").exists()
