@@ -166,9 +166,9 @@ class RoundRecord:
     def from_line(cls, line: str | bytes) -> "RoundRecord":
         """Returns the record that `to_line` wrote. Raises ValueError for anything else."""
         metrics = parse_json(line)
-        # a number of the name of a phase or of events is a diagnostic of an earlier version
-        types = {"round": object, "time_ms": object, "phase": str, "events": list}
-        own = {name: metrics.pop(name) for name, kind in types.items() if isinstance(metrics.get(name), kind)}
+        own = {name: metrics.pop(name, None) for name in ("round", "time_ms")}
+        types = {"phase": str, "events": list}  # a number of that name is a diagnostic of an earlier version
+        own |= {name: metrics.pop(name) for name, kind in types.items() if isinstance(metrics.get(name), kind)}
         try:
             return _RECORD.validate_python(own | {"metrics": metrics})
         except ValidationError as error:
