@@ -35,7 +35,7 @@ WITHOUT_THEM += "runpy.run_path(sys.argv[0], run_name='__main__')"
 
 @pytest.mark.parametrize(
     "workloads, options",
-    [(["W1"], []), (["W1", "femnist", "pfl"], ["--precision", "bf16", "--data", "host", "--processes"])],
+    [(["W1"], []), (["W1", "femnist"], ["--precision", "bf16", "--data", "host", "--processes"])],
     ids=["float32", "bf16"],
 )
 def test_needs_torch_and_numpy_alone(workloads, options, tmp_path):
@@ -75,6 +75,15 @@ def test_all_workloads_precisions_and_ways_are_measured_by_default(monkeypatch, 
     assert (arguments.device, arguments.precision) == ("cuda", ("float32", "tf32", "bf16"))
     configured = RuntimeConfig.model_fields["precision"].annotation
     assert set(arguments.precision) == set(get_args(configured))
+
+
+@pytest.mark.parametrize("name, input", [("flute", (1, 28, 28)), ("pfl", (3, 32, 32))])
+def test_published_set_ups_train(name, input):
+    case = gpu.Case(name, gpu.arguments_of([name, "--device", "cpu", "--quick", "--clients", "2"]))
+    assert case.federation.train(1)[0].shape[1:] == input
+    model_P = next(case.rounds("sequential", "float32", None))
+    assert model_P.isfinite().all() and not gpu.torch.equal(model_P, case.start())
+    assert gpu.SET_UPS[name].cohort < gpu.SET_UPS[name].work.clients
 
 
 def test_processes_and_one_process_compute_the_same_sums():

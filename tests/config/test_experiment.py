@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 import cfl_ray
-from cfl_ray import config
 from cfl_ray.config import ConfigSection, Experiment, load
 from cfl_ray.config.experiment import QUICKSTART
 from cfl_ray.config.paths import recorded_in
@@ -23,6 +22,8 @@ from cfl_ray.methods import REGISTRY, resolve
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.methods.stocfl import StoCFL
 from cfl_ray.plugins.loading import load_plugin
+
+DISCRIMINATORS = ("kind", "source")  # of unions, whose description lists the kinds
 
 
 def refused(message: str, **values):
@@ -387,14 +388,17 @@ class TestYaml:
         def is_section(value):
             return isinstance(value, type) and issubclass(value, ConfigSection)
 
-        sections = [value for value in vars(config).values() if is_section(value) and value is not ConfigSection]
+        def below(section):
+            return [section, *(found for child in section.__subclasses__() for found in below(child))]
+
+        sections = [section for section in below(ConfigSection) if section.__module__.startswith("cfl_ray.")]
         missing = [
             f"{section.__name__}.{name}"
             for section in sections
             for name, key in section.model_fields.items()
-            if not key.description and not is_section(key.annotation)
+            if not key.description and not is_section(key.annotation) and name not in DISCRIMINATORS
         ]
-        assert len(sections) > 10 and missing == []
+        assert len(sections) > 40 and missing == []
 
     @pytest.mark.parametrize(
         "text, message",
