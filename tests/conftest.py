@@ -15,8 +15,9 @@ from cfl_ray.system.threads import one_thread
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start: each core has a test
 # The user's own folder; processes that tests start use it too.
-if "CFL_RAY_HOME" not in os.environ:
-    os.environ["CFL_RAY_HOME"] = tempfile.mkdtemp(prefix="cfl_ray_home-")
+OWN_HOME = None if "CFL_RAY_HOME" in os.environ else tempfile.mkdtemp(prefix="cfl_ray_home-")
+if OWN_HOME:
+    os.environ["CFL_RAY_HOME"] = OWN_HOME
 # A process that a shell starts in the background ignores Ctrl-C, and so do all that it starts: tests interrupt these.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,6 +43,8 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     gc.unfreeze()  # libraries report what is left when the interpreter ends
+    if OWN_HOME:
+        shutil.rmtree(OWN_HOME, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
