@@ -176,8 +176,8 @@ class ChangedFederation(FederationView):
 
     def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
         data = self._data(client)
-        if data.domain is not None:  # the same noise as in the test set
-            return super().test(client, max_images, seed)
+        if data.domain is not None and max_images is None:  # images of the test set, with the same noise
+            return super().test(client)
         return self._transform(self._base.test(data.source, max_images, seed), data, "test")
 
     def _data(self, client: int) -> DerivedData:

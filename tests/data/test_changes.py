@@ -225,13 +225,24 @@ class TestDomains:
         )
         assert equal(pickle.loads(pickle.dumps(changing)).at(2).train(0), changing.at(1).train(0))
 
-    @pytest.mark.parametrize("max_images", [None, 7])
-    def test_a_client_is_tested_in_its_domain(self, digits, max_images):
-        now = ChangingFederation(digits, [DataChange(1, (0, 2), domain=Domain("noise", 0.2))]).at(1)
+    @pytest.mark.parametrize("kind", ["noise", "brightness"])
+    def test_a_client_is_tested_in_its_domain(self, digits, kind):
+        now = ChangingFederation(digits, [DataChange(1, (0, 2), domain=Domain(kind, 0.2))]).at(1)
         for client in (0, 2):
             x, y = now.test_set(int(now.test_set_of(np.array([client]))[0]))
-            rows = now._test_rows(client, y.numpy(), max_images, 0)
-            assert equal(now.test(client, max_images), (x[rows], y[rows])) and not equal((x, y), digits.test(client))
+            assert equal(now.test(client), (x, y)) and not equal((x, y), digits.test(client))
+
+    def test_a_client_with_few_test_images_is_tested_on_them_in_its_domain(self, digits):
+        """Only these images are changed, so noise is drawn anew, the same in every call."""
+        changes = [
+            DataChange(1, (0,), domain=Domain("brightness", 0.5)),
+            DataChange(1, (1,), domain=Domain("noise", 1)),
+        ]
+        now = ChangingFederation(digits, changes).at(1)
+        x, y = now.test_set(int(now.test_set_of(np.array([0]))[0]))
+        rows = now._test_rows(0, y.numpy(), 7, 0)
+        assert equal(now.test(0, 7), (x[rows], y[rows])) and equal(now.test(1, 7), now.test(1, 7))
+        assert len(now.test(1, 7)[0]) == 7 and not equal(now.test(1, 7), digits.test(1, 7))
 
     def test_the_latest_domain_counts_and_is_a_group_of_its_own(self, digits):
         changes = [
