@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.clock.devices import Clock, Load
-from cfl_ray.core.availability import Availability
+from cfl_ray.core.availability import Availability, Chances
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.population import Cohort, Population
@@ -252,11 +252,5 @@ class _AtMoment(Availability):
     def always(self) -> bool:
         return self.inner.always
 
-    def named(self, round: int, num_clients: int) -> np.ndarray | None:
-        return self.inner.named(self.moment, num_clients)
-
-    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
-        return self.inner.chance(self.moment, clients)
-
-    def expected(self, round: int) -> float:
-        return self.inner.expected(self.moment)
+    def reachable(self, round: int, num_clients: int) -> np.ndarray | Chances:
+        return self.inner.reachable(self.moment, num_clients)

@@ -1,7 +1,9 @@
 """Availability of clients: models that depend on the round only, so that a resumed run has the same clients."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,28 +15,25 @@ from cfl_ray.plugins.calling import call_plugin, described, place_of
 ARGUMENTS = ("clients", "round", "draw")  # of a user's function
 
 
-class Availability:
-    """Which clients are reachable in a round: it names them, or has a chance from which `core.population` draws."""
+@dataclass(frozen=True)
+class Chances:
+    """Clients that are reachable by chance; `core.population` draws."""
+
+    of: Callable[[np.ndarray], np.ndarray]  # the chance of each of these clients
+    mean: float  # over all clients
+
+
+class Availability(ABC):
+    """Which clients are reachable in a round."""
 
     @property
     def always(self) -> bool:
         """Whether all clients are reachable in every round."""
         return False
 
-    def named(self, round: int, num_clients: int) -> np.ndarray | None:
-        """Ids of the reachable clients, int64 and ascending, if the model determines them; None: `chance` does.
-
-        num_clients: number of clients in this round.
-        """
-        return None
-
-    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
-        """Chance that each of these clients is reachable in the round, in a model that names none."""
-        raise NotImplementedError
-
-    def expected(self, round: int) -> float:
-        """Mean of `chance` over all clients."""
-        raise NotImplementedError
+    @abstractmethod
+    def reachable(self, round: int, num_clients: int) -> np.ndarray | Chances:
+        """Ids of the reachable clients, int64 and ascending, or their chances. num_clients: of this round."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,8 @@ class Bernoulli(Availability):
     def always(self) -> bool:
         return self.mean >= 1
 
-    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
-        return np.full(len(clients), self.mean)
-
-    def expected(self, round: int) -> float:
-        return self.mean
+    def reachable(self, round: int, num_clients: int) -> Chances:
+        return Chances(lambda clients: np.full(len(clients), self.mean), self.mean)
 
 
 ALWAYS = Bernoulli()
@@ -70,17 +66,17 @@ class Diurnal(Availability):
     seed: int
     zones: int | None = None  # None: every client has a different phase
 
-    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
+    def reachable(self, round: int, num_clients: int) -> Chances:
+        phases = np.arange(self.zones or 256) / (self.zones or 256)
+        return Chances(partial(self._of_clients, round), float(self._at_phases(round, phases).mean()))
+
+    def _of_clients(self, round: int, clients: np.ndarray) -> np.ndarray:
         phases = uniforms(self.seed, -1, -1, clients, "diurnal phase")
         if self.zones is not None:
             phases = np.floor(phases * self.zones) / self.zones
-        return self._chance(round, phases)
+        return self._at_phases(round, phases)
 
-    def expected(self, round: int) -> float:
-        phases = np.arange(self.zones or 256) / (self.zones or 256)
-        return float(self._chance(round, phases).mean())
-
-    def _chance(self, round: int, phases: np.ndarray) -> np.ndarray:
+    def _at_phases(self, round: int, phases: np.ndarray) -> np.ndarray:
         wave = np.sin(2 * np.pi * (round / self.period + phases))
         return np.clip(self.mean + self.amplitude * wave, 0.0, 1.0)
 
@@ -94,7 +90,7 @@ class Trace(Availability):
     to_I: np.ndarray = field(repr=False)  # float64 (I,)
     unit: float = 1.0  # length of a round in that unit
 
-    def named(self, round: int, num_clients: int) -> np.ndarray:
+    def reachable(self, round: int, num_clients: int) -> np.ndarray:
         now = round * self.unit
         return np.unique(self.client_I[(self.from_I <= now) & (now <= self.to_I)])
 
@@ -106,7 +102,7 @@ class OwnAvailability(Availability):
     function: Callable[..., Any]
     seed: int
 
-    def named(self, round: int, num_clients: int) -> np.ndarray:
+    def reachable(self, round: int, num_clients: int) -> np.ndarray:
         """Raises RunError, with the author's line, if the function does not return a bool for each client."""
         clients = np.arange(num_clients)
         draw = stream(self.seed, round, 0, -1, "own availability")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cfl_ray.core.availability import ALWAYS, Availability
+from cfl_ray.core.availability import ALWAYS, Availability, Chances
 from cfl_ray.core.rng import stream, uniforms
 from cfl_ray.errors import ConfigError
 
@@ -155,19 +155,20 @@ class Population:
         draw = stream(self.seed, round, number, -1, "cohort")
         if availability.always:
             return self.online[draw.choice(len(self.online), wanted, replace=False, shuffle=False)]
-        if (named := availability.named(round, self.num_clients)) is not None:
-            reachable = named[self.is_online_N[named]]
+        given = availability.reachable(round, self.num_clients)
+        if not isinstance(given, Chances):
+            reachable = given[self.is_online_N[given]]
             return reachable[draw.choice(len(reachable), min(wanted, len(reachable)), replace=False, shuffle=False)]
         # Candidates: twice as many as are needed on average, and some more for small cohorts.
-        enough = int((50 + 2 * wanted) / max(availability.expected(round), 1e-6))
+        enough = int((50 + 2 * wanted) / max(given.mean, 1e-6))
         if enough > len(self.online) // 4:
             order = draw.permutation(len(self.online))
         else:
             order = draw.choice(len(self.online), enough, replace=False)
         cohort, at = self.online[:0], 0
         while len(cohort) < wanted and at < len(order):
-            size = int((wanted - len(cohort)) / max(availability.expected(round), 1e-6)) + 50
+            size = int((wanted - len(cohort)) / max(given.mean, 1e-6)) + 50
             ids, at = self.online[order[at : at + size]], at + size
             draws = uniforms(self.seed, round, 0, ids, "availability")
-            cohort = np.concatenate([cohort, ids[draws < availability.chance(round, ids)]])
+            cohort = np.concatenate([cohort, ids[draws < given.of(ids)]])
         return cohort[:wanted] if len(cohort) else self.online[order[:1]]

@@ -54,7 +54,7 @@ def try_availability(availability: Availability, num_clients: int) -> None:
     """Calls a plugin as in the first round."""
     if isinstance(availability, OwnAvailability):
         with _as_config_error():
-            _copy(availability).named(1, num_clients)
+            _copy(availability).reachable(1, num_clients)
 
 
 def try_metrics(task: Task, shape: DataShape) -> None:

@@ -24,20 +24,22 @@ class TestDiurnal:
         """
         day = Diurnal(0.5, 0.3, 8, seed=0, zones=1)
         one = np.array([7])
-        assert [round(*day.chance(t, one), 9) for t in (0, 2, 4, 6, 8)] == [0.5, 0.8, 0.5, 0.2, 0.5]
-        assert Diurnal(0.9, 0.3, 8, 0, 1).chance(2, one) == 1.0 and Diurnal(0.1, 0.3, 8, 0, 1).chance(6, one) == 0.0
+        assert [round(*day.reachable(t, 1).of(one), 9) for t in (0, 2, 4, 6, 8)] == [0.5, 0.8, 0.5, 0.2, 0.5]
+        assert Diurnal(0.9, 0.3, 8, 0, 1).reachable(2, 1).of(one) == 1.0
+        assert Diurnal(0.1, 0.3, 8, 0, 1).reachable(6, 1).of(one) == 0.0
 
     def test_zones_are_equally_spaced_phases(self):
         day = Diurnal(0.5, 0.5, 8, seed=3, zones=4)
         expected = {round(0.5 + 0.5 * np.sin(2 * np.pi * (1 / 8 + zone / 4)), 6) for zone in range(4)}
-        assert set(day.chance(1, np.arange(100)).round(6).tolist()) == expected
+        assert set(day.reachable(1, 100).of(np.arange(100)).round(6).tolist()) == expected
 
-    def test_expected_is_the_mean_over_clients(self):
+    def test_the_mean_is_that_over_clients(self):
         """Chances are in 0..0.8: the mean of 600 has a standard deviation of at most 0.4 / sqrt(600) = 0.016."""
         for zones in (None, 3):
             day = Diurnal(0.4, 0.4, 10, seed=1, zones=zones)
             for t in (1, 8):
-                assert day.expected(t) == pytest.approx(day.chance(t, np.arange(600)).mean(), abs=0.05)
+                chances = day.reachable(t, 600)
+                assert chances.mean == pytest.approx(chances.of(np.arange(600)).mean(), abs=0.05)
 
     def test_fewer_take_part_at_night(self):
         """Chances of 0.95, 0.5 and 0.05 for 400 clients: standard deviations of at most 10."""
@@ -55,10 +57,10 @@ class TestTrace:
         return Trace(np.array([0, 1, 1, 3]), np.array([1.0, 2, 5, 3]), np.array([4.0, 2, 6, 3]), unit)
 
     def test_names_the_clients_of_a_round_with_both_ends_of_an_interval(self):
-        assert [self.trace().named(t, 4).tolist() for t in range(8)] == [[], [0], [0, 1], [0, 3], [0], [1], [1], []]
+        assert [self.trace().reachable(t, 4).tolist() for t in range(8)] == [[], [0], [0, 1], [0, 3], [0], [1], [1], []]
 
     def test_unit_is_the_length_of_a_round(self):
-        assert [self.trace(2.0).named(t, 4).tolist() for t in range(4)] == [[], [0, 1], [0], [1]]
+        assert [self.trace(2.0).reachable(t, 4).tolist() for t in range(4)] == [[], [0, 1], [0], [1]]
 
     def test_only_its_clients_are_drawn_and_a_cohort_may_be_empty(self):
         population = Population(5, (), 0)
@@ -89,12 +91,12 @@ class TestOwn:
 
     def test_names_the_clients_for_which_it_is_true(self):
         model = self.own(lambda clients, round, draw: clients % 3 == round % 3)
-        assert [model.named(t, 6).tolist() for t in (1, 2, 3)] == [[1, 4], [2, 5], [0, 3]]
+        assert [model.reachable(t, 6).tolist() for t in (1, 2, 3)] == [[1, 4], [2, 5], [0, 3]]
         assert cohort(Population(6, (), 0), 2, model).tolist() == [2, 5]
 
     def test_draws_are_of_the_round(self):
         model = self.own(lambda clients, round, draw: draw.random(len(clients)) < 0.5)
-        assert model.named(1, 50).tolist() == model.named(1, 50).tolist() != model.named(2, 50).tolist()
+        assert model.reachable(1, 50).tolist() == model.reachable(1, 50).tolist() != model.reachable(2, 50).tolist()
 
     def test_a_federation_that_grew_is_asked_for_whole(self):
         """Client 6 came with its own shards: population of 7."""
@@ -113,4 +115,4 @@ class TestOwn:
     )
     def test_other_results_name_the_authors_line(self, found, came):
         with pytest.raises(RunError, match=rf"availability .*<lambda> \(.*\) returned .*{came}, expected"):
-            self.own(lambda clients, round, draw: found).named(1, 6)
+            self.own(lambda clients, round, draw: found).reachable(1, 6)
