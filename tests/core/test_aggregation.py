@@ -47,8 +47,8 @@ class TestNames:
         [
             ("medain", r"unknown aggregation rule 'medain' \(did you mean 'median'\?\)"),
             ({"median": {}, "mean": {}}, "aggregation must be a name, or one name with its options"),
-            (["median"], "list has no method of a rule"),
-            (None, "NoneType has no method of a rule"),
+            (["median"], r"aggregation must be one of mean, median, .*, got \['median'\]"),
+            (None, "aggregation must be one of mean, median, .*, got None"),
             ({"trimmed_mean": 0.2}, r"aggregation must be a name, or .*, got \{'trimmed_mean': 0.2\}"),
             ({"median": {"share": 0.2}}, "aggregation Median has no option 'share'; it has none"),
             ({"trimmed_mean": {"shar": 0.2}}, r"TrimmedMean has no option 'shar' \(did you mean 'share'\?\)"),

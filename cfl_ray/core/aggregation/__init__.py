@@ -45,6 +45,10 @@ def parse_rule(value: Any) -> AggregationRule:
     Raises ConfigError for a rule that cannot be used, and ValueError for a parameter out of range.
     """
     name, parameters = parse_choice("aggregation", value)
+    if isinstance(name, list | int | float | None):  # from YAML; another object is a rule that was made in Python
+        raise ValueError(
+            f"aggregation must be one of {', '.join(AGGREGATION.names())}, or file.py:Class, got {value!r}"
+        )
     part = AGGREGATION.resolve(name)
     if part in RULES.values():
         check_options("aggregation", part, parameters)
