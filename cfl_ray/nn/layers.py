@@ -44,8 +44,7 @@ class AddressedDropout(nn.Module):
         shape = self.sample_shape
         if self.whole_channels:
             shape = (shape[0], *[1] * (len(shape) - 1))
-        keep = torch.rand(batch, *shape, generator=generator) >= self.p
-        return keep.float().div_(1 - self.p)
+        return torch.rand(batch, *shape, generator=generator).ge_(self.p).div_(1 - self.p)
 
 
 class HalvingMaxPool(nn.MaxPool2d):

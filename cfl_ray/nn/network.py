@@ -265,8 +265,11 @@ class Network:
     @contextmanager
     def draws_from(self, seed: int) -> Iterator[None]:
         """Context in which PyTorch's global generators have this seed; their states are restored at its end."""
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed)
+        on_gpu = self.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.device] if on_gpu else []):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for CUDA, for 0.8 ms
+            if on_gpu:
+                torch.cuda.manual_seed_all(seed)
             yield
 
     @contextmanager
