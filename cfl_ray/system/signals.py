@@ -1,6 +1,7 @@
 """Signals that end a run or a study."""
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +21,19 @@ def interrupts_noted() -> Iterator[None]:
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # an application's own
         yield
         return
+    report = sys.unraisablehook
+
+    def report_others(ignored: "sys.UnraisableHookArgs") -> None:
+        if not (_interrupted and ignored.exc_type is KeyboardInterrupt):  # `raise_interrupt` raises it later
+            report(ignored)
+
     signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = report_others
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = report
         _interrupted = False
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -44,6 +45,28 @@ def test_an_ignored_interrupt_is_raised_later():
             raise_interrupt()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     raise_interrupt()  # what comes after begins without it
+
+
+class PressesCtrlC:
+    def __del__(self):
+        press_ctrl_c()
+
+
+class Fails:
+    def __del__(self):
+        raise ValueError
+
+
+def test_an_interrupt_that_python_ignores_is_raised_later_and_not_printed(monkeypatch):
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: printed.append(ignored.exc_type))
+    hook = sys.unraisablehook
+    with interrupts_noted():
+        PressesCtrlC()
+        Fails()
+        with pytest.raises(KeyboardInterrupt):
+            raise_interrupt()
+    assert printed == [ValueError] and sys.unraisablehook is hook
 
 
 def test_an_application_keeps_its_own_handler():
