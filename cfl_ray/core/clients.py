@@ -5,7 +5,7 @@ Models and numbers that are sent or uploaded are counted as traffic, in floats o
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from cfl_ray.core.aggregation import AggregationRule, ClippingRule, Mean, aggregate, range_cuts
 from cfl_ray.core.backend import Backend
+from cfl_ray.core.describing import CheckedFunction, ClientData
 from cfl_ray.core.events import births_and_deaths, cluster_event
-from cfl_ray.core.local_sgd import LocalSGD, LocalStep
+from cfl_ray.core.exchange import LocalTraining, ModelTables, Sent, with_momentum_kept
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.privacy import PrivacyError, PrivateSums
 from cfl_ray.core.secure_aggregation import SecureAggregation, missing, traffic
@@ -43,8 +45,6 @@ from cfl_ray.core.work import (
     UpdateFeatures,
     Work,
 )
-from cfl_ray.errors import RunError
-from cfl_ray.plugins.calling import call_plugin, described, place_of
 
 __all__ = [
     "ClientData",
@@ -61,73 +61,6 @@ __all__ = [
     "UpdateFeatures",
     "Updates",
 ]
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Models that clients have received."""
-
-    models_KP: Tensor
-    row_M: np.ndarray | None = None  # int64 (M,): the row that each client uses; None after a broadcast, until `choose`
-    # int64 (M, K): row of each client's version of each of the K models that were sent; None: all have the same version
-    row_MK: np.ndarray | None = None
-
-    def choose(self, row_M: np.ndarray) -> "Sent":
-        """The same models, with `row_M` as the model that each client uses; no traffic."""
-        row_M = np.asarray(row_M, np.int64)
-        return replace(self, row_M=row_M if self.row_MK is None else self.row_MK[np.arange(len(row_M)), row_M])
-
-    @property
-    def num_models(self) -> int:
-        """K, number of models that were sent."""
-        return len(self.models_KP) if self.row_MK is None else self.row_MK.shape[1]
-
-
-@dataclass(frozen=True)
-class LocalTraining:
-    """Objective and steps of local training in one exchange; by default, the experiment's SGD on the client's loss."""
-
-    sgd: LocalSGD | None = None  # None: the experiment's
-    steps_M: np.ndarray | None = None  # local steps of each client; None: as `sgd` gives for its number of samples
-    proximal: Sequence[Proximal[Sent]] = ()
-    frozen_model: Sent | None = None  # its logits are added to those of the trained model (additive models, CAM)
-    local_step: LocalStep | None = None  # a step of several gradients; None: the gradient of one batch
-    objective: Objective | None = None  # a loss that uses features; None: the task's loss
-    # a second model, passed to `local_step`, which may change it in place; the client state is then that of this model
-    companion: Sent | None = None
-    trace: int = 0  # number of leading steps whose mini-batch losses are returned (`Updates.step_loss_MS`)
-    chained: bool = False  # each client starts from the result of the previous client; this is not federated averaging
-    mixture: Mixture | None = None  # set by `Clients.train_mixture`: weights of the samples in the loss
-
-
-class ClientData(Protocol):
-    """The argument of a function given to `Clients.describe`: one client, on the host that reads its data."""
-
-    @property
-    def x(self) -> Tensor:
-        """float32 (n, *shape): normalised training samples."""
-
-    @property
-    def y(self) -> Tensor:
-        """int64 (n,): their labels; targets of other tasks as `core.tasks` says."""
-
-    @property
-    def spec(self) -> ParamSpec: ...
-
-    def gradient(self, row_P: Tensor, batch: int = 2048, samples: slice = slice(None)) -> Tensor:
-        """Gradient (trained columns,) of the mean loss over the training data at a model; without dropout.
-
-        samples: the samples to use.
-        """
-
-    def features(self, row_P: Tensor) -> Tensor:
-        """Inputs (n, F) of the last layer of a model for all training samples, in evaluation mode."""
-
-    def outputs(self, row_P: Tensor) -> Tensor:
-        """Outputs (n, *output_shape) of a model for all training samples, in evaluation mode."""
-
-    def train(self, row_P: Tensor, local: LocalSGD | None = None, **changes: Any) -> Tensor:
-        """The row (P,) after local training from `row_P` with this round's settings, or with `changes` to them."""
 
 
 # (ids (M,), rounds of each) -> (distinct rounds of each, numbers of samples (M,))
@@ -359,7 +292,7 @@ class Clients:
         """
         keeps_any = bool(np.any(keep_as_local_model))
         keeps_momentum = keeps_any or how.mixture is not None
-        local, client_state = _with_momentum_kept(how.sgd or self.local, client_state, keeps_momentum)
+        local, client_state = with_momentum_kept(how.sgd or self.local, client_state, keeps_momentum)
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
         if how.trace:
             self.reads("the losses of local steps")
@@ -377,7 +310,7 @@ class Clients:
         address = self._next_address()
         averaging, models = self._averaging(average, 1 if how.mixture is None else how.mixture.num_models)
         averaging, secure = self._secured(averaging, address, private, models)
-        tables = _Tables()
+        tables = ModelTables()
         robust = not isinstance(self.aggregation, Mean)  # needs the results themselves: they are not summed on hosts
         work = Train(
             address,
@@ -614,7 +547,7 @@ class Clients:
             return np.zeros((0, sent.num_models))
         if sent.row_MK is not None:
             return self._losses_by_version(sent, sent.row_MK, max_samples, frozen_model)
-        tables = _Tables()
+        tables = ModelTables()
         tables.rows(sent.choose(self.first_row()))
         work = Losses(
             self._next_address(),
@@ -683,11 +616,11 @@ class Clients:
             self.reads("descriptions")
         if not len(self):
             return torch.zeros(0, sketch or 0), np.zeros(0, bool)
-        tables = _Tables()
+        tables = ModelTables()
         work = Describe(
             self._next_address(),
             self.ids_M,
-            function=_CheckedFunction(function),
+            function=CheckedFunction(function),
             anchor=None if anchor is None else tables.rows(anchor),
             sketch=sketch,
             client_state=client_state,
@@ -730,57 +663,3 @@ class Clients:
 def least_loss(loss_MK: np.ndarray) -> np.ndarray:
     """The model with the least loss for each client, int64 (M,), the lowest on ties; UNASSIGNED: no loss is finite."""
     return np.where(np.isfinite(loss_MK).any(1), loss_MK.argmin(1), UNASSIGNED)
-
-
-@dataclass(frozen=True)
-class _CheckedFunction:
-    """A function given to `Clients.describe`, whose results are checked where it is called."""
-
-    function: Callable[..., Any]
-
-    @property
-    def floats(self) -> Any:
-        """The function's attribute `floats`, the numbers that a client uploads, if any; for `cfl-ray check`."""
-        return getattr(self.function, "floats", None)
-
-    def __call__(self, client: Any, anchor_P: Tensor | None) -> Tensor:
-        returned = call_plugin("function", self.function, client, anchor_P, where=" of Clients.describe")
-        try:
-            vector = torch.as_tensor(returned).float().reshape(-1)
-        except (TypeError, ValueError, RuntimeError):
-            vector = torch.zeros(0)
-        if not len(vector):
-            raise RunError(
-                f"function {place_of(self.function)} of Clients.describe returned {described(returned)}, "
-                "expected a tensor or array of at least one number"
-            )
-        return vector
-
-
-class _Tables:
-    """The distinct model tables of one exchange, each of which is sent once."""
-
-    def __init__(self) -> None:
-        self.tables: list[Tensor] = []
-
-    def rows(self, sent: Sent) -> Rows:
-        if sent.row_M is None:
-            raise ValueError("these models were broadcast; select the model of each client with sent.choose(row_M)")
-        for index, table in enumerate(self.tables):
-            if table is sent.models_KP:
-                return Rows(index, sent.row_M)
-        self.tables.append(sent.models_KP)
-        return Rows(len(self.tables) - 1, sent.row_M)
-
-    def as_tuple(self) -> tuple[Tensor, ...]:
-        return tuple(self.tables)
-
-
-def _with_momentum_kept(
-    local: LocalSGD, client_state: ClientState | None, keeps_momentum: bool
-) -> tuple[LocalSGD, ClientState | None]:
-    """Local training and client state that keep a persistent momentum buffer, without other state under "momentum"."""
-    local = replace(local, persist=local.persist and keeps_momentum and local.momentum > 0)
-    if local.persist and client_state is None:
-        return local, ClientState("momentum", Columns(()), private=False)
-    return local, client_state

@@ -90,7 +90,7 @@ class Snapshot:
         if self.examples is not None:
             tensors[_EXAMPLES] = torch.from_numpy(self.examples.account_N2.copy())
         scores_MV = np.zeros((0, 1 + num_scores)) if report.scores_MV is None else report.scores_MV
-        tensors["server.scores_M4"] = torch.from_numpy(scores_MV)
+        tensors["server.scores_MV"] = torch.from_numpy(scores_MV)
         changed = report.reassigned
         tensors |= zip(_REASSIGNED, map(torch.from_numpy, (changed.client_R, changed.cluster_R)), strict=True)
         for reported in report.diagnostics:
@@ -127,7 +127,7 @@ class Snapshot:
         try:
             values = _Values.model_validate(checkpoint.values)
             local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
-            scores_MV = tensors.pop("server.scores_M4").numpy()
+            scores_MV = tensors.pop("server.scores_MV").numpy()
             reassigned = _read_reassigned(tensors, values.report)
             if private is not None:
                 private.restore(values.privacy, tensors.pop(_SIGNATURES).numpy())
