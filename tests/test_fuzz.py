@@ -71,8 +71,6 @@ def pristine(tmp_path_factory) -> Path:
         tracking={"trackers": ["csv"]},
     )
     simulate(experiment, folder / "run")
-    lines = ({"round": round, "moved": [*one]} for round, one in Reassignments(folder / "run/ifca").rounds)
-    (folder / "run/ditto/reassignments.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for method in ("ifca", "ditto"):
         Journal(folder / "run" / method).add(JournalEvent(2, leave=(3,)), JournalEvent(2, join=(3,)))
         Mlflow("http://127.0.0.1:9", "fuzz", folder / "run").set_destination(folder / "run" / method)
@@ -245,9 +243,6 @@ TARGETS = {
     "reassignments": Target("run/ifca/reassignments.arrow", other_bytes, _read_report, 30),
     "reassignments to append to": Target(
         "run/ifca/reassignments.arrow", other_bytes, _append_to_records, 60, writes=True
-    ),
-    "reassignments of format 2": Target(
-        "run/ditto/reassignments.jsonl", other_json_lines, _append_to_records, 60, writes=True
     ),
     "metrics to append to": Target("run/ditto/metrics.jsonl", other_json_lines, _append_to_records, 60, writes=True),
     "client metrics to append to": Target(

@@ -14,8 +14,7 @@ from cfl_ray.checkpoint.segments import EntryFile, as_rows, opened, rows_in, wri
 from cfl_ray.errors import DataError, RunError
 from cfl_ray.system.files import read_file, write_json
 
-FORMAT = 4
-_READ = (3, 4)  # format 3: client states have no checksums of their own
+FORMAT = 5
 _TYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -64,8 +63,6 @@ class CheckpointManifest(BaseModel):
     @classmethod
     def read(cls, file: Path, **expected: object) -> Self:
         """The manifest in the file. Raises RunError if there is none, or a field differs from `expected`."""
-        if not file.exists() and (folder := file.with_suffix("")).is_dir():
-            raise RunError(f"{folder} is a folder, as format 1 had it; this version reads format {FORMAT}")
         try:
             values = json.loads(read_file(file) or b"")
         except DataError as error:
@@ -76,8 +73,8 @@ class CheckpointManifest(BaseModel):
             raise RunError(f"{file} is no checkpoint")
         if values.pop("sha256", None) != _digest(values):
             raise RunError(f"{file} was altered")
-        if values["format"] not in _READ:
-            raise RunError(f"{file} has format {values['format']}, this version reads {_READ[0]} to {FORMAT}")
+        if values["format"] != FORMAT:
+            raise RunError(f"{file} has format {values['format']}, this version reads format {FORMAT}")
         try:
             manifest = cls.model_validate(values)
         except ValidationError as error:

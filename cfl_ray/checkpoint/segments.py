@@ -56,7 +56,7 @@ class EntryFile(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     name: str = Field(pattern=r"^\d{6,15}-\d{1,9}\.safetensors$")
     sha256: str
-    states_have_sums: bool = False  # whether client states have checksums of their own; `sha256` then leaves them out
+    has_states: bool  # whether it has client states, which have checksums of their own: `sha256` leaves them out
     bytes: int = Field(ge=0)
     ended: int = Field(ge=0)  # bytes in earlier files of the tensors and client states that this file drops
 
@@ -80,7 +80,7 @@ class EntryFile(BaseModel):
             size = file.stat().st_size
             checksum = self.sha256
             if content and size == self.bytes:
-                checksum = _sha256_without_states(file) if self.states_have_sums else sha256(file)
+                checksum = _sha256_without_states(file) if self.has_states else sha256(file)
         except OSError as error:
             raise Damaged(f"{file} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # the header was altered
@@ -89,7 +89,7 @@ class EntryFile(BaseModel):
             raise Damaged(f"{file} has {size} bytes, expected {self.bytes}")
         if checksum != self.sha256:
             raise Damaged(f"{file} has sha256 {checksum[:12]}, expected {self.sha256[:12]}")
-        if self.states_have_sums and (states or (content and Path(f"{file}{_ALTERED}").exists())):
+        if self.has_states and (states or (content and Path(f"{file}{_ALTERED}").exists())):
             with opened(folder, self) as entries:
                 for _, saved in client_states_in(entries, file):
                     saved.tensor()
@@ -132,14 +132,13 @@ class EntryRows:
 
     entry: SavedEntry
     rows_RF: Tensor
-    sums_R: Tensor | None  # int64; None: the checksum of the file has the values
+    sums_R: Tensor  # int64: checksums
 
     @classmethod
     def of(cls, entries: Any, entry: SavedEntry) -> "EntryRows":
         """The rows of an entry of an open file."""
-        names: list[str] = entries.keys()
         sums = entry.name.replace("states", "sums", 1)
-        return cls(entry, entries.get_tensor(entry.name), entries.get_tensor(sums) if sums in names else None)
+        return cls(entry, entries.get_tensor(entry.name), entries.get_tensor(sums))
 
     @property
     def shape(self) -> torch.Size:
@@ -151,7 +150,7 @@ class EntryRows:
 
     def __getitem__(self, row: int) -> Tensor:
         value = self.rows_RF[row]
-        if self.sums_R is not None and _checksum(value) != self.sums_R[row]:
+        if _checksum(value) != self.sums_R[row]:
             with suppress(OSError):  # a folder that cannot be written
                 open_private(Path(f"{self.entry.file}{_ALTERED}"), "wb").close()
             raise AlteredState(f"{self.entry.file} was altered: a client state in it; resume the run to go back")
@@ -181,7 +180,7 @@ def client_states_in(entries: Any, file: Path) -> Iterator[tuple[ClientStateKey,
             clients = entries.get_tensor(f"clients/{chunk}").tolist()
             place = SavedEntry(str(file), entry)
             rows = EntryRows.of(entries, place)
-            if len(rows.rows_RF) != len(clients) or (rows.sums_R is not None and len(rows.sums_R) != len(clients)):
+            if not len(rows.rows_RF) == len(rows.sums_R) == len(clients):
                 raise Damaged(f"{file}: {entry} has {len(rows.rows_RF)} values for {len(clients)} clients")
             for row, client in enumerate(clients):
                 yield (name, client), SavedState(rows, row, place)
@@ -231,7 +230,7 @@ class ClientStateFile:
             batch[f"clients/{name}/{chunk}"] = torch.tensor(clients)
             batch[f"states/{name}/{chunk}"] = torch.stack(rows)
             batch[f"sums/{name}/{chunk}"] = torch.tensor([_checksum(row) for row in rows])
-        return _write(self.folder, self.segment, self.part + again, batch, states_have_sums=True)
+        return _write(self.folder, self.segment, self.part + again, batch, has_states=True)
 
 
 class EntryWriter:
@@ -299,16 +298,16 @@ def _write(
     batch: dict[str, Tensor],
     dropped: Sequence[ClientStateKey] = (),
     ended: int = 0,
-    states_have_sums: bool = False,
+    has_states: bool = False,
 ) -> EntryFile:
     file = folder / f"{segment:06d}-{part}.safetensors"
     with writing(file):
         open_private(file, "wb").close()  # safetensors keeps the permissions of a file that exists
         save_file(_without_shared_memory(batch), file, {"gone": json.dumps(dropped)})
         sync(file)
-        digest = _sha256_without_states(file) if states_have_sums else sha256(file)
+        digest = _sha256_without_states(file) if has_states else sha256(file)
         size = file.stat().st_size
-        return EntryFile(name=file.name, sha256=digest, states_have_sums=states_have_sums, bytes=size, ended=ended)
+        return EntryFile(name=file.name, sha256=digest, has_states=has_states, bytes=size, ended=ended)
 
 
 @contextmanager

@@ -97,8 +97,7 @@ class CheckpointStore:
     def rounds(self) -> list[int]:
         """Rounds that have a checkpoint, ascending."""
         names = [entry.name for entry in self.folder.iterdir()] if self.folder.is_dir() else []
-        manifests = (name for name in names if re.fullmatch(r"[0-9]{1,15}(\.json)?", name))
-        return sorted({int(name.removesuffix(".json")) for name in manifests})
+        return sorted(int(name.removesuffix(".json")) for name in names if re.fullmatch(r"[0-9]{1,15}\.json", name))
 
     # ---- saving
 
@@ -133,21 +132,12 @@ class CheckpointStore:
             raise
         except Damaged as error:
             for file in self.files:  # client states are mapped: a file that was removed is still there, no shorter one
-                if self._has_states(file):
-                    file.check(self.folder, content=not file.states_have_sums)
+                if file.has_states and (self.folder / file.name).exists():
+                    file.check(self.folder, content=False)
             self.files, self._saved = [], {}
             self._save(round, tensors, values, states, everything=True)
             return f"everything was saved again, because earlier checkpoints are damaged: {error}"
         return None
-
-    def _has_states(self, file: EntryFile) -> bool:
-        """Whether the file is there and has client states; one of format 3 that cannot be opened counts as without."""
-        path = self.folder / file.name
-        if file.states_have_sums:
-            return path.exists()
-        with suppress(Damaged), opened(self.folder, file) as entries:
-            return any(client_states_in(entries, path))
-        return False
 
     def _save(
         self,
@@ -206,10 +196,9 @@ class CheckpointStore:
         kept: dict[ClientStateKey, int] = {}  # bytes of the states of merged files that are in use
         for file in reversed(merged):  # newest first, so `written` and `dropped` have the entries of later files
             with opened(self.folder, file) as entries:
-                rows_of = list(rows_in(entries))
-                if rows_of or not file.states_have_sums:  # other client states are checked when they are read
+                if not file.has_states:  # client states are checked when they are read
                     file.check(self.folder)
-                for name, row_R, _ in rows_of:
+                for name, row_R, _ in rows_in(entries):
                     if name in tensors:
                         changed[name][row_R[row_R < len(tensors[name])]] = True
                 for key, saved in client_states_in(entries, self.folder / file.name):

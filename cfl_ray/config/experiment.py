@@ -3,7 +3,6 @@
 Every key has a single place, default and description; the error for an unknown key names the nearest valid key.
 """
 
-import copy
 import hashlib
 import json
 import shlex
@@ -44,7 +43,6 @@ from cfl_ray.system.files import read_text, sha256
 # purpose and is hashed.
 NOT_HASHED = {"runtime", "tracking", "output", "name"}
 _FORMAT = 2  # of the config hash; a new number for a changed default
-_RECORD = "# config hash "  # first line of the record of a run
 _MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may be repeated
 _DEEPEST, _LARGEST = 100, 10_000_000  # levels and values of a YAML file
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
@@ -295,8 +293,6 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
         values = with_known_credentials(
             root_resolved_in(resolved_in(values, Path(file).parent, Experiment), Path(file).parent)
         )
-        if text.startswith(_RECORD):  # records of earlier versions have the keys of all kinds
-            values = _without_keys_of_others(values)
     for override in overrides * 2:  # twice, so that a key dropped by a later override of the kind is an error
         key, value = split_override(override)
         set_key(values, key, value, f"override {override!r}")
@@ -509,18 +505,6 @@ def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) ->
 
 # the kinds of each part, by path, e.g. ("data", "shift")
 PARTS = {path: kinds for path, info in keys_of(Experiment) if (kinds := kinds_of(info)) is not None}
-
-
-def _without_keys_of_others(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of an experiment without the keys that only unchosen kinds have."""
-    values = copy.deepcopy(values)
-    for path, kinds in PARTS.items():
-        section: Any = values
-        for key in path:
-            section = section.get(key) if isinstance(section, dict) else None
-        if isinstance(section, dict):
-            kinds.drop_others(section, section.get(kinds.key, kinds.default))
-    return values
 
 
 def explain(error: ValidationError, config: type[ConfigSection]) -> str:

@@ -1,19 +1,13 @@
 """The clients that changed their cluster, round by round, in the folder of a method: an Arrow stream.
 
-    reassignments.arrow    round, client, cluster (-1: the client left its cluster)
-
-Runs of formats 1 and 2 have a JSON line for each round, and continue with lines.
+reassignments.arrow    round, client, cluster (-1: the client left its cluster)
 """
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field, TypeAdapter, ValidationError
 
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.data.federation import Federation
@@ -22,21 +16,8 @@ from cfl_ray.report.assignments import write_assignments
 from cfl_ray.report.snapshots import ClusterHistory, Reassignment
 from cfl_ray.results.arrow_log import ArrowLog, check_columns, whole_batches
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.system.files import append_line, cut_torn_line, open_private, read_file
 
 _SCHEMA = pa.schema([("round", pa.int32()), ("client", pa.int32()), ("cluster", pa.int32())])
-_LINES = ".jsonl"  # last part of the file's name in formats 1 and 2
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A line of the file in formats 1 and 2."""
-
-    round: int
-    moved: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # client, cluster
-
-
-_LINE = TypeAdapter(_Line)
 
 
 def read_reassignments(file: Path) -> list[Reassignment]:
@@ -46,23 +27,16 @@ def read_reassignments(file: Path) -> list[Reassignment]:
     """
     rounds: list[Reassignment] = []
     try:
-        for round, reassigned in _lines_in(file) if file.suffix == _LINES else _batches_in(file):
+        for round, reassigned in _batches_in(file):
             if rounds and round <= rounds[-1][0]:
                 raise ValueError(f"round {round} after round {rounds[-1][0]}")
             reassigned.check()
             rounds.append((round, reassigned))
-    except (ValueError, OverflowError) as error:  # a ValidationError and an ArrowInvalid are ValueErrors
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+    except (ValueError, OverflowError) as error:  # an ArrowInvalid is a ValueError
         raise DataError(
-            f"{file} is damaged ({reason}); restore it, or remove it: the reassignments so far are lost then"
+            f"{file} is damaged ({error}); restore it, or remove it: the reassignments so far are lost then"
         ) from error
     return rounds
-
-
-def _lines_in(file: Path) -> Iterator[Reassignment]:
-    for content in (read_file(file) or b"").split(b"\n")[:-1]:
-        line = _LINE.validate_json(content, strict=True)
-        yield line.round, Reassigned.of(line.moved)
 
 
 def _batches_in(file: Path) -> Iterator[Reassignment]:
@@ -87,9 +61,7 @@ class Reassignments:
         self._kept: list[Reassignment] = []  # without a file
         rounds = self.rounds
         self.last = rounds[-1][0] if rounds else 0
-        if self.file is not None and self.file.suffix == _LINES:
-            cut_torn_line(self.file)
-        elif self.file is not None:
+        if self.file is not None:
             ArrowLog(self.file, _SCHEMA).open()
 
     @property
@@ -103,10 +75,6 @@ class Reassignments:
             return
         if self.file is None:
             self._kept.append((round, reassigned))
-        elif self.file.suffix == _LINES:
-            line = json.dumps({"round": round, "moved": [*reassigned]}) + "\n"
-            with open_private(self.file, "ab") as out:
-                append_line(out, line.encode())
         else:
             columns = (np.full(len(reassigned), round, np.int32), reassigned.client_R, reassigned.cluster_R)
             ArrowLog(self.file, _SCHEMA).append(pa.record_batch([*map(pa.array, columns)], schema=_SCHEMA))

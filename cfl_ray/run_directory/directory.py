@@ -24,7 +24,7 @@ from cfl_ray.security.signing import is_signed, sign
 from cfl_ray.system.files import PRIVATE, opened, read_json, sync, write_json
 
 Owner = Literal["run", "method", "study"]
-FORMAT = 3  # 2: reassignments.jsonl; 1, without a format line in config.yaml: numerics.json, moves.jsonl
+FORMAT = 3  # of the files; config.yaml has a line with it
 _FORMAT_LINE = re.compile(rb"^# format ([0-9]{1,9})$", re.MULTILINE)
 _HEADER_BYTES = 1 << 10
 _PURPOSE = "names in the record of a run"
@@ -48,17 +48,13 @@ class File:
     of: tuple[Owner, ...]  # kinds of folder that have it
     contents: str
     writer: str
-    before: tuple[str, ...] = ()  # names in earlier formats; a folder that has such a file keeps its name
 
     @overload
     def __get__(self, directory: None, owner: type) -> File: ...
     @overload
     def __get__(self, directory: RunDirectory, owner: type) -> Path: ...
     def __get__(self, directory: RunDirectory | None, owner: type) -> File | Path:
-        if directory is None:
-            return self
-        paths = [directory.path / name for name in (*self.before, self.name)]
-        return next(filter(Path.exists, paths[:-1]), paths[-1])
+        return self if directory is None else directory.path / self.name
 
 
 class RunDirectory:
@@ -74,7 +70,6 @@ class RunDirectory:
         "engine, why it did not train some clients, device, CPU instructions and version of PyTorch, on which results "
         "depend besides the config hash",
         "driver",
-        before=("numerics.json",),
     )
     session = File("session.json", ("run",), "address of the server while the run is live, signed", "driver")
     start_lock = File("start.lock", ("run",), "held by the process that started the run", "driver")
@@ -89,13 +84,7 @@ class RunDirectory:
     report = File("artifacts/report.html", ("run", "study"), "the report", "driver")
     models = File("models/", ("method",), "logged models (with `tracking.log_models`)", "driver")
 
-    reassignments = File(
-        "reassignments.arrow",
-        ("method",),
-        "clients that changed their cluster",
-        "driver",
-        before=("moves.jsonl", "reassignments.jsonl"),
-    )
+    reassignments = File("reassignments.arrow", ("method",), "clients that changed their cluster", "driver")
     client_metrics = File("client_metrics.arrow", ("method",), "metrics of each client", "driver")
     diagnostics = File("diagnostics.arrow", ("method",), "diagnostics of the method", "driver")
     events = File("events.jsonl", ("method",), "granted requests", "server")
@@ -211,12 +200,12 @@ class RunDirectory:
         return self.study.is_file()
 
     def require_run(self) -> None:
-        """Raises ConfigError for a folder that holds no run, or a run in a format newer than `FORMAT`."""
+        """Raises ConfigError for a folder that holds no run, or a run in another format than `FORMAT`."""
         if self.is_run:
-            if self.format > FORMAT:
+            if (number := self._format()) != FORMAT:
                 raise ConfigError(
-                    f"{self.config} has format {self.format}, and this cfl_ray knows formats up to {FORMAT}: use the "
-                    "version that wrote it, or a newer one"
+                    f"{self.config} has {'no format' if number is None else f'format {number}'}, and this cfl_ray "
+                    f"reads format {FORMAT}: use the version that wrote it"
                 )
             return
         if self.is_study:
@@ -229,12 +218,11 @@ class RunDirectory:
             )
         raise ConfigError(f"{self.path} holds no run: there is no {self.config}")
 
-    @property
-    def format(self) -> int:
-        """The format of a run's files; `FORMAT` is that of new runs."""
+    def _format(self) -> int | None:
+        """The format in config.yaml; None if it has no such line."""
         with opened(self.config) as file:
             line = _FORMAT_LINE.search(file.read(_HEADER_BYTES)) if file is not None else None
-        return int(line[1]) if line else 1
+        return int(line[1]) if line else None
 
     # ---- who may write
 

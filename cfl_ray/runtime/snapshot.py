@@ -1,11 +1,11 @@
 """Conversion of a checkpoint's content, except client states, to tensors and JSON values, and back."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from cfl_ray.checkpoint.store import Checkpoint
@@ -45,13 +45,11 @@ class _Diagnostic(_Strict):
 class _Report(_Strict):
     metrics: dict[str, float]
     time_ms: int
-    # (client, cluster) of the reassigned clients, in checkpoints of formats 1 and 2 of the run directory
-    moved: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = []
-    numbers: list[str] = []
-    diagnostics: list[_Diagnostic] = []
-    phase: str = ""
-    events: list[dict[str, Any]] = []
-    fallbacks: list[str] = []
+    numbers: list[str]
+    diagnostics: list[_Diagnostic]
+    phase: str
+    events: list[dict[str, Any]]
+    fallbacks: list[str]
 
 
 class _Values(_Strict):
@@ -128,7 +126,7 @@ class Snapshot:
             values = _Values.model_validate(checkpoint.values)
             local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
             scores_MV = tensors.pop("server.scores_MV").numpy()
-            reassigned = _read_reassigned(tensors, values.report)
+            reassigned = _read_reassigned(tensors)
             if private is not None:
                 private.restore(values.privacy, tensors.pop(_SIGNATURES).numpy())
             if examples is not None:
@@ -169,10 +167,8 @@ def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensors.pop(name) for name in names}
 
 
-def _read_reassigned(tensors: dict[str, Tensor], report: _Report) -> Reassigned:
+def _read_reassigned(tensors: dict[str, Tensor]) -> Reassigned:
     """The clients reassigned in the round, removed from `tensors`. Raises ValueError for invalid values."""
-    if not tensors.keys() & set(_REASSIGNED):
-        return Reassigned.of(report.moved)
     reassigned = Reassigned(*(tensors.pop(name).numpy() for name in _REASSIGNED))
     reassigned.check()
     return reassigned

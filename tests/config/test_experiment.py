@@ -870,12 +870,6 @@ class TestKinds:
         with pytest.raises(ConfigError, match=r"^data.shift.angles is a key of kind rotated \| "):
             load(None, ["data.shift.kind=noise", "data.shift.angles=[0]"][::turn])
 
-    def test_the_record_of_an_earlier_version_has_the_keys_of_all_kinds(self, file):
-        text = "data: {source: digits, vocabulary: null, shift: {kind: none, angles: [0, 90], options: {}}}"
-        assert load(file(f"# config hash 123\n{text}")).config_hash == Experiment().config_hash
-        with pytest.raises(ConfigError, match=r"data.shift.angles is a key of kind rotated"):
-            load(file(text))
-
 
 def test_a_federation_from_python_has_no_warnings(federation):
     assert Experiment(data=federation).warnings == []

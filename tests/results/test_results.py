@@ -106,20 +106,6 @@ def test_reassignments_that_no_round_has_are_damage(tmp_path, columns, reason):
             read(tmp_path)
 
 
-def test_lines_of_other_types_are_damage(tmp_path):
-    for line in (
-        '{"round": 1, "moved": 3}',
-        '{"round": "x", "moved": []}',
-        '{"round": 1, "moved": [[1]]}',
-        '{"round": 1, "moved": [[1099511627776, 0]]}',
-        "[]",
-        "{",
-    ):
-        (tmp_path / "reassignments.jsonl").write_text(line + "\n")
-        with pytest.raises(DataError, match="reassignments.jsonl is damaged"):
-            Reassignments(tmp_path)
-
-
 def test_a_million_reassignments_cost_a_few_bytes_each(tmp_path):
     """In the file, of the process that writes it, and of one that reads it; Python objects would cost a hundred."""
     count = 1_000_000

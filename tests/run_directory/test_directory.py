@@ -1,26 +1,19 @@
 """The layout of run directories has one place, which the documentation repeats."""
 
 import ast
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 import cfl_ray
-from cfl_ray import Experiment, load_run, resume, simulate
-from cfl_ray.checkpoint.manifest import _digest
-from cfl_ray.checkpoint.store import CheckpointStore
+from cfl_ray import Experiment, resume, simulate
 from cfl_ray.errors import ConfigError, RunError
-from cfl_ray.results.reassignments import read_reassignments
-from cfl_ray.results.reporting import report_page
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.directory import FORMAT
 
 PACKAGE = Path(cfl_ray.__file__).parent
-NAMES = {file.name for file in RunDirectory.layout().values()} | {
-    name for file in RunDirectory.layout().values() for name in file.before
-}
+NAMES = {file.name for file in RunDirectory.layout().values()}
 COMMON = {"models"}  # words that mean other things, too
 OTHERS = {"report/page.py", "cli/result_commands.py"}  # report.html: the template of the page, and the default of -o
 
@@ -55,7 +48,7 @@ def joins_a_label(source: str) -> bool:
 
 
 def test_no_other_module_names_a_file_of_a_run():
-    assert named_in('(run / "metrics.jsonl", f"{run}/x", "moves.jsonl")') == {"metrics.jsonl", "moves.jsonl"}
+    assert named_in('(run / "metrics.jsonl", f"{run}/x", "events.jsonl")') == {"metrics.jsonl", "events.jsonl"}
     assert joins_a_label("run_dir / label")
     sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
     others = {name: text for name, text in sources.items() if not name.startswith("run_directory/")}
@@ -82,70 +75,10 @@ def test_a_run_writes_the_files_of_its_layout_and_no_others(tmp_path, experiment
     assert {"config.yaml", "environment.json", "run.json"} <= {path.name for path in run.path.iterdir()}
 
 
-def as_in_format(number, run, method):
-    """Makes the files of a run those of an earlier format, its checkpoints included."""
-    file = method.reassignments
-    lines = [{"round": round, "moved": [*reassigned]} for round, reassigned in read_reassignments(file)]
-    file.unlink()
-    earlier = file.with_name({1: "moves.jsonl", 2: "reassignments.jsonl"}[number])
-    earlier.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    header = f"# format {FORMAT}\n"
-    run.config.write_text(run.config.read_text().replace(header, f"# format {number}\n" if number > 1 else ""))
-    if number == 1:
-        run.environment.rename(run.path / "numerics.json")
-    for manifest in method.checkpoints.glob("*.json"):
-        values = json.loads(manifest.read_text())
-        del values["sha256"]
-        for name in ("client_R", "cluster_R"):
-            del values["tensors"][f"server.reassigned.{name}"]
-        values["values"]["report"]["moved"] = next(
-            (line["moved"] for line in lines if line["round"] == values["round"]), []
-        )
-        manifest.write_text(json.dumps(values | {"sha256": _digest(values)}))
-    return earlier
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_run_of_an_earlier_format_goes_on_under_its_names(number, tmp_path, experiment, monkeypatch):
-    """Cut by a power failure, it gets the reassignments of its last round from the checkpoint."""
-    experiment = experiment.model_copy(update={"rounds": 4})
-    expected = simulate(experiment, tmp_path / "run")["ifca"]
-    run, method = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run").method("ifca")
-    page, table = report_page([run.path]), method.assignments.read_bytes()
-    name = as_in_format(number, run, method)
-    assert (run.format, method.reassignments) == (number, name)
-    assert run.environment.name == ("numerics.json" if number == 1 else "environment.json")
-    assert report_page([run.path]) == page
-    recorded = name.read_text()
-    lines = recorded.splitlines(keepends=True)
-    for file in (run.end, method.end, method.assignments):
-        file.unlink()
-    last = CheckpointStore(method.path, experiment.config_hash).load().round
-    lines = [line for line in lines if json.loads(line)["round"] < last]
-    name.write_text("".join(lines) + '{"round": 4, "mo')
-    resume(run.path, on_ray=False, trust=True)
-    assert name.read_text() == recorded
-    assert not method.path.joinpath("reassignments.arrow").exists()
-    assert method.assignments.read_bytes() == table and load_run(run.path)["ifca"].final == expected.final
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_run_of_an_earlier_format_is_extended(number, tmp_path, experiment):
-    simulate(experiment, tmp_path / "run")
-    run = RunDirectory(tmp_path / "run")
-    name = as_in_format(number, run, run.method("ifca"))
-    longer = experiment.model_copy(update={"rounds": 5})
-    simulate(longer, tmp_path / "whole")
-    simulate(longer, tmp_path / "longer", extend=run.path)
-    there, whole = (RunDirectory(tmp_path / folder).method("ifca") for folder in ("longer", "whole"))
-    assert there.reassignments.name == name.name and whole.reassignments.name == "reassignments.arrow"
-    assert read_reassignments(there.reassignments) == read_reassignments(whole.reassignments)
-    assert there.assignments.read_bytes() == whole.assignments.read_bytes()
-
-
-def test_a_run_of_a_later_format_is_refused(tmp_path):
-    (tmp_path / "config.yaml").write_text("# config hash 1\n# format 99\nname: small\n")
-    with pytest.raises(ConfigError, match=f"has format 99, and this cfl_ray knows formats up to {FORMAT}"):
+@pytest.mark.parametrize(("line", "found"), [("# format 99\n", "format 99"), ("", "no format")])
+def test_a_run_of_another_format_is_refused(tmp_path, line, found):
+    (tmp_path / "config.yaml").write_text(f"# config hash 1\n{line}name: small\n")
+    with pytest.raises(ConfigError, match=f"has {found}, and this cfl_ray reads format {FORMAT}"):
         resume(tmp_path)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,6 @@ from cfl_ray.results.comparison import compare_runs, format_table
 from cfl_ray.results.diagnostics_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.round_report import RoundReport
 
 DIAGNOSTICS = RunDirectory.diagnostics.name
 
@@ -198,11 +197,3 @@ def test_a_file_of_another_form_is_named(tmp_path):
     for read in (DiagnosticsLog, lambda folder: read_diagnostics(folder / DIAGNOSTICS)):
         with pytest.raises(DataError, match=r"diagnostics.arrow has columns \['x'\], expected \['round', 'name'"):
             read(tmp_path)
-
-
-def test_a_checkpoint_of_a_run_without_diagnostics_is_read(reporting, notes, tmp_path):
-    """Checkpoints of earlier versions have none."""
-    from cfl_ray.runtime.snapshot import _Report
-
-    assert _Report.model_validate({"metrics": {}, "time_ms": 1}).diagnostics == []
-    assert replace(RoundReport(None, 1), stop=True).diagnostics == ()

@@ -435,16 +435,11 @@ DAMAGE = {  # what is done to a file of round 2, and what the reason says
         "000002.json is no JSON",
     ),
     "a folder": ("000002.json", lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
-    "a folder of format 1": (
-        "000002.json",
-        lambda path: (path.unlink(), path.with_suffix("").mkdir()),
-        "000002 is a folder, as format 1 had it; this version reads format 4",
-    ),
     "missing key": ("000002.json", forged(lambda meta: meta.pop("tensors") and None), "tensors: Field required"),
     "format NaN": (
         "000002.json",
         forged(lambda meta: meta.update(format=float("nan"))),
-        "has format nan, this version reads 3 to 4",
+        "has format nan, this version reads format 5",
     ),
     "round in words": (
         "000002.json",
@@ -586,8 +581,8 @@ class TestDamage:
 
     def test_another_format_is_refused(self, saver, monkeypatch):
         saver.save(1)
-        monkeypatch.setattr(manifest, "_READ", (5, 6))
-        with pytest.raises(RunError, match="has format 4, this version reads 5 to"):
+        monkeypatch.setattr(manifest, "FORMAT", 6)
+        with pytest.raises(RunError, match="has format 5, this version reads format 6"):
             reopened(saver).load()
 
     def test_an_old_damaged_checkpoint_does_not_stop_the_run(self, saver):
@@ -678,35 +673,6 @@ class TestAlteredClientStates:
         loaded = reopened(saver).load()
         assert_round(loaded, 1, {0: 1, 1: 1})
         assert re.search(r"000002-2.safetensors (has sha256 \w{12}, expected|cannot be read)", loaded.refused[0])
-
-    @pytest.mark.parametrize("is_altered", [False, True])
-    def test_a_file_of_format_3_is_compared_as_a_whole(self, saver, is_altered):
-        saver.save(1, [0, 1])
-        file = saver.folder / "000001-2.safetensors"
-        with safe_open(file, "pt") as old:
-            names = old.keys()
-            entries = {name: old.get_tensor(name) for name in names if not name.startswith("sums/")}
-        save_file(entries, file, {"gone": "[]"})
-
-        def as_format_3(meta):
-            meta["format"] = 3
-            for one in meta["files"]:
-                del one["states_have_sums"]
-            of_states = next(one for one in meta["files"] if one["name"] == file.name)
-            of_states.update(bytes=file.stat().st_size, sha256=segments.sha256(file))
-
-        forged(as_format_3)(saver.folder / "000001.json")
-        again = saver.again()
-        if is_altered:
-            flip(file)
-            with pytest.raises(RunError, match="000001-2.safetensors has sha256"):
-                reopened(saver).load()
-            with pytest.raises(RunError, match="000001-2.safetensors has sha256"):
-                again.save(2, [1])  # which merges it
-        else:
-            assert_round(reopened(saver).load(), 1, {0: 1, 1: 1})
-            again.save(2, [1])
-            assert_round(reopened(saver).load(), 2, {0: 1, 1: 2})
 
 
 class TestSpace:
