@@ -204,6 +204,8 @@ def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) 
     for phase, meaning in phase_meanings(cls.phases).items():
         say(f"    {phase:10} {meaning}", console)
     say(f"A client keeps: {_kept_in_words(cls)}", console)
+    if kept := _kept_on_server(cls):
+        say(f"The server keeps for clients: {kept}", console)
     options = cls.options()
     table = _folding("option", "default", "range", "meaning, and source of the default")
     for option in options:
@@ -230,6 +232,17 @@ def _kept_in_words(cls: "type[Method[Any]]") -> str:
     parts = [f"{name} {4 * floats:,} bytes" for name, floats in kept.items()]
     of = f" (mlp on 28x28, 10 classes: {4 * spec.size:,} bytes, with the default options)"
     return ", ".join(parts) + of if parts else "nothing"
+
+
+def _kept_on_server(cls: "type[Method[Any]]") -> str:
+    """What the server keeps for single clients, besides their clusters, as text; empty: nothing."""
+    from cfl_ray.core.state import OwnModelsState
+
+    parts = ["a model of each that has taken part"] if issubclass(cls.state_type, OwnModelsState) else []
+    if cls.compares != "none":
+        of = {"cohort": "of a cohort", "reachable": "reachable in round 1", "participants": "that took part"}
+        parts.append(f"{cls.pair_bytes} bytes for each pair of clients {of[cls.compares]}, while it compares them")
+    return ", ".join(parts)
 
 
 def default_text(value: object) -> str:

@@ -61,7 +61,7 @@ class RejectedUpdates:
     """Number of client updates that were rejected as invalid."""
 
     count: int
-    total: int | None  # updates, valid or not; None: not known (earlier versions)
+    total: int | None  # updates, valid or not; None: not recorded
     rounds: Sequence[int]  # rounds with a rejected update
 
     def __str__(self) -> str:
@@ -71,8 +71,7 @@ class RejectedUpdates:
 def rejected_updates(records: Iterable[RoundRecord]) -> RejectedUpdates:
     """Returns the rejected updates of all rounds."""
     metrics = {record.round: record.metrics for record in records}
-    # in earlier versions it includes the clients that were excluded from evaluation
-    counts = {round: int(of.get("updates_rejected", of.get("clients_rejected", 0))) for round, of in metrics.items()}
+    counts = {round: int(of.get("updates_rejected", 0)) for round, of in metrics.items()}
     is_known = all("cohort_size" in of for of in metrics.values())
     total = sum(int(of["cohort_size"]) for of in metrics.values()) if is_known else None
     return RejectedUpdates(sum(counts.values()), total, [round for round, count in counts.items() if count])

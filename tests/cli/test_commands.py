@@ -396,6 +396,8 @@ def test_methods_lists_all_and_explains_one(capsys):
     for name in REGISTRY:
         status, printed, _ = call(capsys, "methods", name)
         assert status == 0 and "Deviations" in printed and "A client keeps: " in printed
+        of_clients = "The server keeps for clients: a model of each that has taken part" in printed
+        assert of_clients == (name in ("fedcac", "fedccfa", "pfedgraph")), name
         assert all(option["name"] in printed for option in REGISTRY[name].options())
     assert call(capsys, "methods", "stokfl")[0] == 2
 
