@@ -24,6 +24,7 @@ ALLOWED = {  # package -> packages of ours that its modules may import, beside t
     "system": {"errors"},
     "security": {"errors", "system"},
     "core": {"errors", "plugins"},
+    "population": {"errors", "plugins", "core"},
     "clustering": {"errors", "system", "core"},
     "methods": {"errors", "plugins", "core", "clustering"},
     "models": {"errors", "plugins", "core", "nn"},
@@ -35,8 +36,8 @@ ALLOWED = {  # package -> packages of ours that its modules may import, beside t
     "checkpoint": {"errors", "system", "core", "run_directory"},
     "tracking": {"errors", "plugins", "system", "security", "core", "config", "run_directory"},
     "report": {"errors", "system", "core", "tracking"},
-    "privacy": {"errors", "core", "config"},
-    "clock": {"errors", "plugins", "core", "config", "data"},
+    "privacy": {"errors", "core", "population", "config"},
+    "clock": {"errors", "plugins", "core", "population", "config", "data"},
 }
 for package in ("setup", "results", "runtime", "lifecycle", "study", "cli"):  # each may import all of those before it
     ALLOWED[package] = set(ALLOWED)

@@ -20,13 +20,13 @@ from cfl_ray.cli.tables import notes_on, number_table, print_table
 from cfl_ray.clock.virtual_time import Flights
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
-from cfl_ray.core.population import count_of
 from cfl_ray.core.state import State
 from cfl_ray.data import FederationSummary
 from cfl_ray.data.federation import Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.network import Network
+from cfl_ray.population.population import count_of
 from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address

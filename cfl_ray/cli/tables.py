@@ -235,7 +235,7 @@ def _kept_in_words(cls: "type[Method[Any]]") -> str:
 
 
 def _kept_on_server(cls: "type[Method[Any]]") -> str:
-    """What the server keeps for single clients, besides their clusters, as text; empty: nothing."""
+    """Models and pairs that the server keeps for single clients, as text; empty: none."""
     from cfl_ray.core.state import OwnModelsState
 
     parts = ["a model of each that has taken part"] if issubclass(cls.state_type, OwnModelsState) else []

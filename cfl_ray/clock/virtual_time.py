@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from cfl_ray.clock.devices import Clock, Load
-from cfl_ray.core.availability import Availability, Chances
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.population import Cohort, Population
 from cfl_ray.core.state import State
 from cfl_ray.core.versions import Received, Versions
+from cfl_ray.population.availability import Availability, Chances
+from cfl_ray.population.population import Cohort, Population
 
 
 @dataclass

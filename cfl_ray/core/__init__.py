@@ -1,1 +1,1 @@
-"""The vocabulary of clustered federated learning. Imports nothing else of this package."""
+"""The vocabulary of clustered federated learning. It imports `errors` and `plugins` alone."""

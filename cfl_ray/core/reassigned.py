@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from cfl_ray.core.population import ids_where
+from cfl_ray.core.ids import ids_where
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,9 @@ import numpy as np
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.privacy import PrivacyConfig
-from cfl_ray.core.population import count_of
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.errors import ConfigError
+from cfl_ray.population.population import count_of
 from cfl_ray.privacy.accounting import Sampling, epsilon, last_round, solved_multiplier
 from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun, Releases, Signatures
 

@@ -16,11 +16,11 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from cfl_ray.config.paths import moves_of
-from cfl_ray.core.population import PopulationChange
 from cfl_ray.data import open_shards
 from cfl_ray.data.chained import grown
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import DataError
+from cfl_ray.population.population import PopulationChange
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import redact_values, remember_credentials, with_known_credentials
 from cfl_ray.system.files import append_line, open_private, private_folder, read_file, read_text, sync

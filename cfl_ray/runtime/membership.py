@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cfl_ray.config.cohort import CohortConfig
-from cfl_ray.core.availability import Availability
-from cfl_ray.core.population import Cohort, Population, count_of
 from cfl_ray.data.federation import Federation
+from cfl_ray.population.availability import Availability
+from cfl_ray.population.population import Cohort, Population, count_of
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.setup.schedule import population_of
 from cfl_ray.setup.setup import Setup

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from cfl_ray.clock.virtual_time import Flights
 from cfl_ray.core.params import ParamSpec
-from cfl_ray.core.population import Cohort
 from cfl_ray.core.state import State
 from cfl_ray.core.versions import Received
+from cfl_ray.population.population import Cohort
 from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.round_report import RoundDraft
 from cfl_ray.setup.setup import Setup

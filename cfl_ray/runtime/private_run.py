@@ -9,8 +9,8 @@ import numpy as np
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config.privacy import PrivacyConfig
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
-from cfl_ray.core.population import Population
 from cfl_ray.errors import RunError
+from cfl_ray.population.population import Population
 from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.noisy_sums import Noise, PrivateRun
 from cfl_ray.privacy.plan import PrivacyPlan

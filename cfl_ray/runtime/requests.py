@@ -11,10 +11,10 @@ from copy import copy
 import numpy as np
 
 from cfl_ray.config.client_ids import format_ids
-from cfl_ray.core.population import Population
 from cfl_ray.data.chained import grown
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import ConfigError, NotReady
+from cfl_ray.population.population import Population
 from cfl_ray.runtime.journal import JoinedShards, Journal, JournalEvent
 from cfl_ray.runtime.round_report import Status
 

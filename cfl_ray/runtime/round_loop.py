@@ -21,7 +21,6 @@ from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
 from cfl_ray.core.events import births_and_deaths
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.versions import Received
@@ -30,6 +29,7 @@ from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.reuse import ReusingBackend
 from cfl_ray.errors import RunError, RunStopped, UserError
 from cfl_ray.nn.network import Network
+from cfl_ray.population.population import Cohort
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal

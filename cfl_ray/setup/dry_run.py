@@ -14,7 +14,6 @@ from torch import Tensor
 
 from cfl_ray.core.aggregation import RULES, AggregationRule, Mean
 from cfl_ray.core.aggregation.rule import try_rule
-from cfl_ray.core.availability import Availability, OwnAvailability
 from cfl_ray.core.metrics import METRICS
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.tasks import TARGETS, Task
@@ -23,6 +22,7 @@ from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.attack import Attack
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.models import ModelRecipe
+from cfl_ray.population.availability import Availability, OwnAvailability
 
 _MOST_RESULTS = 1000  # the distances between them are then 8 MB
 _ADDRESS = Address(seed=0, round=1, exchange=0)

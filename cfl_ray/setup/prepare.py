@@ -18,15 +18,6 @@ from cfl_ray.config.cohort import (
     TraceConfig,
 )
 from cfl_ray.config.schedule import check_schedule
-from cfl_ray.core.availability import (
-    ALWAYS,
-    ARGUMENTS,
-    Availability,
-    Bernoulli,
-    Diurnal,
-    OwnAvailability,
-    Trace,
-)
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.data.changes import ChangingFederation
 from cfl_ray.data.federation import Federation
@@ -36,6 +27,15 @@ from cfl_ray.methods import resolve
 from cfl_ray.nn.network import template_of
 from cfl_ray.nn.shared import digest_of
 from cfl_ray.plugins.calling import with_options
+from cfl_ray.population.availability import (
+    ALWAYS,
+    ARGUMENTS,
+    Availability,
+    Bernoulli,
+    Diurnal,
+    OwnAvailability,
+    Trace,
+)
 from cfl_ray.setup.checks import (
     check_asynchronous,
     check_attackers,

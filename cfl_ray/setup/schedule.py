@@ -1,8 +1,8 @@
 """The schedule of an experiment: clients that join and leave, and changes of data."""
 
 from cfl_ray.config import Experiment
-from cfl_ray.core.population import Population, PopulationChange
 from cfl_ray.data.changes import DataChange, Domain
+from cfl_ray.population.population import Population, PopulationChange
 
 
 def population_of(experiment: Experiment, num_clients: int) -> Population:

@@ -11,14 +11,9 @@ from cfl_ray.clock.devices import Clock
 from cfl_ray.clock.virtual_time import Asynchrony, VirtualTime
 from cfl_ray.config import Experiment
 from cfl_ray.config.attack import AttackersConfig
-from cfl_ray.core.availability import (
-    ALWAYS,
-    Availability,
-)
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.params import ParamSpec
-from cfl_ray.core.population import count_of
 from cfl_ray.core.rng import stream
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.tasks import CLASSIFICATION, Task
@@ -30,6 +25,11 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.shared import digest_of
+from cfl_ray.population.availability import (
+    ALWAYS,
+    Availability,
+)
+from cfl_ray.population.population import count_of
 from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.plan import PrivacyPlan
 from cfl_ray.setup.dry_rounds import traffic

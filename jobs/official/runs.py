@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
-from cfl_ray.core.population import Population
 from cfl_ray.data.sources import locate
 from cfl_ray.models import recipe
 from cfl_ray.nn.network import Network
+from cfl_ray.population.population import Population
 
 SHAPE = (1, 28, 28)
 HEAD = ("round", "distance", "accuracy, theirs", "accuracy, ours")  # of the cells of `compared`

@@ -14,9 +14,9 @@ from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
-from cfl_ray.core.population import Population
 from cfl_ray.core.state import State
 from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.population.population import Population
 
 CLIENTS, GROUPS, INPUTS = 12, 3, 16
 P, HEAD = 16 * 16 + 16 + 16 * 4 + 4, 16 * 4 + 4

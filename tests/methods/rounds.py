@@ -16,11 +16,11 @@ from cfl_ray.config import EvaluationConfig
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
-from cfl_ray.core.population import Population
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
 from cfl_ray.core.work import Exclusion, Losses, Outcome, Work
 from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.population.population import Population
 from cfl_ray.runtime.evaluation import Evaluator
 
 COHORTS = [[0, 1, 2, 5], [3, 4, 5, 6, 7], [1], [0, 2, 4, 7]]

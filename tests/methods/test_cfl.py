@@ -21,9 +21,9 @@ from torch import nn
 
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.population import Population
 from cfl_ray.methods.cfl import CFL, SplitState, noise
 from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.population.population import Population
 
 SIZES = [12, 4, 8, 6]
 ALWAYS = {"eps1": 1e9, "eps2": 0.0}  # every leaf of 3 or more splits

@@ -22,11 +22,11 @@ from torch import nn
 
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.population import Population
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
 from cfl_ray.methods.fedac import FedAC, compactness, merge_cluster
 from cfl_ray.methods.local import Local
+from cfl_ray.population.population import Population
 
 P, BASE = 340, 272
 MU, LAM = 0.3, 0.2

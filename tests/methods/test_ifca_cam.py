@@ -20,9 +20,9 @@ from rounds import (
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.clients import LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.population import Population
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca_cam import IFCACAM
+from cfl_ray.population.population import Population
 
 P = 340
 

@@ -6,9 +6,9 @@ import pytest
 
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.config.paths import recorded_in
-from cfl_ray.core.population import Population
 from cfl_ray.data import build, open_shards
 from cfl_ray.errors import DataError
+from cfl_ray.population.population import Population
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import JoinedShards, Journal, JournalEvent, copy_events
 

@@ -12,13 +12,13 @@ from cfl_ray.clock.from_config import hinge_staleness, polynomial_staleness
 from cfl_ray.clock.virtual_time import Asynchrony, Flights, VirtualTime
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.population import Cohort, Population
 from cfl_ray.core.state import State
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.methods import REGISTRY
 from cfl_ray.nn.network import Network
+from cfl_ray.population.population import Cohort, Population
 from cfl_ray.setup.dry_rounds import traffic, why_synchronous
 
 EQUAL = {"kind": "constant", "seconds_per_sample": 0.1, "down_mbps": None, "up_mbps": None}

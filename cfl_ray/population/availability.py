@@ -17,7 +17,7 @@ ARGUMENTS = ("clients", "round", "draw")  # of a user's function
 
 @dataclass(frozen=True)
 class Chances:
-    """Clients that are reachable by chance; `core.population` draws."""
+    """Clients that are reachable by chance; `population.population` draws."""
 
     of: Callable[[np.ndarray], np.ndarray]  # the chance of each of these clients
     mean: float  # over all clients

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from cfl_ray.core.availability import ALWAYS, Bernoulli, Diurnal, OwnAvailability, Trace
-from cfl_ray.core.population import Population, PopulationChange
 from cfl_ray.errors import RunError
+from cfl_ray.population.availability import ALWAYS, Bernoulli, Diurnal, OwnAvailability, Trace
+from cfl_ray.population.population import Population, PopulationChange
 
 
 def cohort(population, number, availability, clients=None, fraction=1.0):

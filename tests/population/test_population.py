@@ -4,10 +4,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from cfl_ray.core.availability import Bernoulli
-from cfl_ray.core.population import Population, PopulationChange, count_of, ids_where
+from cfl_ray.core.ids import ids_where
 from cfl_ray.core.rng import uniforms
 from cfl_ray.errors import ConfigError
+from cfl_ray.population.availability import Bernoulli
+from cfl_ray.population.population import Population, PopulationChange, count_of
 
 
 def draws(population, rounds, fraction=0.3, clients=None, availability=1.0, dropout=0.0):

@@ -6,24 +6,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cfl_ray.core.availability import ALWAYS, Availability, Chances
+from cfl_ray.core.ids import ids_where
 from cfl_ray.core.rng import stream, uniforms
 from cfl_ray.errors import ConfigError
-
-_BLOCK = 1 << 16
+from cfl_ray.population.availability import ALWAYS, Availability, Chances
 
 
 def count_of(fraction: float, count: int) -> int:
     """Returns floor(fraction * count), at least 1; exact: 0.29 of 100 is 29, although the float64 product is less."""
     return max(1, int(fraction * count + 1e-9))
-
-
-def ids_where(is_chosen_N: np.ndarray) -> np.ndarray:
-    """Indices of the true entries of a mask (N,), int32, ascending; half the memory of `np.flatnonzero`."""
-    blocks = [np.zeros(0, np.int32)]
-    for at in range(0, len(is_chosen_N), _BLOCK):
-        blocks.append((np.flatnonzero(is_chosen_N[at : at + _BLOCK]) + at).astype(np.int32))
-    return np.concatenate(blocks)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Which clients are in the federation, which are reachable, and which take part in a round."""
