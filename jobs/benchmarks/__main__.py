@@ -7,6 +7,7 @@
     python -m jobs.benchmarks states --clients 20000 --cohort 1000
     python -m jobs.benchmarks scale             server time and traffic of a round at up to 1,000 hosts, simulated
     python -m jobs.benchmarks nodes W2          one node against two, and the speedup of up to eight, simulated
+    python -m jobs.benchmarks modules           CPU seconds of seven own modules against a plain loop, by engine
     python -m jobs.benchmarks mixtures          CPU seconds of FedEM with three models against FedAvg
     python -m jobs.benchmarks clustering        time and memory of clustering thousands of clients on the server
 
@@ -21,7 +22,7 @@ from benchmarks.workloads import WORKLOADS
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = ["speed", "memory", "states", "scale", "nodes", "mixtures", "clustering"]
+    kinds = ["speed", "memory", "states", "scale", "nodes", "modules", "mixtures", "clustering"]
     parser.add_argument("what", nargs="?", choices=kinds, default="speed")
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=f"some of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds, of states in units of 20 (default: 3)")
@@ -51,6 +52,10 @@ def main() -> None:
             from jobs.benchmarks.nodes import nodes
 
             nodes(arguments.workloads, arguments.rounds)
+        case "modules":
+            from jobs.benchmarks.modules import modules
+
+            modules(arguments.rounds)
         case "mixtures":
             from jobs.benchmarks.mixtures import mixtures
 

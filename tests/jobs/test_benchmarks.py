@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.workloads import Workload
-from jobs.benchmarks import clustering, mixtures
+from jobs.benchmarks import clustering, in_process
 from jobs.benchmarks.nodes import speedup
 from jobs.benchmarks.scale import CALL_SECONDS, simulate_round
 
@@ -88,11 +88,11 @@ class TestMixtures:
     def test_one_model_is_fedavg_and_equal_models_share_each_sample(self):
         """Equal models have responsibility 1 / 3 for all samples: three steps at a third of the learning rate."""
         torch.manual_seed(0)
-        three = mixtures.PlainLoop(self.WORK, 3)
+        three = in_process.PlainLoop(self.WORK, 3)
         first = copy.deepcopy(three.modules[0].state_dict())
         for module in three.modules:
             module.load_state_dict(first)
-        one = mixtures.PlainLoop(replace(self.WORK, lr=self.WORK.lr / 3), 1)
+        one = in_process.PlainLoop(replace(self.WORK, lr=self.WORK.lr / 3), 1)
         one.modules[0].load_state_dict(first)
         for loop, models in ((three, 3), (one, 1)):
             weight_Kn = loop.responsibilities(loop.x[0], loop.y[0])
@@ -106,5 +106,5 @@ class TestMixtures:
 
     @pytest.mark.parametrize("method", ["fedavg", {"fedem": {"num_models": 3}}])
     def test_our_rounds_run_in_this_process(self, method):
-        with mixtures.our_round(self.WORK, method, "sequential") as run:
+        with in_process.our_round(self.WORK, method, "sequential") as run:
             assert [run().round for _ in range(2)] == [1, 2]

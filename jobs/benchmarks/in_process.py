@@ -1,0 +1,92 @@
+"""Rounds of cfl_ray in this process, and plain PyTorch loops of the same rounds: CPU seconds of one thread."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from benchmarks.peers.bare import load, module_of
+from benchmarks.workloads import Workload, samples_of
+from cfl_ray.data import federation_from_arrays
+from cfl_ray.runtime.session import InProcessSession
+from cfl_ray.setup.prepare import prepare
+from jobs.benchmarks.rounds import experiment_of
+
+
+class PlainLoop:
+    """A round of FedEM in PyTorch alone; with one model it is FedAvg, without the E step."""
+
+    def __init__(self, work: Workload, models: int) -> None:
+        x, y, _ = samples_of(work)
+        self.x = (torch.from_numpy(x).float() / 255).split(work.samples)
+        self.y, self.work = torch.from_numpy(y).split(work.samples), work
+        self.modules = [module_of(work) for _ in range(models)]
+
+    def round(self) -> None:
+        """Trains all models on each client's data, and averages them."""
+        start = [[p.detach().clone() for p in module.parameters()] for module in self.modules]
+        totals = [[torch.zeros_like(p) for p in params] for params in start]
+        for x, y in zip(self.x, self.y, strict=True):
+            for module, params in zip(self.modules, start, strict=True):
+                load(list(module.parameters()), params)
+            weight_Kn = self.responsibilities(x, y)
+            for module, total, weight_n in zip(self.modules, totals, weight_Kn, strict=True):
+                optimiser = torch.optim.SGD(module.parameters(), lr=self.work.lr)
+                for batch in self.batches(len(y)):
+                    loss_B = cross_entropy(module(x[batch]), y[batch], reduction="none")
+                    optimiser.zero_grad()
+                    (loss_B * weight_n[batch]).mean().backward()
+                    optimiser.step()
+                for sum_p, p in zip(total, module.parameters(), strict=True):
+                    sum_p += p.detach()
+        for module, total in zip(self.modules, totals, strict=True):
+            load(list(module.parameters()), [sum_p / len(self.y) for sum_p in total])
+
+    @torch.no_grad()
+    def responsibilities(self, x: Tensor, y: Tensor) -> Tensor:
+        """The E step with equal weights of the models: (K, n); ones for a single model."""
+        if len(self.modules) == 1:
+            return torch.ones(1, len(y))
+        return torch.stack([-cross_entropy(module(x), y, reduction="none") for module in self.modules]).softmax(0)
+
+    def batches(self, samples: int) -> Iterator[Tensor]:
+        """Indices of the batches of all epochs."""
+        for _ in range(self.work.epochs):
+            yield from torch.randperm(samples).split(self.work.batch or samples)
+
+
+@contextmanager
+def our_round(work: Workload, method: dict[str, dict[str, int]] | str, engine: str) -> Iterator[Callable[[], object]]:
+    """A function that runs the next round of a method of cfl_ray in this process."""
+    x, y, clients = samples_of(work)
+    federation = federation_from_arrays(x, y, clients, num_classes=work.classes, holdout=0.001)
+    changes = {"methods": [method], "data": federation, "runtime": {"engine": engine, "checkpoint_every": 10_000}}
+    setup = prepare(experiment_of(work, "runs", 10_000, **changes))
+    session = InProcessSession(setup, None)
+    rounds = session.rounds(next(iter(setup.methods)), lambda text: None)
+    next(rounds)
+    try:
+        yield lambda: next(rounds)
+    finally:
+        session.close()
+
+
+def cpu_seconds(step: Callable[[], object]) -> float:
+    """CPU seconds of this process in a call."""
+    began = time.process_time()
+    step()
+    return time.process_time() - began
+
+
+def compare(
+    name: str, steps: tuple[Callable[[], object], Callable[[], object]], labels: tuple[str, str], rounds: int
+) -> None:
+    """Prints the medians of two steps that are run in turn, and of their ratio, after one warm-up."""
+    pairs = [tuple(map(cpu_seconds, steps)) for _ in range(rounds + 1)][1:]
+    first, second = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratio = statistics.median(b / a for a, b in pairs)
+    print(f"{name}: {labels[0]} {first:.2f} s, {labels[1]} {second:.2f} s, ratio {ratio:.2f}", flush=True)

@@ -1,0 +1,122 @@
+"""CPU seconds of FedAvg rounds with own modules, beside a plain loop: `python -m jobs.benchmarks modules`.
+
+Both run in this process with one thread, in turn. The plain loop has no server, no validation and no records.
+"""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.models import MODELS
+from benchmarks.workloads import Workload
+from cfl_ray.errors import ConfigError
+from cfl_ray.system.threads import one_thread
+from jobs.benchmarks.in_process import PlainLoop, compare, our_round
+
+ENGINES = ("manual", "sequential")
+
+
+class DropoutMLP(nn.Module):
+    """784-400-200 with two dropouts, as layers or as functions."""
+
+    def __init__(self, classes: int, functional: bool = False) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = nn.Linear(784, 400), nn.Linear(400, 200), nn.Linear(200, classes)
+        self.drop1, self.drop2 = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.functional = functional
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, 1, 28, 28)."""
+        x_B = F.relu(self.fc1(x_B.flatten(1)))
+        x_B = F.dropout(x_B, training=self.training) if self.functional else self.drop1(x_B)
+        x_B = F.relu(self.fc2(x_B))
+        x_B = F.dropout(x_B, training=self.training) if self.functional else self.drop2(x_B)
+        return self.fc3(x_B)
+
+
+class ResNet8(nn.Module):
+    """Three residual blocks of 16, 32 and 64 channels, with GroupNorm."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.GroupNorm(8, 16), nn.ReLU())
+        self.blocks = nn.Sequential(_Block(16, 16, 1), _Block(16, 32, 2), _Block(32, 64, 2))
+        self.fc = nn.Linear(64, classes)
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, 1, 28, 28)."""
+        return self.fc(self.blocks(self.first(x_B)).mean((2, 3)))
+
+
+class _Block(nn.Module):
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.norm1, self.norm2 = nn.GroupNorm(8, out), nn.GroupNorm(8, out)
+        self.shortcut: nn.Module = nn.Identity()
+        if channels != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.GroupNorm(8, out))
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        inner_B = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x_B)))))
+        return F.relu(inner_B + self.shortcut(x_B))
+
+
+class LSTM(nn.Module):
+    """An LSTM of 64 units that reads the rows of an image."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(28, 64, batch_first=True), nn.Linear(64, classes)
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, 1, 28, 28)."""
+        return self.fc(self.lstm(x_B.squeeze(1))[0][:, -1])
+
+
+class Transformer(nn.Module):
+    """Two encoder layers of 64 features on the rows of an image."""
+
+    def __init__(self, classes: int, dropout: float) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=dropout, batch_first=True)
+        self.embed, self.encoder = nn.Linear(28, 64), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.fc = nn.Linear(64, classes)
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, 1, 28, 28)."""
+        return self.fc(self.encoder(self.embed(x_B.squeeze(1))).mean(1))
+
+
+OWN: dict[str, Callable[..., nn.Module]] = {
+    "dropout_mlp": DropoutMLP,
+    "resnet8": ResNet8,
+    "lstm": LSTM,
+    "transformer": Transformer,
+}
+CASES = [
+    Workload("MLP with dropout", "dropout_mlp", {}, 10, 10, 600, 32, 1),
+    Workload("MLP with F.dropout", "dropout_mlp", {"functional": True}, 10, 10, 600, 32, 1),
+    Workload("CNN with dropout", "small_cnn", {"channels": 1, "side": 28, "dropout": True}, 62, 5, 100, 20, 1),
+    Workload("ResNet-8 with GroupNorm", "resnet8", {}, 10, 5, 200, 32, 1),
+    Workload("LSTM", "lstm", {}, 10, 10, 300, 32, 1),
+    Workload("Transformer", "transformer", {"dropout": 0.0}, 10, 5, 200, 32, 1),
+    Workload("Transformer with dropout", "transformer", {"dropout": 0.1}, 10, 5, 200, 32, 1),
+]
+
+
+def modules(rounds: int) -> None:
+    """Prints CPU seconds per round of the plain loop and of each engine that trains the module, and their ratio."""
+    print(f"CPU seconds of one thread per round of FedAvg, median of {rounds}, in turn")
+    MODELS.update(OWN)
+    for work in CASES:
+        for engine in ENGINES:
+            with one_thread():
+                loop = PlainLoop(work, 1)
+            try:
+                with our_round(work, "fedavg", engine) as ours:
+                    compare(f"{work.description}, {engine}", (loop.round, ours), ("loop", "cfl_ray"), rounds)
+            except ConfigError as error:
+                print(f"{work.description}: {error}", flush=True)
