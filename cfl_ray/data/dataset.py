@@ -8,6 +8,7 @@ import torch
 
 from cfl_ray.data.arrays import Array, federation_from_arrays
 from cfl_ray.data.federation import Federation
+from cfl_ray.data.mapped import mapped_array
 from cfl_ray.errors import DataError
 
 
@@ -64,24 +65,26 @@ def _arrays(dataset: PairDataset, name: str, targets: str) -> tuple[np.ndarray, 
         raise DataError(f"{name} must have a length and samples by number, {type(dataset).__name__} does not")
     if len(dataset) == 0:
         raise DataError(f"{name} has 0 samples, expected at least 1")
-    inputs, labels = [], []
+    x, labels = np.empty(0), []
     for row in range(len(dataset)):
         sample = dataset[row]
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise DataError(f"{name}[{row}] is {type(sample).__name__}, expected a pair (input, label)")
-        inputs.append(_input(sample[0], f"{name}[{row}]"))
-        first, last = inputs[0], inputs[-1]
-        if (last.shape, last.dtype) != (first.shape, first.dtype):
+        one = _input(sample[0], f"{name}[{row}]")
+        if row == 0:
+            x = mapped_array((len(dataset), *one.shape), one.dtype)
+        if (one.shape, one.dtype) != (x.shape[1:], x.dtype):
             raise DataError(
-                f"{name}[{row}] is {last.dtype} {last.shape}, {name}[0] is {first.dtype} {first.shape}; "
+                f"{name}[{row}] is {one.dtype} {one.shape}, {name}[0] is {x.dtype} {x.shape[1:]}; "
                 "all samples need one shape and type"
             )
+        x[row] = one
         labels.append(_target(sample[1], f"{name}[{row}]", targets))
         if np.shape(labels[-1]) != np.shape(labels[0]):
             raise DataError(
                 f"the target of {name}[{row}] has shape {np.shape(labels[-1])}, but {name}[0] has {np.shape(labels[0])}"
             )
-    return np.stack(inputs), np.array(labels)
+    return x, np.array(labels)
 
 
 def _input(value: Any, name: str) -> np.ndarray:

@@ -7,6 +7,7 @@ import pyarrow.csv
 
 from cfl_ray.data.columns import decode
 from cfl_ray.data.images import Images, Progress
+from cfl_ray.data.mapped import mapped_array
 from cfl_ray.errors import DataError
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -61,7 +62,7 @@ def _part(
     y = np.array([classes.index(name) for name in names], np.int16)
     if not pixels:
         return np.broadcast_to(np.uint8(0), (len(files), *shape)), y
-    x = np.empty((len(files), *shape), np.uint8)
+    x = mapped_array((len(files), *shape))
     for row, file in enumerate(files):
         image = decode(file, str(file))
         if image.shape != shape:

@@ -12,6 +12,7 @@ import numpy as np
 from cfl_ray.config import DataConfig
 from cfl_ray.config.data import FilesDataConfig
 from cfl_ray.data.federation import DataShape
+from cfl_ray.data.mapped import mapped_array
 from cfl_ray.errors import DataError
 
 Files = TypeVar("Files", bound=FilesDataConfig)
@@ -63,7 +64,8 @@ class Images:
             group = np.concatenate([self.group, self.test_group])
         y = np.concatenate([self.train_y, self.test_y])
         if any(self.train_x.strides):
-            x = np.concatenate([self.train_x, self.test_x])
+            x = mapped_array((len(y), *self.shape), self.train_x.dtype)
+            x[: len(self.train_x)], x[len(self.train_x) :] = self.train_x, self.test_x
         else:  # a summary, without pixels
             x = np.broadcast_to(self.train_x[:1], (len(y), *self.shape))
         return replace(self, train_x=x, train_y=y, test_x=None, test_y=None, client=None, group=group, test_group=None)

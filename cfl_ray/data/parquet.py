@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.data.columns import Named, column_of, decode_row, groups_of, ids_of, integer_labels
 from cfl_ray.data.images import Images, Progress
+from cfl_ray.data.mapped import mapped_array
 from cfl_ray.errors import DataError, did_you_mean
 
 BATCH_ROWS = 2048  # encoded images in memory at a time
@@ -115,7 +116,7 @@ def _pixels(
     """Returns uint8 (rows, *shape); a broadcast 0 if pixels are not wanted."""
     if not wanted:
         return np.broadcast_to(np.uint8(0), (rows, *shape))
-    x = np.empty((rows, *shape), np.uint8)
+    x = mapped_array((rows, *shape))
     done = 0
     for file in files:
         row = 0
