@@ -10,6 +10,7 @@ from cfl_ray.engine import scoring
 from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
+from cfl_ray.engine.samples import Same
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.engine.validation import invalid_data_reason
 
@@ -39,10 +40,15 @@ def evaluate_shared(chunk: OpenChunk[EvaluateShared]) -> Arrays:
     work, arrays, shape, task = chunk.work, chunk.empty(), chunk.data.shape, chunk.network.task
     mixtures = _Mixtures(chunk)
     for index, test_set in enumerate(work.ids_M.tolist()):
-        x, y = chunk.data.test_set(test_set)
-        if reason := invalid_data_reason(x, y, shape, least=0):
-            chunk.exclude(index, f"its test set {test_set} has {reason}")
-            continue
+        key = "test set", test_set, Same(chunk.data)  # the federation of a round numbers its test sets
+        samples = chunk.cache.get(key)
+        if samples is None:
+            samples = chunk.data.test_set(test_set)
+            if reason := invalid_data_reason(*samples, shape, least=0):
+                chunk.exclude(index, f"its test set {test_set} has {reason}")
+                continue
+            samples = chunk.cache.add(key, samples)
+        x, y = samples[0], samples[1].cpu()  # the outputs are compared on the CPU
         if work.weight_MK is None:
             logits = scoring.additive_logits(chunk.network, chunk.on_device(work.start, index), chunk.frozen(index))
         else:

@@ -15,6 +15,7 @@ from torch import Tensor
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.work import Proximal
 from cfl_ray.engine.task import BatchIndex, TrainingResult, TrainingTask
+from cfl_ray.nn.device_memory import copied_to
 from cfl_ray.nn.network import Network
 
 
@@ -82,7 +83,7 @@ class LocalGradient(ABC):
             return []
         if batch not in self._masks:
             layers = self.network.dropouts.values()
-            self._masks[batch] = [layer.draw(samples, self.noise).to(self.network.device) for layer in layers]
+            self._masks[batch] = [copied_to(self.network.device, layer.draw(samples, self.noise)) for layer in layers]
         return self._masks[batch]
 
     def draws(self, batch: int) -> AbstractContextManager[object]:

@@ -2,19 +2,35 @@
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from cfl_ray.nn.device_memory import DeviceMemory
+from cfl_ray.nn.device_memory import DeviceMemory, copied_to
 
 Samples = tuple[Tensor, Tensor]  # x (n, *shape), y (n,)
 
 _SHARE = 0.3  # of the memory that is free when the first client is added
 
 
-class SampleCache:
-    """Samples by client and version of its data. Beyond the limit, the least recently used are dropped.
+@dataclass(frozen=True, eq=False)
+class Same:
+    """Part of a key: equal only for the same object, which it keeps alive."""
 
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class SampleCache:
+    """Samples by client and version of its data, and shared test sets.
+
+    Beyond the limit, those used least recently are dropped.
     On a CPU, nothing is kept: the samples are used as they are read.
 
     limit: bytes; None: a share of the memory that is free when the first client is added.
@@ -47,7 +63,7 @@ class SampleCache:
             return samples
         while self._kept and self.used + size > self.limit:
             self._drop(next(iter(self._kept)))
-        moved = x.to(self.memory.device), y.to(self.memory.device)
+        moved = copied_to(self.memory.device, x), copied_to(self.memory.device, y)
         self._kept[key] = moved, moved[0]._version
         self.used += size
         return moved

@@ -17,6 +17,7 @@ from cfl_ray.engine.local_steps import companion_arguments, companion_parts, who
 from cfl_ray.engine.rows import ProximalRows, padded, rows_on
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.vmap_batches import in_batches, train_alone
+from cfl_ray.nn.device_memory import copied_to
 from cfl_ray.nn.network import Network
 
 # On a CPU, a step of a vmap batch costs about 1 ms before any arithmetic, whatever its number of clients, and is slower
@@ -147,7 +148,9 @@ class _Plan:
             padded(parts, self.device) for parts in zip(*((task.x, task.y) for task in tasks), strict=True)
         )
         index, weight, self.size, active = _indices(tasks)
-        self.index, self.weight, self.active = (torch.from_numpy(a).to(self.device) for a in (index, weight, active))
+        self.index, self.weight, self.active = (
+            copied_to(self.device, torch.from_numpy(array)) for array in (index, weight, active)
+        )
         self.client = torch.arange(len(tasks), device=self.device)[:, None]
         self.step_counts = [task.steps for task in tasks]
         self.tail = torch.tensor([task.tail for task in tasks], device=self.device)
@@ -175,7 +178,7 @@ class _Plan:
                 if size:
                     mask[:size] = layer.draw(size, generator)
                 drawn[name].append(mask)
-        return {f"{name}.mask": torch.stack(masks).to(network.device) for name, masks in drawn.items()}
+        return {f"{name}.mask": copied_to(network.device, torch.stack(masks)) for name, masks in drawn.items()}
 
 
 def _indices(tasks: Sequence[TrainingTask]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

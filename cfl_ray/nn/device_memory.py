@@ -19,6 +19,13 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
+def copied_to(device: torch.device, x: torch.Tensor) -> torch.Tensor:
+    """The tensor on this device, itself if it is there; to a GPU from page-locked memory, so that nothing waits."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
 @dataclass
 class _Known:
     """Memory that vmap batches of one kind of client need."""

@@ -12,7 +12,7 @@ from cfl_ray.core.rng import torch_stream
 from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn import precision as precisions
-from cfl_ray.nn.device_memory import DeviceMemory, device_of
+from cfl_ray.nn.device_memory import DeviceMemory, copied_to, device_of
 from cfl_ray.nn.layers import AddressedDropout, replace_layers
 from cfl_ray.nn.shared import FrozenParameter
 
@@ -255,7 +255,7 @@ class Network:
 
     def input(self, x: Tensor) -> Tensor:
         """Samples on the network's device, in the memory layout of its weights."""
-        x = x.to(self.device, non_blocking=True)
+        x = copied_to(self.device, x)
         return _channels_last(x) if self.channels_last and x.ndim == 4 else x
 
     def autocast(self) -> AbstractContextManager[object]:

@@ -10,7 +10,7 @@ from federations import Spoiled, Stage, planted, uneven
 from torch import nn
 
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.work import Address, EvaluateClients, Rows
+from cfl_ray.core.work import Address, EvaluateClients, EvaluateShared, Rows
 from cfl_ray.data.chained import ChainedFederation
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.engine.attack import Attack
@@ -66,6 +66,25 @@ def test_of_tests_are_read_once_per_version_of_the_data():
     assert np.array_equal(scores[0], scores[1]) and np.array_equal(scores[2], scores[3])
     changed = [client for client in range(3) if not np.array_equal(scores[1][client], scores[2][client])]
     assert changed == [1]
+
+
+def test_shared_test_sets_are_read_once_until_the_data_change():
+    federation = ChangingFederation(planted(3), [DataChange(3, (1,), offset=1)])
+    assert federation.num_test_sets() == 2
+    stage, _ = stage_of(federation, None)
+    again, _ = stage_of(ChangingFederation(planted(3), [DataChange(3, (1,), offset=1)]), 0)
+    reads, test_set = Counter(), federation._base.test_set
+    federation._base.test_set = lambda index: (reads.update([index]), test_set(index))[1]
+    found = []
+    for one in (stage, again):
+        for number in (1, 2, 3, 4):
+            count = one.backend.worker.federation.at(number).num_test_sets()
+            start = Rows(0, np.zeros(count, int))
+            work = EvaluateShared(Address(0, number, -1), np.arange(count), (one.model()[None],), start=start)
+            found.append(one.backend.run(work).arrays["confusion"])
+    assert [len(of_round) for of_round in found[:4]] == [2, 2, 3, 3]
+    assert all(map(np.array_equal, found[:4], found[4:])) and not np.array_equal(found[2][1], found[2][2])
+    assert reads == {0: 1 + 1, 1: 1 + 1 + 1}, "the third is derived from the second"
 
 
 def test_of_losses_are_the_same_ones():
