@@ -15,6 +15,7 @@ PAGE, CHOOSING = ROOT / "docs" / "heterogeneity.md", ROOT / "docs" / "choosing.m
 FIGURES = {  # by data set
     "Digits": ROOT / "docs" / "results" / "heterogeneity-digits.csv",
     "Fashion-MNIST": ROOT / "docs" / "results" / "heterogeneity-fashion_mnist.csv",
+    "CIFAR-10": ROOT / "docs" / "results" / "heterogeneity-cifar10.csv",
 }
 SETTINGS = ("label_skew", "feature_shift", "concept_shift", "both", "drift", "mixtures")
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
