@@ -204,8 +204,8 @@ class RunDirectory:
         if self.is_run:
             if (number := self._format()) != FORMAT:
                 raise ConfigError(
-                    f"{self.config} has {'no format' if number is None else f'format {number}'}, and this cfl_ray "
-                    f"reads format {FORMAT}: use the version that wrote it"
+                    f"{self.config} has format {number}, and this cfl_ray reads format {FORMAT}: use the version that "
+                    "wrote it"
                 )
             return
         if self.is_study:
@@ -218,11 +218,11 @@ class RunDirectory:
             )
         raise ConfigError(f"{self.path} holds no run: there is no {self.config}")
 
-    def _format(self) -> int | None:
-        """The format in config.yaml; None if it has no such line."""
+    def _format(self) -> int:
+        """The format in config.yaml; the present format if its comments were removed."""
         with opened(self.config) as file:
             line = _FORMAT_LINE.search(file.read(_HEADER_BYTES)) if file is not None else None
-        return int(line[1]) if line else None
+        return int(line[1]) if line else FORMAT
 
     # ---- who may write
 

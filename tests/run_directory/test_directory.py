@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cfl_ray
-from cfl_ray import Experiment, resume, simulate
+from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.directory import FORMAT
@@ -75,11 +75,18 @@ def test_a_run_writes_the_files_of_its_layout_and_no_others(tmp_path, experiment
     assert {"config.yaml", "environment.json", "run.json"} <= {path.name for path in run.path.iterdir()}
 
 
-@pytest.mark.parametrize(("line", "found"), [("# format 99\n", "format 99"), ("", "no format")])
-def test_a_run_of_another_format_is_refused(tmp_path, line, found):
-    (tmp_path / "config.yaml").write_text(f"# config hash 1\n{line}name: small\n")
-    with pytest.raises(ConfigError, match=f"has {found}, and this cfl_ray reads format {FORMAT}"):
+@pytest.mark.parametrize("number", [2, 99])
+def test_a_run_of_another_format_is_refused(tmp_path, number):
+    (tmp_path / "config.yaml").write_text(f"# config hash 1\n# format {number}\nname: small\n")
+    with pytest.raises(ConfigError, match=f"has format {number}, and this cfl_ray reads format {FORMAT}"):
         resume(tmp_path)
+
+
+def test_a_config_whose_comments_were_removed_is_read(tmp_path, experiment):
+    simulate(experiment, tmp_path / "run")
+    config = RunDirectory(tmp_path / "run").config
+    config.write_text(re.sub("^#.*\n", "", config.read_text(), flags=re.M))
+    assert load_run(tmp_path / "run")["ifca"].records[-1].round == 2
 
 
 def test_of_two_drivers_that_start_in_one_folder_one_starts(tmp_path):

@@ -49,8 +49,8 @@ def rounds_with(*counts, size=10, **metrics):
 def test_rejected_updates_are_counted_with_all_updates_of_the_run():
     found = rejected_updates(rounds_with(0, 3, 0, 4))
     assert (found.count, found.total, found.rounds, str(found)) == (7, 40, [2, 4], "7 of 40")
-    earlier = [RoundRecord(1, {"clients_rejected": 2.0}), RoundRecord(2, {"clients_rejected": 0.0})]
-    assert str(rejected_updates(earlier)) == "2" and rejected_updates(earlier).total is None
+    without = [RoundRecord(1, {"updates_rejected": 2.0}), RoundRecord(2, {"updates_rejected": 0.0})]
+    assert str(rejected_updates(without)) == "2" and rejected_updates(without).total is None
 
 
 def test_a_method_has_diverged_if_a_tenth_of_its_updates_was_rejected_without_attackers():
