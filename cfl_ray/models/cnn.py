@@ -3,19 +3,28 @@
 from torch import nn
 
 
-def lenet5(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """LeNet-5 without padding: 62,006 parameters on 3x32x32 and 44,426 on 1x28x28 (FedClust, PACFL)."""
+def _two_convolutions(input_shape: tuple[int, ...], first: int, second: int) -> tuple[list[nn.Module], int]:
+    """Two 5x5 convolutions without padding, each with ReLU and pooling, and flattening; the size of the output."""
     channels, height, width = input_shape
-    side = [((edge - 4) // 2 - 4) // 2 for edge in (height, width)]
-    return nn.Sequential(
-        nn.Conv2d(channels, 6, 5),
+    layers = [
+        nn.Conv2d(channels, first, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
+        nn.Conv2d(first, second, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(16 * side[0] * side[1], 120),
+    ]
+    sides = [((edge - 4) // 2 - 4) // 2 for edge in (height, width)]
+    return layers, second * sides[0] * sides[1]
+
+
+def lenet5(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """LeNet-5 without padding: 62,006 parameters on 3x32x32 and 44,426 on 1x28x28 (FedClust, PACFL)."""
+    convolutions, size = _two_convolutions(input_shape, 6, 16)
+    return nn.Sequential(
+        *convolutions,
+        nn.Linear(size, 120),
         nn.ReLU(),
         nn.Linear(120, 84),
         nn.ReLU(),
@@ -55,20 +64,8 @@ def leaf_cnn(input_shape: tuple[int, ...], num_classes: int, hidden: int = 512) 
 
     582,026 parameters on 1x28x28 and 878,538 on 3x32x32, with 10 classes.
     """
-    channels, height, width = input_shape
-    side = [((edge - 4) // 2 - 4) // 2 for edge in (height, width)]
-    return nn.Sequential(
-        nn.Conv2d(channels, 32, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(64 * side[0] * side[1], hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, num_classes),
-    )
+    convolutions, size = _two_convolutions(input_shape, 32, 64)
+    return nn.Sequential(*convolutions, nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
 
 
 def autocfl_cnn(input_shape: tuple[int, ...], num_classes: int, channels: tuple[int, int] = (20, 50)) -> nn.Module:
@@ -77,19 +74,8 @@ def autocfl_cnn(input_shape: tuple[int, ...], num_classes: int, channels: tuple[
     channels: (20, 50) gives 33,580 parameters on MNIST, (16, 32) gives 18,378 on Fashion-MNIST and (6, 16) gives 6,882
         on CIFAR-10.
     """
-    depth, height, width = input_shape
-    first, second = channels
-    side = [((edge - 4) // 2 - 4) // 2 for edge in (height, width)]
-    return nn.Sequential(
-        nn.Conv2d(depth, first, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(first, second, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(second * side[0] * side[1], num_classes),
-    )
+    convolutions, size = _two_convolutions(input_shape, *channels)
+    return nn.Sequential(*convolutions, nn.Linear(size, num_classes))
 
 
 def digits_cnn(input_shape: tuple[int, ...], num_classes: int, channels: int = 16) -> nn.Module:
