@@ -36,7 +36,7 @@ from cfl_ray.engine.rows import distinct, rows_on
 from cfl_ray.engine.span_together import train_together
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import WEIGHT_POWER, invalid_update_reason
-from cfl_ray.engine.vmap_batches import in_batches, train_alone
+from cfl_ray.engine.vmap_batches import in_batches
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.passes import Passes, passes_of, why_no_passes
 
@@ -109,12 +109,8 @@ def batches(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[tuple[i
     if not _together(network):
         yield from _small_batches(network, list(tasks))
         return
-
-    def alone(task: TrainingTask) -> SpanBatch:
-        return train_alone(network.memory, task, lambda alone: SpanBatch(network, [alone]))
-
     first = 0
-    for members, batch in in_batches(network.memory, tasks, lambda batch: SpanBatch(network, batch), alone, "span"):
+    for members, batch in in_batches(network.memory, tasks, lambda members: SpanBatch(network, members), "span"):
         yield first, batch
         first += len(members)
 

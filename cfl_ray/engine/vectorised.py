@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from cfl_ray.engine import sequential
-from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.local_steps import companion_arguments, companion_parts, whole_companion
 from cfl_ray.engine.rows import ProximalRows, padded, rows_on
 from cfl_ray.engine.task import TrainingResult, TrainingTask
-from cfl_ray.engine.vmap_batches import in_batches, train_alone
+from cfl_ray.engine.vmap_batches import in_batches
 from cfl_ray.nn.device_memory import copied_to
 from cfl_ray.nn.network import Network
 
@@ -79,15 +78,11 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
     The client of a batch of one is trained by the sequential engine.
     """
 
-    def alone(task: TrainingTask) -> list[TrainingResult]:
-        with naming_client(task.client, "training"):
-            return [train_alone(network.memory, task, lambda alone: next(sequential.train(network, [alone])))]
-
-    def together(batch: list[TrainingTask]) -> list[TrainingResult]:
-        return alone(batch[0]) if len(batch) == 1 else train_batch(network, batch)
+    def trained(batch: list[TrainingTask]) -> list[TrainingResult]:
+        return train_batch(network, batch) if len(batch) > 1 else list(sequential.train(network, batch))
 
     first = 0
-    for batch, results in in_batches(network.memory, tasks, together, alone, "vectorised"):
+    for batch, results in in_batches(network.memory, tasks, trained, "vectorised"):
         for result in results:
             yield replace(result, index=first + result.index)
         first += len(batch)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from cfl_ray.engine.failure import ClientFailure
+from cfl_ray.engine.failure import ClientFailure, naming_client
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.device_memory import PROBE, DeviceMemory
 
@@ -60,13 +60,11 @@ def in_batches(
     memory: DeviceMemory,
     tasks: Iterable[TrainingTask],
     train: Callable[[list[TrainingTask]], Result],
-    alone: Callable[[TrainingTask], Result],
     engine: str,
 ) -> Iterator[tuple[list[TrainingTask], Result]]:
     """Trains all tasks, as many at once as the memory allows. Yields each vmap batch with its result, in order.
 
     A batch that runs out of memory is trained again in halves. Random draws have keys, so the results do not change.
-    alone: trains a client that does not fit as a batch of one.
     engine: name of the engine, because engines need different amounts of memory.
     """
     source, waiting = iter(tasks), list[TrainingTask]()
@@ -78,22 +76,21 @@ def in_batches(
         size = memory.batch_size(kind)
         waiting += itertools.islice(source, None if size is None else max(size - len(waiting), 0))
         batch = waiting[:size]
-        measured = memory.measurable and not memory.is_known(kind) and len(batch) > 1
-        if measured:
-            memory.begin_peak()
-        try:
-            result = train(batch)
-        except torch.OutOfMemoryError:
-            fits = False
+        result: Result | None = None
+        if len(batch) == 1:
+            with naming_client(batch[0].client, "training"):
+                result = train_alone(memory, batch[0], lambda task: train([task]))
         else:
-            fits = True
-        if not fits:  # outside the handler: the error holds the tensors of the batch
-            memory.did_not_fit(kind, len(batch))
-            if len(batch) > 1:
+            measured = memory.measurable and not memory.is_known(kind)
+            if measured:
+                memory.begin_peak()
+            with suppress(torch.OutOfMemoryError):
+                result = train(batch)
+            if result is None:  # outside the context: the error holds the tensors of the batch
+                memory.did_not_fit(kind, len(batch))
                 continue
-            result = alone(batch[0])
-        elif measured:
-            memory.fitted(kind, len(batch))
+            if measured:
+                memory.fitted(kind, len(batch))
         memory.largest = max(memory.largest, len(batch))
         del waiting[: len(batch)]
         yield batch, result
