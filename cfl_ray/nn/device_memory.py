@@ -2,14 +2,12 @@
 
 import gc
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 PROBE = 4  # clients of the vmap batch that measures the need of one client
 _USED = 0.7  # share of the free memory that a vmap batch fills; the rest is for unequal clients and fragments
-
 
 Result = TypeVar("Result")
 
@@ -26,14 +24,6 @@ def copied_to(device: torch.device, x: torch.Tensor) -> torch.Tensor:
     return x.to(device)
 
 
-@dataclass
-class _Known:
-    """Memory that vmap batches of one kind of client need."""
-
-    need: int  # bytes of one client
-    limit: int | None = None  # most clients, after a larger vmap batch did not fit
-
-
 class DeviceMemory:
     """Memory of a device that this process may use.
 
@@ -43,7 +33,8 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device, share: float = 1.0, most: int | None = None):
         self.device, self.share, self.most = device, share, most
-        self.known: dict[Hashable, _Known] = {}
+        self.needs: dict[Hashable, int] = {}  # bytes of one client, by kind
+        self.limits: dict[Hashable, int] = {}  # most clients of a vmap batch, by kinds of which one did not fit
         self._before = 0
         self.largest = 0  # clients of the largest vmap batch that was trained
         self.caches: list[Callable[[], None]] = []  # functions that clear caches on the device
@@ -107,20 +98,20 @@ class DeviceMemory:
         """Most clients of the next vmap batch of this kind; None if there is no limit."""
         if not self.measurable:
             return None
-        known = self.known.get(kind)
-        size = PROBE if known is None else max(int(_USED * self.free()) // known.need, 1)
-        limits = (self.most, None if known is None else known.limit)
-        return min([size, *(limit for limit in limits if limit is not None)])
+        need = self.needs.get(kind)
+        size = PROBE if need is None else max(int(_USED * self.free()) // need, 1)
+        return min(size, self.limits.get(kind, size), size if self.most is None else self.most)
 
     def is_known(self, kind: Hashable) -> bool:
         """Whether the need of one client of this kind was measured."""
-        return kind in self.known
+        return kind in self.needs
 
     def fitted(self, kind: Hashable, size: int) -> None:
         """Records the peak of a vmap batch of `size` clients as the need of such clients."""
-        self.known[kind] = _Known(max(self.peak() // size, 1))
+        self.needs[kind] = max(self.peak() // size, 1)
 
     def did_not_fit(self, kind: Hashable, size: int) -> None:
         """Limits vmap batches to half of `size`, after `size` clients ran out of memory."""
-        self.known.setdefault(kind, _Known(max(self.free() // size, 1))).limit = max(size // 2, 1)
+        self.needs.setdefault(kind, max(self.free() // size, 1))
+        self.limits[kind] = max(size // 2, 1)
         self.release()
