@@ -23,7 +23,7 @@ def losses(chunk: OpenChunk[Losses]) -> Arrays:
     """
     work, network, arrays, parts = chunk.work, chunk.network, chunk.empty(), {}
     for index in range(len(chunk)):
-        if samples := chunk.device_samples(index):
+        if samples := chunk.samples(index):
             chosen = _drawn(work, chunk.client(index), len(samples[1]))
             parts[index] = samples if chosen is None else (samples[0][chosen], samples[1][chosen])
     frozen = _frozen_logits(chunk, {index: x for index, (x, _) in parts.items()})
@@ -40,7 +40,7 @@ def describe(chunk: OpenChunk[Describe]) -> Arrays:
     work, arrays = chunk.work, chunk.empty()
     features = [torch.zeros(0)] * len(chunk)
     for index in range(len(chunk)):
-        samples, client = chunk.samples(index), chunk.client(index)
+        samples, client = chunk.samples(index, on_device=False), chunk.client(index)
         if samples is None:
             continue
         with naming_client(client, "describing itself"):

@@ -1,6 +1,7 @@
 """Tests of models: on each client's own test data, and on shared test sets."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -12,12 +13,11 @@ from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.samples import Same
 from cfl_ray.engine.task import TrainingTask
-from cfl_ray.engine.validation import invalid_data_reason
 
 
 def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
     """Scores of each client's model, which may be trained before the test (`tune`)."""
-    work, arrays, mixtures = chunk.work, chunk.empty(), _Mixtures(chunk)
+    work, arrays, predictors = chunk.work, chunk.empty(), _Predictors(chunk)
     for index in range(len(chunk)):
         row_P = predicting_row(chunk.on_device(work.start, index), work.client_state, chunk.stored_value(index))
         if work.tune is not None:
@@ -25,10 +25,7 @@ def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
             if task is None:
                 continue
             row_P = chunk.train_one(task).row_P
-        if work.weight_MK is None:
-            logits = scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))
-        else:
-            logits = mixtures.predictor(index)
+        logits = predictors.of(index, row_P)
         arrays["scores"][index], reason = client_scores(chunk, index, logits, work.max_test_samples)
         if reason:
             chunk.exclude(index, f"its test data have {reason}")
@@ -37,27 +34,21 @@ def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
 
 def evaluate_shared(chunk: OpenChunk[EvaluateShared]) -> Arrays:
     """Counts by true and predicted class, or scores, of a model on each test set."""
-    work, arrays, shape, task = chunk.work, chunk.empty(), chunk.data.shape, chunk.network.task
-    mixtures = _Mixtures(chunk)
+    work, arrays, predictors = chunk.work, chunk.empty(), _Predictors(chunk)
     for index, test_set in enumerate(work.ids_M.tolist()):
         key = "test set", test_set, Same(chunk.data)  # the federation of a round numbers its test sets
-        samples = chunk.cache.get(key)
-        if samples is None:
-            samples = chunk.data.test_set(test_set)
-            if reason := invalid_data_reason(*samples, shape, least=0):
-                chunk.exclude(index, f"its test set {test_set} has {reason}")
-                continue
-            samples = chunk.cache.add(key, samples)
-        x, y = samples[0], samples[1].cpu()  # the outputs are compared on the CPU
-        if work.weight_MK is None:
-            logits = scoring.additive_logits(chunk.network, chunk.on_device(work.start, index), chunk.frozen(index))
-        else:
-            logits = mixtures.predictor(index, test_set)
-        if not work.by_confusion:
-            with naming_client(test_set, "testing", "test set"):
-                arrays["scores"][index] = scoring.values(task, logits, x, y) if len(y) else np.nan
+        samples = chunk.read(key, partial(chunk.data.test_set, test_set))
+        if isinstance(samples, str):
+            chunk.exclude(index, f"its test set {test_set} has {samples}")
             continue
-        arrays["confusion"][index], arrays["loss"][index] = scoring.confusion(logits(x).cpu(), y, shape.num_classes)
+        x, y = samples[0], samples[1].cpu()  # the outputs are compared on the CPU
+        logits = predictors.of(index, chunk.on_device(work.start, index), test_set)
+        if work.by_confusion:
+            counts = scoring.confusion(logits(x).cpu(), y, chunk.data.shape.num_classes)
+            arrays["confusion"][index], arrays["loss"][index] = counts
+        else:
+            with naming_client(test_set, "testing", "test set"):
+                arrays["scores"][index] = scoring.values(chunk.network.task, logits, x, y) if len(y) else np.nan
     return arrays
 
 
@@ -68,26 +59,23 @@ def client_scores(
     max_samples: int | None,
 ) -> tuple[np.ndarray | Sequence[float], str | None]:
     """Metrics and mean loss on one client's own test data; NaN, with the reason, for invalid data."""
-    task, shape, client = chunk.network.task, chunk.data.shape, chunk.client(index)
+    task, client = chunk.network.task, chunk.client(index)
     undefined = np.full(len(task.score_names), np.nan)
     with naming_client(client, "testing"):
         key = "test", client, chunk.data.data_version(client), max_samples
-        samples = chunk.cache.get(key)
-        if samples is None:
-            samples = chunk.data.test(client, max_samples)
-            if reason := invalid_data_reason(*samples, shape, least=0):
-                return undefined, reason
-            samples = chunk.cache.add(key, samples)
+        samples = chunk.read(key, lambda: chunk.data.test(client, max_samples))
+        if isinstance(samples, str):
+            return undefined, samples
         x, y = samples[0], samples[1].cpu()  # the outputs are compared on the CPU
         if not task.by_confusion:
             return scoring.values(task, logits, x, y) if len(y) else undefined, None
-        confusion_CC, loss_C = scoring.confusion(logits(x).cpu(), y, shape.num_classes)
+        confusion_CC, loss_C = scoring.confusion(logits(x).cpu(), y, chunk.data.shape.num_classes)
     return scoring.scores(confusion_CC, loss_C), None
 
 
 def _tuning_task(chunk: OpenChunk[EvaluateClients], index: int, start_P: Tensor) -> TrainingTask | None:
     """The task of training before the test. If the client's data are not valid, excludes it and returns None."""
-    work, samples = chunk.work, chunk.device_samples(index)
+    work, samples = chunk.work, chunk.samples(index)
     if samples is None:
         return None
     assert work.tune is not None and work.steps_M is not None
@@ -102,20 +90,21 @@ def _tuning_task(chunk: OpenChunk[EvaluateClients], index: int, start_P: Tensor)
     )
 
 
-class _Mixtures:
-    """Predictors by mixtures of all models of table 0.
+class _Predictors:
+    """Predictors by a single model, or by a mixture of all models of table 0.
 
-    Consecutive tests on the same test set share the probabilities of its samples.
+    With mixtures, consecutive tests on the same test set share the probabilities of its samples.
     """
 
     def __init__(self, chunk: OpenChunk[EvaluateClients] | OpenChunk[EvaluateShared]):
         self.chunk = chunk
         self._latest: tuple[int, Tensor] | None = None  # test set, and the log-probabilities (K, n, C)
 
-    def predictor(self, index: int, test_set: int | None = None) -> scoring.Logits:
-        """The predictor of the client, or test set, at this position of the chunk."""
+    def of(self, index: int, row_P: Tensor, test_set: int | None = None) -> scoring.Logits:
+        """The predictor of the client, or test set, at this position of the chunk. row_P: of a single model."""
         weight_MK = self.chunk.work.weight_MK
-        assert weight_MK is not None
+        if weight_MK is None:
+            return scoring.additive_logits(self.chunk.network, row_P, self.chunk.frozen(index))
 
         def logits(x: Tensor) -> Tensor:
             if self._latest is not None and self._latest[0] == test_set:

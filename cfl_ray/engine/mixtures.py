@@ -67,7 +67,7 @@ def _losses(
     chunk: OpenChunk[Train] | OpenChunk[FitMixture], mixture: Mixture, indices: "list[int] | range"
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Losses (n, K) and targets, on the CPU, of the clients with valid data. Models are loaded once."""
-    parts = {index: samples for index in indices if (samples := chunk.device_samples(index))}
+    parts = {index: samples for index in indices if (samples := chunk.samples(index))}
     losses: dict[int, list[Tensor]] = {index: [] for index in parts}
     for _, index, logits, y in chunk.outputs(parts, mixture.num_models):
         losses[index].append(chunk.network.task.loss(logits, y).cpu())

@@ -1,6 +1,6 @@
 """A chunk during its execution by a worker: its clients' models, stored values and valid samples."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -121,34 +121,32 @@ class OpenChunk(Generic[W]):
                 outputs = self.network.logits(x)
                 yield model, index, outputs, y.to(outputs.device)
 
-    # ---- training samples: if they are not valid, the client is excluded and the result is None
+    # ---- samples
 
-    def samples(self, index: int) -> Samples | None:
-        """Training samples of a client, with the labels it trains on."""
-        samples = self._valid_samples(index)
-        return None if samples is None else self._with_labels(index, samples)
+    def samples(self, index: int, on_device: bool = True) -> Samples | None:
+        """Training samples of a client, with the labels it trains on: an attacker may have changed them.
 
-    def device_samples(self, index: int) -> Samples | None:
-        """Training samples, on the network's device if the cache has room for them."""
-        client = self.client(index)
-        key = client, self.data.data_version(client)
-        samples = self.cache.get(key)
-        if samples is None:
-            samples = self._valid_samples(index)
-            samples = None if samples is None else self.cache.add(key, samples)
-        return None if samples is None else self._with_labels(index, samples)
-
-    def _valid_samples(self, index: int) -> Samples | None:
+        If they are not valid, excludes the client and returns None. on_device: see `read`; False: as they are read.
+        """
         client = self.client(index)
         with naming_client(client, "reading its data"):
-            x, y = self.data.train(client)
-            reason = invalid_data_reason(x, y, self.data.shape)
-        if reason:
-            self.exclude(index, f"its data have {reason}")
+            key = (client, self.data.data_version(client)) if on_device else None
+            samples = self.read(key, lambda: self.data.train(client), least=1)
+        if isinstance(samples, str):
+            self.exclude(index, f"its data have {samples}")
             return None
-        return x, y
-
-    def _with_labels(self, index: int, samples: Samples) -> Samples:
-        """The samples with the labels that the client trains on: an attacker may have changed them."""
         x, y = samples
-        return x, self.attack.labels(self.client(index), y, self.data.shape.num_classes, self.work.address)
+        return x, self.attack.labels(client, y, self.data.shape.num_classes, self.work.address)
+
+    def read(self, key: Hashable | None, read: Callable[[], Samples], least: int = 0) -> Samples | str:
+        """Samples from `read`, on the network's device if the cache has room for them, or why they are not valid.
+
+        key: of the samples in the cache; None: they are not kept. least: smallest number of samples.
+        """
+        samples = None if key is None else self.cache.get(key)
+        if samples is None:
+            samples = read()
+            if reason := invalid_data_reason(*samples, self.data.shape, least):
+                return reason
+            samples = samples if key is None else self.cache.add(key, samples)
+        return samples

@@ -1,7 +1,6 @@
 """Local training of the clients of a chunk: selection of clients to train together, and use of the results."""
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,6 +62,7 @@ class Ahead:
 def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Arrays:
     """Trains the clients of a chunk. ahead: results of clients trained across chunks, if any."""
     work, arrays = chunk.work, chunk.empty()
+    ahead = Ahead.of_chunks([chunk]) if ahead is None else ahead
     averages = None if work.averaging is None else chunk_sums(work, chunk.network.spec.size)
     summed = set() if averages is None else _add_sums(chunk, averages, arrays, ahead)
     for result in _results(chunk, summed, ahead):
@@ -122,12 +122,11 @@ def average_deferred(chunk: OpenChunk[AverageDeferred], sums: HostSums) -> Array
 # ---- clients whose results are only summed
 
 
-def _add_sums(chunk: OpenChunk[Train], averages: ChunkSums, arrays: Arrays, ahead: Ahead | None) -> set[int]:
+def _add_sums(chunk: OpenChunk[Train], averages: ChunkSums, arrays: Arrays, ahead: Ahead) -> set[int]:
     """Trains the clients whose changes the engine sums without computing their rows. Returns their positions."""
     summed: set[int] = set()
     if ENGINES[chunk.train_one.engine].train_sums is None:
         return summed
-    ahead = Ahead.of_chunks([chunk]) if ahead is None else ahead
     for batch, members in ahead.of(chunk):
         summed |= set(members.values())
         weights: dict[tuple[int, int], dict[int, float]] = {}  # of the clients, by output row and start
@@ -149,21 +148,16 @@ def _summed_together(
     chunks: Sequence[OpenChunk[Train]],
 ) -> Iterator[tuple[OpenChunk[Train], tuple[SpanBatch, Members]]]:
     """Trains the honest clients whose results are only summed. Yields the batches of each chunk."""
-    places: list[tuple[OpenChunk[Train], int]] = []
-
-    def tasks() -> Iterator[TrainingTask]:
-        for chunk in chunks:
-            work = chunk.work
-            if _uses_rows(work) or work.local_test_samples or work.averaging is None:
-                continue
+    parts: list[tuple[OpenChunk[Train], Iterable[int]]] = []
+    for chunk in chunks:
+        work = chunk.work
+        if not (_uses_rows(work) or work.local_test_samples or work.averaging is None):
             honest = [i for i in range(len(chunk)) if not chunk.attack.attacks(chunk.client(i), work.address)]
-            together = _tasks_together(chunk, honest)
-            places.extend((chunk, index) for index in together)
-            yield from together.values()
-
+            parts.append((chunk, honest))
+    places: list[tuple[OpenChunk[Train], int]] = []
     train_sums = ENGINES[chunks[0].train_one.engine].train_sums
     assert train_sums is not None
-    for first, batch in train_sums(chunks[0].network, tasks()):
+    for first, batch in train_sums(chunks[0].network, _tasks_of(parts, places)):
         members = enumerate(places[first : first + len(batch.tasks)])
         for _, of_chunk in itertools.groupby(members, key=lambda member: id(member[1][0])):
             listed = list(of_chunk)
@@ -179,10 +173,10 @@ def _uses_rows(work: Train) -> bool:
 # ---- clients whose results are used individually
 
 
-def _results(chunk: OpenChunk[Train], summed: set[int], ahead: Ahead | None) -> Iterator[TrainingResult]:
+def _results(chunk: OpenChunk[Train], summed: set[int], ahead: Ahead) -> Iterator[TrainingResult]:
     """Trains the clients of a chunk that are not in `summed`. The next result may reuse the memory of a result."""
     rest = [index for index in range(len(chunk)) if index not in summed]
-    if ahead is None or ENGINES[chunk.train_one.engine].train_sums is not None:
+    if ENGINES[chunk.train_one.engine].train_sums is not None:
         ahead = Ahead(_trained_together([(chunk, rest)]))
     trained = set()
     for result in ahead.of(chunk):
@@ -209,19 +203,22 @@ def _trained_together(
     parts: Sequence[tuple[OpenChunk[Train], Iterable[int]]],
 ) -> Iterator[tuple[OpenChunk[Train], TrainingResult]]:
     """Trains the given clients of each chunk, except those that the engine does not train together."""
-    places: deque[tuple[OpenChunk[Train], int]] = deque()
-
-    def tasks() -> Iterator[TrainingTask]:
-        for chunk, indices in parts:
-            together = _tasks_together(chunk, indices)
-            places.extend((chunk, index) for index in together)
-            yield from together.values()
-
+    places: list[tuple[OpenChunk[Train], int]] = []
     trainer = parts[0][0].train_one if parts else None
     if trainer is not None and ENGINES[trainer.engine].together:
-        for result in ENGINES[trainer.engine].train(trainer.network, tasks()):
-            chunk, index = places.popleft()
+        for result in ENGINES[trainer.engine].train(trainer.network, _tasks_of(parts, places)):
+            chunk, index = places[result.index]
             yield chunk, replace(result, index=index)
+
+
+def _tasks_of(
+    parts: Iterable[tuple[OpenChunk[Train], Iterable[int]]], places: list[tuple[OpenChunk[Train], int]]
+) -> Iterator[TrainingTask]:
+    """The tasks of the given clients of each chunk; `places` receives the chunk and position of each task."""
+    for chunk, indices in parts:
+        together = _tasks_together(chunk, indices)
+        places.extend((chunk, index) for index in together)
+        yield from together.values()
 
 
 def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int, TrainingTask]:
@@ -245,7 +242,7 @@ def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int
 
 def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
     """The task of a client. If its data are not valid, excludes the client and returns None."""
-    samples = chunk.device_samples(index)
+    samples = chunk.samples(index)
     weight_n = None if samples is None else mixtures.sample_weights(chunk, index)
     if samples is None or index in chunk.excluded:
         return None
