@@ -7,7 +7,8 @@ or as a flat row.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,18 +114,8 @@ def companion_arguments(parts: Sequence[Tensor], number: int) -> list[Any]:
     return [*parts, number] if len(parts) > 1 else [*parts]
 
 
-class LocalUpdate(Protocol):
-    """The steps of a local optimiser."""
-
-    def decay(self, step: list[Tensor], params: list[Tensor]) -> None:
-        """Adds weight decay to the gradients, in place."""
-
-    def apply(self, params: list[Tensor], step: list[Tensor], lr: float) -> None:
-        """Updates the parameters, in place."""
-
-
 def take_steps(
-    gradient: LocalGradient, update: LocalUpdate, params: list[Tensor], proximal: Sequence["ProximalGradient"]
+    gradient: LocalGradient, update: "LocalUpdate", params: list[Tensor], proximal: Sequence["ProximalGradient"]
 ) -> None:
     """Takes the local steps of one client on `params`, in place."""
     task = gradient.task
@@ -197,23 +188,18 @@ class SGDUpdate:
         torch._foreach_add_(params, step, alpha=-(self.local.lr if lr is None else lr))
 
 
+LocalUpdate = OptimizerUpdate | SGDUpdate
+
+
+@dataclass(frozen=True)
 class ProximalGradient:
-    """Gradient of (weight / 2) ||w - anchor||^2 on some parts of the parameters.
+    """Gradient of (weight / 2) ||w - anchor||^2 on some parts of the parameters."""
 
-    anchor_P: row of the anchor; it must be a copy if `term.follow` is not 0, because the anchor then moves in place.
-    params, anchors: these parts of the parameters and of the anchor.
-    parts_of: returns the same parts of a step.
-    """
-
-    def __init__(
-        self,
-        term: Proximal[Tensor],
-        anchor_P: Tensor,
-        params: list[Tensor],
-        anchors: list[Tensor],
-        parts_of: Callable[[list[Tensor]], list[Tensor]],
-    ):
-        self.term, self.anchor_P, self.params, self.anchors, self.parts_of = term, anchor_P, params, anchors, parts_of
+    term: Proximal[Tensor]
+    anchor_P: Tensor  # row of the anchor; a copy if `term.follow` is not 0, because the anchor then moves in place
+    params: list[Tensor]  # these parts of the parameters
+    anchors: list[Tensor]  # and of the anchor
+    parts_of: Callable[[list[Tensor]], list[Tensor]]  # returns the same parts of a step
 
     @classmethod
     def of_tensors(cls, network: Network, term: Proximal[Tensor], params: Sequence[Tensor]) -> "ProximalGradient":
@@ -242,13 +228,14 @@ class ProximalGradient:
 
     def add_to(self, step: list[Tensor]) -> None:
         """Adds the gradient to `step`, in place."""
-        parts = self.parts_of(step)
-        torch._foreach_add_(parts, self.params, alpha=self.term.weight)
-        torch._foreach_sub_(parts, self.anchors, alpha=self.term.weight)
+        if parts := self.parts_of(step):  # PyTorch's functions refuse empty lists
+            torch._foreach_add_(parts, self.params, alpha=self.term.weight)
+            torch._foreach_sub_(parts, self.anchors, alpha=self.term.weight)
 
     def move(self) -> None:
         """Moves the anchor: anchor <- anchor - follow * weight * (anchor - w)."""
-        torch._foreach_lerp_(self.anchors, self.params, self.term.follow * self.term.weight)
+        if self.anchors:
+            torch._foreach_lerp_(self.anchors, self.params, self.term.follow * self.term.weight)
 
 
 def moved_anchor(proximal: Sequence[ProximalGradient], network: Network, row_P: Tensor) -> Tensor | None:
