@@ -92,16 +92,12 @@ class ModelRecipe:
             ) from error
         if not isinstance(outputs, torch.Tensor):
             raise ConfigError(f"model {self._place} answers with {type(outputs).__name__}, expected one tensor")
-        if self.outputs and tuple(outputs.shape) != (2, *self.outputs):
-            raise ConfigError(
-                f"model {self._place} answers 2 samples with shape {tuple(outputs.shape)}, "
-                f"but the targets of the data need {(2, *self.outputs)}"
-            )
-        if not self.outputs and tuple(outputs.shape) != (2, self.num_classes):
-            raise ConfigError(
-                f"model {self._place} answers 2 samples with shape {tuple(outputs.shape)}, "
-                f"but the data has {self.num_classes} classes: its output size must be {self.num_classes}"
-            )
+        expected = (2, *(self.outputs or (self.num_classes,)))
+        if tuple(outputs.shape) != expected:
+            need = f"the data has {self.num_classes} classes: its output size must be {self.num_classes}"
+            if self.outputs:
+                need = f"the targets of the data need {expected}"
+            raise ConfigError(f"model {self._place} answers 2 samples with shape {tuple(outputs.shape)}, but {need}")
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """Positional and named arguments of the factory. Raises ConfigError if a parameter gets no value."""

@@ -9,7 +9,7 @@ agree, and the first axis of every activation must be the batch: then the operat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -209,25 +209,18 @@ def _record(network: Network, batch: int) -> Graph:
     return Graph(tuple(recorder.calls), tuple(recorder.shapes), frozenset(recorder.last_channels), index)
 
 
-@dataclass
 class _Recorder(TorchFunctionMode):
     """Records function calls with activations among their arguments."""
 
-    network: Network
-    x: Tensor
-    calls: list[Call] = field(default_factory=list)
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    last_channels: set[int] = field(default_factory=set)
-    values: dict[int, int] = field(default_factory=dict)  # activations by id of the tensor
-    overwritten: set[int] = field(default_factory=set)  # ids of tensors whose memory was overwritten
-
-    def __post_init__(self) -> None:
+    def __init__(self, network: Network, x: Tensor):
         super().__init__()
-        network = self.network
-        self.batch, self.alive, self.place = len(self.x), [self.x], ""
-        self.storages = {0: self.x.untyped_storage().data_ptr()}  # memory of each activation
-        self.values[id(self.x)] = 0
-        self.shapes.append(tuple(self.x.shape[1:]))
+        self.batch, self.alive, self.place = len(x), [x], ""
+        self.calls: list[Call] = []
+        self.shapes = [tuple(x.shape[1:])]
+        self.last_channels: set[int] = set()
+        self.values = {id(x): 0}  # activations by id of the tensor
+        self.storages = {0: x.untyped_storage().data_ptr()}  # memory of each activation
+        self.overwritten: set[int] = set()  # ids of tensors whose memory was overwritten
         self.known: dict[int, Parameter | Buffer | Mask] = {id(p): Parameter(i) for i, p in enumerate(network.params)}
         self.known |= {id(b): Buffer(name) for name, b in network.module.named_buffers() if name in network.spec.names}
         self.known |= {id(layer.mask): Mask(i) for i, layer in enumerate(network.dropouts.values())}

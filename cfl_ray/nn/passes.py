@@ -7,7 +7,7 @@ max pooling that follows them, to a quarter of the values: they are monotone, so
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -222,26 +222,21 @@ class Passes:
         return grads
 
 
-@dataclass
 class _Steps:
     """Builds the steps of a graph."""
 
-    network: Network
-    graph: Graph
-    row_P: Tensor
-    g_P: Tensor
-    steps: list[Step] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.w = [view.numpy() for view in self.network.views(self.row_P)]
-        self.g = [view.numpy() for view in self.network.views(self.g_P)]
-        self.tensors = self.network.spec.tensors(self.row_P)
-        self.shapes, self.users = list(self.graph.shapes), self.graph.users
+    def __init__(self, network: Network, graph: Graph, row_P: Tensor, g_P: Tensor):
+        self.network, self.graph = network, graph
+        self.steps: list[Step] = []
+        self.w = [view.numpy() for view in network.views(row_P)]
+        self.g = [view.numpy() for view in network.views(g_P)]
+        self.tensors = network.spec.tensors(row_P)
+        self.shapes, self.users = list(graph.shapes), graph.users
         self.trained = [False] * len(self.shapes)  # whether an activation depends on a parameter
         self.written: dict[int, list[Array]] = {}  # by number of a parameter: a gradient for each use
         for call in self._used_calls():
             self._add(call)
-        if not self.trained[self.graph.output]:
+        if not self.trained[graph.output]:
             raise Unsupported("its output does not depend on a trained parameter")
         self._choose_in_place()
 
