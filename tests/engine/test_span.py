@@ -5,43 +5,33 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import training_tasks
 from federations import Stage, uneven
 from torch import nn
 from torch.nn import functional as F
+from training_tasks import IMAGE, LONG, assert_same, long_mlp, rows
 
 from cfl_ray.core.clients import LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.tasks import TASKS
-from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, span
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.engine.validation import WEIGHT_POWER
 from cfl_ray.nn.network import Network
 
-FLAT, SIZES = (36,), [10, 3, 18, 7]
+SIZES = [10, 3, 18, 7]
 LOCALS = {
     "SGD": LocalSGD(epochs=4, lr=0.2),
     "momentum and weight decay": LocalSGD(epochs=4, lr=0.1, momentum=0.9, weight_decay=0.05),
 }
 
 
-def mlp():
-    return nn.Sequential(nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def tasks_of(network: Network, local: LocalSGD = LOCALS["SGD"], starts=(0, 0, 0, 0), **fields) -> list[TrainingTask]:
-    """Clients i with the start of index `starts[i]`; equal indices are one tensor."""
-    federation, models = uneven(SIZES, FLAT), [network.new_model(1, index) for index in range(2)]
-    steps = [4, 2, 3, 5]
-    return [
-        TrainingTask(i, models[start], *federation.train(i), steps[i], local, Address(0, 1, 1), **fields)
-        for i, start in enumerate(starts)
-    ]
-
-
-def sequential_rows(network: Network, tasks) -> torch.Tensor:
-    return torch.stack([result.row_P.clone() for result in sequential.train(network, tasks)])
+def tasks_of(network: Network, local: LocalSGD = LOCALS["SGD"], starts=(0, 1, 0, 1), **options) -> list[TrainingTask]:
+    """Clients i with the start of index `starts[i]`, equal ones in one tensor, and different numbers of steps."""
+    models = [network.new_model(1, index) for index in range(2)]
+    tasks = training_tasks.tasks_of(network, SIZES, local, **options)
+    return [replace(t, start_P=models[start], steps=n) for t, start, n in zip(tasks, starts, [4, 2, 3, 5])]
 
 
 @pytest.fixture(params=["one by one", "together"])
@@ -57,64 +47,53 @@ class TestStack:
     @pytest.mark.parametrize("starts", [(0, 0, 0, 0), (0, 1, 1, 0)])
     @pytest.mark.parametrize("anchor", [None, "start", "another"])
     def test_sums_changes_as_the_rows_do(self, local, starts, anchor):
-        network = Network(mlp, FLAT)
+        network = Network(long_mlp, LONG)
         tasks = tasks_of(network, local, starts)
         if anchor:
-            rows = [task.start_P if anchor == "start" else network.new_model(5, task.client) for task in tasks]
-            tasks = [replace(task, proximal=(Proximal(0.3, row, None),)) for task, row in zip(tasks, rows)]
-        change_mP = sequential_rows(network, tasks) - torch.stack([task.start_P for task in tasks])
+            anchors = [task.start_P if anchor == "start" else network.new_model(5, task.client) for task in tasks]
+            tasks = [replace(task, proximal=(Proximal(0.3, row, None),)) for task, row in zip(tasks, anchors)]
+        change_mP = rows(sequential, network, tasks) - torch.stack([task.start_P for task in tasks])
         stack = span.SpanBatch(network, tasks)
         for weights in ({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}, {1: 2.0, 3: 0.5}, {2: 1.0}):
             expected = sum(weight * change_mP[index] for index, weight in weights.items())
             assert expected.abs().max() > 1e-2
             assert torch.allclose(stack.change(weights), expected, rtol=0, atol=1e-5)
-            for index in weights:
-                assert torch.allclose(stack.row(index) - tasks[index].start_P, change_mP[index], rtol=0, atol=1e-5)
 
-    def test_with_a_frozen_model(self):
-        network = Network(mlp, FLAT)
-        tasks = tasks_of(network, frozen_P=network.new_model(7, 0))
-        rows = torch.stack([result.row_P for result in span.train(network, tasks)])
-        assert torch.allclose(rows, sequential_rows(network, tasks), rtol=0, atol=1e-5)
+    @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
+    @pytest.mark.parametrize("columns", ["all", "head", "base"])
+    def test_is_sequential_with_proximal_terms_and_a_frozen_model(self, columns, local):
+        network = Network(long_mlp, LONG)
+        terms = [(weight, getattr(network.spec, columns)) for weight in (0.3, 0.15)]
+        assert_same(network, tasks_of(network, local, proximal=terms), span)
+        assert_same(network, tasks_of(network, local, frozen_P=network.new_model(7, 0)), span)
 
     @pytest.mark.parametrize(
-        "rest", [lambda: [nn.Tanh(), nn.Linear(8, 3, bias=False)], lambda: []], ids=["Tanh", "none"]
+        "rest",
+        [
+            lambda: [nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3)],
+            lambda: [nn.Tanh(), nn.Linear(8, 6, bias=False), nn.ReLU(), nn.Linear(6, 3)],
+            lambda: [],
+        ],
+        ids=["differentiated by autograd", "written out", "none"],
     )
-    def test_with_other_layers_after_the_first(self, rest):
+    def test_is_sequential_with_any_layers_after_the_first(self, rest):
         for bias in (True, False):
-            network = Network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8, bias), *rest()), FLAT)
-            tasks = tasks_of(network, LOCALS["momentum and weight decay"])
-            rows = torch.stack([result.row_P for result in span.train(network, tasks)])
-            assert torch.allclose(rows, sequential_rows(network, tasks), rtol=0, atol=1e-5)
-
-    @pytest.mark.parametrize("columns", ["head", "base"])
-    def test_with_proximal_terms_on_columns(self, columns):
-        network = Network(mlp, FLAT)
-        terms = (Proximal(0.3, network.new_model(5, 0), getattr(network.spec, columns)),) * 2
-        tasks = tasks_of(network, proximal=terms)
-        stack, rows = span.SpanBatch(network, tasks), sequential_rows(network, tasks)
-        assert torch.allclose(torch.stack([stack.row(i) for i in range(4)]), rows, rtol=0, atol=1e-5)
-        losses = [result.train_loss for result in sequential.train(network, tasks)]
-        assert stack.losses == pytest.approx(losses, abs=1e-5)
+            network = Network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8, bias), *rest()), IMAGE)
+            assert_same(network, tasks_of(network, LOCALS["momentum and weight decay"], proximal=[(0.3,)]), span)
 
     def test_without_onednn(self, monkeypatch):
-        network = Network(mlp, FLAT)
-        tasks = tasks_of(network)
+        network = Network(long_mlp, LONG)
         monkeypatch.setattr(span, "_linear", None)
-        rows = torch.stack([result.row_P for result in span.train(network, tasks)])
-        assert torch.allclose(rows, sequential_rows(network, tasks), rtol=0, atol=1e-5)
+        assert_same(network, tasks_of(network), span)
 
     def test_holds_a_limited_number_of_samples(self, steps, monkeypatch):
         if steps == "together":
             pytest.skip("limited by the memory: tests/engine/test_vmap_batches.py")
-        network = Network(mlp, FLAT)
+        network = Network(long_mlp, LONG)
         tasks = tasks_of(network)
         monkeypatch.setattr(span, "_BATCH_SAMPLES", 14)
         assert [(first, len(stack.tasks)) for first, stack in span.batches(network, tasks)] == [(0, 2), (2, 1), (3, 1)]
-        results = list(span.train(network, tasks))
-        assert [result.index for result in results] == [0, 1, 2, 3]
-        rows = torch.stack([result.row_P for result in results])
-        assert torch.allclose(rows, sequential_rows(network, tasks), rtol=0, atol=1e-5)
+        assert_same(network, tasks, span)
 
 
 class Functional(nn.Module):
@@ -180,27 +159,20 @@ class Skipping(Functional):
 class TestOwnModules:
     @pytest.mark.parametrize("own", [Functional, Residual, NoBias])
     def test_train_as_sequential_does(self, own, steps):
-        network = Network(own, (1, 6, 6))
-        tasks = [replace(task, x=task.x.view(-1, 1, 6, 6)) for task in tasks_of_any(network)]
-        terms = (Proximal(0.3, network.new_model(5, 0), None),)
-        tasks = [replace(task, proximal=terms, local=LOCALS["momentum and weight decay"]) for task in tasks]
-        assert span.why_not(network, tasks) is None
-        assert_rows(network, tasks)
+        network = Network(own, IMAGE)
+        assert_same(network, tasks_of(network, LOCALS["momentum and weight decay"], proximal=[(0.3,)]), span)
 
     def test_buffers_are_those_after_the_last_step(self):
-        network = Network(Normalised, FLAT)
-        tasks = tasks_of_any(network)
-        assert span.why_not(network, tasks) is None and network.spec.size == network.spec.trained + 16
-        assert_rows(network, tasks)
+        network = Network(Normalised, LONG)
+        assert network.spec.size == network.spec.trained + 16
+        assert_same(network, tasks_of(network), span)
 
     @pytest.mark.parametrize("task", ["regression", "multi_label"])
     def test_other_losses(self, task, steps):
-        network = Network(Functional, FLAT, task=TASKS.builtin[task])
-        tasks = [replace(one, y=torch.rand(len(one.y), 3).round()) for one in tasks_of_any(network)]
-        weights = [replace(one, weight_n=torch.rand(len(one.y))) for one in tasks]
-        for these in (tasks, weights):
-            assert span.why_not(network, these) is None
-            assert_rows(network, these)
+        network = Network(Functional, LONG, task=TASKS.builtin[task])
+        tasks = [replace(one, y=torch.rand(len(one.y), 3).round()) for one in tasks_of(network)]
+        assert_same(network, tasks, span)
+        assert_same(network, [replace(one, weight_n=torch.rand(len(one.y))) for one in tasks], span)
 
     @pytest.mark.parametrize(
         "own, reason",
@@ -213,32 +185,15 @@ class TestOwnModules:
         ids=["head first", "skip", "linear on an axis", "convolution"],
     )
     def test_what_does_not_begin_with_a_linear_layer_is_left(self, own, reason):
-        network = Network(own, FLAT)
-        assert reason in span.why_not(network, tasks_of_any(network))
-
-
-def tasks_of_any(network: Network) -> list[TrainingTask]:
-    federation = uneven(SIZES, FLAT)
-    return [
-        TrainingTask(i, network.new_model(1, i % 2), *federation.train(i), 4, LOCALS["SGD"], Address(0, 1, 1))
-        for i in range(len(SIZES))
-    ]
-
-
-def assert_rows(network: Network, tasks) -> None:
-    expected = sequential_rows(network, tasks)
-    assert (expected - torch.stack([task.start_P for task in tasks])).abs().max() > 1e-2
-    rows = torch.stack([result.row_P for result in span.train(network, tasks)])
-    assert torch.allclose(rows, expected, rtol=0, atol=1e-5), (rows - expected).abs().max()
-    losses = [result.train_loss for result in sequential.train(network, tasks)]
-    assert [result.train_loss for result in span.train(network, tasks)] == pytest.approx(losses, abs=1e-5)
+        network = Network(own, LONG)
+        assert reason in span.why_not(network, tasks_of(network))
 
 
 @pytest.mark.usefixtures("steps")
 class TestValidity:
     def stack(self, change) -> span.SpanBatch:
         """Two valid clients after one that trains on changed inputs."""
-        network = Network(mlp, FLAT)
+        network = Network(long_mlp, LONG)
         first, *others = tasks_of(network)[:3]
         return span.SpanBatch(network, [replace(first, x=change(first.x)), *others])
 
@@ -268,7 +223,7 @@ class TestValidity:
 @pytest.mark.usefixtures("steps")
 class TestWorker:
     def averages(self, engine: str, attack: Attack) -> torch.Tensor:
-        stage = Stage(uneven([10, 3, 18, 7, 9], FLAT), mlp, LocalSGD(epochs=3, lr=0.2), engine)
+        stage = Stage(uneven([10, 3, 18, 7, 9], LONG), long_mlp, LocalSGD(epochs=3, lr=0.2), engine)
         stage.backend.worker.attack = attack
         clients = stage.clients()
         sent = clients.send(torch.stack([stage.model(0), stage.model(1)]), np.array([0, 0, 1, 1, 0]))
@@ -289,10 +244,10 @@ class TestWorker:
     def test_excludes_an_update_that_is_not_valid(self):
         found = {}
         for engine in ("sequential", "span"):
-            federation = uneven([10, 3, 18], FLAT)
+            federation = uneven([10, 3, 18], LONG)
             read = federation.train
             federation.train = lambda index, read=read: (read(index)[0] * (2e4 if index == 1 else 1), read(index)[1])
-            stage = Stage(federation, mlp, LocalSGD(epochs=4, lr=9.0), engine)
+            stage = Stage(federation, long_mlp, LocalSGD(epochs=4, lr=9.0), engine)
             clients = stage.clients()
             updates = clients.train(clients.send(stage.model()[None]), average=torch.ones(1, 3))
             found[engine] = updates

@@ -1,0 +1,126 @@
+"""Training of clients by an engine, by another engine, and in plain PyTorch, for tests that compare them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from federations import uneven
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.work import Address, Proximal
+from cfl_ray.engine import sequential
+from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.nn.network import Network
+
+ADDRESS = Address(seed=0, round=3, exchange=1)
+FLAT, LONG, IMAGE = (6,), (36,), (1, 6, 6)  # shapes of a sample
+
+
+def mlp():
+    """On FLAT."""
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def long_mlp():
+    """On LONG, with few enough samples for `span`."""
+    return nn.Sequential(nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def with_dropout(dropout=nn.Dropout):
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), dropout(0.5), nn.Linear(16, 8), dropout(0.25), nn.Linear(8, 3))
+
+
+def with_batch_norm():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def wide_cnn():
+    """32 channels, which the engine keeps channels-last on the CPU."""
+    return nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+
+
+def tasks_of(
+    network: Network, sizes: Sequence[int], local: LocalSGD, proximal: Sequence[tuple[Any, ...]] = (), **fields: Any
+) -> list[TrainingTask]:
+    """Training of clients with `sizes[i]` random samples, each from its own model, for the steps that `local` says.
+
+    proximal: (weight, columns, follow, every) of each term, whose anchor differs between clients.
+    fields: of all tasks, in place of these.
+    """
+    federation, tasks = uneven(sizes, network.input_shape), []
+    per_step = getattr(fields.get("local_step"), "batches_per_step", 1)
+    for client, steps in enumerate(local.steps_of(np.array(sizes), batches_per_step=per_step).tolist()):
+        anchors = [network.new_model(9, 10 * client + which) for which in range(len(proximal))]
+        terms = tuple(Proximal(weight, anchor, *rest) for (weight, *rest), anchor in zip(proximal, anchors))
+        start_P, samples = network.new_model(1, client), federation.train(client)
+        tasks.append(replace(TrainingTask(client, start_P, *samples, steps, local, ADDRESS, terms), **fields))
+    return tasks
+
+
+def results(engine, network: Network, tasks: Iterable[TrainingTask]) -> list[TrainingResult]:
+    return [replace(result, row_P=result.row_P.clone()) for result in engine.train(network, tasks)]
+
+
+def rows(engine, network: Network, tasks: Iterable[TrainingTask]) -> Tensor:
+    return torch.stack([result.row_P for result in results(engine, network, tasks)])
+
+
+def assert_same(network: Network, tasks: Sequence[TrainingTask], engine, atol: float = 1e-5) -> None:
+    """Whether an engine trains these clients, together, as the sequential engine does."""
+    assert engine.why_not(network, tasks) is None
+    found = results(engine, network, tasks)
+    assert [result.index for result in found] == list(range(len(tasks)))
+    for task, one, expected in zip(tasks, found, results(sequential, network, tasks)):
+        assert (expected.row_P - task.start_P).abs().max() > 1e-3, "nothing was trained"
+        assert one.train_loss == pytest.approx(expected.train_loss, abs=atol)
+        for name in ("row_P", "replacement_P", "velocity"):
+            values, others = getattr(one, name), getattr(expected, name)
+            assert (values is None) == (others is None), name
+            assert values is None or torch.allclose(values, others, rtol=0, atol=atol), (name, values - others)
+
+
+def loaded(factory: Callable[[], nn.Module], network: Network, row_P: Tensor) -> nn.Module:
+    """A new module with the trained parameters of a row."""
+    module = factory()
+    with torch.no_grad():
+        for parameter, value in zip(module.parameters(), network.spec.tensors(row_P).values()):
+            parameter.copy_(value)
+    return module
+
+
+def by_torch(
+    factory: Callable[[], nn.Module], network: Network, task: TrainingTask, optimizer=None
+) -> tuple[Tensor, list[float]]:
+    """The row of one client, and its loss in every step, in plain PyTorch, with proximal terms as part of the loss.
+
+    optimizer: makes an optimiser of parameters; None: `torch.optim.SGD` with the settings of the task.
+    """
+    module, local, losses = loaded(factory, network, task.start_P), task.local, []
+    if optimizer is None:
+        options = {"lr": local.lr, "momentum": local.momentum, "weight_decay": local.weight_decay}
+        updates = torch.optim.SGD(module.parameters(), **options)
+    else:
+        updates = optimizer(module.parameters())
+    for number, batch in enumerate(task.batches(), 1):
+        x, y = (task.x, task.y) if batch is None else (task.x[batch], task.y[batch])
+        logits = module(x)
+        if task.frozen_P is not None:
+            logits = logits + loaded(factory, network, task.frozen_P).eval()(x).detach()
+        loss = cross_entropy(logits, y)
+        losses.append(loss.item())
+        for term in task.proximal:
+            anchors = network.spec.tensors(term.anchor).values()
+            loss = loss + term.weight / 2 * sum(((p - a) ** 2).sum() for p, a in zip(module.parameters(), anchors))
+        updates.zero_grad()
+        loss.backward()
+        if local.clip_norm is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), local.clip_norm)
+        if local.step_schedule is not None:
+            updates.param_groups[0]["lr"] = local.lr * local.step_schedule(number, task.steps)
+        updates.step()
+    return network.spec.row_of(module), losses
