@@ -17,12 +17,13 @@ class ChunkSums:
     """Weighted sums of the changes W - w of one chunk, float32, with w the model that was sent to the client.
 
     The clients of a chunk are added in a fixed order, so the rounding is always the same.
+    models: entries of a client, which are clipped together.
     """
 
     def __init__(self, averaging: Averaging, clip: Clip | None = None, models: int = 1):
-        self.clip, self.models = clip, models
+        self.clip, self.models = clip, 1 if clip is None else models
         self.unclipped: dict[int, bool] = {}  # whether an upload was within the norm, by entry
-        self._waiting: dict[int, Tensor] = {}  # changes of the current client, which are clipped together
+        self._waiting: dict[int, Tensor] = {}  # changes of the current client
         self.terms_of: dict[int, list[tuple[int, float]]] = {}  # by client: (output row, weight)
         entries = zip(averaging.out_E.tolist(), averaging.client_E.tolist(), averaging.weight_E.tolist(), strict=True)
         for out, client, weight in entries:
@@ -31,34 +32,29 @@ class ChunkSums:
 
     def add(self, client: int, upload_P: Tensor, sent_P: Tensor) -> None:
         """Adds the change of the client at this position in the chunk."""
-        if not self.terms_of.get(client):
-            return
-        change_P = upload_P - sent_P.to(upload_P.device)
-        if self.clip is None:
-            self._add_terms(client, change_P)
+        if client not in self.terms_of:
             return
         if self._waiting and next(iter(self._waiting)) // self.models != client // self.models:
             self.finish()
-        self._waiting[client] = change_P
+        self._waiting[client] = upload_P - sent_P.to(upload_P.device)
         if len(self._waiting) == self.models:
             self.finish()
 
     def finish(self) -> None:
         """Clips and adds the pending changes of the current client."""
-        if self.clip is None or not self._waiting:
-            return
-        within = clip_together(self.clip, list(self._waiting.values()))
-        for client, change_P in self._waiting.items():
-            self.unclipped[client] = within
-            self._add_terms(client, change_P)
+        if self.clip is not None and self._waiting:
+            within = clip_together(self.clip, list(self._waiting.values()))
+            self.unclipped |= dict.fromkeys(self._waiting, within)
+        self._add_waiting()
         self._waiting = {}
 
-    def _add_terms(self, client: int, change_P: Tensor) -> None:
-        for out, weight in self.terms_of[client]:
-            if out in self.changes:
-                self.changes[out].add_(change_P, alpha=weight)
-            else:
-                self.changes[out] = change_P * weight
+    def _add_waiting(self) -> None:
+        for client, change_P in self._waiting.items():
+            for out, weight in self.terms_of[client]:
+                if out in self.changes:
+                    self.changes[out].add_(change_P, alpha=weight)
+                else:
+                    self.changes[out] = change_P * weight
 
     def add_change(self, out: int, change_P: Tensor) -> None:
         """Adds the weighted sum of the changes of several clients to an output row."""

@@ -11,7 +11,7 @@ from cfl_ray.core.rng import secret_stream, stream
 from cfl_ray.core.secure_aggregation import missing, reports
 from cfl_ray.core.work import Address, AverageDeferred, SecureSum, Train
 from cfl_ray.engine.discrete_gaussian import discrete_gaussian
-from cfl_ray.engine.reduce import ChunkSums, clip_together
+from cfl_ray.engine.reduce import ChunkSums
 
 
 def chunk_sums(work: Train | AverageDeferred, columns: int) -> ChunkSums:
@@ -29,22 +29,13 @@ class SecureChunkSums(ChunkSums):
         assert work.averaging is not None and work.secure is not None
         super().__init__(work.averaging, work.clip, work.models_per_client)
         self.secure, self.address, self.ids_M = work.secure, work.address, work.ids_M
-        self.shape = work.averaging.num_rows, columns + 1
+        self.models, self.shape = work.models_per_client, (work.averaging.num_rows, columns + 1)
+        self.terms_of = {entry: self.terms_of.get(entry, []) for entry in range(len(self.ids_M))}  # all upload
         self._missing = dict.fromkeys(range(0, len(self.ids_M), self.models))  # clients that did not upload
 
-    def add(self, client: int, upload_P: Tensor, sent_P: Tensor) -> None:
-        if self._waiting and next(iter(self._waiting)) // self.models != client // self.models:
-            self.finish()
-        self._waiting[client] = upload_P - sent_P.to(upload_P.device)
-
-    def finish(self) -> None:
-        """Clips, quantises, masks and adds the upload of the current client."""
-        if not self._waiting:
-            return
-        if self.clip is not None:
-            within = clip_together(self.clip, list(self._waiting.values()))
-            self.unclipped |= dict.fromkeys(self._waiting, within)
-        self._upload(next(iter(self._waiting)) // self.models * self.models)
+    def _add_waiting(self) -> None:
+        if self._waiting:
+            self._upload(next(iter(self._waiting)) // self.models * self.models)
 
     def finish_all(self) -> None:
         """Adds the last upload, and zeros for the clients without a valid upload."""
@@ -53,24 +44,24 @@ class SecureChunkSums(ChunkSums):
             self._upload(first)
 
     def _upload(self, first: int) -> None:
+        """Quantises, masks and adds the upload of the current client, whose first entry is `first`."""
         client, neighbour_X = int(self.ids_M[first]), self.secure.neighbour_MX[first]
         upload_RF = self._numbers(client)
         upload_RF += mask(self.secure, self.address, client, neighbour_X, self.shape)
         for out, upload_F in enumerate(upload_RF):
             self.changes[out] = (self.changes.get(out, 0) + upload_F) & (2**self.secure.bits - 1)
-        self._waiting = {}
         del self._missing[first]
 
     def _numbers(self, client: int) -> Tensor:
         """The quantised upload (R, P + 1) of the current client, with its noise."""
         at, noise = self.address, self.secure.noise
         draws = {}
-        for out in {out for entry in self._waiting for out, _ in self.terms_of.get(entry, ())}:
+        for out in {out for entry in self._waiting for out, _ in self.terms_of[entry]}:
             draws[out] = stream(at.seed, at.round, at.exchange, client, f"secure/rounding/{out}")
         while True:
             upload_RF = torch.zeros(self.shape, dtype=torch.int64)
             for entry, change_P in self._waiting.items():
-                for out, weight in self.terms_of.get(entry, ()):
+                for out, weight in self.terms_of[entry]:
                     upload_RF[out] += quantised(self.secure, change_P, weight, draws[out])
             if noise is None:
                 return upload_RF
