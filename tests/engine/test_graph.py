@@ -7,18 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from training_tasks import ADDRESS, FLAT, assert_same
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.optimizers import resolve_optimizer
 from cfl_ray.core.tasks import Task, mse, token_cross_entropy
-from cfl_ray.core.work import Address
-from cfl_ray.engine import manual, sequential
+from cfl_ray.engine import manual
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.network import Network
 
 SGD = LocalSGD(epochs=2, batch_size=4, lr=0.05, momentum=0.9, weight_decay=0.01)
-GREY, SMALL, COLOUR, FLAT, TOKENS = (1, 28, 28), (1, 16, 16), (3, 16, 16), (6,), (7,)
+GREY, SMALL, COLOUR, TOKENS = (1, 28, 28), (1, 16, 16), (3, 16, 16), (7,)
 CLASSES, WORDS = 3, 11
+ATOL = 2e-5
 
 
 class LeNetBase(nn.Module):
@@ -365,24 +366,14 @@ def task_of(network: Network, local: LocalSGD = SGD, size: int = 10, y=None, **f
         x = torch.randint(0, WORDS, (size, *network.input_shape), generator=draw)
     y = torch.randint(0, CLASSES, (size,), generator=draw) if y is None else y
     steps = int(local.steps_of(np.array([size]))[0])
-    return TrainingTask(0, network.new_model(1, 0), x, y, steps, local, Address(0, 3, 1), **fields)
-
-
-def assert_same(network: Network, task: TrainingTask, atol: float = 2e-5) -> None:
-    assert manual.why_not(network, [task]) is None
-    (expected,) = sequential.train(network, [task])
-    expected = replace(expected, row_P=expected.row_P.clone())
-    assert (expected.row_P - task.start_P).abs().max() > 1e-3, "nothing was trained"
-    (found,) = manual.train(network, [task])
-    torch.testing.assert_close(found.row_P, expected.row_P, rtol=0, atol=atol)
-    assert found.train_loss == pytest.approx(expected.train_loss, abs=atol)
+    return TrainingTask(0, network.new_model(1, 0), x, y, steps, local, ADDRESS, **fields)
 
 
 @pytest.mark.parametrize("factory, shape", NETWORKS.values(), ids=NETWORKS)
 def test_is_sequential_for(factory, shape):
     network = network_of(factory, shape)
     steps = 1 if network.spec.size > 1e6 else None
-    assert_same(network, task_of(network, replace(SGD, steps=steps)))
+    assert_same(network, [task_of(network, replace(SGD, steps=steps))], manual, ATOL)
 
 
 class TestWithOther:
@@ -390,7 +381,7 @@ class TestWithOther:
     def test_optimisers(self, name):
         local = replace(SGD, momentum=0.0, weight_decay=0.0, lr=0.01, optimizer=resolve_optimizer(name, {"eps": 1e-2}))
         network = network_of(LeNetFunctional, GREY)
-        assert_same(network, task_of(network, replace(local, clip_norm=0.5)), atol=1e-4)
+        assert_same(network, [task_of(network, replace(local, clip_norm=0.5))], manual, 1e-4)
 
     def test_an_optimiser_that_treats_tensors_by_themselves(self):
         class Normalised(torch.optim.SGD):
@@ -402,18 +393,19 @@ class TestWithOther:
         network = network_of(LeNetFunctional, GREY)
         local = LocalSGD(epochs=2, batch_size=4, lr=0.05, optimizer=resolve_optimizer(Normalised, {}))
         assert not local.optimizer.elementwise
-        assert_same(network, task_of(network, local))
+        assert_same(network, [task_of(network, local)], manual, ATOL)
 
     def test_losses(self):
         network = network_of(ResidualMLP, FLAT, task=Task(mse, "real"))
-        assert_same(network, task_of(network, y=torch.randn(10, CLASSES), frozen_P=network.new_model(5, 0)))
+        task = task_of(network, y=torch.randn(10, CLASSES), frozen_P=network.new_model(5, 0))
+        assert_same(network, [task], manual, ATOL)
 
     def test_outputs_of_several_axes(self):
         def factory():
             return nn.Sequential(nn.Embedding(WORDS, 5), nn.ReLU(), nn.Linear(5, WORDS))
 
         network = network_of(factory, TOKENS, task=Task(token_cross_entropy, "tokens"))
-        assert_same(network, task_of(network, y=torch.randint(0, WORDS, (10, 7))))
+        assert_same(network, [task_of(network, y=torch.randint(0, WORDS, (10, 7)))], manual, ATOL)
 
     def test_outputs_that_are_images(self):
         def loss(outputs, targets):
@@ -424,7 +416,7 @@ class TestWithOther:
                 lambda: nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, 2, 3)), COLOUR
             )
             network.task = Task(loss, "real")
-            assert_same(network, task_of(network, y=torch.randn(10, 2, 12, 12)))
+            assert_same(network, [task_of(network, y=torch.randn(10, 2, 12, 12))], manual, ATOL)
 
 
 def test_recording_leaves_the_network_as_it_was():

@@ -1,78 +1,22 @@
 """Local optimisers, learning-rate schedules and clipping: PyTorch's on one client, and every engine as `sequential`."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from federations import Stage, uneven
-from torch import nn
-from torch.nn.functional import cross_entropy
+from training_tasks import by_torch, mlp, rows, tasks_of, with_batch_norm
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.optimizers import OPTIMIZERS, LocalOptimizer, resolve_optimizer
 from cfl_ray.core.schedules import RateSchedule, cosine, resolve_schedule
-from cfl_ray.core.work import Address, Proximal
 from cfl_ray.engine import manual, sequential, span, vectorised
-from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.network import Network
 
 NAMES = [name for name in OPTIMIZERS.names() if name != "sgd"]
-ADDRESS = Address(0, 3, 1)
 COSINE = resolve_schedule("local.step_schedule", {"cosine": {"floor": 0.1}})
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def batch_norm():
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def tasks_of(network: Network, sizes, local: LocalSGD, proximal: float = 0.0) -> list[TrainingTask]:
-    federation = uneven(sizes, network.input_shape)
-    anchors = (Proximal(proximal, network.new_model(9, 0), None),) if proximal else ()
-    return [
-        TrainingTask(
-            client,
-            network.new_model(1, client),
-            *federation.train(client),
-            int(local.steps_of(np.array([size]))[0]),
-            local,
-            ADDRESS,
-            anchors,
-        )
-        for client, size in enumerate(sizes)
-    ]
-
-
-def rows(engine, network: Network, tasks) -> torch.Tensor:
-    return torch.stack([result.row_P.clone() for result in engine.train(network, tasks)])
-
-
-def by_torch(network: Network, task: TrainingTask, optimizer, proximal: float = 0.0) -> torch.Tensor:
-    """The same client in plain PyTorch; `optimizer` makes an optimiser of parameters."""
-    module = mlp()
-    named = network.spec.tensors(task.start_P)
-    module.load_state_dict({name: tensor.clone() for name, tensor in named.items()})
-    anchors = [t.clone() for t in network.spec.tensors(network.new_model(9, 0)).values()]
-    optimizer = optimizer(module.parameters())
-    base = [group["lr"] for group in optimizer.param_groups]
-    for number, batch in enumerate(task.batches()):
-        x, y = (task.x, task.y) if batch is None else (task.x[batch], task.y[batch])
-        optimizer.zero_grad()
-        loss = cross_entropy(module(x), y)
-        for parameter, anchor in zip(module.parameters(), anchors):
-            loss = loss + proximal / 2 * (parameter - anchor).square().sum()
-        loss.backward()
-        if task.local.clip_norm is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), task.local.clip_norm)
-        for group, lr in zip(optimizer.param_groups, base):
-            if task.local.step_schedule is not None:
-                group["lr"] = lr * task.local.step_schedule(number + 1, task.steps)
-        optimizer.step()
-    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 
 class TestSequentialIsTorch:
@@ -81,7 +25,7 @@ class TestSequentialIsTorch:
         local = LocalSGD(epochs=3, batch_size=4, lr=0.05, optimizer=resolve_optimizer(name, {}))
         network = Network(mlp, (6,))
         (task,) = tasks_of(network, [10], local)
-        expected = by_torch(network, task, lambda p: OPTIMIZERS.builtin[name](p, lr=0.05))
+        expected, _ = by_torch(mlp, network, task, lambda p: OPTIMIZERS.builtin[name](p, lr=0.05))
         assert torch.allclose(rows(sequential, network, [task])[0], expected, rtol=0, atol=1e-6)
         assert (expected - task.start_P).abs().max() > 1e-3
 
@@ -89,10 +33,9 @@ class TestSequentialIsTorch:
         optimizer = resolve_optimizer("adamw", {"weight_decay": 0.1, "betas": [0.8, 0.9]})
         local = LocalSGD(epochs=3, batch_size=4, lr=0.05, optimizer=optimizer, step_schedule=COSINE, clip_norm=0.3)
         network = Network(mlp, (6,))
-        (task,) = tasks_of(network, [10], local, proximal=0.5)
-        expected = by_torch(
-            network, task, lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1, betas=(0.8, 0.9)), proximal=0.5
-        )
+        (task,) = tasks_of(network, [10], local, [(0.5,)])
+        adamw = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1, betas=(0.8, 0.9))
+        expected, _ = by_torch(mlp, network, task, adamw)
         assert torch.allclose(rows(sequential, network, [task])[0], expected, rtol=0, atol=1e-6)
 
     @pytest.mark.parametrize("schedule", [None, COSINE])
@@ -102,10 +45,8 @@ class TestSequentialIsTorch:
             epochs=3, batch_size=4, lr=0.1, momentum=0.9, weight_decay=0.05, clip_norm=0.2, step_schedule=schedule
         )
         network = Network(mlp, (6,))
-        (task,) = tasks_of(network, [10], local, proximal=0.5)
-        expected = by_torch(
-            network, task, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.05), proximal=0.5
-        )
+        (task,) = tasks_of(network, [10], local, [(0.5,)])
+        expected, _ = by_torch(mlp, network, task)
         found = rows(sequential, network, [task])[0]
         assert torch.allclose(found, expected, rtol=0, atol=1e-6)
         free = rows(sequential, network, [replace(task, local=replace(local, clip_norm=None))])[0]
@@ -117,20 +58,21 @@ def test_clipping_at_infinity_is_none(engine):
     network = Network(mlp, (6,))
     plain = LocalSGD(epochs=3, lr=0.1, momentum=0.9, weight_decay=0.05)
     found = [
-        rows(engine, network, tasks_of(network, [3, 3], replace(plain, clip_norm=norm), 0.5)) for norm in (None, np.inf)
+        rows(engine, network, tasks_of(network, [3, 3], replace(plain, clip_norm=norm), [(0.5,)]))
+        for norm in (None, np.inf)
     ]
     assert torch.equal(*found)
 
 
 class TestVectorised:
     @pytest.mark.parametrize("name", NAMES)
-    @pytest.mark.parametrize("factory", [mlp, batch_norm], ids=["mlp", "buffers"])
+    @pytest.mark.parametrize("factory", [mlp, with_batch_norm], ids=["mlp", "buffers"])
     def test_equals_sequential(self, name, factory):
         """Clients with fewer steps than others keep their models after them."""
-        sizes = [8, 8] if factory is batch_norm else [12, 5, 9]
+        sizes = [8, 8] if factory is with_batch_norm else [12, 5, 9]
         local = LocalSGD(epochs=2, batch_size=4, lr=0.02, optimizer=resolve_optimizer(name, {}))
         network = Network(factory, (6,))
-        tasks = tasks_of(network, sizes, local, proximal=0.3)
+        tasks = tasks_of(network, sizes, local, [(0.3,)])
         assert vectorised.why_not(network, tasks) is None
         expected = rows(sequential, network, tasks)
         # the first steps of some divide two numbers close to 0
@@ -141,7 +83,7 @@ class TestVectorised:
     def test_schedules_and_clipping(self, clip_norm, momentum):
         local = LocalSGD(2, None, 4, 0.1, momentum, 0.05, step_schedule=COSINE, clip_norm=clip_norm)
         network = Network(mlp, (6,))
-        tasks = tasks_of(network, [12, 5, 9], local, proximal=0.3)
+        tasks = tasks_of(network, [12, 5, 9], local, [(0.3,)])
         expected = rows(sequential, network, tasks)
         assert torch.allclose(rows(vectorised, network, tasks), expected, rtol=0, atol=1e-5)
         assert torch.allclose(rows(manual, network, tasks), expected, rtol=0, atol=1e-5)

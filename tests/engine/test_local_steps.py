@@ -13,6 +13,20 @@ import torch
 from federations import Stage, planted, uneven
 from torch import nn
 from torch.nn.functional import cross_entropy
+from training_tasks import (
+    ADDRESS,
+    FLAT,
+    IMAGE,
+    assert_same,
+    loaded,
+    mlp,
+    results,
+    rows,
+    tasks_of,
+    wide_cnn,
+    with_batch_norm,
+    with_dropout,
+)
 
 from cfl_ray.config import EvaluationConfig
 from cfl_ray.core.backend import SavedState
@@ -20,7 +34,6 @@ from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream, torch_stream
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.work import Address
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.engine import sequential, span, vectorised
 from cfl_ray.engine.task import TrainingTask
@@ -28,9 +41,7 @@ from cfl_ray.engine.worker import Worker
 from cfl_ray.nn.network import Network
 from cfl_ray.runtime.evaluation import Evaluator
 
-SEED, ROUND, EXCHANGE = 0, 3, 1
-ADDRESS = Address(SEED, ROUND, EXCHANGE)
-FLAT, IMAGE = (6,), (1, 6, 6)
+SEED, ROUND, EXCHANGE = ADDRESS.seed, ADDRESS.round, ADDRESS.exchange
 
 
 @dataclass(frozen=True)
@@ -73,23 +84,6 @@ class Masked(nn.Module):
         return x * self.mask
 
 
-def mlp(dropout=nn.Dropout):
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def with_dropout(dropout=nn.Dropout):
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), dropout(0.5), nn.Linear(16, 8), dropout(0.25), nn.Linear(8, 3))
-
-
-def with_batch_norm(dropout=nn.Dropout):
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def wide_cnn():
-    """32 channels, which the engine keeps channels-last on the CPU."""
-    return nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 4, 3), nn.Flatten(), nn.Linear(16, 3))
-
-
 LOCALS = {
     "full batch": LocalSGD(epochs=4, lr=0.3),
     "mini-batches, the last one partial": LocalSGD(epochs=4, batch_size=4, lr=0.2),
@@ -99,35 +93,6 @@ LOCALS = {
 
 PARTIAL = "mini-batches, the last one partial"
 NETWORKS = [*((mlp, FLAT, name) for name in LOCALS), (with_dropout, FLAT, PARTIAL), (wide_cnn, IMAGE, PARTIAL)]
-
-
-def tasks_of(
-    network: Network, sizes, local: LocalSGD, local_step=None, proximal=(), frozen_model=False
-) -> list[TrainingTask]:
-    federation, tasks = uneven(sizes, network.input_shape), []
-    for client, size in enumerate(sizes):
-        count = int(
-            local.steps_of(np.array([size]), batches_per_step=local_step.batches_per_step if local_step else 1)[0]
-        )
-        anchors = tuple(
-            Proximal(weight, network.new_model(9, client), columns, follow, every)
-            for weight, columns, follow, every in proximal
-        )
-        other = network.new_model(5, 0) if frozen_model else None
-        tasks.append(
-            TrainingTask(
-                client,
-                network.new_model(1, client),
-                *federation.train(client),
-                count,
-                local,
-                ADDRESS,
-                anchors,
-                local_step,
-                frozen_P=other,
-            )
-        )
-    return tasks
 
 
 def batches(client: int, size: int, batch: int) -> Iterator[torch.Tensor]:
@@ -141,11 +106,10 @@ def by_torch(
     factory, network: Network, task: TrainingTask, batch: int, parts: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(w, anchor) of one client, written out for its local step, its first proximal term and its SGD."""
-    module, local = factory(Masked).train(), task.local
+    module = factory(Masked) if factory is with_dropout else factory()
+    module, local = module.train(), task.local
     for name, value in network.spec.tensors(task.start_P).items():
-        (module.get_parameter(name) if name in dict(module.named_parameters()) else module.get_buffer(name)).data.copy_(
-            value
-        )
+        module.state_dict()[name].copy_(value)
     params, masked = list(module.parameters()), [m for m in module if isinstance(m, Masked)]
     noise = torch_stream(SEED, ROUND, EXCHANGE, task.client, "dropout")
     drawn, term = batches(task.client, len(task.y), batch), task.proximal[0] if task.proximal else None
@@ -186,37 +150,16 @@ def by_torch(
     return torch.cat([w, *statistics]), anchor
 
 
-def results(engine, network: Network, tasks) -> tuple[torch.Tensor, torch.Tensor | None, list[float]]:
-    found = [(t.row_P.clone(), t.replacement_P, t.train_loss) for t in engine.train(network, tasks)]
-    rows, anchors, losses = zip(*found)
-    return torch.stack(rows), None if anchors[0] is None else torch.stack(anchors), list(losses)
-
-
-def assert_same(network: Network, tasks):
-    assert vectorised.why_not(network, tasks) is None
-    (rows, anchors, losses), (others, other_anchors, other_losses) = (
-        results(engine, network, tasks) for engine in (sequential, vectorised)
-    )
-    assert (rows - torch.stack([task.start_P for task in tasks])).abs().max(1).values.min() > 1e-3, (
-        "nothing was trained"
-    )
-    assert torch.allclose(others, rows, rtol=0, atol=1e-5), (others - rows).abs().max()
-    assert (anchors is None) == (other_anchors is None) and (
-        anchors is None or torch.allclose(other_anchors, anchors, rtol=0, atol=1e-5)
-    )
-    assert other_losses == pytest.approx(losses, rel=1e-5, abs=1e-5)
-
-
 class TestLocalStep:
     @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
     @pytest.mark.parametrize("factory", [mlp, with_dropout, with_batch_norm])
     @pytest.mark.parametrize("local_step", [Ahead(), Around()])
     def test_is_made_of_gradients_of_fresh_batches(self, local_step, factory, local):
         network = Network(factory, FLAT)
-        (task,) = tasks_of(network, [12], local, local_step)
+        (task,) = tasks_of(network, [12], local, local_step=local_step)
         batch = {None: 12 // local_step.batches_per_step, 4: 4}[local.batch_size]
         expected, _ = by_torch(factory, network, task, batch, local_step.batches_per_step)
-        assert torch.allclose(results(sequential, network, [task])[0][0], expected, rtol=0, atol=2e-6)
+        assert torch.allclose(rows(sequential, network, [task])[0], expected, rtol=0, atol=2e-6)
 
     @pytest.mark.parametrize(
         "size, batch_size, local_step, batch, steps",
@@ -234,10 +177,10 @@ class TestLocalStep:
     )
     def test_a_client_with_too_few_batches_splits_its_samples(self, size, batch_size, local_step, batch, steps):
         network, local = Network(mlp, FLAT), LocalSGD(epochs=4, batch_size=batch_size, lr=0.2)
-        (task,) = tasks_of(network, [size], local, local_step)
+        (task,) = tasks_of(network, [size], local, local_step=local_step)
         assert task.steps == steps and int(local.batch_of(size, local_step.batches_per_step)) == batch
         expected, _ = by_torch(mlp, network, task, batch, local_step.batches_per_step)
-        assert torch.allclose(results(sequential, network, [task])[0][0], expected, rtol=0, atol=1e-6)
+        assert torch.allclose(rows(sequential, network, [task])[0], expected, rtol=0, atol=1e-6)
 
     @pytest.mark.parametrize("size", range(5, 40))
     @pytest.mark.parametrize("parts, batch_size", [(2, None), (3, None), (2, 7), (3, 7)])
@@ -251,10 +194,10 @@ class TestLocalStep:
         """Bit for bit, with momentum, weight decay and a proximal term."""
         network = Network(with_dropout, FLAT)
         for local in LOCALS.values():
-            tasks = tasks_of(network, [10, 7], local, proximal=[(0.3, None, 0.0, 1)])
-            expected = results(sequential, network, tasks)
-            found = results(sequential, network, [replace(task, local_step=Plain()) for task in tasks])
-            assert torch.equal(found[0], expected[0]) and found[2] == expected[2]
+            tasks = tasks_of(network, [10, 7], local, proximal=[(0.3, None)])
+            steps = [replace(task, local_step=Plain()) for task in tasks]
+            for one, other in zip(results(sequential, network, tasks), results(sequential, network, steps)):
+                assert torch.equal(one.row_P, other.row_P) and one.train_loss == other.train_loss
 
     @pytest.mark.parametrize("parts", [1, 3])
     def test_gradients_of_one_batch_have_one_dropout_mask(self, parts):
@@ -269,8 +212,8 @@ class TestLocalStep:
 
         network = Network(with_dropout, FLAT)
         for engine, tasks in (
-            (sequential, tasks_of(network, [10], LOCALS["steps"], Twice())),
-            (vectorised, tasks_of(network, [10, 5], LOCALS["steps"], Twice())),
+            (sequential, tasks_of(network, [10], LOCALS["steps"], local_step=Twice())),
+            (vectorised, tasks_of(network, [10, 5], LOCALS["steps"], local_step=Twice())),
         ):
             found = []
             list(engine.train(network, tasks))
@@ -283,34 +226,31 @@ class TestLocalStep:
         """Clients of different sizes, so with different batches and steps; also with a term and a frozen model."""
         network, local = Network(factory, shape), LOCALS[name]
         local = replace(local, lr=local.lr / (5 if factory is wide_cnn else 1))
-        assert_same(network, tasks_of(network, [10, 3, 8, 16], local, local_step))
-        assert_same(
-            network,
-            tasks_of(
-                network, [10, 3], local, local_step, proximal=[(0.3, network.spec.base, 0.0, 1)], frozen_model=True
-            ),
-        )
+        assert_same(network, tasks_of(network, [10, 3, 8, 16], local, local_step=local_step), vectorised)
+        options = {"local_step": local_step, "frozen_P": network.new_model(5, 0)}
+        assert_same(network, tasks_of(network, [10, 3], local, [(0.3, network.spec.base)], **options), vectorised)
 
     @pytest.mark.parametrize("local_step", [Ahead(), Around()])
     def test_vectorised_is_sequential_with_batch_statistics(self, local_step):
         network = Network(with_batch_norm, FLAT)
-        assert_same(network, tasks_of(network, [12, 12], LocalSGD(epochs=4, batch_size=4, lr=0.1), local_step))
-        assert "one size" in vectorised.why_not(network, tasks_of(network, [12, 7], LOCALS["full batch"], local_step))
-        assert "one size" in vectorised.why_not(network, tasks_of(network, [7, 7], LOCALS["full batch"], local_step))
+        local = LocalSGD(epochs=4, batch_size=4, lr=0.1)
+        assert_same(network, tasks_of(network, [12, 12], local, local_step=local_step), vectorised)
+        for sizes in ([12, 7], [7, 7]):
+            tasks = tasks_of(network, sizes, LOCALS["full batch"], local_step=local_step)
+            assert "one size" in vectorised.why_not(network, tasks)
 
     def test_the_train_loss_is_that_of_the_first_gradient_of_every_step(self):
         """The mean over the last epoch: with two of four batches a step, two steps."""
         network = Network(mlp, FLAT)
-        (task,) = tasks_of(network, [16], LocalSGD(epochs=2, batch_size=4, lr=0.2), Ahead())
+        (task,) = tasks_of(network, [16], LocalSGD(epochs=2, batch_size=4, lr=0.2), local_step=Ahead())
         losses, drawn = [], batches(0, 16, 4)
         for steps in range(4):
             at, _ = by_torch(mlp, network, replace(task, steps=steps), 4, 2)
             first, _ = next(drawn), next(drawn)
             network.load(at)
             losses.append(cross_entropy(network.module(task.x[first]), task.y[first]).item())
-        assert task.steps == 4 and results(sequential, network, [task])[2] == pytest.approx(
-            [np.mean(losses[2:])], abs=1e-6
-        )
+        (result,) = results(sequential, network, [task])
+        assert task.steps == 4 and result.train_loss == pytest.approx(np.mean(losses[2:]), abs=1e-6)
 
     def test_through_the_port_clients_do_as_many_steps_as_they_have_sets_of_batches(self):
         stage, works = Stage(uneven([12, 5, 30]), mlp, LocalSGD(epochs=3, batch_size=6, lr=0.1)), []
@@ -329,13 +269,13 @@ class TestMovingAnchor:
         network = Network(mlp, FLAT)
         (task,) = tasks_of(network, [10], local, proximal=[(0.9, None, follow, every)])
         expected, anchor = by_torch(mlp, network, task, local.batch_size or 10, 1)
-        rows, anchors, _ = results(sequential, network, [task])
-        assert torch.allclose(rows[0], expected, rtol=0, atol=1e-6) and torch.allclose(
-            anchors[0], anchor, rtol=0, atol=1e-6
-        )
+        fixed = replace(task, proximal=(replace(task.proximal[0], follow=0.0),))
+        moved, still = results(sequential, network, [task, fixed])
+        assert torch.allclose(moved.row_P, expected, rtol=0, atol=1e-6)
+        assert torch.allclose(moved.replacement_P, anchor, rtol=0, atol=1e-6)
         assert (anchor - task.proximal[0].anchor).abs().max() > 1e-2
-        still = results(sequential, network, [replace(task, proximal=(replace(task.proximal[0], follow=0.0),))])
-        assert still[1] is None and (every == 100) == torch.allclose(still[0], rows, atol=1e-4)
+        assert still.replacement_P is None
+        assert (every == 100) == torch.allclose(still.row_P, moved.row_P, atol=1e-4)
 
     def test_leaves_the_anchor_of_the_server_alone(self):
         network = Network(mlp, FLAT)
@@ -349,30 +289,27 @@ class TestMovingAnchor:
         network = Network(mlp, FLAT)
         head = network.spec.head
         (task,) = tasks_of(network, [10], LOCALS["full batch"], proximal=[(0.9, head, 0.5, 2)])
-        moved = results(sequential, network, [task])[1][0]
-        start = task.proximal[0].anchor
-        assert (
-            torch.equal(network.spec.base.of(moved), network.spec.base.of(start))
-            and (head.of(moved) != head.of(start)).all()
-        )
+        moved, start = results(sequential, network, [task])[0].replacement_P, task.proximal[0].anchor
+        assert torch.equal(network.spec.base.of(moved), network.spec.base.of(start))
+        assert (head.of(moved) != head.of(start)).all()
 
     def test_carries_the_batch_statistics_of_the_model(self):
         network = Network(with_batch_norm, FLAT)
         tasks = tasks_of(network, [12, 12], LocalSGD(epochs=2, batch_size=4, lr=0.1), proximal=[(0.9, None, 0.5, 2)])
         for engine in (sequential, vectorised):
-            rows, anchors, _ = results(engine, network, tasks)
-            assert torch.equal(anchors[:, network.spec.trained :], rows[:, network.spec.trained :])
+            for result in results(engine, network, tasks):
+                assert torch.equal(result.replacement_P[network.spec.trained :], result.row_P[network.spec.trained :])
 
     @pytest.mark.parametrize("factory, shape, name", NETWORKS)
     def test_vectorised_is_sequential(self, factory, shape, name):
         """Clients with different numbers of steps: each anchor moves for the last time after its client's last step."""
         network, local = Network(factory, shape), LOCALS[name]
         local = replace(local, lr=local.lr / (5 if factory is wide_cnn else 1))
-        assert_same(
-            network,
-            tasks_of(network, [10, 3, 7, 16], local, proximal=[(0.9, None, 0.5, 3), (0.2, network.spec.head, 0.0, 1)]),
-        )
-        assert_same(network, tasks_of(network, [10, 3], local, Ahead(), proximal=[(0.9, network.spec.head, 0.5, 2)]))
+        head = network.spec.head
+        tasks = tasks_of(network, [10, 3, 7, 16], local, [(0.9, None, 0.5, 3), (0.2, head)])
+        assert_same(network, tasks, vectorised)
+        tasks = tasks_of(network, [10, 3], local, [(0.9, head, 0.5, 2)], local_step=Ahead())
+        assert_same(network, tasks, vectorised)
 
     @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised", "span"])
     def test_the_client_uploads_the_anchor_and_keeps_the_model(self, engine):
@@ -435,7 +372,7 @@ class TestSpan:
     )
     def test_refuses_rules_and_anchors_that_move(self, local_step, proximal, applies):
         network = Network(self.net, IMAGE)
-        tasks = tasks_of(network, [3, 5], LocalSGD(epochs=4, lr=0.3), local_step, proximal)
+        tasks = tasks_of(network, [3, 5], LocalSGD(epochs=4, lr=0.3), proximal, local_step=local_step)
         assert all((span.why_not(network, [task]) is None) == applies for task in tasks)
         for task in tasks:
             expected = next(sequential.train(network, [task])).row_P.clone()
@@ -501,15 +438,8 @@ class TestServing:
             else evaluator.tuned_scores(serving, clients, stage.local)
         )
 
-    def module(self, stage: Stage, row_P: torch.Tensor) -> nn.Module:
-        module = deep()
-        with torch.no_grad():
-            for parameter, value in zip(module.parameters(), stage.network.spec.tensors(row_P).values()):
-                parameter.copy_(value)
-        return module
-
     def adapted(self, stage: Stage, row_P: torch.Tensor, client: int, epochs: int, lr: float, batch: int) -> nn.Module:
-        module, (x, y) = self.module(stage, row_P), stage.federation.train(client)
+        module, (x, y) = loaded(deep, stage.network, row_P), stage.federation.train(client)
         optimiser, draw = torch.optim.SGD(module.parameters(), lr=lr), stream(0, ROUND, -1, client, "batches")
         for _ in range(epochs):
             for chosen in torch.from_numpy(draw.permutation(len(y))).split(batch):
@@ -536,7 +466,7 @@ class TestServing:
         for client, weight_K in zip(self.IDS, weight_MK):
             x, y = federation.test(client)
             with torch.no_grad():
-                each = torch.stack([self.module(stage, row_P)(x).softmax(1) for row_P in models_KP])
+                each = torch.stack([loaded(deep, stage.network, row_P)(x).softmax(1) for row_P in models_KP])
             p = (each * torch.from_numpy(weight_K).float()[:, None, None]).sum(0)
             expected.append(((p.argmax(1) == y).float().mean().item(), -p[range(len(y)), y].log().mean().item()))
             alone.append([(one.argmax(1) == y).float().mean().item() for one in each])

@@ -9,18 +9,16 @@ import torch
 from federations import Stage, uneven
 from torch import nn
 from torch.nn.functional import max_pool2d
+from training_tasks import FLAT, assert_same, mlp, rows, tasks_of
 
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.work import Address, Proximal
 from cfl_ray.engine import manual, sequential
-from cfl_ray.engine.task import TrainingTask
 from cfl_ray.models import REGISTRY, recipe
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.operations import MaxPool
 from cfl_ray.nn.passes import passes_of
 
-ADDRESS = Address(seed=0, round=3, exchange=1)
-IMAGE, COLOUR, FLAT = (1, 16, 16), (3, 17, 16), (6,)
+IMAGE, COLOUR = (1, 16, 16), (3, 17, 16)
 UNSUPPORTED_MODELS = {"resnet9"}
 LARGER_IMAGES = {"vgg16"}  # of at least 32x32
 
@@ -79,10 +77,6 @@ def wide():
     )
 
 
-def mlp():
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
 NETWORKS = {
     factory.__name__: (factory, shape)
     for factory, shape in (
@@ -119,36 +113,10 @@ class Around:
         return g - (gradient(w + 0.1 * g, 0) - gradient(w - 0.1 * g, 0))
 
 
-def tasks_of(network: Network, sizes, local: LocalSGD, **fields) -> list[TrainingTask]:
-    federation, per_step = uneven(sizes, network.input_shape), getattr(fields.get("local_step"), "batches_per_step", 1)
-    steps = [int(local.steps_of(np.array([size]), batches_per_step=per_step)[0]) for size in sizes]
-    return [
-        TrainingTask(i, network.new_model(1, i), *federation.train(i), steps[i], local, ADDRESS, **fields)
-        for i in range(len(sizes))
-    ]
-
-
-def assert_same(network: Network, tasks) -> None:
-    assert manual.why_not(network, tasks) is None
-    for task in tasks:
-        (expected,) = sequential.train(network, [task])
-        expected = replace(expected, row_P=expected.row_P.clone())
-        assert (expected.row_P - task.start_P).abs().max() > 1e-3, "nothing was trained"
-        (found,) = manual.train(network, [task])
-        assert torch.allclose(found.row_P, expected.row_P, rtol=0, atol=1e-5), (
-            (found.row_P - expected.row_P).abs().max()
-        )
-        assert found.train_loss == pytest.approx(expected.train_loss, abs=1e-5)
-        for name in ("replacement_P", "velocity"):
-            one, other = getattr(found, name), getattr(expected, name)
-            assert (one is None) == (other is None)
-            assert one is None or torch.allclose(one, other, rtol=0, atol=1e-5), name
-
-
 @pytest.mark.parametrize("factory, shape", NETWORKS.values(), ids=NETWORKS)
 def test_is_sequential_for_all_layers(factory, shape):
     network = Network(factory, shape)
-    assert_same(network, tasks_of(network, [10, 5], LOCALS["momentum and weight decay"]))
+    assert_same(network, tasks_of(network, [10, 5], LOCALS["momentum and weight decay"]), manual)
 
 
 class TestIsSequentialFor:
@@ -156,36 +124,35 @@ class TestIsSequentialFor:
     @pytest.mark.parametrize("factory, shape", [(small_cnn, IMAGE), (wide, COLOUR), (mlp, FLAT)])
     def test_all_batches(self, factory, shape, local):
         network = Network(factory, shape)
-        assert_same(network, tasks_of(network, [10, 3, 7], local))
+        assert_same(network, tasks_of(network, [10, 3, 7], local), manual)
 
     @pytest.mark.parametrize("columns", ["all", "head", "base"])
     @pytest.mark.parametrize("follow", [0.0, 0.5])
     @pytest.mark.parametrize("factory, shape", [(small_cnn, IMAGE), (wide, COLOUR)])
     def test_proximal_terms(self, factory, shape, follow, columns):
         network = Network(factory, shape)
-        terms = tuple(
-            Proximal(weight, network.new_model(9, which), getattr(network.spec, columns), follow * which, 2)
-            for which, weight in enumerate((0.3, 0.15))
-        )
-        assert_same(network, tasks_of(network, [10, 3], LOCALS["momentum and weight decay"], proximal=terms))
+        columns = getattr(network.spec, columns)
+        terms = [(0.3, columns), (0.15, columns, follow, 2)]
+        assert_same(network, tasks_of(network, [10, 3], LOCALS["momentum and weight decay"], terms), manual)
 
     def test_a_frozen_model(self):
         network = Network(small_cnn, IMAGE)
         for name in ("full batch", "steps ending within an epoch"):
-            assert_same(network, tasks_of(network, [10, 3], LOCALS[name], frozen_P=network.new_model(7, 0)))
+            assert_same(network, tasks_of(network, [10, 3], LOCALS[name], frozen_P=network.new_model(7, 0)), manual)
 
     @pytest.mark.parametrize("factory, shape", [(small_cnn, IMAGE), (dropouts, COLOUR)])
     def test_steps_of_several_gradients(self, factory, shape):
         network = Network(factory, shape)
-        assert_same(network, tasks_of(network, [10, 3], LOCALS["momentum and weight decay"], local_step=Around()))
+        tasks = tasks_of(network, [10, 3], LOCALS["momentum and weight decay"], local_step=Around())
+        assert_same(network, tasks, manual)
 
     def test_a_persistent_momentum_buffer(self):
         network = Network(small_cnn, IMAGE)
         local = replace(LOCALS["momentum and weight decay"], persist=True)
         velocity = 0.1 * torch.randn(network.spec.trained, generator=torch.Generator().manual_seed(0))
         before = velocity.clone()
-        assert_same(network, tasks_of(network, [10], local, velocity=velocity))
-        assert_same(network, tasks_of(network, [10], local))
+        assert_same(network, tasks_of(network, [10], local, velocity=velocity), manual)
+        assert_same(network, tasks_of(network, [10], local), manual)
         assert torch.equal(velocity, before), "the stored buffer is not changed in place"
 
 
@@ -216,10 +183,8 @@ def test_a_result_does_not_depend_on_earlier_ones():
     for factory, shape in ((small_cnn, IMAGE), (wide, COLOUR)):
         network = Network(factory, shape)
         tasks = tasks_of(network, [4, 30, 9], LocalSGD(epochs=2, lr=0.1))
-        together = [result.row_P.clone() for result in manual.train(network, tasks)]
-        for task, row_P in zip(tasks, together):
-            (alone,) = manual.train(Network(factory, shape), [task])
-            assert torch.equal(alone.row_P, row_P)
+        for task, row_P in zip(tasks, rows(manual, network, tasks)):
+            assert torch.equal(rows(manual, Network(factory, shape), [task])[0], row_P)
 
 
 def test_samples_and_starts_are_not_changed():

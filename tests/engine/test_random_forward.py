@@ -1,10 +1,14 @@
 """Networks whose forward pass draws random numbers: functional dropout, attention, noise; and layers without sizes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+import training_tasks
 from torch import nn
 from torch.nn.functional import dropout
+from training_tasks import assert_same, rows
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
@@ -65,28 +69,12 @@ def two_sizes():
     return TwoSizes()
 
 
-SHAPE, ADDRESS = (5, 4), Address(seed=0, round=3, exchange=1)
+SHAPE = (5, 4)
 RANDOM = [Functional, Transformer, lambda: Transformer(0.1, batch_first=False), Recurrent, Noise, two_sizes]
 
 
-def tasks_of(network: Network, clients: int = 3, size: int = 8) -> list[TrainingTask]:
-    draw = torch.Generator().manual_seed(0)
-    return [
-        TrainingTask(
-            client,
-            network.new_model(1, client),
-            torch.randn(size, *SHAPE, generator=draw),
-            torch.randint(0, 3, (size,), generator=draw),
-            4,
-            LocalSGD(2, None, 4, 0.1),
-            ADDRESS,
-        )
-        for client in range(clients)
-    ]
-
-
-def rows(engine, network, tasks):
-    return torch.stack([result.row_P.clone() for result in engine.train(network, tasks)])
+def tasks_of(network: Network, clients: int = 3) -> list[TrainingTask]:
+    return training_tasks.tasks_of(network, [8] * clients, LocalSGD(2, None, 4, 0.1))
 
 
 @pytest.mark.parametrize("factory", RANDOM)
@@ -99,10 +87,8 @@ class TestRandomForward:
         torch.manual_seed(5)
         alone = torch.cat([rows(sequential, Network(factory, SHAPE), [task]) for task in reversed(tasks)]).flip(0)
         assert torch.equal(together, alone) and together.isfinite().all()
-        elsewhere = [TrainingTask(**{**vars(task), "address": Address(0, 4, 1)}) for task in tasks]
-        same_batches = [
-            TrainingTask(**{**vars(t), "local": LocalSGD(4, None, None, 0.1)}) for t in (*tasks, *elsewhere)
-        ]
+        elsewhere = [replace(task, address=Address(0, 4, 1)) for task in tasks]
+        same_batches = [replace(task, local=LocalSGD(4, None, None, 0.1)) for task in (*tasks, *elsewhere)]
         drawn = rows(sequential, network, same_batches)
         assert not torch.equal(drawn[:3], drawn[3:]), (
             "full batches differ in the random draws of the forward pass alone"
@@ -120,7 +106,7 @@ class TestRandomForward:
         assert "draws random numbers" in vectorised.why_not(network, tasks)
         assert span.why_not(network, tasks)
         if manual.why_not(network, tasks) is None:  # functional dropout
-            assert torch.allclose(rows(manual, network, tasks), rows(sequential, network, tasks), rtol=0, atol=1e-5)
+            assert_same(network, tasks, manual)
 
     def test_all_gradients_of_a_step_are_of_one_function(self, factory):
         """A local step that asks for the gradient of its first batch twice gets the same one."""
@@ -136,7 +122,7 @@ class TestRandomForward:
                 seen.append(torch.equal(first, second))
                 return first
 
-        rows(sequential, network, [TrainingTask(**{**vars(task), "local_step": Twice()})])
+        rows(sequential, network, [replace(task, local_step=Twice())])
         assert seen == [True] * 4
 
 
@@ -163,8 +149,8 @@ def test_functional_dropout_drops_the_share_and_keeps_the_mean():
 def test_without_dropout_a_transformer_trains_on_both_engines():
     network = Network(lambda: Transformer(0.0), SHAPE)
     tasks = tasks_of(network)
-    assert not network.random_forward and vectorised.why_not(network, tasks) is None
-    torch.testing.assert_close(rows(vectorised, network, tasks), rows(sequential, network, tasks), rtol=0, atol=1e-5)
+    assert not network.random_forward
+    assert_same(network, tasks, vectorised)
 
 
 def test_masks_by_sample_stay_where_they_suit():
