@@ -8,24 +8,17 @@ import pytest
 import torch
 from federations import Stage, uneven
 from torch import nn
+from training_tasks import LONG, assert_same, long_mlp, rows, tasks_of
 
 from cfl_ray.config import RuntimeConfig
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.work import Address
+from cfl_ray.engine import sequential
 from cfl_ray.engine.engines import ENGINES
-from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.network import Network
 
-FLAT = (36,)
 
-
-def mlp(rest=nn.ReLU):
-    return lambda: nn.Sequential(nn.Linear(36, 8), rest(), nn.Linear(8, 3))
-
-
-def tasks_of(network, local=LocalSGD(epochs=3)):
-    federation, start_P = uneven([9, 6, 7], FLAT), network.new_model(0, 0)
-    return [TrainingTask(i, start_P, *federation.train(i), 3, local, Address(0, 1, 1)) for i in range(3)]
+def long_batch_norm():
+    return nn.Sequential(nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
 def test_are_those_of_the_configuration():
@@ -34,37 +27,33 @@ def test_are_those_of_the_configuration():
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_train_the_same_rows_in_order(name):
-    network = Network(mlp(), FLAT)
-    tasks, engine = tasks_of(network), ENGINES[name]
-    assert engine.applies(network, tasks) and 1 <= engine.chunk_size(3) <= 3
-    expected = [result.row_P.clone() for result in ENGINES["sequential"].train(network, tasks)]
-    results = [(result.index, result.row_P.clone()) for result in engine.train(network, iter(tasks))]
-    assert [index for index, _ in results] == [0, 1, 2]
-    assert torch.allclose(torch.stack([row_P for _, row_P in results]), torch.stack(expected), rtol=0, atol=1e-5)
+    network, engine = Network(long_mlp, LONG), ENGINES[name]
+    assert 1 <= engine.chunk_size(3) <= 3
+    assert_same(network, tasks_of(network, [9, 6, 7], LocalSGD(epochs=3)), engine)
 
 
 @pytest.mark.parametrize("name", [name for name, engine in ENGINES.items() if engine.train_sums])
 def test_sums_are_those_of_the_rows(name):
-    network = Network(mlp(), FLAT)
-    tasks = tasks_of(network)
-    rows = [result.row_P.clone() for result in ENGINES["sequential"].train(network, tasks)]
+    network = Network(long_mlp, LONG)
+    tasks = tasks_of(network, [9, 6, 7], LocalSGD(epochs=3))
+    change_mP = rows(sequential, network, tasks) - torch.stack([task.start_P for task in tasks])
     found = torch.zeros(network.spec.size)
     for first, batch in ENGINES[name].train_sums(network, iter(tasks)):
         found += batch.change(dict.fromkeys(range(len(batch.tasks)), 2.0))
         assert [task.client for task in batch.tasks] == [0, 1, 2][first : first + len(batch.tasks)]
-    assert torch.allclose(found, 2 * (torch.stack(rows) - tasks[0].start_P).sum(0), rtol=0, atol=1e-5)
+    assert torch.allclose(found, 2 * change_mP.sum(0), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "engine, factory, local, reason",
     [
-        ("manual", mlp(), LocalSGD(batch_size=300), "a batch has more than 256 samples"),
-        ("span", mlp(), LocalSGD(batch_size=4), "batches are smaller than a client's data"),
-        ("vectorised", mlp(lambda: nn.BatchNorm1d(8)), LocalSGD(), "batches of one size and equal steps"),
+        ("manual", long_mlp, LocalSGD(batch_size=300), "a batch has more than 256 samples"),
+        ("span", long_mlp, LocalSGD(batch_size=4), "batches are smaller than a client's data"),
+        ("vectorised", long_batch_norm, LocalSGD(), "batches of one size and equal steps"),
     ],
 )
 def test_clients_that_an_engine_cannot_train_are_trained_sequentially_with_the_reason(engine, factory, local, reason):
-    stage, plain = (Stage(uneven([9, 6, 300] * 4, FLAT), factory, local, name) for name in (engine, "sequential"))
+    stage, plain = (Stage(uneven([9, 6, 300] * 4, LONG), factory, local, name) for name in (engine, "sequential"))
     sums = []
     for one in (stage, plain):
         clients = one.clients()
@@ -86,7 +75,7 @@ def test_an_engine_of_ones_own_is_one_entry(monkeypatch):
             yield from ENGINES["sequential"].train(network, [task])
 
     monkeypatch.setitem(ENGINES, "mine", replace(ENGINES["sequential"], train=train))
-    stage = Stage(uneven([9, 6, 7], FLAT), mlp(), LocalSGD(), "mine")
+    stage = Stage(uneven([9, 6, 7], LONG), long_mlp, LocalSGD(), "mine")
     clients = stage.clients()
     clients.train(clients.send(stage.model()[None]), average=torch.ones(1, 3))
     assert trained == [0, 1, 2]

@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import training_tasks
 from fake_memory import FakeMemory, install
 from federations import Spoiled, Stage, uneven
 from torch import nn
+from training_tasks import LONG, long_mlp, results, rows
 
 from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
@@ -22,12 +24,7 @@ from cfl_ray.engine.vmap_batches import DeviceMemoryError, kind_of
 from cfl_ray.nn.device_memory import DeviceMemory, device_of
 from cfl_ray.nn.network import Network
 
-FLAT = (36,)
 HONEST = Attack()
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def norm():
@@ -35,8 +32,8 @@ def norm():
 
 
 def tasks_of(network: Network, count: int, local: LocalSGD = LocalSGD(epochs=3, lr=0.2)) -> list[TrainingTask]:
-    federation, start_P = uneven([10] * count, FLAT), network.new_model(0, 0)
-    return [TrainingTask(i, start_P, *federation.train(i), 3, local, Address(0, 1, 1)) for i in range(count)]
+    """Three steps of clients with ten samples each, from one model."""
+    return training_tasks.tasks_of(network, [10] * count, local, start_P=network.new_model(0, 0), steps=3)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -50,42 +47,39 @@ def sequentially_by(monkeypatch: pytest.MonkeyPatch, train) -> None:
     monkeypatch.setitem(ENGINES, "sequential", replace(ENGINES["sequential"], train=train))
 
 
-def rows_of(results) -> torch.Tensor:
-    return torch.stack([result.row_P.clone() for result in results])
-
-
 class TestSize:
     def test_is_the_free_memory_over_the_need_of_a_client(self, monkeypatch):
         """Four clients measure the need; then 0.7 of 2,000 bytes hold 14 clients of 100."""
-        network, memory = Network(mlp, FLAT), FakeMemory(2000, need=100)
+        network, memory = Network(long_mlp, LONG), FakeMemory(2000, need=100)
         tasks = tasks_of(network, 40)
-        expected = rows_of(vectorised.train(network, tasks))
+        expected = rows(vectorised, network, tasks)
         install(monkeypatch, memory, network)
-        found = list(vectorised.train(network, iter(tasks)))
+        found = results(vectorised, network, iter(tasks))
         assert memory.batches == [4, 14, 14, 8] and memory.largest == 14
-        assert [result.index for result in found] == list(range(40)) and close(rows_of(found), expected)
+        assert [result.index for result in found] == list(range(40))
+        assert close(torch.stack([result.row_P for result in found]), expected)
         assert len(list(vectorised.train(network, tasks))) == 40 and memory.batches[4:] == [14, 14, 12]
 
     def test_is_halved_where_a_stack_does_not_fit_and_remembered(self, monkeypatch):
         """Clients need three times what was measured: 20 of 2,000 bytes become 10, then 5."""
-        network, memory = Network(mlp, FLAT), FakeMemory(2000, need=70, hidden=3.0)
+        network, memory = Network(long_mlp, LONG), FakeMemory(2000, need=70, hidden=3.0)
         tasks = tasks_of(network, 21)
-        expected = rows_of(vectorised.train(network, tasks))
+        expected = rows(vectorised, network, tasks)
         install(monkeypatch, memory, network)
-        assert close(rows_of(vectorised.train(network, tasks)), expected)
+        assert close(rows(vectorised, network, tasks), expected)
         assert memory.batches == [4, 17, 8, 8] and memory.released == 1, "the last client is trained sequentially"
-        assert close(rows_of(vectorised.train(network, tasks)), expected)
+        assert close(rows(vectorised, network, tasks), expected)
         assert memory.batches[4:] == [8, 8, 5], "no larger one is tried again"
 
     def test_of_the_first_stack_is_halved_as_well(self, monkeypatch):
-        network, memory = Network(mlp, FLAT), FakeMemory(250, need=100)
+        network, memory = Network(long_mlp, LONG), FakeMemory(250, need=100)
         tasks = tasks_of(network, 5)
         install(monkeypatch, memory, network)
         assert len(list(vectorised.train(network, tasks))) == 5
         assert memory.batches == [4, 2, 2]
 
     def test_has_no_limit_on_a_cpu(self):
-        network = Network(mlp, FLAT)
+        network = Network(long_mlp, LONG)
         assert network.memory.batch_size("any") is None and not network.memory.measurable
         list(vectorised.train(network, tasks_of(network, 40)))
         assert network.memory.largest == 40
@@ -95,22 +89,18 @@ class TestSize:
     )
     @pytest.mark.parametrize("sizes", [[10] * 12, [10, 3, 7, 16] * 3], ids=["equal", "unequal"])
     def test_changes_no_more_than_rounding(self, sizes, local):
-        network, federation = Network(mlp, FLAT), uneven(sizes, FLAT)
-        tasks = [replace(task, x=x, y=y, local=local, steps=6) for task, (x, y) in self.with_data(network, federation)]
-        expected = rows_of(vectorised.train(network, tasks))
+        network = Network(long_mlp, LONG)
+        tasks = training_tasks.tasks_of(network, sizes, local, start_P=network.new_model(0, 0), steps=6)
+        expected = rows(vectorised, network, tasks)
         for most in (1, 2, 5):
             network.memory = FakeMemory(10**9)
             network.memory.most = most
-            found = rows_of(vectorised.train(network, tasks))
+            found = rows(vectorised, network, tasks)
             assert network.memory.largest == most and close(found, expected)
-
-    def with_data(self, network: Network, federation):
-        tasks = tasks_of(network, federation.num_clients)
-        return [(task, federation.train(task.client)) for task in tasks]
 
     def test_depends_on_what_decides_the_need(self):
         """Samples and batches are rounded up to a power of two."""
-        network = Network(mlp, FLAT)
+        network = Network(long_mlp, LONG)
         full, (batches,) = tasks_of(network, 1), tasks_of(network, 1, LocalSGD(batch_size=4, momentum=0.9))
         assert kind_of(full)[:2] == (16, 16) and kind_of([batches])[:2] == (16, 4)
         frozen = replace(full[0], frozen_P=full[0].start_P)
@@ -125,7 +115,7 @@ class TestSize:
 
 @pytest.mark.parametrize("engine", ["vectorised", "span"])
 def test_samples_of_a_stack_are_freed_without_the_garbage_collector(engine):
-    network = Network(mlp, FLAT)
+    network = Network(long_mlp, LONG)
     tasks = tasks_of(network, 3)
     gc.collect()
     gc.disable()
@@ -147,15 +137,15 @@ def tensors_like(shape: tuple[int, ...]) -> int:
 
 class TestOneClient:
     def test_that_does_not_fit_into_a_stack_is_trained_alone(self, monkeypatch):
-        network, memory = Network(mlp, FLAT), FakeMemory(100, need=101)
+        network, memory = Network(long_mlp, LONG), FakeMemory(100, need=101)
         tasks = tasks_of(network, 3)
         install(monkeypatch, memory, network)
-        found = rows_of(vectorised.train(network, tasks))
-        assert torch.equal(found, rows_of(sequential.train(network, tasks))) and memory.batches[-1] > 1
+        found = rows(vectorised, network, tasks)
+        assert torch.equal(found, rows(sequential, network, tasks)) and memory.batches[-1] > 1
 
     @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
     def test_that_does_not_fit_at_all_is_named_with_need_and_limit(self, engine, monkeypatch):
-        stage = Stage(uneven([10] * 16, FLAT), mlp, LocalSGD(epochs=3), engine)
+        stage = Stage(uneven([10] * 16, LONG), long_mlp, LocalSGD(epochs=3), engine)
         worker, memory = stage.backend.worker, FakeMemory(2**20, need=2**21)
         install(monkeypatch, memory, stage.network, worker)
 
@@ -174,7 +164,7 @@ class TestOneClient:
             clients.train(clients.send(stage.model()[None]), average=torch.ones(1, 16))
 
     def test_is_tried_again_without_the_samples_of_others(self, monkeypatch):
-        stage = Stage(uneven([10] * 3, FLAT), mlp, LocalSGD(epochs=3), "sequential")
+        stage = Stage(uneven([10] * 3, LONG), long_mlp, LocalSGD(epochs=3), "sequential")
         worker, train, cached = stage.backend.worker, sequential.train, []
         install(monkeypatch, FakeMemory(10**9), stage.network, worker)
         worker.samples.limit = 10**6
@@ -201,11 +191,11 @@ class TestChunksOfACall:
         memory: FakeMemory | None = None,
         federation=None,
         attack: Attack = HONEST,
-        factory=mlp,
+        factory=long_mlp,
         **what,
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor | None]:
         """Means, losses, validity and features of a round."""
-        stage = Stage(federation or uneven([10] * 16, FLAT), factory, LocalSGD(epochs=3, lr=0.2), engine)
+        stage = Stage(federation or uneven([10] * 16, LONG), factory, LocalSGD(epochs=3, lr=0.2), engine)
         worker, count = stage.backend.worker, stage.federation.num_clients
         worker.attack = attack
         with pytest.MonkeyPatch.context() as patch:
@@ -244,12 +234,12 @@ class TestChunksOfACall:
     def test_of_one_client_are_stacked_with_others(self, clients, stacks):
         """Chunks of one client each; a client that is left is trained by the sequential engine."""
         memory, sizes = FakeMemory(10**9), [10] * clients
-        found = self.outcome("vectorised", memory, federation=uneven(sizes, FLAT))
-        expected = self.outcome("sequential", federation=uneven(sizes, FLAT))
+        found = self.outcome("vectorised", memory, federation=uneven(sizes, LONG))
+        expected = self.outcome("sequential", federation=uneven(sizes, LONG))
         assert memory.batches == stacks and torch.allclose(found[0], expected[0], rtol=0, atol=1e-5)
 
     def test_with_client_states_and_features(self):
-        spec = Network(mlp, FLAT).spec
+        spec = Network(long_mlp, LONG).spec
         what = {"features": spec.all, "client_state": ClientState("head", spec.head)}
         found = self.outcome("vectorised", FakeMemory(10**9), **what)
         assert torch.allclose(found[3], self.outcome("sequential", **what)[3], rtol=0, atol=1e-5)
@@ -280,7 +270,7 @@ class TestStepsOnTheDevice:
             vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, [], [])
 
     def test_of_span_use_nothing_of_the_host(self):
-        network, here = Network(mlp, FLAT, "meta"), Network(mlp, FLAT)
+        network, here = Network(long_mlp, LONG, "meta"), Network(long_mlp, LONG)
         anchor = Proximal(0.1, here.new_model(0, 1), None)
         tasks = [replace(task, proximal=(anchor,)) for task in tasks_of(here, 3, LocalSGD(epochs=3, momentum=0.9))]
         found = span_together.train_together(network, tasks, [span._terms(network, task) for task in tasks])
@@ -288,7 +278,7 @@ class TestStepsOnTheDevice:
 
     def test_of_sequential_find_their_batches_there(self):
         """The indices of all batches are one copy, and those of the host."""
-        (task,) = tasks_of(Network(mlp, FLAT), 1, LocalSGD(epochs=2, batch_size=4))
+        (task,) = tasks_of(Network(long_mlp, LONG), 1, LocalSGD(epochs=2, batch_size=4))
         expected = [batch.tolist() for batch in task.batches()]
         there = list(task.batches_on(torch.device("meta")))
         assert all(batch.is_meta for batch in there) and [len(batch) for batch in there] == list(map(len, expected))
@@ -297,7 +287,7 @@ class TestStepsOnTheDevice:
             patch.setattr(torch.Tensor, "to", lambda tensor, device: (copies.append(device), to(tensor, "cpu"))[1])
             there = list(task.batches_on(torch.device("meta")))
         assert [batch.tolist() for batch in there] == expected and len(copies) == 1
-        (whole,) = tasks_of(Network(mlp, FLAT), 1)
+        (whole,) = tasks_of(Network(long_mlp, LONG), 1)
         assert list(whole.batches_on(torch.device("meta"))) == [None] * 3
 
 
@@ -319,9 +309,9 @@ class TestSamplesOfAPass:
         return sizes
 
     def test_in_a_test_are_halved_and_remembered(self):
-        network = Network(mlp, FLAT)
+        network = Network(long_mlp, LONG)
         network.memory.caches.append(lambda: dropped.append(True))
-        x, dropped = torch.rand(300, *FLAT), []
+        x, dropped = torch.rand(300, *LONG), []
         expected, sizes = network.logits(x), self.small(network, 100)
         assert torch.allclose(network.logits(x), expected, rtol=0, atol=1e-6) and len(dropped) == 2
         assert sizes == [256, 128, 64, 64, 64, 64, 44]
@@ -330,7 +320,7 @@ class TestSamplesOfAPass:
         assert sizes == [64, 64, 64, 64, 44] and len(dropped) == 2
 
     def test_in_a_gradient_are_halved(self):
-        network, federation = Network(mlp, FLAT), uneven([50], FLAT)
+        network, federation = Network(long_mlp, LONG), uneven([50], LONG)
         view = ClientView(0, *federation.train(0), network, Address(0, 1, 1), LocalSGD(), lambda task: None)
         start_P = network.new_model(0, 0)
         expected, sizes = view.gradient(start_P), self.small(network, 20)
@@ -338,10 +328,10 @@ class TestSamplesOfAPass:
         assert sizes == [40, 20, 20, 10]
 
     def test_of_which_one_is_too_much_raise(self):
-        network = Network(mlp, FLAT)
+        network = Network(long_mlp, LONG)
         self.small(network, 0)
         with pytest.raises(torch.OutOfMemoryError):
-            network.logits(torch.rand(3, *FLAT))
+            network.logits(torch.rand(3, *LONG))
 
 
 def test_a_gpu_has_its_number_like_the_tensors_on_it(monkeypatch):

@@ -2,27 +2,23 @@
 
 import pytest
 import torch
+import training_tasks
 from torch import nn
+from training_tasks import rows
 
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, vectorised
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.network import Network, template_of
 from cfl_ray.nn.shared import digest_of
 
-ENGINES = {"sequential": sequential.train, "vectorised": vectorised.train}
+ENGINES = [sequential, vectorised]
 
 
-def tasks_of(network: Network, clients: int = 3) -> list[TrainingTask]:
-    draw = torch.Generator().manual_seed(0)
-    samples = [(torch.randn(8, 6, generator=draw), torch.randint(0, 3, (8,), generator=draw)) for _ in range(clients)]
-    start = network.new_model(0, 0)
-    return [
-        TrainingTask(client, start, x, y, 4, LocalSGD(2, None, 4, 0.1, weight_decay=0.1), Address(0, 1, 1))
-        for client, (x, y) in enumerate(samples)
-    ]
+def tasks_of(network: Network) -> list[TrainingTask]:
+    local = LocalSGD(2, None, 4, 0.1, weight_decay=0.1)
+    return training_tasks.tasks_of(network, [8] * 3, local, start_P=network.new_model(0, 0))
 
 
 def frozen() -> nn.Module:
@@ -47,16 +43,14 @@ def test_frozen_parameters_are_no_columns_and_stay(engine):
     before = {name: tensor.clone() for name, tensor in network.frozen.items()}
     assert list(before) == ["0.weight", "0.bias"]
     tasks = tasks_of(network)
-    for trained in ENGINES[engine](network, tasks):
+    for trained in engine.train(network, tasks):
         assert not torch.equal(trained.row_P, tasks[trained.index].start_P)
     assert all(torch.equal(network.module.get_parameter(name), tensor) for name, tensor in before.items())
 
 
 def test_engines_agree_on_a_network_with_frozen_parameters():
     network = Network(frozen, (6,), seed=3, template=template_of(frozen, 3))
-    rows = [[trained.row_P.clone() for trained in train(network, tasks_of(network))] for train in ENGINES.values()]
-    for one, other in zip(*rows, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*(rows(engine, network, tasks_of(network)) for engine in ENGINES))
 
 
 def test_frozen_parameters_are_those_of_the_first_model_of_the_run():
@@ -117,7 +111,7 @@ def test_a_frozen_parameter_that_a_forward_pass_writes_to_is_refused():
 def test_unused_parameters_only_decay(engine):
     network = Network(Unused, (6,))
     tasks = tasks_of(network)
-    for trained in ENGINES[engine](network, tasks):
+    for trained in engine.train(network, tasks):
         before, after = (
             network.spec.tensors(row)["unused.weight"] for row in (tasks[trained.index].start_P, trained.row_P)
         )
@@ -130,6 +124,5 @@ def test_a_client_does_not_see_how_often_others_trained():
     """BatchNorm with momentum=None averages over all batches so far, by an integer counter that no row holds."""
     network = Network(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 3)), (6,))
     tasks = tasks_of(network)
-    first, again = ([trained.row_P.clone() for trained in sequential.train(network, tasks)] for _ in range(2))
-    assert all(map(torch.equal, first, again))
+    assert torch.equal(*(rows(sequential, network, tasks) for _ in range(2)))
     assert "counter" in vectorised.why_not(network, tasks)
