@@ -5,9 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import training_tasks
 from federations import Stage, planted, uneven
 from torch import nn
 from torch.nn.functional import cross_entropy
+from training_tasks import LONG, by_torch, long_mlp
 
 from cfl_ray.config import EvaluationConfig
 from cfl_ray.core.clients import LocalTraining, Proximal
@@ -28,46 +30,24 @@ LOCALS = {
 SIZES = [10, 3, 7, 12, 5, 9, 4, 8]  # enough clients for chunks of two, which `vectorised` stacks
 
 
-def mlp():
-    return nn.Sequential(nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
 def with_dropout():
     return nn.Sequential(nn.Linear(36, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
 
 
-def stage(engine="sequential", local=LOCALS["full batch"], factory=mlp) -> Stage:
-    return Stage(uneven(SIZES, (36,)), factory, local, engine)
+def stage(engine="sequential", local=LOCALS["full batch"], factory=long_mlp) -> Stage:
+    return Stage(uneven(SIZES, LONG), factory, local, engine)
 
 
 def loaded(one: Stage, row_P: torch.Tensor) -> nn.Module:
-    """A new module with these parameters."""
-    module = one.factory()
-    with torch.no_grad():
-        for parameter, value in zip(module.parameters(), one.network.spec.tensors(row_P).values()):
-            parameter.copy_(value)
-    return module
+    return training_tasks.loaded(one.factory, one.network, row_P)
 
 
 def trained_by_torch(one: Stage, client: int, start_P, frozen_P, mu: float = 0.0) -> torch.Tensor:
     """torch.optim.SGD on the cross-entropy of f(x; W) + h(x), h the frozen model, + (mu / 2) ||W - start||^2."""
     x, y = one.federation.train(client)
-    module, frozen = loaded(one, start_P), loaded(one, frozen_P).eval()
-    optimiser = torch.optim.SGD(
-        module.parameters(), lr=one.local.lr, momentum=one.local.momentum, weight_decay=one.local.weight_decay
-    )
-    start = [p.detach().clone() for p in module.parameters()]
-    steps = int(one.local.steps_of(np.array([len(y)]))[0])
-    for batch in TrainingTask(client, start_P, x, y, steps, one.local, Address(one.seed, 1, 1)).batches():
-        x_B, y_B = (x, y) if batch is None else (x[batch], y[batch])
-        with torch.no_grad():
-            offset = frozen(x_B)
-        loss = cross_entropy(module(x_B) + offset, y_B)
-        loss = loss + mu / 2 * sum(((p - a) ** 2).sum() for p, a in zip(module.parameters(), start))
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    return one.network.spec.row_of(module)
+    steps, terms = int(one.local.steps_of(np.array([len(y)]))[0]), (Proximal(mu, start_P),)
+    task = TrainingTask(client, start_P, x, y, steps, one.local, Address(one.seed, 1, 1), terms, frozen_P=frozen_P)
+    return by_torch(one.factory, one.network, task)[0]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -13,6 +13,7 @@ from cfl_ray.core.backend import SavedState
 from cfl_ray.core.clients import ClientState, LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream
+from cfl_ray.core.updates import Updates
 from cfl_ray.core.work import Address
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine import sequential
@@ -31,18 +32,24 @@ def net():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
 
 
+def train(stage: Stage, ids=None, round: int = 1, **options) -> Updates:
+    """The updates of a training exchange from the first model of the stage."""
+    clients = stage.clients(ids, round)
+    return clients.train(clients.send(stage.model()[None]), **options)
+
+
+def chain(stage: Stage, ids=None) -> Updates:
+    return train(stage, ids, how=LocalTraining(chained=True), features=stage.network.spec.all)
+
+
 class TestChain:
     def test_every_client_starts_from_the_result_before_it(self):
         stage = Stage(planted(4), linear, LocalSGD(epochs=2, batch_size=80, lr=0.3), "sequential")
-        clients = stage.clients()
-        chain = clients.train(
-            clients.send(stage.model()[None]), how=LocalTraining(chained=True), features=stage.network.spec.all
-        ).features_MF
-        row_P = stage.model()
+        features_MF, row_P = chain(stage).features_MF, stage.model()
         for client in range(4):
             task = TrainingTask(client, row_P, *stage.federation.train(client), 6, stage.local, Address(0, 1, 1))
             row_P = next(sequential.train(stage.network, [task])).row_P.clone()
-            assert torch.equal(chain[client], row_P)
+            assert torch.equal(features_MF[client], row_P)
 
     @pytest.mark.parametrize("engine", ["manual", "vectorised", "span"])
     def test_is_the_same_with_every_engine(self, engine):
@@ -50,12 +57,7 @@ class TestChain:
         rows = []
         for name in ("sequential", engine):
             stage = Stage(federation, lambda: nn.Sequential(nn.Linear(36, 3)), local, name)
-            clients = stage.clients()
-            rows.append(
-                clients.train(
-                    clients.send(stage.model()[None]), how=LocalTraining(chained=True), features=stage.network.spec.all
-                ).features_MF
-            )
+            rows.append(chain(stage).features_MF)
         assert torch.allclose(*rows, rtol=0, atol=1e-5)
 
     def test_measuring_local_scores_does_not_disturb_it(self):
@@ -73,18 +75,9 @@ class TestChain:
     def test_a_client_whose_result_is_rejected_is_passed_over(self):
         """0 -> 1 (spoiled) -> 2 is 0 -> 2."""
         stage = Stage(Spoiled([1], clients=4), linear)
-        clients = stage.clients([0, 1, 2])
-        chain = clients.train(
-            clients.send(stage.model()[None]), how=LocalTraining(chained=True), features=stage.network.spec.all
-        )
-        assert chain.valid_M.tolist() == [True, False, True]
-        clients = stage.clients([0, 2])
-        assert torch.equal(
-            chain.features_MF[2],
-            clients.train(
-                clients.send(stage.model()[None]), how=LocalTraining(chained=True), features=stage.network.spec.all
-            ).features_MF[1],
-        )
+        whole, rest = chain(stage, [0, 1, 2]), chain(stage, [0, 2])
+        assert whole.valid_M.tolist() == [True, False, True]
+        assert torch.equal(whole.features_MF[2], rest.features_MF[1])
 
     def test_an_attacker_whose_training_failed_is_passed_over_whatever_it_uploads(self):
         """Client 1 is left out of every mean, so its forgery, which is valid, is no start for client 2 either."""
@@ -96,21 +89,16 @@ class TestChain:
 
         stage = Stage(Large(4, input=(1, 4, 4), classes=4, groups=2, samples=50), linear, LocalSGD(lr=100.0))
         stage.backend.worker.attack = Attack("gaussian", frozenset([1]))
-        how, features = LocalTraining(chained=True), stage.network.spec.all
-        chains = []
-        for ids in ([0, 1, 2], [0, 2]):
-            clients = stage.clients(ids)
-            chains.append(clients.train(clients.send(stage.model()[None]), how=how, features=features))
-        whole, rest = chains
+        whole, rest = chain(stage, [0, 1, 2]), chain(stage, [0, 2])
         assert whole.valid_M.tolist() == [True, False, True]
         assert torch.equal(whole.features_MF[[0, 2]], rest.features_MF)
 
     def test_is_one_chunk_in_order(self):
         stage = Stage(planted(40), linear)
-        clients, works = stage.clients(), []
+        works = []
         stage.backend.run = lambda work, run=stage.backend.run: (works.append(work), run(work))[1]
-        clients.train(clients.send(stage.model()[None]), how=LocalTraining(chained=True))
-        clients.train(clients.send(stage.model()[None]))
+        chain(stage)
+        train(stage)
         assert [chunk.index_m.tolist() for chunk in chunks_of(works[0], 4)] == [list(range(40))]
         assert [len(chunk.index_m) for chunk in chunks_of(works[1], 4)] == [4] * 10
 
@@ -190,13 +178,7 @@ class TestRejection:
         """The mean is that of the others; the excluded client has no state."""
         state = ClientState("mine")
         stage = Stage(Spoiled([2, 5]), linear, engine=engine)
-        clients = stage.clients()
-        updates = clients.train(
-            clients.send(stage.model()[None]),
-            average=torch.ones(1, 8),
-            features=stage.network.spec.all,
-            client_state=state,
-        )
+        updates = train(stage, average=torch.ones(1, 8), features=stage.network.spec.all, client_state=state)
         good = [0, 1, 3, 4, 6, 7]
         assert updates.valid_M.tolist() == [i in good for i in range(8)]
         assert (
@@ -258,8 +240,7 @@ class TestClientState:
         )
         spec = stage.network.spec
         state = ClientState("head", spec.head)
-        clients = stage.clients()
-        clients.train(clients.send(stage.model()[None]), client_state=state)
+        train(stage, client_state=state)
         mine = stage.client_states["head", 1].clone()
         clients = stage.clients([1], round=2)
         result = clients.train(
@@ -274,29 +255,21 @@ class TestClientState:
 
     def test_changes_are_listed_once_and_dropped_with_their_client(self):
         stage = Stage(planted(4), linear)
-        clients = stage.clients([0, 3])
-        clients.train(clients.send(stage.model()[None]), client_state=ClientState("mine"))
+        train(stage, [0, 3], client_state=ClientState("mine"))
         size, states = stage.model().nbytes, stage.backend.client_states
         assert states.unsaved == 2 * size
         assert states.changed() == {("mine", 0): size, ("mine", 3): size}
         assert not states.changed() and not states.unsaved
-        clients.train(clients.send(stage.model()[None]), client_state=ClientState("mine"))
+        train(stage, [0, 3], client_state=ClientState("mine"))
         stage.backend.forget(np.array([3]))
         assert list(states.changed()) == [("mine", 0)] and set(stage.client_states) == {("mine", 0)}
 
     def test_restored_states_are_the_states(self):
         stage, other = Stage(planted(4), linear), Stage(planted(4), linear)
-        clients = stage.clients()
-        clients.train(clients.send(stage.model()[None]), client_state=ClientState("mine"))
+        train(stage, client_state=ClientState("mine"))
         other.backend.restore((key, SavedState.of(value.clone())) for key, value in stage.client_states.items())
-        rows = []
-        for one in (stage, other):
-            clients = one.clients(round=2)
-            rows.append(
-                clients.train(
-                    clients.send(one.model()[None]), client_state=ClientState("mine"), features=one.network.spec.all
-                ).features_MF
-            )
+        options = {"client_state": ClientState("mine"), "features": stage.network.spec.all}
+        rows = [train(one, round=2, **options).features_MF for one in (stage, other)]
         assert torch.equal(*rows) and list(other.client_states) == list(stage.client_states)
 
 
@@ -304,12 +277,6 @@ def test_a_cohort_without_clients_trains_nothing():
     stage = Stage(planted(3), linear)
     for engine in ("sequential", "vectorised"):
         stage.backend.worker.engine = engine
-        clients = stage.clients([])
-        updates = clients.train(
-            clients.send(stage.model()[None]), average=torch.ones(1, 0), features=stage.network.spec.head
-        )
-        assert (
-            len(updates.valid_M) == 0
-            and updates.features_MF.shape == (0, 68)
-            and torch.equal(updates.averaged(stage.model()[None]), stage.model()[None])
-        )
+        updates = train(stage, [], average=torch.ones(1, 0), features=stage.network.spec.head)
+        assert len(updates.valid_M) == 0 and updates.features_MF.shape == (0, 68)
+        assert torch.equal(updates.averaged(stage.model()[None]), stage.model()[None])
