@@ -210,13 +210,6 @@ def test_all_engines_are_timed_on_the_same_sum():
     assert torch.allclose(one, other, rtol=0, atol=1e-5) and one.abs().max() > 0.01
 
 
-@pytest.mark.parametrize("first, second", [(mlp(), Own), (Own, mlp())], ids=["built-in first", "own first"])
-def test_networks_of_equal_tensors_do_not_share_a_choice(first, second):
-    """In both orders: the record of the first measurement has no entry for the second network."""
-    known = {autotune.cache_key(Network(first, (36,)), LocalSGD(), CHUNKS): "measured"}
-    assert autotune.cache_key(Network(second, (36,)), LocalSGD(), CHUNKS) not in known
-
-
 def test_an_engine_that_does_not_fit_into_the_memory_is_not_chosen(monkeypatch):
     """Of the sequential engine it is an error that names the client."""
 

@@ -60,24 +60,6 @@ def test_a_recipe_builds_a_new_module_every_time():
     assert made() is not made() and made().state_dict().keys() == made().state_dict().keys()
 
 
-def factory(num_classes):
-    return nn.Sequential(nn.Flatten(), nn.Linear(12, num_classes))
-
-
-def test_a_factory_is_given_what_it_asks_for():
-    """Only parameters it names are passed; options come on top."""
-    assert recipe(factory, {}, (3, 2, 2), 5)()[1].out_features == 5
-    assert (
-        recipe(
-            lambda width: nn.Sequential(nn.Flatten(), nn.Linear(12, width), nn.Linear(width, 5)),
-            {"width": 9},
-            (3, 2, 2),
-            5,
-        )()[1].out_features
-        == 9
-    )
-
-
 def test_a_factory_from_a_file(tmp_path):
     (tmp_path / "net.py").write_text(
         "from torch import nn\n\ndef Net(num_classes):\n"
