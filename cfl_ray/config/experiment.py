@@ -22,15 +22,13 @@ from cfl_ray.config.cohort import CohortConfig, TraceConfig
 from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, DataConfig, OfficialDataConfig
 from cfl_ray.config.evaluation import EvaluationConfig
 from cfl_ray.config.local import LocalConfig
-from cfl_ray.config.model import ModelConfig
+from cfl_ray.config.model import ModelConfig, StartConfig
 from cfl_ray.config.part import Kinds, keys_of, kinds_of
 from cfl_ray.config.paths import from_record, moves_of, resolved_in, root_resolved_in, to_record, with_replaced
-from cfl_ray.config.privacy import PrivacyConfig
+from cfl_ray.config.privacy import PrivacyConfig, SecureAggregationConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.section import ConfigSection, as_yaml, unused_keys, unused_warnings
-from cfl_ray.config.secure_aggregation import SecureAggregationConfig
-from cfl_ray.config.start import StartConfig
 from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.errors import ConfigError, did_you_mean, what_is_wrong
 from cfl_ray.security.credentials import redact_values, with_known_credentials
