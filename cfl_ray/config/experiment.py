@@ -28,8 +28,9 @@ from cfl_ray.config.paths import from_record, moves_of, resolved_in, root_resolv
 from cfl_ray.config.privacy import PrivacyConfig, SecureAggregationConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
-from cfl_ray.config.section import ConfigSection, as_yaml, unused_keys, unused_warnings
+from cfl_ray.config.section import ConfigSection, as_yaml
 from cfl_ray.config.tracking import TrackingConfig
+from cfl_ray.config.unused import unused_warnings
 from cfl_ray.errors import ConfigError, did_you_mean, what_is_wrong
 from cfl_ray.security.credentials import redact_values, with_known_credentials
 from cfl_ray.system.files import read_text, sha256
@@ -228,23 +229,7 @@ class Experiment(ConfigSection):
     @property
     def warnings(self) -> list[str]:
         """Warnings of valid keys without effect, or whose effect is probably not intended."""
-        return [*(self.data.warnings if self.data.federation is None else []), *unused_warnings(self, self.unused)]
-
-    @property
-    def unused(self) -> dict[str, str]:
-        """Keys that have no effect, dotted, and why."""
-        changes = any(event.change for event in self.schedule)
-        past = {} if changes else {"evaluation.past": "the schedule changes no client's data"}
-        of_data = self.data.unused if self.data.federation is None else {}
-        of_privacy = self.privacy.unused if self.privacy else {}
-        if self.private_clients and self.secure_aggregation:
-            of_privacy |= unused_keys(
-                self.secure_aggregation, "secure_aggregation", ["clip"], "privacy.clip bounds changes"
-            )
-        if self.clock.kind == "none":
-            of_privacy |= unused_keys(self.cohort, "cohort", ["over_selection"], "clock.kind is none")
-        of_rounds = self.cohort.unused | self.asynchronous.unused | self.attack.unused
-        return of_data | self.local.unused | of_rounds | of_privacy | past
+        return [*(self.data.warnings if self.data.federation is None else []), *unused_warnings(self)]
 
     @property
     def config_hash(self) -> str:

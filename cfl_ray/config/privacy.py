@@ -87,18 +87,6 @@ class PrivacyConfig(ConfigSection):
         """Whether sums have noise, which protects whole clients."""
         return self.target_epsilon is not None or self.noise_multiplier is not None
 
-    @property
-    def unused(self) -> dict[str, str]:
-        """Keys that have no effect, and why."""
-        if not self.of_clients:
-            reason = "privacy has neither target_epsilon nor noise_multiplier"
-            names = ("delta", "clip", "clipping", "quantile", "clip_lr", "count_noise", "signatures", "extrapolate")
-            return {f"privacy.{name}": reason for name in names}
-        if self.clipping == "adaptive":
-            return {}
-        reason = f"privacy.clipping is {self.clipping}"
-        return {f"privacy.{name}": reason for name in ("quantile", "clip_lr", "count_noise")}
-
 
 class SecureAggregationConfig(ConfigSection):
     """Sums of masked uploads; the server sees no single upload (docs/secure_aggregation.md)."""
