@@ -552,6 +552,7 @@ def _place(
     path: list[int | str] = []
     section: Any = config
     kinds, kind = None, ""
+    alternatives: list[type[ConfigSection]] = []  # of the last key; several have different literals as their `kind`
     for key in loc:
         if isinstance(section, Kinds):
             kinds, kind = section, str(key)
@@ -559,13 +560,18 @@ def _place(
             continue
         path.append(key)
         info = section.model_fields.get(key)
-        if info is not None and (inner := kinds_of(info) or _section_in(info.annotation)) is not None:
-            section, kinds = inner, None
+        if info is not None:
+            alternatives = _sections_in(info.annotation)
+            if (inner := kinds_of(info) or next(iter(alternatives), None)) is not None:
+                section, kinds = inner, None
+        elif len(alternatives) > 1:
+            section = next(one for one in alternatives if key in typing.get_args(one.model_fields["kind"].annotation))
+            alternatives = []
     return path, section, kinds, kind
 
 
-def _section_in(annotation: Any) -> type[ConfigSection] | None:
-    """The section in a type, such as a list of sections or an optional section; None without a section."""
+def _sections_in(annotation: Any) -> list[type[ConfigSection]]:
+    """The sections in a type, such as a list of sections or an optional section."""
     if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
-        return annotation
-    return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
+        return [annotation]
+    return [section for inner in typing.get_args(annotation) for section in _sections_in(inner)]

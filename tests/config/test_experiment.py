@@ -73,6 +73,10 @@ class TestErrors:
                 {"schedule": [{"round": 1}, {"round": 2, "joins": [1]}]},
                 r"unknown key 'schedule.1.joins' \(did you mean 'join'\?\)",
             ),
+            (
+                {"schedule": [{"round": 1, "change": [{"clients": 1, "drift": {"kind": "gradual", "ovr": 3}}]}]},
+                r"unknown key 'schedule.0.change.0.drift.gradual.ovr' \(did you mean 'over'\?\)",
+            ),
             ({"cohort": {"zzz": 1}}, "unknown key 'cohort.zzz'; valid: availability, clients, dropout, fraction"),
         ],
     )
