@@ -181,13 +181,9 @@ class Experiment(ConfigSection):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every key with its value in the types of YAML; objects made in Python appear by their names."""
-        return json.loads(json.dumps(self._values(), default=_name_of))
-
-    def _values(self) -> dict[str, Any]:
-        """Returns every key with its value; methods and trackers that are objects stay objects."""
         values = self.model_dump(exclude={"tracking": {"trackers"}}) | {"methods": self.methods}
         values["tracking"]["trackers"] = self.tracking.trackers
-        return values
+        return json.loads(json.dumps(values, default=_name_of))
 
     def to_yaml(self, credentials: bool = True) -> str:
         """Returns the resolved config; loading it gives an equal experiment if it has the credentials of its URIs."""

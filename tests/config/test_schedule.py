@@ -11,15 +11,9 @@ from cfl_ray.errors import ConfigError
     [
         ("[{round: 2, leave: [50]}]", "round 2: client 50 does not exist; the federation has clients 0 .. 39"),
         ("[{round: 2, join: [70]}]", "round 2: client 70 does not exist; the federation has clients 0 .. 39"),
-        (
-            "[{round: 2, join: [7]}, {round: 4, join: [7]}]",
-            "4: client 7 joins, but it joined in round 2 already; leave",
-        ),
-        (
-            "[{round: 4, leave: [7]}, {round: 2, leave: [7]}]",
-            "4: client 7 leaves, but it left in round 2 already; leave",
-        ),
-        ("[{round: 2, leave: [7, 7]}]", "2: client 7 leaves, but it left in round 2 already; leave one of the two out"),
+        ("[{round: 2, join: [7]}, {round: 4, join: [7]}]", "round 4: client 7 joins, but it joined in round 2 already"),
+        ("[{round: 4, leave: [7]}, {round: 2, leave: [7]}]", "round 4: client 7 leaves, but it left in round 2"),
+        ("[{round: 2, leave: [7, 7]}]", "7 leaves, but it left in round 2 already; leave one of the two out"),
         ("[{round: 2, join: [7], leave: 5-9}]", "round 2: client 7 joins and leaves; name it once"),
         ("[{round: 2, join: 0-39}]", "schedule: all 40 clients join later, so round 1 has none"),
     ],
