@@ -34,40 +34,6 @@ InProcess = Annotated[
     bool,
     typer.Option("--in-process", help="Run in this process without Ray, for debugging; the results are the same."),
 ]
-StudyFile = Annotated[
-    Path, typer.Argument(metavar="STUDY", help="Study as YAML (docs/studies.md).", show_default=False)
-]
-StudyOverrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Keys to override in the experiment of every run, e.g. rounds=20",
-        metavar="[SECTION.KEY=VALUE]...",
-        show_default=False,
-    ),
-]
-StudyFolder = Annotated[
-    Path | None,
-    typer.Option("--folder", help="Folder of the study; default: its name below `output`.", show_default=False),
-]
 OnlySettings = Annotated[list[str] | None, typer.Option("--setting", help="Only this setting; can be repeated.")]
 OnlyMethods = Annotated[list[str] | None, typer.Option("--method", help="Only this method; can be repeated.")]
 OnlySeeds = Annotated[list[int] | None, typer.Option("--seed", help="Only this seed; can be repeated.")]
-AtOnce = Annotated[
-    int | None,
-    typer.Option(
-        "--at-once",
-        min=1,
-        help="Largest number of parallel runs; default: as many as there is room for.",
-        show_default=False,
-    ),
-]
-Extend = Annotated[
-    Path | None,
-    typer.Option(
-        "--extend",
-        metavar="FOLDER",
-        help="The folder of this study with fewer rounds: runs begin with a copy of those there.",
-        show_default=False,
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="List the runs and which of them are finished; run nothing.")]

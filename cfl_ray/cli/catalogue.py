@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from cfl_ray.cli.tables import default_text
 from cfl_ray.config import BuiltinKind, ConfigSection
 from cfl_ray.config.attack import ATTACK_KINDS
 from cfl_ray.config.cohort import AVAILABILITY_KINDS
@@ -82,17 +83,17 @@ class PartKind:
             return ", ".join(_key(name, info) for name, info in keys if not _is_section(info))
         if isinstance(part, type) and issubclass(part, Method):
             own = [option for option in part.options() if option["name"] not in RUN_OPTIONS]
-            return ", ".join(f"{option['name']}: {as_yaml(option['default'])}" for option in own)
+            return ", ".join(f"{option['name']}: {default_text(option['default'])}" for option in own)
         if isinstance(part, Task | Metric):  # an object, ready for use
             return ""
         if dataclasses.is_dataclass(part):
-            return ", ".join(f"{item.name}: {_shown(item.default)}" for item in dataclasses.fields(part))
+            return ", ".join(f"{item.name}: {default_text(item.default)}" for item in dataclasses.fields(part))
         try:
             parameters = inspect.signature(part).parameters.values()
         except (TypeError, ValueError):
             return ""
         return ", ".join(
-            item.name if item.default is item.empty else f"{item.name}: {_shown(item.default)}"
+            item.name if item.default is item.empty else f"{item.name}: {default_text(item.default)}"
             for item in parameters
             if item.name not in self.given and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
         )
@@ -113,11 +114,6 @@ def _first_line(part: Any) -> str:
         measured = ", ".join(metric.name for metric in part.metrics)
         return f"loss {part.loss.__name__}, targets {part.targets}, metrics {measured}"
     return (inspect.getdoc(part) or "").split("\n")[0]
-
-
-def _shown(default: Any) -> str:
-    default = list(default) if isinstance(default, tuple) else default
-    return as_yaml(default) if isinstance(default, (str, int, float, bool, list, dict, type(None))) else repr(default)
 
 
 # A line per kind: all other facts about a kind are in its registry.

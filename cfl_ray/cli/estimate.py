@@ -208,13 +208,8 @@ def check_machine(setup: Setup) -> None:
 def show(estimate: Estimate, console: Console) -> None:
     """Prints the sizes of the federation and, per method, traffic and memory."""
     experiment, methods = estimate.setup.experiment, estimate.setup.methods
-    _show_sizes(estimate, console)
-    for warning in estimate.warnings:
-        say(f"warning: {warning}", console)
     notes = notes_on(estimate.setup, estimate.network, estimate.federation.samples[2])
-    for line in [*notes, *estimate.missing_engines]:
-        say(f"note: {line}", console)
-    print_table(_estimate_table({label: (estimate, label) for label in estimate.traffic}), console)
+    _show_needs([estimate], {label: (estimate, label) for label in estimate.traffic}, notes, console)
     for label, plan in estimate.setup.privacy.items():
         for line in describe(plan, label, experiment.rounds):
             say(line, console)
@@ -254,15 +249,9 @@ def show_study(
     """
     for setting, group in groupby(estimates, lambda estimate: estimate[0].setting):
         of_setting = list(group)
-        first = of_setting[0][1]
-        by_method = {run.method: (estimate, next(iter(estimate.traffic))) for run, estimate in of_setting}
         say(f"setting {setting}:", console)
-        _show_sizes(first, console)
-        for warning in dict.fromkeys(text for _, estimate in of_setting for text in estimate.warnings):
-            say(f"warning: {warning}", console)
-        for line in dict.fromkeys(text for _, estimate in of_setting for text in estimate.missing_engines):
-            say(f"note: {line}", console)
-        print_table(_estimate_table(by_method), console)
+        by_method = {run.method: (estimate, next(iter(estimate.traffic))) for run, estimate in of_setting}
+        _show_needs([estimate for _, estimate in of_setting], by_method, [], console)
         for _, estimate in of_setting:
             _show_seconds(estimate, console)
     for warning in metric_warnings(study, [run for run, _ in estimates]):
@@ -277,6 +266,18 @@ def show_study(
     if runtime.backend != "ray" or cluster_address(runtime.address) is None:
         say(f"on this machine: {resources_for(runtime, runs)}", console)
     say(f"folder: {root}", console)
+
+
+def _show_needs(
+    estimates: Sequence[Estimate], rows: dict[str, tuple[Estimate, str]], notes: list[str], console: Console
+) -> None:
+    """Prints sizes, warnings, notes and the table (`_estimate_table`) of estimates of the same federation."""
+    _show_sizes(estimates[0], console)
+    for warning in dict.fromkeys(text for estimate in estimates for text in estimate.warnings):
+        say(f"warning: {warning}", console)
+    for note in dict.fromkeys([*notes, *(text for estimate in estimates for text in estimate.missing_engines)]):
+        say(f"note: {note}", console)
+    print_table(_estimate_table(rows), console)
 
 
 def _show_sizes(estimate: Estimate, console: Console) -> None:

@@ -170,7 +170,7 @@ def _server_status(run_dir: Path, session: ServerAddress) -> dict[str, Any]:
 def _run(run_dir: Path) -> RunDirectory:
     directory = RunDirectory(run_dir)
     directory.require_run()
-    RunDirectory(run_dir).require_signed([])
+    directory.require_signed([])
     return directory
 
 

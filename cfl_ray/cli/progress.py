@@ -76,20 +76,25 @@ class Pace:
         return left + waiting * self.rounds * fmean(paces)
 
 
+def progress_bars(console: Console, field: str, width: int) -> Progress:
+    """Returns bars of a width, each with the task's `field` as text beside it; without a terminal nothing is shown."""
+    columns = [
+        TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
+        BarColumn(width),
+        MofNCompleteColumn(),
+        TextColumn(f"{{task.fields[{field}]}}", table_column=Column(overflow="fold")),
+        TimeElapsedColumn(),
+    ]
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
 class Display(Watcher):
     """Progress bars on a terminal; otherwise plain lines, about ten per method. A context manager."""
 
     def __init__(self, console: Console, rounds: int) -> None:
         self.console, self.rounds, self.began = console, rounds, time.monotonic()
         self.live = console.is_terminal
-        columns = [
-            TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
-            BarColumn(24 if console.width >= 120 else 10),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}", table_column=Column(overflow="fold")),
-            TimeElapsedColumn(),
-        ]
-        self.progress = Progress(*columns, console=console, disable=not self.live)
+        self.progress = progress_bars(console, "metrics", 24 if console.width >= 120 else 10)
         self.preparation: TaskID | None = None  # its bar, while the federation is prepared
         self.bars: dict[str, TaskID] = {}  # by method
         self.metrics: dict[str, str] = {}  # of the last evaluation, by method

@@ -1,21 +1,11 @@
 """The commands `compare` and `sweep`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cfl_ray.cli.arguments import (
-    AtOnce,
-    DryRun,
-    Extend,
-    OnlyMethods,
-    OnlySeeds,
-    OnlySettings,
-    StudyFile,
-    StudyFolder,
-    StudyOverrides,
-)
+from cfl_ray.cli.arguments import OnlyMethods, OnlySeeds, OnlySettings
 from cfl_ray.cli.console import command_line, out, say
 from cfl_ray.cli.inputs import output_base
 from cfl_ray.errors import ConfigError, RunError
@@ -42,15 +32,41 @@ Prints the trials at the end, best first; otherwise like `compare`.
 
 def launch(
     context: typer.Context,
-    file: StudyFile,
-    overrides: StudyOverrides = None,
-    folder: StudyFolder = None,
-    at_once: AtOnce = None,
+    file: Annotated[Path, typer.Argument(metavar="STUDY", help="Study as YAML (docs/studies.md).", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Keys to override in the experiment of every run, e.g. rounds=20",
+            metavar="[SECTION.KEY=VALUE]...",
+            show_default=False,
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the study; default: its name below `output`.", show_default=False),
+    ] = None,
+    at_once: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Largest number of parallel runs; default: as many as there is room for.",
+            show_default=False,
+        ),
+    ] = None,
     settings: OnlySettings = None,
     methods: OnlyMethods = None,
     seeds: OnlySeeds = None,
-    extend: Extend = None,
-    dry_run: DryRun = False,
+    extend: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="The folder of this study with fewer rounds: runs begin with a copy of those there.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the runs and which of them are finished; run nothing.")
+    ] = False,
 ) -> None:
     """The command `compare` for a study, `sweep` for a study with a sweep."""
     study = study_from(file, overrides)

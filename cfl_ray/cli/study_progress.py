@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Column
+from rich.progress import TaskID
 
 from cfl_ray.cli.console import say
+from cfl_ray.cli.progress import progress_bars
 from cfl_ray.cli.tables import duration, metrics_line, number_table, print_table
 from cfl_ray.config.section import as_yaml
 from cfl_ray.config.study import ALL_SETTINGS, short_names
@@ -41,14 +41,7 @@ class StudyDisplay(StudyWatcher):
     def __init__(self, console: Console, learns: bool = False) -> None:
         """learns: whether runs depend on earlier results, so that the time left is not known."""
         self.console, self.learns, self.seconds = console, learns, list[float]()
-        columns = [
-            TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}", table_column=Column(overflow="fold")),
-            TimeElapsedColumn(),
-        ]
-        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.progress = progress_bars(console, "note", 20)
         self.whole: TaskID | None = None
         self.bars: dict[str, TaskID] = {}  # of the live runs, by name
         self.root, self.at_once, self.left = Path(), 1, 0

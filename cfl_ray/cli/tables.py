@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cfl_ray.cli.console import say
+from cfl_ray.config.section import as_yaml
 from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.errors.redaction import redact
 from cfl_ray.system.nested import leaves_of
@@ -210,7 +211,7 @@ def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) 
     table = _folding("option", "default", "range", "meaning, and source of the default")
     for option in options:
         meaning = f"{option['doc']} (default: {option['source']})" if option["source"] else option["doc"] or ""
-        table.add_row(option["name"], default_text(option["default"]), range_text(option), escape(meaning))
+        table.add_row(option["name"], escape(default_text(option["default"])), range_text(option), escape(meaning))
     console.print(table if options else "It has no options.")
     example = reference
     if options:
@@ -246,10 +247,9 @@ def _kept_on_server(cls: "type[Method[Any]]") -> str:
 
 
 def default_text(value: object) -> str:
-    """Returns a default as it is written in YAML."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Returns a default as it is written in YAML; the `repr` of an object that YAML cannot express."""
+    value = list(value) if isinstance(value, tuple) else value
+    return as_yaml(value) if value is None or isinstance(value, str | int | float | list | dict) else repr(value)
 
 
 def range_text(option: Mapping[str, Any]) -> str:
@@ -277,7 +277,6 @@ def show_keys(sections: "Sequence[KeySection]", console: Console) -> None:
 def show_differences(experiment: "Experiment", console: Console) -> None:
     """Prints a table of the keys whose values are not the defaults."""
     from cfl_ray.config import Experiment
-    from cfl_ray.config.section import as_yaml
 
     ours, defaults = leaves_of(experiment.to_dict()), leaves_of(Experiment().to_dict())
     table = _folding("key", "value", "default", title="settings that differ from the defaults")

@@ -6,19 +6,13 @@ from pydantic import Field
 
 from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
 from cfl_ray.config.schedule import ClientIds
-from cfl_ray.config.section import ConfigSection, unused_keys
+from cfl_ray.config.section import ConfigSection
 
 
 class AttackConfig(ConfigSection):
     """Attacking clients: they train on wrong labels, or upload a model other than the trained one."""
 
     kind: Any = Field("none", description="how they attack; w is the model that a client received, W the trained model")
-
-    @property
-    def unused(self) -> dict[str, str]:
-        """Keys that others replace, and why."""
-        named = getattr(self, "clients", None) is not None
-        return unused_keys(self, "attack", ["fraction"], "attack.clients names them") if named else {}
 
 
 class AttackersConfig(AttackConfig):

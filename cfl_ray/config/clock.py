@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
-from cfl_ray.config.section import FILE, ConfigSection, unused_keys
+from cfl_ray.config.section import FILE, ConfigSection
 
 
 class ClockConfig(ConfigSection):
@@ -161,12 +161,3 @@ class AsynchronousConfig(ConfigSection):
     per_cluster: bool = Field(
         False, description="each cluster has a buffer of its own, and steps when it is full; false: one for all"
     )
-
-    @property
-    def unused(self) -> dict[str, str]:
-        """Keys without effect, and why."""
-        if self.buffer is not None:
-            return {}
-        names, reason = type(self).model_fields.keys() - {"buffer", "staleness"}, "asynchronous.buffer is null"
-        of_staleness = unused_keys(self.staleness, "asynchronous.staleness", type(self.staleness).model_fields, reason)
-        return unused_keys(self, "asynchronous", names, reason) | of_staleness

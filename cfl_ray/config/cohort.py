@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
-from cfl_ray.config.section import FILE, ConfigSection, unused_keys
+from cfl_ray.config.section import FILE, ConfigSection
 
 
 class AvailabilityConfig(ConfigSection):
@@ -89,19 +89,12 @@ class CohortConfig(ConfigSection):
     dropout: float = Field(
         0.0, ge=0, lt=1, description="chance that a selected client fails before it reports; 0: never"
     )
-
     over_selection: float = Field(
         1.0,
         ge=1,
         le=10,
         description="factor of the clients that are selected; a round ends when the first m are done in virtual time",
     )
-
-    @property
-    def unused(self) -> dict[str, str]:
-        """Keys that others replace, and why."""
-        reason = f"cohort.clients is {self.clients}"
-        return {} if self.clients is None else unused_keys(self, "cohort", ["fraction"], reason)
 
     @model_validator(mode="after")
     def _sampling_fits(self) -> "CohortConfig":

@@ -7,7 +7,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from cfl_ray.config.part import BuiltinKind, Kinds, check_name
 from cfl_ray.config.partition import PARTITION_KINDS, ClassesConfig, IidConfig, PartitionConfig
 from cfl_ray.config.paths import with_replaced
-from cfl_ray.config.section import FILE, ConfigSection, unused_keys
+from cfl_ray.config.section import FILE, ConfigSection
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, ShiftConfig
 from cfl_ray.plugins.calling import reference_of
 
@@ -142,44 +142,20 @@ class DataConfig(ConfigSection):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings of keys in this section whose effect is probably not intended."""
-        return [warning for warning in (self.view_warning, self.client_warning) if warning is not None]
-
-    @property
-    def unused(self) -> dict[str, str]:
-        """Keys of this section that have no effect, and why."""
-        key = {"holdout": "max_images"}.get(self.test.view, "fraction") if self.test.view else ""
-        of_test = unused_keys(self.test, "data.test", [key], f"data.test.view is {self.test.view}")
-        if self.test.view == "holdout" and not self.test.pool:
-            of_test |= unused_keys(self, "data", ["test_files"], "data.test.view is holdout")
-        if not self.has_clients:
-            return self.partition.unused | of_test
-        reason = f"the samples of source {self.source} belong to clients already"
-        division = type(self.partition).model_fields.keys() - {"clients"}
-        of_shift = unused_keys(self.shift, "data.shift", type(self.shift).model_fields, reason)
-        return of_shift | unused_keys(self.partition, "data.partition", division, reason) | of_test
-
-    @property
-    def client_warning(self) -> str | None:
-        """A warning if `columns.client` is set but does not decide the clients; else None."""
-        kind = reference_of(self.partition.kind)
-        if not isinstance(self, ColumnsDataConfig) or self.columns.client is None or kind == "writer":
-            return None
-        return (
-            f"data.columns.client {self.columns.client!r} does not decide the clients: partition.kind {kind} divides "
-            "all samples anew; for one client of each value set data.partition: {kind: writer, clients: null}"
-        )
-
-    @property
-    def view_warning(self) -> str | None:
-        """A warning if the given view tests clients on another distribution than their own; else None."""
-        part = self.partition
-        if self.test.view != "cluster" or part.kind in ("iid", "writer") or self.has_clients:
-            return None
-        return (
-            f"data.test.view cluster tests clients on all classes alike, but partition.kind {reference_of(part.kind)} "
-            f"gives each client classes of its own; {self._own_view()} tests it on its own distribution"
-        )
+        """Warnings of a view or a column of clients whose effect is probably not intended."""
+        warnings, kind = [], reference_of(self.partition.kind)
+        if self.test.view == "cluster" and kind not in ("iid", "writer") and not self.has_clients:
+            warnings.append(
+                f"data.test.view cluster tests clients on all classes alike, but partition.kind {kind} gives each "
+                f"client classes of its own; {self._own_view()} tests it on its own distribution"
+            )
+        if isinstance(self, ColumnsDataConfig) and self.columns.client is not None and kind != "writer":
+            warnings.append(
+                f"data.columns.client {self.columns.client!r} does not decide the clients: partition.kind {kind} "
+                "divides all samples anew; for one client of each value set data.partition: "
+                "{kind: writer, clients: null}"
+            )
+        return warnings
 
     @model_validator(mode="after")
     def _check_division(self) -> Self:
@@ -248,13 +224,6 @@ class ColumnsDataConfig(PartsDataConfig):
     """Tables, whose columns have names."""
 
     columns: ColumnsConfig = ColumnsConfig()
-
-    @property
-    def unused(self) -> dict[str, str]:
-        """Keys of this section that have no effect, and why."""
-        other = "image" if self.source == "csv" else "features"
-        reason = f"source {self.source} does not read it"
-        return super().unused | unused_keys(self.columns, "data.columns", [other], reason)
 
 
 class HfDiskConfig(ColumnsDataConfig):

@@ -22,16 +22,15 @@ from cfl_ray.config.cohort import CohortConfig, TraceConfig
 from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, DataConfig, OfficialDataConfig
 from cfl_ray.config.evaluation import EvaluationConfig
 from cfl_ray.config.local import LocalConfig
-from cfl_ray.config.model import ModelConfig
+from cfl_ray.config.model import ModelConfig, StartConfig
 from cfl_ray.config.part import Kinds, keys_of, kinds_of
 from cfl_ray.config.paths import from_record, moves_of, resolved_in, root_resolved_in, to_record, with_replaced
-from cfl_ray.config.privacy import PrivacyConfig
+from cfl_ray.config.privacy import PrivacyConfig, SecureAggregationConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
-from cfl_ray.config.section import ConfigSection, as_yaml, unused_keys, unused_warnings
-from cfl_ray.config.secure_aggregation import SecureAggregationConfig
-from cfl_ray.config.start import StartConfig
+from cfl_ray.config.section import ConfigSection, as_yaml
 from cfl_ray.config.tracking import TrackingConfig
+from cfl_ray.config.unused import unused_warnings
 from cfl_ray.errors import ConfigError, did_you_mean, what_is_wrong
 from cfl_ray.security.credentials import redact_values, with_known_credentials
 from cfl_ray.system.files import read_text, sha256
@@ -182,13 +181,9 @@ class Experiment(ConfigSection):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every key with its value in the types of YAML; objects made in Python appear by their names."""
-        return json.loads(json.dumps(self._values(), default=_name_of))
-
-    def _values(self) -> dict[str, Any]:
-        """Returns every key with its value; methods and trackers that are objects stay objects."""
         values = self.model_dump(exclude={"tracking": {"trackers"}}) | {"methods": self.methods}
         values["tracking"]["trackers"] = self.tracking.trackers
-        return values
+        return json.loads(json.dumps(values, default=_name_of))
 
     def to_yaml(self, credentials: bool = True) -> str:
         """Returns the resolved config; loading it gives an equal experiment if it has the credentials of its URIs."""
@@ -230,23 +225,7 @@ class Experiment(ConfigSection):
     @property
     def warnings(self) -> list[str]:
         """Warnings of valid keys without effect, or whose effect is probably not intended."""
-        return [*(self.data.warnings if self.data.federation is None else []), *unused_warnings(self, self.unused)]
-
-    @property
-    def unused(self) -> dict[str, str]:
-        """Keys that have no effect, dotted, and why."""
-        changes = any(event.change for event in self.schedule)
-        past = {} if changes else {"evaluation.past": "the schedule changes no client's data"}
-        of_data = self.data.unused if self.data.federation is None else {}
-        of_privacy = self.privacy.unused if self.privacy else {}
-        if self.private_clients and self.secure_aggregation:
-            of_privacy |= unused_keys(
-                self.secure_aggregation, "secure_aggregation", ["clip"], "privacy.clip bounds changes"
-            )
-        if self.clock.kind == "none":
-            of_privacy |= unused_keys(self.cohort, "cohort", ["over_selection"], "clock.kind is none")
-        of_rounds = self.cohort.unused | self.asynchronous.unused | self.attack.unused
-        return of_data | self.local.unused | of_rounds | of_privacy | past
+        return [*(self.data.warnings if self.data.federation is None else []), *unused_warnings(self)]
 
     @property
     def config_hash(self) -> str:
@@ -569,6 +548,7 @@ def _place(
     path: list[int | str] = []
     section: Any = config
     kinds, kind = None, ""
+    alternatives: list[type[ConfigSection]] = []  # of the last key; several have different literals as their `kind`
     for key in loc:
         if isinstance(section, Kinds):
             kinds, kind = section, str(key)
@@ -576,13 +556,18 @@ def _place(
             continue
         path.append(key)
         info = section.model_fields.get(key)
-        if info is not None and (inner := kinds_of(info) or _section_in(info.annotation)) is not None:
-            section, kinds = inner, None
+        if info is not None:
+            alternatives = _sections_in(info.annotation)
+            if (inner := kinds_of(info) or next(iter(alternatives), None)) is not None:
+                section, kinds = inner, None
+        elif len(alternatives) > 1:
+            section = next(one for one in alternatives if key in typing.get_args(one.model_fields["kind"].annotation))
+            alternatives = []
     return path, section, kinds, kind
 
 
-def _section_in(annotation: Any) -> type[ConfigSection] | None:
-    """The section in a type, such as a list of sections or an optional section; None without a section."""
+def _sections_in(annotation: Any) -> list[type[ConfigSection]]:
+    """The sections in a type, such as a list of sections or an optional section."""
     if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
-        return annotation
-    return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
+        return [annotation]
+    return [section for inner in typing.get_args(annotation) for section in _sections_in(inner)]

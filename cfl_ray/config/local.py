@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from cfl_ray.config.section import ConfigSection, unused_keys
+from cfl_ray.config.section import ConfigSection
 
 
 class LocalConfig(ConfigSection):
@@ -64,8 +64,3 @@ class LocalConfig(ConfigSection):
                 other = "its moments are not kept" if key == "persist" else "set it in optimizer_options if it has one"
                 raise ValueError(f"{key} is that of sgd, got {value} with optimizer {self.optimizer}; {other}")
         return self
-
-    @property
-    def unused(self) -> dict[str, str]:
-        """Keys that others replace, and why."""
-        return {} if self.steps is None else unused_keys(self, "local", ["epochs"], f"local.steps is {self.steps}")

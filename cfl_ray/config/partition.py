@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
-from cfl_ray.config.section import ConfigSection, unused_keys
+from cfl_ray.config.section import ConfigSection
 
 
 class CutConfig(ConfigSection):
@@ -40,11 +40,6 @@ class PartitionConfig(ConfigSection):
         """Number of true groups that the partition itself makes; None if it makes none."""
         return None
 
-    @property
-    def unused(self) -> dict[str, str]:
-        """Keys without effect, and why."""
-        return {}
-
 
 class IidConfig(PartitionConfig):
     """Sizes of the clients."""
@@ -78,11 +73,6 @@ class LabelSkewConfig(PartitionConfig):
     @property
     def true_groups(self) -> int | None:
         return self.groups
-
-    @property
-    def unused(self) -> dict[str, str]:
-        reason = "data.partition.groups is null"
-        return {} if self.groups else unused_keys(self, "data.partition", [self.key_of_groups], reason)
 
 
 class DirichletConfig(LabelSkewConfig):

@@ -7,6 +7,8 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -292,56 +294,49 @@ def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | Non
             "experiment, settings, seeds (cfl-ray compare), and sweep (cfl-ray sweep); an experiment alone is run by "
             "`cfl-ray run`"
         )
-    folder = path.parent.resolve()
-    values = _resolved_in(given, folder)
-    for override in overrides:
-        for study in (given, values):
-            _override(study, override)
-    written = paths_as_written(values, given) | from_record(read_text(path, follow=True) or "")
-    _find_roots(values, folder)
-    if isinstance(published := values.get("published"), str):
-        values["published"] = str((folder / Path(published).expanduser()).resolve())
     try:
-        return Study(**values)._with_written(written).located(base)
+        before = Study(**given).model_dump(mode="json", by_alias=True)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
+    folder = path.parent.resolve()
+    values = _resolved_in(before, folder)
+    for override in overrides:
+        for study in (before, values):
+            _override(study, override)
+    written = paths_as_written(values, before) | from_record(read_text(path, follow=True) or "")
+    _find_roots(values, folder)
+    if values["published"] is not None:
+        values["published"] = str((folder / Path(values["published"]).expanduser()).resolve())
+    return Study(**values)._with_written(written).located(base)
 
 
-def _resolved_in(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns a copy of a study's keys with every relative path that exists in `folder` as a path in it."""
-    values: dict[str, Any] = copy.deepcopy(dict(given))
-    settings, sweep = values.get("settings"), values.get("sweep")
-    for section in (values["experiment"], *(settings.values() if isinstance(settings, dict) else ())):
-        if isinstance(section, dict):
-            section.update(resolved_in(section, folder, Experiment))
-    parameters = sweep.get("parameters") if isinstance(sweep, dict) else None
-    if not isinstance(parameters, dict):
-        return values
-    for key, choices in parameters.items():
-        if isinstance(choices, list):
-            parameters[key] = [_choice_resolved_in(str(key).split("."), value, folder) for value in choices]
+def _resolved_in(given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the keys of a study with every relative path that exists in `folder` as a path in it."""
+    values = given | {
+        "experiment": resolved_in(given["experiment"], folder, Experiment),
+        "settings": {name: resolved_in(keys, folder, Experiment) for name, keys in given["settings"].items()},
+    }
+    if given["sweep"] is not None:
+        swept = given["sweep"]["parameters"].items()
+        parameters = {key: _choices_resolved_in(key.split("."), choices, folder) for key, choices in swept}
+        values["sweep"] = given["sweep"] | {"parameters": parameters}
     return values
 
 
-def _choice_resolved_in(path: list[str], value: Any, folder: Path) -> Any:
-    values: dict[str, Any] = {}
-    set_key(values, path, value, "sweep")
-    section: Any = resolved_in(values, folder, Experiment)
-    for key in path:
-        section = section[key]
-    return section
+def _choices_resolved_in(path: list[str], choices: Any, folder: Path) -> Any:
+    """Returns the listed values of the key at a path with paths in `folder`; a range as it is."""
+    if not isinstance(choices, list):
+        return choices
+    nested = [reduce(lambda inner, key: {key: inner}, reversed(path), choice) for choice in choices]
+    return [reduce(getitem, path, resolved_in(values, folder, Experiment)) for values in nested]
 
 
 def _find_roots(values: dict[str, Any], folder: Path) -> None:
     """Sets `data.root` to the folder of the study if `data.train_files` are there."""
     values["experiment"] = root_resolved_in(values["experiment"], folder)
     shared = values["experiment"].get("data")
-    if isinstance(shared, dict) and shared.get("root") is not None:
-        return
-    settings = values.get("settings")
-    if isinstance(settings, dict):
-        for name, section in settings.items():
-            settings[name] = root_resolved_in(section, folder) if isinstance(section, dict) else section
+    if not isinstance(shared, dict) or shared.get("root") is None:
+        values["settings"] = {name: root_resolved_in(keys, folder) for name, keys in values["settings"].items()}
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -355,12 +350,9 @@ def _override(values: dict[str, Any], override: str) -> None:
         )
     if path[0] in _OF_STUDY:
         raise ConfigError(f"{where}: {path[0]} is {_OF_STUDY[path[0]]}; change it in the file")
-    parameters = (values.get("sweep") or {}).get("parameters") if isinstance(values.get("sweep"), dict) else None
-    if isinstance(parameters, dict) and ".".join(path) in parameters:
+    if values["sweep"] is not None and ".".join(path) in values["sweep"]["parameters"]:
         raise ConfigError(f"{where}: the sweep decides {'.'.join(path)}")
-    settings = values.get("settings")
-    of_settings = settings.values() if isinstance(settings, dict) else ()
-    sections = [section for section in of_settings if isinstance(section, dict)]
+    sections = list(values["settings"].values())
     if path[0] == "methods" and path[1:]:
         _override_method([values["experiment"], *sections], path, value, where)
         return

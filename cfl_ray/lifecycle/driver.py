@@ -15,6 +15,7 @@ from typing import Any
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
+from cfl_ray.config.unused import unused_keys
 from cfl_ray.errors import RunStopped
 from cfl_ray.lifecycle.load import load_trained
 from cfl_ray.lifecycle.recorder import MethodRecorder, finish, write_figures
@@ -219,7 +220,7 @@ def params_of(experiment: Experiment) -> dict[str, str]:
     A default is off if it does nothing, such as no momentum.
     """
     values, defaults = flatten(experiment.to_dict()), flatten(Experiment().to_dict())
-    without = {"name", "output", *(f"data.{key}" for key in NOT_IN_RECIPE), *experiment.unused}
+    without = {"name", "output", *(f"data.{key}" for key in NOT_IN_RECIPE), *unused_keys(experiment)}
     return {
         key: value
         for key, value in values.items()

@@ -8,7 +8,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.config.part import keys_of
 from cfl_ray.config.paths import recorded_in
-from cfl_ray.config.section import not_default
+from cfl_ray.config.unused import not_default, unused_keys
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.errors.redaction import redact
 from cfl_ray.results.trust import sign_record
@@ -80,7 +80,7 @@ def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
     known = {".".join(path) for path, _ in keys_of(Experiment)}  # those that are not in `here` belong to other kinds
     keys = [key for key in sorted({*there, *here}) if key.partition(".")[0] not in {*NOT_HASHED, "session"}]
     keys = [key for key in keys if key in here or key not in known]
-    unused, off = now.unused.keys(), OFF | NEUTRAL  # info.json lacks keys without effect
+    unused, off = unused_keys(now), OFF | NEUTRAL  # info.json lacks keys without effect
     given = not_default(now, unused)
     keys = [key for key in keys if key in there or (key in given if key in unused else here[key] not in off)]
     before = {key: there.get(key, defaults.get(key, "null")) for key in keys}
