@@ -139,11 +139,11 @@ class Pool:
     def _ready(self) -> list[Host]:
         return [host for host in self.hosts if host.starting is None]
 
-    def _wait_for_hosts(self, starting: list[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]] | None:
+    def _wait_for_hosts(self, starting: list[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
         """The references in `starting` of hosts that have started; waits for the first host.
 
-        None if a host was replaced meanwhile; empty if the wait takes too long and other hosts are ready. Otherwise
-        raises as `ready`.
+        Empty if a host was replaced meanwhile, or if the wait takes too long and other hosts are ready; then the
+        starting hosts are given up. Otherwise raises as `ready`.
         """
         needed, began, told = not self._ready(), time.monotonic(), 0
         limit = self._limit() if needed else _PLACE_SECONDS
@@ -154,7 +154,7 @@ class Pool:
                 if ended:
                     return ended
                 if self.watch_starts():
-                    return None
+                    return []
                 if needed and self.stop_asked():
                     raise RunStopped("stopped while it waited for client hosts, as asked")
                 if needed and told < len(_TELL_SECONDS) and waited >= _TELL_SECONDS[told]:
@@ -166,6 +166,8 @@ class Pool:
             self.waiting = ""
         if needed:
             raise RunError(f"{self._what_is_missing(limit, limit)}; start machines, or raise runtime.wait_for_hosts")
+        for host in [host for host in self.hosts if host.starting]:
+            self._give_up(host, f"could not be placed within {_PLACE_SECONDS} s (free: {free()})")
         return []
 
     def _limit(self) -> float:
@@ -221,13 +223,7 @@ class Pool:
         refs = [*calls, *starting]
         ended, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         if not ended:
-            waited_for = ray.wait(refs, timeout=seconds)[0] if calls else self._wait_for_hosts(refs)
-            if waited_for is None:
-                return []
-            ended = waited_for
-        if not ended and not calls:
-            for host in starting.values():
-                self._give_up(host, f"could not be placed within {_PLACE_SECONDS} s (free: {free()})")
+            ended = ray.wait(refs, timeout=seconds)[0] if calls else self._wait_for_hosts(refs)
         for ref in ended:
             if ref in starting:
                 self._take_in(starting[ref])
