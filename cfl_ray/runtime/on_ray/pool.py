@@ -19,8 +19,7 @@ from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host, short_rea
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.placement import alive, free, hosts_asked_for, room
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
-from cfl_ray.runtime.on_ray.stall import StallRule
-from cfl_ray.runtime.on_ray.start_watch import StartWatch
+from cfl_ray.runtime.on_ray.stall import StallRule, StartWatch
 from cfl_ray.setup.engine_choice import engine_choice
 from cfl_ray.setup.setup import Setup
 
@@ -125,19 +124,21 @@ class Pool:
 
     # ---- starting hosts: a host gets no work before it is ready, since it may wait for room on the cluster forever
 
+    @property
+    def ready_now(self) -> list[Host]:
+        """The ready hosts; may be empty."""
+        return [host for host in self.hosts if host.starting is None]
+
     def ready(self) -> list[Host]:
         """The ready hosts; waits for the first host.
 
         Raises RunError if the wait takes too long, RunStopped if a user asks to stop in the meantime.
         """
-        while not (ready := self._ready()):
+        while not (ready := self.ready_now):
             if not self.hosts:
                 self._add()  # all were lost with their nodes
             self.wait([])
         return ready
-
-    def _ready(self) -> list[Host]:
-        return [host for host in self.hosts if host.starting is None]
 
     def _wait_for_hosts(self, starting: list[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
         """The references in `starting` of hosts that have started; waits for the first host.
@@ -145,7 +146,7 @@ class Pool:
         Empty if a host was replaced meanwhile, or if the wait takes too long and other hosts are ready; then the
         starting hosts are given up. Otherwise raises as `ready`.
         """
-        needed, began, told = not self._ready(), time.monotonic(), 0
+        needed, began, told = not self.ready_now, time.monotonic(), 0
         limit = self._limit() if needed else _PLACE_SECONDS
         try:
             while (waited := time.monotonic() - began) < limit:
@@ -251,15 +252,15 @@ class Pool:
         self._note_other_environment(host)
         self.had_hosts = True
         if host.added:
-            ready = [other.node for other in self.hosts if other.starting is None]
-            nodes = len(set(ready))
-            self.notes.append(f"host {host.number} was added: {len(ready)} on {nodes} node{'s' * (nodes > 1)}")
+            nodes = len({other.node for other in self.ready_now})
+            count = f"{len(self.ready_now)} on {nodes} node{'s' * (nodes > 1)}"
+            self.notes.append(f"host {host.number} was added: {count}")
             host.added = False
 
     @property
     def device(self) -> str:
         """The name of the device of the first ready host, on which engines are measured."""
-        return next((host.device for host in self._ready()), "cpu")
+        return next((host.device for host in self.ready_now), "cpu")
 
     def environments(self) -> list[HostEnvironment]:
         """The environments of the ready hosts."""
