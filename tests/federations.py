@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cfl_ray.core.aggregation import AggregationRule, Mean
-from cfl_ray.core.backend import ClientStateKey
+from cfl_ray.core.backend import Backend, ClientStateKey
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
@@ -23,6 +24,7 @@ from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.worker import Worker
 from cfl_ray.nn.network import Network
+from cfl_ray.setup.setup import Setup
 
 
 def planted(clients: int = 8, groups: int = 2, samples: int = 200, seed: int = 0) -> SyntheticFederation:
@@ -50,6 +52,13 @@ class Spoiled(SyntheticFederation):
     def train(self, client: int) -> tuple[Tensor, Tensor]:
         x, y = super().train(client)
         return (x * torch.nan if client in self.spoiled else x), y
+
+
+def clients_of(setup: Setup, backend: Backend, ids: Sequence[int], round: int = 1, **changes: Any) -> Clients:
+    """The clients `ids` of a prepared experiment in a round, on a backend."""
+    ids_M = np.array(list(ids))
+    samples_M, spec = setup.federation.num_samples_N[ids_M], setup.network().spec
+    return Clients(ids_M, samples_M, spec, setup.local, backend, 0, round, RoundStats(), **changes)
 
 
 @dataclass

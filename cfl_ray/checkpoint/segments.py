@@ -172,18 +172,14 @@ def entry_rows(entry: SavedEntry) -> EntryRows:
 
 def client_states_in(entries: Any, file: Path) -> Iterator[tuple[ClientStateKey, SavedState]]:
     """Yields the (name, client) and the values of each client state in an open file."""
-    names: list[str] = entries.keys()
-    for entry in names:
-        if entry.startswith("states/"):
-            chunk = entry.removeprefix("states/")
-            name = chunk.rpartition("/")[0]
-            clients = entries.get_tensor(f"clients/{chunk}").tolist()
-            place = SavedEntry(str(file), entry)
-            rows = EntryRows.of(entries, place)
-            if not len(rows.rows_RF) == len(rows.sums_R) == len(clients):
-                raise Damaged(f"{file}: {entry} has {len(rows.rows_RF)} values for {len(clients)} clients")
-            for row, client in enumerate(clients):
-                yield (name, client), SavedState(rows, row, place)
+    for entry, chunk, name in _entries("states/", entries):
+        clients = entries.get_tensor(f"clients/{chunk}").tolist()
+        place = SavedEntry(str(file), entry)
+        rows = EntryRows.of(entries, place)
+        if not len(rows.rows_RF) == len(rows.sums_R) == len(clients):
+            raise Damaged(f"{file}: {entry} has {len(rows.rows_RF)} values for {len(clients)} clients")
+        for row, client in enumerate(clients):
+            yield (name, client), SavedState(rows, row, place)
 
 
 def dropped_in(entries: Any) -> set[ClientStateKey]:
@@ -193,13 +189,19 @@ def dropped_in(entries: Any) -> set[ClientStateKey]:
 
 def rows_in(entries: Any) -> Iterator[tuple[str, Tensor, str]]:
     """Yields (tensor name, int64 row numbers, name of the entry with their values) for each chunk of a state tensor."""
+    for entry, chunk, name in _entries("values/", entries):
+        row_R, count = entries.get_tensor(f"rows/{chunk}"), entries.get_slice(entry).get_shape()[0]
+        is_block = len(row_R) != count
+        yield name, row_R[0] + torch.arange(count) if is_block else row_R, entry
+
+
+def _entries(kind: str, entries: Any) -> Iterator[tuple[str, str, str]]:
+    """Yields (entry, NAME/CHUNK, NAME) of the entries of a kind in an open file."""
     names: list[str] = entries.keys()
     for entry in names:
-        if entry.startswith("values/"):
-            chunk = entry.removeprefix("values/")
-            row_R, count = entries.get_tensor(f"rows/{chunk}"), entries.get_slice(entry).get_shape()[0]
-            is_block = len(row_R) != count
-            yield chunk.rpartition("/")[0], row_R[0] + torch.arange(count) if is_block else row_R, entry
+        if entry.startswith(kind):
+            chunk = entry.removeprefix(kind)
+            yield entry, chunk, chunk.rpartition("/")[0]
 
 
 # ---- writing

@@ -154,11 +154,6 @@ def _frozen_rows(serving: Serving, count: int) -> Rows | None:
     return None if serving.frozen_P is None else Rows(1, np.zeros(count, np.int64))
 
 
-def initial_scores(evaluator: Evaluator, initial_P: Tensor, clients: Clients) -> Scores:
-    """Scores of the common initial model, which clients hold before their first training."""
-    return evaluator.scores(Serving(initial_P[None], clients.first_row()), clients)
-
-
 def score_metrics(scores: Scores, task: Task = CLASSIFICATION) -> dict[str, float]:
     """Means over the tested clients, and the spread of the first metric; NaN if no client was tested.
 

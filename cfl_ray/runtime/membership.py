@@ -1,4 +1,4 @@
-"""The federation and its population in a round, from the schedule and from requests to the live run."""
+"""The federation and its population in a round, from the schedule and from requests to the live run; and cohorts."""
 
 import math
 from dataclasses import dataclass
@@ -24,14 +24,13 @@ class MembershipChange:
 
 
 class Membership:
-    """The clients of the federation, the online clients, and the cohort of a round.
+    """The clients of the federation, and the online clients.
 
     federation: with the shards of all newcomers so far. present: the same with the data of the present round.
     """
 
     def __init__(self, setup: Setup, requests: Requests):
-        self.experiment, self.requests = setup.experiment, requests
-        self.available = lambda: setup.availability  # at the moment of a draw
+        self.requests = requests
         self.federation = self.present = setup.federation
         self.population: Population = population_of(setup.experiment, setup.federation.num_clients)
 
@@ -63,20 +62,6 @@ class Membership:
         self.requests.set_population(self.population)
         changed = self.federation.changed(round)
         return MembershipChange(left, joined, changed[self.population.is_online_N[changed]])
-
-    def cohort(self, round: int) -> tuple[Cohort, int]:
-        """(cohort of this round with over-selection, number of its clients that the round waits for)."""
-        return drawn_cohort(self.experiment.cohort, self.population, self.available(), round)
-
-    @property
-    def concurrency(self) -> int:
-        """Number of clients that train at the same time in asynchronous rounds."""
-        return self.experiment.asynchronous.concurrency or wanted_clients(self.experiment.cohort, self.population)
-
-    def reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and sample counts of all clients online that are reachable in this round and do not fail in it."""
-        ids = self.population.draw(round, 1.0, None, self.available(), self.experiment.cohort.dropout).ids_M
-        return ids, self.present.num_samples_N[ids]
 
 
 def wanted_clients(settings: CohortConfig, population: Population) -> int:

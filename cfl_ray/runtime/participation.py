@@ -7,8 +7,9 @@ from cfl_ray.clock.virtual_time import Flights
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.state import State
 from cfl_ray.core.versions import Received
+from cfl_ray.population.availability import Availability
 from cfl_ray.population.population import Cohort
-from cfl_ray.runtime.membership import Membership
+from cfl_ray.runtime.membership import Membership, drawn_cohort, wanted_clients
 from cfl_ray.runtime.round_report import RoundDraft
 from cfl_ray.setup.setup import Setup
 
@@ -17,22 +18,27 @@ class Participation:
     """The clients of each round of a method, with its virtual time if the experiment has a clock."""
 
     def __init__(self, setup: Setup, label: str, spec: ParamSpec, membership: Membership):
-        self.availability, self.dropout = setup.availability, setup.experiment.cohort.dropout
-        self.membership = membership
-        self.time = time = setup.time_of(label, spec, lambda ids: membership.present.num_samples_N[ids])
+        self.settings, self.concurrency = setup.experiment.cohort, setup.experiment.asynchronous.concurrency
+        self.availability, self.membership = setup.availability, membership
+        self.time = setup.time_of(label, spec, lambda ids: membership.present.num_samples_N[ids])
         self.flights = None  # None: rounds are synchronous
-        if time is not None:
-            membership.available = lambda: time.available(setup.availability)
-            self.flights = None if setup.asynchrony is None else Flights.none(setup.asynchrony, time)
+        if self.time is not None and setup.asynchrony is not None:
+            self.flights = Flights.none(setup.asynchrony, self.time)
+
+    @property
+    def available(self) -> Availability:
+        """The availability of clients now."""
+        return self.availability if self.time is None else self.time.available(self.availability)
 
     def cohort(self, draft: RoundDraft, state: State) -> tuple[Cohort, Received | None]:
         """The clients whose updates the server waits for; in an asynchronous round also the models they received."""
-        round, membership = draft.round, self.membership
+        round, population = draft.round, self.membership.population
         if self.flights is None:
-            cohort, wanted = membership.cohort(round)
+            cohort, wanted = drawn_cohort(self.settings, population, self.available, round)
             return (cohort if self.time is None else self.time.wait_for(round, cohort, wanted)), None
+        concurrency = self.concurrency or wanted_clients(self.settings, population)
         ids, received = self.flights.next_cohort(
-            round, state, membership.concurrency, membership.population, self.availability, self.dropout
+            round, state, concurrency, population, self.availability, self.settings.dropout
         )
         if stale := self.flights.stale:
             draft.metrics["updates_stale"] = float(stale)
@@ -43,7 +49,8 @@ class Participation:
 
     def reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and sample counts of all clients that can take part in the round; the round waits for them."""
-        ids, num_samples = self.membership.reachable(round)
+        ids = self.membership.population.draw(round, 1.0, None, self.available, self.settings.dropout).ids_M
+        num_samples = self.membership.present.num_samples_N[ids]
         if self.time is None:
             return ids, num_samples
         in_time = self.time.in_time(round, ids)

@@ -12,14 +12,7 @@ from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.diagnostics import CLIENTS, Diagnostics
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
-from cfl_ray.runtime.evaluation import (
-    Evaluator,
-    Scores,
-    cluster_metrics,
-    initial_scores,
-    mean_of_defined,
-    score_metrics,
-)
+from cfl_ray.runtime.evaluation import Evaluator, Scores, cluster_metrics, mean_of_defined, score_metrics
 from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.round_diagnostics import LabelCounts, RoundDiagnostics, compared_clients, of_clusters
 from cfl_ray.runtime.round_report import RoundDraft
@@ -107,7 +100,8 @@ class RoundEvaluation:
         metrics = {f"{self.primary}_local_trained": float(score_M[trained].mean())} if trained.any() else {}
         if not trained.all():
             untrained = clients.select(~trained)
-            score_M[~trained] = initial_scores(self.evaluator, self.initial_P, untrained).primary_M
+            initial = Serving(self.initial_P[None], untrained.first_row())
+            score_M[~trained] = self.evaluator.scores(initial, untrained).primary_M
         return metrics | {f"{self.primary}_local": mean_of_defined(score_M), "trained_share": float(trained.mean())}
 
     def _metrics_of_some(self, scores: Scores, serving: Serving, clients: Clients) -> dict[str, float]:

@@ -73,10 +73,12 @@ class RoundLoop:
         self.backend = ReusingBackend(backend, setup.federation, attackers)
         plan = setup.privacy.get(label)
         self.privacy = None if plan is None else RunPrivacy(plan, experiment.seed, store)
+        self.private = None if self.privacy is None else self.privacy.run
         examples, config = setup.examples.get(label), experiment.privacy
         self.examples = (
             None if examples is None or config is None else RunExamples(config, examples, experiment.seed, store)
         )
+        self.account = None if self.examples is None else self.examples.account
         self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
         self.interval = CheckpointInterval() if store and experiment.runtime.checkpoint_every is None else None
         recorded = max((record.round for record in read_records(store.directory)), default=0) if store else 0
@@ -188,9 +190,9 @@ class RoundLoop:
         return Snapshot(self.steps.init(start), Traffic(), unknown_N2, {}, RoundReport("starting", 0))
 
     def _decoded(self, checkpoint: Checkpoint) -> Snapshot:
-        private = None if self.privacy is None else self.privacy.run
-        account = None if self.examples is None else self.examples.account
-        snapshot = Snapshot.decoded(checkpoint, self.label, self.method.state_type, self.num_scores, private, account)
+        snapshot = Snapshot.decoded(
+            checkpoint, self.label, self.method.state_type, self.num_scores, self.private, self.account
+        )
         if snapshot.frozen != self.setup.frozen:
             raise RunError(
                 f"the model's frozen parameters (digest {self.setup.frozen or 'none'}) are not those of the run "
@@ -300,9 +302,9 @@ class RoundLoop:
             moments,
             report,
             self.setup.frozen,
-            None if self.privacy is None else self.privacy.run,
+            self.private,
             self.participation.to_tensors(),
-            None if self.examples is None else self.examples.account,
+            self.account,
         )
         with nullcontext() if self.interval is None else self.interval.measured():
             RunDirectory(self.store.directory).sync_records()
@@ -336,7 +338,7 @@ class RoundLoop:
             aggregation=self.method.aggregation_rule,
             server=self.server,
             num_scores=self.num_scores,
-            private=None if self.privacy is None else self.privacy.run,
+            private=self.private,
             secure=self.setup.secure,
         )
 

@@ -143,10 +143,10 @@ def logged(tmp_path):
 
 
 class Notes(Watcher):
-    """Keeps the notes of a run, and calls a function after each round."""
+    """Keeps the notes and warnings of a run, and calls a function after each round."""
 
     def __init__(self, after_round=lambda number: None):
-        self.lines, self.rounds, self.facts, self.after_round = [], [], {}, after_round
+        self.lines, self.warnings, self.rounds, self.facts, self.after_round = [], [], [], {}, after_round
 
     def started(self, setup, run_dir, facts):
         self.facts = facts
@@ -158,6 +158,9 @@ class Notes(Watcher):
         self.lines += report.notes
         self.rounds.append(report.round)
         self.after_round(report.round)
+
+    def warn(self, text):
+        self.warnings.append(text)
 
 
 @pytest.fixture

@@ -17,14 +17,13 @@ class LoggedFederation(SyntheticFederation):
     While the file `log`.held exists, no read ends.
 
     huge:    this client's inputs are 1e30 times too large, so that its update is not finite.
-    missing: reading this client's data fails.
     stuck:   reading this client's data never ends.
     odd:     this client's inputs are 1000 higher, for a model that fails on them.
     """
 
-    def __init__(self, clients: int, log: str, huge: int = -1, missing: int = -1, odd: int = -1, stuck: int = -1):
+    def __init__(self, clients: int, log: str, huge: int = -1, odd: int = -1, stuck: int = -1):
         super().__init__(clients, input=(8,), samples=20)
-        self.log, self.faults = log, (huge, missing, odd, stuck)
+        self.log, self.faults = log, (huge, odd, stuck)
         self.recipe = self.recipe | {"faults": self.faults}
 
     def __reduce__(self):
@@ -35,9 +34,7 @@ class LoggedFederation(SyntheticFederation):
             log.write(f"{os.getpid()} {client}\n")
         while os.path.exists(f"{self.log}.held"):
             time.sleep(0.02)
-        huge, missing, odd, stuck = self.faults
-        if client == missing:
-            raise OSError("the sensor is offline")
+        huge, odd, stuck = self.faults
         while client == stuck:
             time.sleep(60)
         x, y = super().train(client)

@@ -4,19 +4,12 @@ import itertools
 import time
 
 import pytest
+from interrupted import simulate_until
 
 from cfl_ray import load_run, resume, simulate
 from cfl_ray.cli.live_client import status
-from cfl_ray.errors import Interrupted
-from cfl_ray.lifecycle.driver import Watcher
 
 HOUR = 3600 * 10**9
-
-
-class Interrupting(Watcher):
-    def round(self, label, report):
-        if report.round == 2:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -29,8 +22,7 @@ def jumping(monkeypatch):
 
 def test_results_and_durations_are_those_of_a_steady_clock(experiment, tmp_path, figures, jumping):
     began, made = time.monotonic(), experiment(rounds=6)
-    with pytest.raises(Interrupted):
-        simulate(made, tmp_path / "run", Interrupting())
+    simulate_until(2, made, tmp_path / "run")
     found = figures(resume(tmp_path / "run", on_ray=False))
     took = time.monotonic() - began
     assert found == figures(simulate(made))

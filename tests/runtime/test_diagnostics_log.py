@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from interrupted import simulate_until
 
 from cfl_ray import load_run, resume, simulate
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.method import Method
-from cfl_ray.errors import DataError, Interrupted, RunError
+from cfl_ray.errors import DataError, RunError
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.results.comparison import compare_runs, format_table
 from cfl_ray.results.diagnostics_log import DiagnosticsLog, read_diagnostics
@@ -133,17 +134,10 @@ def whole(module_experiment, tmp_path_factory):
 
 
 @pytest.mark.parametrize("round", [1, 2, 3, 4, 6, 9])  # with and without a checkpoint, evaluated or after such a round
-def test_a_crash_loses_none(round, reporting, notes, whole, tmp_path):
+def test_a_crash_loses_none(round, reporting, whole, tmp_path):
     """The driver dies before it has recorded the report of the round, or goes on from a checkpoint before it."""
-
-    class Dying(notes):
-        def round(self, label, report):
-            if report.round == round:
-                raise KeyboardInterrupt
-
     folder = tmp_path / "run" / "reporting"
-    with pytest.raises(Interrupted):
-        simulate(reporting, tmp_path / "run", Dying())
+    simulate_until(round, reporting, tmp_path / "run")
     log = DiagnosticsLog(folder)
     kept = [batch for batch in log.log.open() if max(batch["round"].to_pylist()) < round]
     (folder / DIAGNOSTICS).unlink()  # and write again what was recorded of earlier rounds

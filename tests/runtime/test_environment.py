@@ -6,59 +6,40 @@ from dataclasses import replace
 
 import pytest
 import torch
+from interrupted import simulate_until
 
 from cfl_ray import load_run, resume, simulate
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.engine.engines import ENGINES
-from cfl_ray.errors import Interrupted
-from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory import RunDirectory
 
 NUMERICS = RunDirectory.environment.name
 
 
-class Interrupting(Watcher):
-    """Interrupts the run after a round, and keeps facts and warnings."""
-
-    def __init__(self, after=None):
-        self.after, self.facts, self.lines = after, {}, []
-
-    def started(self, setup, run_dir, facts):
-        self.facts = facts
-
-    def round(self, label, report):
-        if report.round == self.after:
-            raise KeyboardInterrupt
-
-    def warn(self, text):
-        self.lines.append(text)
-
-
 @pytest.fixture
 def interrupted(experiment, tmp_path, monkeypatch):
     """The directory of a run that was interrupted after round 2 and had measured `manual` as its engine."""
     monkeypatch.setattr(autotune, "measure", lambda *_: EngineChoice("manual", "manual: measured"))
-    with pytest.raises(Interrupted):
-        simulate(experiment(runtime={"engine": "auto"}), tmp_path / "run", Interrupting(2))
+    simulate_until(2, experiment(runtime={"engine": "auto"}), tmp_path / "run")
     return tmp_path / "run"
 
 
-def test_a_resumed_run_keeps_its_engine_whatever_is_measured_there(experiment, interrupted, tmp_path, figures):
+def test_a_resumed_run_keeps_its_engine_whatever_is_measured_there(experiment, interrupted, tmp_path, figures, notes):
     (choices,) = tmp_path.glob("engine-choices.json")
     (key,) = json.loads(choices.read_text())
     choices.write_text(json.dumps({key: ["sequential", "sequential: measured elsewhere"]}))
-    watcher = Interrupting()
+    watcher = notes()
     found = figures(resume(interrupted, watcher, on_ray=False))
-    assert watcher.facts["engine"] == "manual: as at the start of the run" and watcher.lines == []
+    assert watcher.facts["engine"] == "manual: as at the start of the run" and watcher.warnings == []
     assert found == figures(simulate(experiment(runtime={"engine": "manual"})))
 
 
-def test_what_has_changed_is_said_with_both_values(interrupted):
+def test_what_has_changed_is_said_with_both_values(interrupted, notes):
     file = interrupted / NUMERICS
     kept = json.loads(file.read_text())
-    assert kept == {
+    assert kept == {  # no fallbacks: the engine trained all clients
         "engine": "manual",
         "device": "cpu",
         "instructions": cpu.instruction_set(),
@@ -68,9 +49,9 @@ def test_what_has_changed_is_said_with_both_values(interrupted):
     }
     before = kept | {"torch": "1.0", "instructions": "VSX", "device": "cuda, a GPU", "has_deadline": True}
     file.write_text(json.dumps(before))
-    watcher = Interrupting()
+    watcher = notes()
     resume(interrupted, watcher, on_ray=False)
-    begins = [line.partition(":")[0] for line in watcher.lines]
+    begins = [line.partition(":")[0] for line in watcher.warnings]
     assert begins == [
         "this run began with device cuda, a GPU and continues with cpu",
         f"this run began with CPU instruction set VSX and continues with {cpu.instruction_set()}",
@@ -81,65 +62,62 @@ def test_what_has_changed_is_said_with_both_values(interrupted):
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"engine": "manual"}'])
-def test_a_run_without_them_begins_a_record(interrupted, content):
+def test_a_run_without_them_begins_a_record(interrupted, notes, content):
     """Runs of earlier versions, and files that were damaged."""
     file = interrupted / NUMERICS
     file.unlink() if content is None else file.write_text(content)
-    watcher = Interrupting()
+    watcher = notes()
     resume(interrupted, watcher, on_ray=False)
-    assert watcher.lines == [] and Environment(**json.loads(file.read_text())).engine == "manual"
+    assert watcher.warnings == [] and Environment(**json.loads(file.read_text())).engine == "manual"
 
 
-def test_facts_name_cpu_and_pytorch(experiment):
-    watcher = Interrupting()
+def test_facts_name_cpu_and_pytorch(experiment, notes):
+    watcher = notes()
     simulate(experiment(rounds=1), None, watcher)
     assert watcher.facts["cpu"] == f"{cpu.model()}, {cpu.instruction_set()}"
     assert watcher.facts["torch"] == torch.__version__
 
 
-def test_a_run_that_has_moved_goes_on_with_its_shards(experiment, tmp_path, figures):
+def test_a_run_that_has_moved_goes_on_with_its_shards(experiment, tmp_path, figures, notes):
     """As on another machine, which has a copy of the output folder in another place."""
     old, new = tmp_path / "old", tmp_path / "new"
     few = {"data": {"source": "digits"}, "local": {"epochs": 1}, "cohort": {"fraction": 0.25}}
     digits = experiment(**few, tracking={"enabled": True})
     made = digits.model_copy(update={"output": str(old)})
-    with pytest.raises(Interrupted):
-        simulate(made, old / "run", Interrupting(2))
+    simulate_until(2, made, old / "run")
     cut = [path.name for path in (old / "shards").iterdir()]
     shutil.move(old, new)
-    watcher = Interrupting()
+    watcher = notes()
     found = figures(resume(new / "run", watcher, on_ray=False))
     assert found == figures(simulate(experiment(**few)))
-    assert any(line.startswith(f"{old} of this run is not here; {new} takes its place") for line in watcher.lines)
+    assert any(line.startswith(f"{old} of this run is not here; {new} takes its place") for line in watcher.warnings)
     # MLflow's store has the absolute folder of its artifacts, which is made anew
     assert not (old / "shards").exists() and [path.name for path in (new / "shards").iterdir()] == cut
     assert (new / "mlflow.db").exists() and load_run(new / "run")["ditto"].final
 
 
-def test_an_output_that_is_nowhere_is_said(experiment, tmp_path):
+def test_an_output_that_is_nowhere_is_said(experiment, tmp_path, notes):
     made = experiment().model_copy(update={"output": str(tmp_path / "out")})  # synthetic data have no shards
-    with pytest.raises(Interrupted):
-        simulate(made, tmp_path / "run", Interrupting(2))
-    watcher = Interrupting()
+    simulate_until(2, made, tmp_path / "run")
+    watcher = notes()
     resume(tmp_path / "run", watcher, on_ray=False)
-    assert any(line.startswith(f"{tmp_path}/out, the output folder of this run, is not here") for line in watcher.lines)
+    assert any(
+        line.startswith(f"{tmp_path}/out, the output folder of this run, is not here") for line in watcher.warnings
+    )
 
 
-def test_clients_that_the_chosen_engine_did_not_train_are_recorded_with_the_reason(experiment, tmp_path, monkeypatch):
+def test_clients_that_the_chosen_engine_did_not_train_are_recorded_with_the_reason(
+    experiment, notes, tmp_path, monkeypatch
+):
     manual = ENGINES["manual"]
     refuses = replace(manual, cannot=lambda network, tasks: "an odd client" if tasks and tasks[0].client % 2 else None)
     monkeypatch.setitem(ENGINES, "manual", refuses)
     run_dir, made = tmp_path / "run", experiment(runtime={"engine": "manual"}, methods=["fedavg", "ditto"])
-    with pytest.raises(Interrupted):
-        simulate(made, run_dir, Interrupting(2))
+    simulate_until(2, made, run_dir)
     fallback = ["manual gives way to sequential for some clients: an odd client"]
     assert json.loads((run_dir / NUMERICS).read_text())["fallbacks"] == {"fedavg": fallback}
-    watcher = Interrupting()
+    watcher = notes()
     resume(run_dir, watcher, on_ray=False)
     kept = json.loads((run_dir / NUMERICS).read_text())
     assert kept["engine"] == "manual" and kept["fallbacks"] == {"fedavg": fallback, "ditto": fallback}
-    assert watcher.lines == []
-
-
-def test_a_run_whose_engine_trained_all_clients_records_no_fallback(interrupted):
-    assert "fallbacks" not in json.loads((interrupted / NUMERICS).read_text())
+    assert watcher.warnings == []

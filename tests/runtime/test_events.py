@@ -4,14 +4,13 @@ import io
 import json
 
 import pytest
+from interrupted import simulate_until
 from rich.console import Console
 
 from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.cli.live_client import status
 from cfl_ray.cli.progress import Display
 from cfl_ray.cli.tables import describe_method
-from cfl_ray.errors import Interrupted
-from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.methods import REGISTRY
 from cfl_ray.run_directory import RunDirectory
 
@@ -105,14 +104,7 @@ def test_after_a_fault_every_event_is_there_once(tmp_path, lost):
     experiment = planted(methods=[{"fl_hc": {"cluster_round": 2}}], rounds=4)
     expected = simulate(experiment, tmp_path / "whole")["fl_hc"]
     assert [event.event for event in expected.events] == ["birth", "phase"]
-
-    class Dying(Watcher):
-        def round(self, label, report):
-            if report.round == 2:
-                raise KeyboardInterrupt
-
-    with pytest.raises(Interrupted):
-        simulate(experiment, tmp_path / "run", Dying())
+    simulate_until(2, experiment, tmp_path / "run")
     log = tmp_path / "run" / "fl_hc" / "metrics.jsonl"
     if lost:
         log.write_bytes(log.read_bytes().splitlines(keepends=True)[0])

@@ -5,9 +5,10 @@ import json
 import shutil
 
 import pytest
+from interrupted import simulate_until
 
 from cfl_ray import ConfigError, load_run, resume, run, simulate
-from cfl_ray.errors import Interrupted, RunError
+from cfl_ray.errors import RunError
 from cfl_ray.lifecycle import extension
 from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.run_directory import RunDirectory
@@ -81,18 +82,12 @@ def test_the_last_evaluation_of_the_shorter_run_stays(plain, tmp_path):
     assert "accuracy" in list(read_records(long))[2].metrics and "accuracy" not in list(read_records(whole))[2].metrics
 
 
-def test_it_is_resumed_like_any_run(plain, tmp_path, figures, notes):
+def test_it_is_resumed_like_any_run(plain, tmp_path, figures):
     """Stopped in its own rounds; it needs the shorter run no more."""
     changes = {"methods": ["ditto", "fedavg"]}
     simulate(plain(2, **changes), tmp_path / "short")
     whole = simulate(plain(5, **changes))
-
-    def stop(round):
-        if round == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(Interrupted, match="go on with: cfl-ray resume .*long"):
-        simulate(plain(5, **changes), tmp_path / "long", notes(stop), extend=tmp_path / "short")
+    simulate_until(4, plain(5, **changes), tmp_path / "long", extend=tmp_path / "short")
     shutil.rmtree(tmp_path / "short")
     assert figures(resume(tmp_path / "long", on_ray=False)) == figures(whole)
     assert figures(load_run(tmp_path / "long")) == figures(whole)

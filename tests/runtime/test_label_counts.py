@@ -66,16 +66,11 @@ def test_a_run_records_those_of_the_clients_that_were_compared(tmp_path):
     assert "label_counts" not in simulate(skewed(tmp_path, methods=["ifca"]))["ifca"].diagnostics
 
 
-def test_no_figure_depends_on_them(tmp_path, monkeypatch):
+def test_no_figure_depends_on_them(tmp_path, monkeypatch, figures):
     """Traffic, scores and training are those of a run that records none."""
-
-    def metrics():
-        records = simulate(skewed(tmp_path))["comparing"].records
-        return [{name: value for name, value in one.metrics.items() if name != "round_seconds"} for one in records]
-
-    with_counts = metrics()
+    with_counts = figures(simulate(skewed(tmp_path)))
     monkeypatch.setattr("cfl_ray.runtime.round_evaluation.compared_clients", lambda reported: np.zeros(0, np.int64))
-    assert metrics() == with_counts
+    assert figures(simulate(skewed(tmp_path))) == with_counts
 
 
 def test_clients_that_left_or_attack_have_none(tmp_path):

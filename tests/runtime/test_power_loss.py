@@ -5,10 +5,10 @@ import os
 import shutil
 
 import pytest
+from interrupted import simulate_until
 
 from cfl_ray import resume, simulate
 from cfl_ray.checkpoint.manifest import CheckpointManifest
-from cfl_ray.errors import Interrupted
 from cfl_ray.lifecycle.recorder import MethodRecorder
 from cfl_ray.results.arrow_log import whole_batches
 from cfl_ray.run_directory import RunDirectory
@@ -32,19 +32,9 @@ def changing(experiment):
 
 
 @pytest.fixture
-def stopped(changing, notes, tmp_path):
+def stopped(changing, tmp_path):
     """(the folder of a method whose run was killed in round 6, the reports of rounds 1 to 5)."""
-    reports = []
-
-    class Killed(notes):
-        def round(self, label, report):
-            reports.append(report)
-            if report.round == LAST - 1:
-                raise KeyboardInterrupt
-
-    with pytest.raises(Interrupted):
-        simulate(changing, tmp_path / "run", Killed())
-    return tmp_path / "run" / "fesem", reports
+    return tmp_path / "run" / "fesem", simulate_until(LAST - 1, changing, tmp_path / "run")
 
 
 def test_records_are_on_the_disk_before_the_checkpoint(changing, tmp_path, monkeypatch):

@@ -242,29 +242,21 @@ class TestCheck:
         assert cli("check", "--help") == 0
         assert "imports the Python files that the config names" in " ".join(capsys.readouterr().out.split())
 
-    def test_imports_no_file_of_another_user(self, tmp_path, imports, monkeypatch, capsys):
-        file = tmp_path / "foreign_of_trust.py"
+    @pytest.mark.parametrize("named_by", ["options", "a study"])
+    def test_imports_no_file_of_another_user(self, named_by, tmp_path, imports, monkeypatch, capsys):
+        file, study = tmp_path / "foreign_of_trust.py", tmp_path / "study.yaml"
         file.write_text(CODE)
+        study.write_text(f"name: one\nexperiment: {{evaluation: {{metrics: ['{file}:score']}}, rounds: 1}}\n")
         monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
         monkeypatch.setattr(trust, "_ROOT", -1)
         options = [f"evaluation.metrics=['{file}:score']", "rounds=1"]
-        assert cli("check", *options) == 2 and not imports()
+        given = options if named_by == "options" else [study]
+        assert cli("check", *given) == 2 and not imports()
         printed = capsys.readouterr().err
         assert "foreign_of_trust.py belongs to another user" in printed and "say --trust" in printed
         with pytest.raises(ConfigError, match="belongs to another user"):
             check_owners(load(None, options))
-        assert cli("check", "--trust", *options) == 0 and imports()
-
-    def test_imports_no_file_of_another_user_that_a_study_names(self, tmp_path, imports, monkeypatch, capsys):
-        file = tmp_path / "foreign_of_trust.py"
-        file.write_text(CODE)
-        study = tmp_path / "study.yaml"
-        study.write_text(f"name: one\nexperiment: {{evaluation: {{metrics: ['{file}:score']}}, rounds: 1}}\n")
-        monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
-        monkeypatch.setattr(trust, "_ROOT", -1)
-        assert cli("check", study) == 2 and not imports()
-        assert "foreign_of_trust.py belongs to another user" in capsys.readouterr().err
-        assert cli("check", study, "--trust") == 0 and imports()
+        assert cli("check", "--trust", *given) == 0 and imports()
 
 
 class TestStudies:

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from interrupted import simulate_until
 
 from cfl_ray import Experiment, resume, simulate
 from cfl_ray.clock.devices import Clock, Load, Speed
@@ -14,8 +15,7 @@ from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.state import State
 from cfl_ray.data.synthetic import SyntheticFederation
-from cfl_ray.errors import ConfigError, Interrupted
-from cfl_ray.lifecycle.driver import Watcher
+from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.nn.network import Network
 from cfl_ray.population.population import Cohort, Population
@@ -49,19 +49,18 @@ class TestCohort:
     def test_equal_times_count_in_the_order_of_ids(self):
         assert time_of([1.0] * 4).wait_for(1, Cohort(np.array([0, 2, 3]), 0), 2).ids_M.tolist() == [0, 2]
 
-    def test_a_round_ends_at_the_deadline_if_it_waits_for_a_client(self):
-        time = time_of([5.0, 1.0, 3.0, 9.0], deadline=4.0)
-        cohort = time.wait_for(1, Cohort(np.arange(4), 0), wanted=4)
-        assert cohort.ids_M.tolist() == [1, 2] and (cohort.surplus, cohort.past_deadline) == (0, 2)
+    @pytest.mark.parametrize(
+        "last, wanted, ids, surplus, past_deadline, now",
+        [(9.0, 4, [1, 2], 0, 2, 4.0), (2.0, 2, [1, 3], 2, 0, 2.0)],
+        ids=["it waits for a client", "enough clients finish earlier"],
+    )
+    def test_a_round_ends_at_the_deadline_at_the_latest(self, last, wanted, ids, surplus, past_deadline, now):
+        time = time_of([5.0, 1.0, 3.0, last], deadline=4.0)
+        cohort = time.wait_for(1, Cohort(np.arange(4), 0), wanted)
+        assert cohort.ids_M.tolist() == ids
+        assert (cohort.surplus, cohort.past_deadline) == (surplus, past_deadline)
         time.end_round()
-        assert time.now == 4.0
-
-    def test_a_round_with_enough_clients_does_not_wait_for_the_deadline(self):
-        time = time_of([5.0, 1.0, 3.0, 2.0], deadline=4.0)
-        cohort = time.wait_for(1, Cohort(np.arange(4), 0), wanted=2)
-        assert cohort.ids_M.tolist() == [1, 3] and (cohort.surplus, cohort.past_deadline) == (2, 0)
-        time.end_round()
-        assert time.now == 2.0
+        assert time.now == now
 
     def test_epochs_count_and_so_do_batches_that_are_not_full(self):
         """Two epochs of 5 samples in batches of 2 are 10 samples; 3 steps of batches of 2 are 6."""
@@ -254,15 +253,6 @@ def test_asynchronous_rounds_with_equal_devices_and_a_buffer_for_all_are_synchro
             assert {**before, "round_seconds": 0} == {**after, "round_seconds": 0}, label
 
 
-class Interrupting(Watcher):
-    def __init__(self, at):
-        self.at = at
-
-    def round(self, label, report):
-        if report.round == self.at:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("method, per_cluster", [("fedavg", False), ("ifca", True)])
 def test_a_run_resumes_with_clients_in_flight(timed, tmp_path, method, per_cluster):
     """The schedule lets a client leave and another join while others are in flight."""
@@ -271,8 +261,7 @@ def test_a_run_resumes_with_clients_in_flight(timed, tmp_path, method, per_clust
     changes = {"methods": [method], "rounds": 10, "asynchronous": settings, "schedule": events[1:]}
     changes["cohort"] = {"clients": 5, "dropout": 0.2}
     whole = figures(simulate(timed(**changes), tmp_path / "whole"))
-    with pytest.raises(Interrupted):
-        simulate(timed(**changes), tmp_path / "run", Interrupting(5))
+    simulate_until(5, timed(**changes), tmp_path / "run")
     found = figures(resume(tmp_path / "run", on_ray=False))
     assert found == whole
     staleness = [row[RECORDED.index("staleness")] for row in whole[method]]

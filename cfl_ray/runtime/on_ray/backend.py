@@ -198,12 +198,11 @@ class Exchange:
 
     def _files(self, chunks: Sequence[Chunk]) -> list[int]:
         """The file that holds the first client of each chunk; empty if hosts fetch no files."""
-        federation = self.setup.federation
-        if not self.work.is_per_client or federation.files_of(np.zeros(0, np.int64)) is None:
+        if not self.work.is_per_client or not len(self.work.ids_M):
             return []
-        firsts = [int(self.work.ids_M[chunk.index_m[0]]) for chunk in chunks if len(chunk.index_m)]
-        files = federation.files_of(np.array(firsts, np.int64))
-        return [] if files is None or len(firsts) < len(chunks) else files.tolist()
+        firsts = np.array([chunk.index_m[0] for chunk in chunks], np.int64)
+        files = self.setup.federation.files_of(self.work.ids_M[firsts])
+        return [] if files is None else files.tolist()
 
     def _nodes(self, chunks: Sequence[Chunk]) -> list[str]:
         """The node that has fetched the data of each chunk; "" if no node with a host has."""

@@ -72,7 +72,7 @@ class RayClientStates(ClientStateStore):
 
     def move(self, entries: Mapping[ClientStateKey, Any]) -> None:
         """The same, if all hosts can read the files; otherwise values would go back to the object store when used."""
-        if all(self._shares(host) for host in self._ready()):
+        if all(self._shares(host) for host in self.pool.ready_now):
             super().move(entries)
 
     def write(self, files: Sequence[StateFile]) -> list[Any]:
@@ -85,7 +85,7 @@ class RayClientStates(ClientStateStore):
             values = [self[key] for key in file.keys]
             if all(isinstance(value, StoredValue) or _has_file(value) for value in values):
                 queues.setdefault(getattr(values[0], "node", ""), deque()).append(number)
-        idle = [host for host in self._ready() if self._shares(host)]
+        idle = [host for host in self.pool.ready_now if self._shares(host)]
         calls: dict[ray.ObjectRef[Any], tuple[int, Host]] = {}
         written: dict[int, Any] = {}
         failure: UserError | None = None
@@ -115,9 +115,6 @@ class RayClientStates(ClientStateStore):
             if number not in written:
                 written[number] = file.write(self.tensors(file.keys), again=True)
         return [written[number] for number in range(len(files))]
-
-    def _ready(self) -> list[Host]:
-        return [host for host in self.pool.hosts if host.starting is None]
 
     def _shares(self, host: Host) -> bool:
         """Whether a host also has the run directory."""

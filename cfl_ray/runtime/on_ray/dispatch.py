@@ -25,12 +25,14 @@ _NAMED = 5  # clients in a message
 _IDLE = 0.05  # of a CPU, below which a host does not compute: hosts may share a busy CPU
 
 
-@dataclass(frozen=True)
+@dataclass
 class _CallUnderWay:
     host: Host
     numbers: list[int]  # of the chunks
     returns: list[ray.ObjectRef[Any]]
     seconds: float | None
+    told: tuple[float, str] | None = None  # if it is slow: the seconds after which it is reported next, the last report
+    computed: tuple[float, float] | None = None  # time and CPU seconds of its host, at the last query of a stop
 
 
 class Calls(Protocol):
@@ -61,11 +63,7 @@ class Dispatch:
     done: dict[int, list[int]] = field(default_factory=dict)
     failed: dict[int, list[int]] = field(default_factory=dict)  # by chunk: numbers of the hosts that it failed on
     limited: bool = False  # whether any call has a time limit
-    # by slow call: the seconds after which it is reported next, and the last report
-    told: dict[ray.ObjectRef[Any], tuple[float, str]] = field(default_factory=dict)
     chunks_done: dict[int, int] = field(default_factory=dict)  # by host: of its present call, at the last query
-    # by call, once a user asks to stop: time and CPU seconds of its host at the last query
-    computed: dict[ray.ObjectRef[Any], tuple[float, float]] = field(default_factory=dict)
     _known: int = -1  # `pool.changes` when `_hosts` was made
     _hosts: list[int] = field(default_factory=list)  # numbers of all hosts
     _ready: list[int] = field(default_factory=list)  # numbers of the ready hosts
@@ -137,8 +135,6 @@ class Dispatch:
             return None
         self.of_host[call.host.number].remove(ref)
         self.since[call.host.number], self.chunks_done[call.host.number] = time.monotonic(), 0
-        self.told.pop(ref, None)
-        self.computed.pop(ref, None)
         try:
             chunks = [self.schedule.chunks[number] for number in call.numbers]
             self.calls.receive(chunks, [ray.get(ref), *call.returns[1:]])
@@ -225,10 +221,10 @@ class Dispatch:
             if waited <= rule.slow_after(usual) or self._has_progressed(call):
                 continue
             slow.append(f"{self._doing(call, chunks, waited)}{self._usually(usual)}")
-            if waited >= self.told.get(refs[0], (waited, ""))[0]:
-                self.told[refs[0]] = 2 * waited, slow[-1]
+            if call.told is None or waited >= call.told[0]:
+                call.told = 2 * waited, slow[-1]
                 self.pool.notes.append(slow[-1])
-            named.append(self.told[refs[0]][1])
+            named.append(call.told[1])
             if waited > rule.given_up_after(usual):
                 self._give_up(call, waited)
         self.pool.slow, self.pool.named = "; ".join(slow), "; ".join(named)
@@ -243,10 +239,10 @@ class Dispatch:
 
     def _idles(self, call: _CallUnderWay) -> bool:
         """Whether a host does not answer, or has not computed since the last query."""
-        ref, progress, now = call.returns[0], self.pool.progress(call.host), time.monotonic()
+        progress, now = self.pool.progress(call.host), time.monotonic()
         if progress is None:
             return True
-        (before, cpu_before), self.computed[ref] = self.computed.get(ref, (now, 0.0)), (now, progress[1])
+        (before, cpu_before), call.computed = call.computed or (now, 0.0), (now, progress[1])
         return progress[1] - cpu_before < _IDLE * (now - before)
 
     def _doing(self, call: _CallUnderWay, chunks: Sequence[Chunk], waited: float) -> str:

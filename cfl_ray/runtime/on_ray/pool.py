@@ -19,8 +19,7 @@ from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host, short_rea
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.placement import alive, free, hosts_asked_for, room
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
-from cfl_ray.runtime.on_ray.stall import StallRule
-from cfl_ray.runtime.on_ray.start_watch import StartWatch
+from cfl_ray.runtime.on_ray.stall import StallRule, StartWatch
 from cfl_ray.setup.engine_choice import engine_choice
 from cfl_ray.setup.setup import Setup
 
@@ -125,27 +124,29 @@ class Pool:
 
     # ---- starting hosts: a host gets no work before it is ready, since it may wait for room on the cluster forever
 
+    @property
+    def ready_now(self) -> list[Host]:
+        """The ready hosts; may be empty."""
+        return [host for host in self.hosts if host.starting is None]
+
     def ready(self) -> list[Host]:
         """The ready hosts; waits for the first host.
 
         Raises RunError if the wait takes too long, RunStopped if a user asks to stop in the meantime.
         """
-        while not (ready := self._ready()):
+        while not (ready := self.ready_now):
             if not self.hosts:
                 self._add()  # all were lost with their nodes
             self.wait([])
         return ready
 
-    def _ready(self) -> list[Host]:
-        return [host for host in self.hosts if host.starting is None]
-
-    def _wait_for_hosts(self, starting: list[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]] | None:
+    def _wait_for_hosts(self, starting: list[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
         """The references in `starting` of hosts that have started; waits for the first host.
 
-        None if a host was replaced meanwhile; empty if the wait takes too long and other hosts are ready. Otherwise
-        raises as `ready`.
+        Empty if a host was replaced meanwhile, or if the wait takes too long and other hosts are ready; then the
+        starting hosts are given up. Otherwise raises as `ready`.
         """
-        needed, began, told = not self._ready(), time.monotonic(), 0
+        needed, began, told = not self.ready_now, time.monotonic(), 0
         limit = self._limit() if needed else _PLACE_SECONDS
         try:
             while (waited := time.monotonic() - began) < limit:
@@ -154,7 +155,7 @@ class Pool:
                 if ended:
                     return ended
                 if self.watch_starts():
-                    return None
+                    return []
                 if needed and self.stop_asked():
                     raise RunStopped("stopped while it waited for client hosts, as asked")
                 if needed and told < len(_TELL_SECONDS) and waited >= _TELL_SECONDS[told]:
@@ -166,6 +167,8 @@ class Pool:
             self.waiting = ""
         if needed:
             raise RunError(f"{self._what_is_missing(limit, limit)}; start machines, or raise runtime.wait_for_hosts")
+        for host in [host for host in self.hosts if host.starting]:
+            self._give_up(host, f"could not be placed within {_PLACE_SECONDS} s (free: {free()})")
         return []
 
     def _limit(self) -> float:
@@ -221,13 +224,7 @@ class Pool:
         refs = [*calls, *starting]
         ended, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         if not ended:
-            waited_for = ray.wait(refs, timeout=seconds)[0] if calls else self._wait_for_hosts(refs)
-            if waited_for is None:
-                return []
-            ended = waited_for
-        if not ended and not calls:
-            for host in starting.values():
-                self._give_up(host, f"could not be placed within {_PLACE_SECONDS} s (free: {free()})")
+            ended = ray.wait(refs, timeout=seconds)[0] if calls else self._wait_for_hosts(refs)
         for ref in ended:
             if ref in starting:
                 self._take_in(starting[ref])
@@ -255,15 +252,15 @@ class Pool:
         self._note_other_environment(host)
         self.had_hosts = True
         if host.added:
-            ready = [other.node for other in self.hosts if other.starting is None]
-            nodes = len(set(ready))
-            self.notes.append(f"host {host.number} was added: {len(ready)} on {nodes} node{'s' * (nodes > 1)}")
+            nodes = len({other.node for other in self.ready_now})
+            count = f"{len(self.ready_now)} on {nodes} node{'s' * (nodes > 1)}"
+            self.notes.append(f"host {host.number} was added: {count}")
             host.added = False
 
     @property
     def device(self) -> str:
         """The name of the device of the first ready host, on which engines are measured."""
-        return next((host.device for host in self._ready()), "cpu")
+        return next((host.device for host in self.ready_now), "cpu")
 
     def environments(self) -> list[HostEnvironment]:
         """The environments of the ready hosts."""

@@ -4,12 +4,12 @@ import json
 import shutil
 
 import pytest
+from interrupted import simulate_until
 
 from cfl_ray import resume, simulate
 from cfl_ray.checkpoint.manifest import _digest
 from cfl_ray.config import load
-from cfl_ray.errors import Interrupted, RunError
-from cfl_ray.lifecycle.driver import Watcher
+from cfl_ray.errors import RunError
 from cfl_ray.results.trust import sign_record
 
 FORGED = {
@@ -48,14 +48,7 @@ def reassigned_as_in_format_2(manifest, pairs):
 def interrupted(module_experiment, tmp_path_factory):
     """A run that was interrupted after round 3, not to be changed."""
     folder = tmp_path_factory.mktemp("interrupted") / "run"
-
-    class Stopping(Watcher):
-        def round(self, label, report):
-            if report.round == 3:
-                raise KeyboardInterrupt
-
-    with pytest.raises(Interrupted):
-        simulate(module_experiment(methods=["fedavg"]), folder, Stopping())
+    simulate_until(3, module_experiment(methods=["fedavg"]), folder)
     return folder
 
 

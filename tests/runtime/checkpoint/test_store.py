@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,11 +128,8 @@ class TestSavedIsLoaded:
         )
         loaded = reopened(saver).load()
         assert torch.equal(loaded.tensors["a"], whole[1:]) and torch.equal(loaded.tensors["b"], whole.T)
-        assert (
-            loaded.tensors["c"].item() == 7
-            and loaded.tensors["d"].shape == (0, 3)
-            and loaded.tensors["e"].shape == (3, 0)
-        )
+        assert loaded.tensors["c"].item() == 7
+        assert loaded.tensors["d"].shape == (0, 3) and loaded.tensors["e"].shape == (3, 0)
         assert loaded.tensors["f"].tolist() == [True, False]
         assert dict(loaded.client_states())["mine", 0].tensor().tolist() == [8, 9, 10, 11]
 
@@ -224,10 +222,8 @@ class TestSavedIsLoaded:
                 found = reopened(saver)._load(kept, ())
                 tensors, owned = told[kept]
                 assert found.tensors.keys() == tensors.keys()
-                assert all(
-                    torch.equal(value.nan_to_num(-7), tensors[name].nan_to_num(-7))
-                    for name, value in found.tensors.items()
-                )
+                for name, value in found.tensors.items():
+                    assert torch.equal(value.nan_to_num(-7), tensors[name].nan_to_num(-7))
                 assert {client: saved.tensor()[0].item() for (_, client), saved in found.client_states()} == owned
             if draw.random() < 0.2:
                 saver = saver.again()
@@ -382,23 +378,37 @@ def forged(change):
     def forge(path):
         meta = json.loads(path.read_text())
         del meta["sha256"]
-        meta = change(meta) or meta
+        change(meta)
         path.write_text(json.dumps(meta | {"sha256": manifest._digest(meta)}))
 
     return forge
+
+
+def says(**fields):
+    """Other fields in a manifest."""
+    return forged(lambda meta: meta.update(fields))
+
+
+def models_say(**fields):
+    """The same of one of its tensors."""
+    return forged(lambda meta: meta["tensors"]["models_KP"].update(fields))
+
+
+def file_says(**fields):
+    """The same of one of its files."""
+    return forged(lambda meta: meta["files"][-1].update(fields))
 
 
 def with_entries(**changed):
     """Replaces the entry file by one with such entries, and gives it the checksum it has then."""
 
     def replace(path):
-        meta = json.loads(path.read_text())
-        file = path.with_name(meta["files"][-1]["name"])
+        file = path.with_name(json.loads(path.read_text())["files"][-1]["name"])
         with safe_open(file, "pt") as old:
             names = old.keys()
             found = {name: old.get_tensor(name) for name in names}
         save_file({name: value for name, value in (found | changed).items() if value is not None}, file, {"gone": "[]"})
-        forged(lambda meta: meta["files"][-1].update(bytes=file.stat().st_size, sha256=segments.sha256(file)))(path)
+        file_says(bytes=file.stat().st_size, sha256=segments.sha256(file))(path)
 
     return replace
 
@@ -407,7 +417,7 @@ def garbage(path):
     """A header that promises more than there is, and the right checksum."""
     file = path.with_name(json.loads(path.read_text())["files"][-1]["name"])
     file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
-    forged(lambda meta: meta["files"][-1].update(sha256=segments.sha256(file)))(path)
+    file_says(sha256=segments.sha256(file))(path)
 
 
 def flip(path):
@@ -420,115 +430,66 @@ def change_value(path):
     path.write_text(path.read_text().replace('"down_bits": 20', '"down_bits": 21'))
 
 
-DAMAGE = {  # what is done to a file of round 2, and what the reason says
-    "altered": ("000002.json", change_value, "000002.json was altered"),
-    "no JSON": ("000002.json", lambda path: path.write_text("{"), "000002.json is no JSON"),
-    "no text": ("000002.json", lambda path: path.write_bytes(b"\xff\xfe\0"), "000002.json is no JSON"),
-    "nested without end": ("000002.json", lambda path: path.write_text("[" * 200_000), "000002.json is no JSON"),
-    "truncated": ("000002.json", lambda path: os.truncate(path, 40), "000002.json is no JSON"),
-    "empty": ("000002.json", lambda path: os.truncate(path, 0), "000002.json is no JSON"),
-    "a list": ("000002.json", lambda path: path.write_text("[1, 2]"), "000002.json is no checkpoint"),
-    "NaN": ("000002.json", lambda path: path.write_text("NaN"), "000002.json is no checkpoint"),
-    "a number too long": (
-        "000002.json",
-        lambda path: path.write_text('{"format": ' + "9" * 5000 + "}"),
-        "000002.json is no JSON",
-    ),
-    "a folder": ("000002.json", lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
-    "missing key": ("000002.json", forged(lambda meta: meta.pop("tensors") and None), "tensors: Field required"),
-    "format NaN": (
-        "000002.json",
-        forged(lambda meta: meta.update(format=float("nan"))),
-        "has format nan, this version reads format 5",
-    ),
-    "round in words": (
-        "000002.json",
-        forged(lambda meta: meta.update(round="two")),
-        "round: Input should be a valid integer",
-    ),
-    "round of another file": ("000002.json", forged(lambda meta: meta.update(round=7)), "belongs to round 7, not 2"),
-    "values in a list": (
-        "000002.json",
-        forged(lambda meta: meta.update(values=[])),
-        "values: Input should be a valid dictionary",
-    ),
-    "another method": (
-        "000002.json",
-        forged(lambda meta: meta.update(method="ifca")),
-        "belongs to method ifca, not fedavg",
-    ),
-    "another config": (
-        "000002.json",
-        forged(lambda meta: meta.update(config_hash="f" * 12)),
-        f"belongs to config_hash ffffffffffff, not {HASH}",
-    ),
+def text(content):
+    return lambda path: path.write_text(content)
+
+
+def cut(size):
+    return lambda path: os.truncate(path, size)
+
+
+MANIFEST, ENTRIES = "000002.json", "000002-0.safetensors"
+DAMAGE_OF_MANIFEST = {  # what is done to the manifest of round 2, and what the reason says
+    "altered": (change_value, "000002.json was altered"),
+    "no JSON": (text("{"), "000002.json is no JSON"),
+    "no text": (lambda path: path.write_bytes(b"\xff\xfe\0"), "000002.json is no JSON"),
+    "nested without end": (text("[" * 200_000), "000002.json is no JSON"),
+    "truncated": (cut(40), "000002.json is no JSON"),
+    "empty": (cut(0), "000002.json is no JSON"),
+    "a list": (text("[1, 2]"), "000002.json is no checkpoint"),
+    "NaN": (text("NaN"), "000002.json is no checkpoint"),
+    "a number too long": (text('{"format": ' + "9" * 5000 + "}"), "000002.json is no JSON"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
+    "missing key": (forged(lambda meta: meta.pop("tensors")), "tensors: Field required"),
+    "format NaN": (says(format=float("nan")), "has format nan, this version reads format 5"),
+    "round in words": (says(round="two"), "round: Input should be a valid integer"),
+    "round of another file": (says(round=7), "belongs to round 7, not 2"),
+    "values in a list": (says(values=[]), "values: Input should be a valid dictionary"),
+    "another method": (says(method="ifca"), "belongs to method ifca, not fedavg"),
+    "another config": (says(config_hash="f" * 12), f"belongs to config_hash ffffffffffff, not {HASH}"),
     "huge tensor": (
-        "000002.json",
-        forged(lambda meta: meta["tensors"]["models_KP"].update(shape=[10**15, 3])),
+        models_say(shape=[10**15, 3]),
         r"shape \[1000000000000000, 3\], more than \d+ bytes of files can hold",
     ),
-    "huge empty tensor": (
-        "000002.json",
-        forged(lambda meta: meta["tensors"]["models_KP"].update(shape=[10**30, 0])),
-        "Overflow",
-    ),
-    "negative tensor": (
-        "000002.json",
-        forged(lambda meta: meta["tensors"]["models_KP"].update(shape=[-2, 3])),
-        "negative dimension",
-    ),
-    "more rows than saved": (
-        "000002.json",
-        forged(lambda meta: meta["tensors"]["models_KP"].update(shape=[4, 3])),
-        "rows of models_KP are in none of its files",
-    ),
-    "unknown type": (
-        "000002.json",
-        forged(lambda meta: meta["tensors"]["models_KP"].update(dtype="object")),
-        "tensors.models_KP.dtype",
-    ),
-    "file elsewhere": (
-        "000002.json",
-        forged(lambda meta: meta["files"][-1].update(name="../x.safetensors")),
-        r"files.\d.name: String should match",
-    ),
+    "huge empty tensor": (models_say(shape=[10**30, 0]), "Overflow"),
+    "negative tensor": (models_say(shape=[-2, 3]), "negative dimension"),
+    "more rows than saved": (models_say(shape=[4, 3]), "rows of models_KP are in none of its files"),
+    "unknown type": (models_say(dtype="object"), "tensors.models_KP.dtype"),
+    "file elsewhere": (file_says(name="../x.safetensors"), r"files.\d.name: String should match"),
     "missing tensor": (
-        "000002.json",
         forged(lambda meta: meta["tensors"].update(more={"dtype": "bool", "shape": [3]})),
         "rows of more are in none",
     ),
-    "missing row numbers": (
-        "000002.json",
-        with_entries(**{"rows/models_KP/0": None}),
-        "000002-0.safetensors cannot be read",
-    ),
-    "tensor of another type": (
-        "000002.json",
-        forged(lambda meta: meta["tensors"]["models_KP"].update(dtype="int32")),
-        "rows of models_KP are in none",
-    ),
-    "rows out of range": ("000002.json", with_entries(**{"rows/models_KP/0": torch.tensor([-9, 0])}), "out of bounds"),
-    "header of garbage": ("000002.json", garbage, "000002-0.safetensors cannot be read: .*header"),
-    "flipped bit": ("000002-0.safetensors", flip, r"000002-0.safetensors has sha256 \w{12}, expected \w{12}"),
-    "truncated entries": (
-        "000002-0.safetensors",
-        lambda path: os.truncate(path, 50),
-        r"000002-0.safetensors has 50 bytes, expected \d+",
-    ),
-    "missing entries": (
-        "000002-0.safetensors",
-        lambda path: path.unlink(),
-        "000002-0.safetensors cannot be read: No such file",
-    ),
+    "missing row numbers": (with_entries(**{"rows/models_KP/0": None}), "000002-0.safetensors cannot be read"),
+    "tensor of another type": (models_say(dtype="int32"), "rows of models_KP are in none"),
+    "rows out of range": (with_entries(**{"rows/models_KP/0": torch.tensor([-9, 0])}), "out of bounds"),
+    "header of garbage": (garbage, "000002-0.safetensors cannot be read: .*header"),
 }
+DAMAGE_OF_ENTRIES = {  # the same of its entry file
+    "flipped bit": (flip, r"000002-0.safetensors has sha256 \w{12}, expected \w{12}"),
+    "truncated entries": (cut(50), r"000002-0.safetensors has 50 bytes, expected \d+"),
+    "missing entries": (Path.unlink, "000002-0.safetensors cannot be read: No such file"),
+}
+DAMAGE = [(MANIFEST, *damage) for damage in DAMAGE_OF_MANIFEST.values()]
+DAMAGE += [(ENTRIES, *damage) for damage in DAMAGE_OF_ENTRIES.values()]
 
 
 class TestDamage:
-    @pytest.fixture(params=DAMAGE)
+    @pytest.fixture(params=DAMAGE, ids=[*DAMAGE_OF_MANIFEST, *DAMAGE_OF_ENTRIES])
     def damaged(self, request, saver):
         saver.save(1, [0, 1])
         saver.save(2, [0])
-        file, damage, reason = DAMAGE[request.param]
+        file, damage, reason = request.param
         damage(saver.folder / file)
         return saver, reason
 

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from federations import clients_of
 
-from cfl_ray.core.clients import Clients, ClientState, RoundStats
+from cfl_ray.core.clients import ClientState
 from cfl_ray.core.work import Address, AverageDeferred, Describe, Losses, Rows, Train
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.methods.pacfl import PrincipalVectors
@@ -26,9 +27,7 @@ def test_figures_do_not_depend_on_the_calls(experiment, two_hosts):
         for round, seconds in enumerate([None, None, 0.02, 0.02, 1e-6, 1e-6], 1):
             if one is backend:
                 backend._seconds_of_cost = dict.fromkeys([Train, Losses, AverageDeferred], seconds)
-            clients = Clients(
-                ids, setup.federation.num_samples_N[ids], setup.network().spec, setup.local, one, 0, round, RoundStats()
-            )
+            clients = clients_of(setup, one, ids, round)
             updates = clients.train(clients.send(models_KP, row_M), average=weight_RM, client_state=state)
             assert updates.training.address == Address(0, round, 1)
             figures += [updates.averaged(models_KP), torch.from_numpy(updates.train_loss_M)]

@@ -7,12 +7,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from federations import clients_of
 
 from cfl_ray.checkpoint import segments
 from cfl_ray.checkpoint.lease import SharedDirectory
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.core.backend import SavedState
-from cfl_ray.core.clients import Clients, ClientState, RoundStats
+from cfl_ray.core.clients import ClientState
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import RunError
 from cfl_ray.runtime.on_ray.backend import RayBackend
@@ -36,10 +37,8 @@ class Run:
         return self.backend.client_states
 
     def round(self, round, ids=IDS):
-        setup, ids = self.setup, np.array(ids)
-        samples, spec = setup.federation.num_samples_N[ids], setup.network().spec
-        clients = Clients(ids, samples, spec, setup.local, self.backend, 0, round, RoundStats())
-        clients.train(clients.send(setup.network().new_model(0, 0)[None]), client_state=ClientState("mine", spec.head))
+        clients, start = clients_of(self.setup, self.backend, ids, round), self.setup.network().new_model(0, 0)
+        clients.train(clients.send(start[None]), client_state=ClientState("mine", clients.spec.head))
         return self.save(round)
 
     def save(self, round):

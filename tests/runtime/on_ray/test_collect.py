@@ -20,26 +20,19 @@ from cfl_ray.setup.prepare import prepare
 CLIENTS = 24
 
 
-@pytest.fixture
-def backends(experiment, two_hosts):
-    """(in process, on two hosts that a test may kill)."""
-    setup = prepare(experiment(data={"partition": {"clients": CLIENTS}}))
-    on_ray = two_hosts(setup)
-    yield InProcessBackend(setup.worker("cpu", "sequential")), on_ray
-    on_ray.pool.stop()  # the next test's hosts need their room
-
-
 @pytest.fixture(scope="module")
 def pair(module_experiment, two_hosts):
-    """(in process, on two hosts): those of the tests that leave them alive."""
-    setup = prepare(module_experiment(data={"partition": {"clients": CLIENTS}}))
+    """(in process, on two hosts)."""
+    setup = prepare(module_experiment(data={"partition": {"clients": CLIENTS}}, runtime={"retries": 9}))
     return InProcessBackend(setup.worker("cpu", "sequential")), two_hosts(setup)
 
 
 @pytest.fixture
-def living(pair):
-    """New backends over them, so that nothing is known of the test before."""
+def backends(pair):
+    """New backends over them, so that nothing is known of the test before, which may have killed a host."""
     in_process, on_ray = pair
+    on_ray.pool.nodes(seconds=300)
+    on_ray.pool.notes = []
     return in_process, RayBackend(on_ray.pool)
 
 
@@ -79,27 +72,27 @@ def assert_equal(first, second):
     assert np.array_equal(first.arrived_R, second.arrived_R)
 
 
-def test_the_tree_has_the_bits_of_one_process(living, by_tree):
-    in_process, on_ray = living
+def test_the_tree_has_the_bits_of_one_process(backends, by_tree):
+    in_process, on_ray = backends
     work = training(in_process.worker.network)
     assert_equal(on_ray.run(work), in_process.run(work))
 
 
-def test_without_the_tree_too(living, collected):
-    in_process, on_ray = living
+def test_without_the_tree_too(backends, collected):
+    in_process, on_ray = backends
     work = training(in_process.worker.network)
     assert_equal(on_ray.run(work), in_process.run(work))
 
 
-def test_small_sums_come_with_the_results(living, monkeypatch):
-    in_process, on_ray = living
+def test_small_sums_come_with_the_results(backends, monkeypatch):
+    in_process, on_ray = backends
     work = training(in_process.worker.network)
     monkeypatch.setattr(Collected, "__init__", lambda *_: pytest.fail("nothing is to be collected"))
     assert_equal(on_ray.run(work), in_process.run(work))
 
 
-def test_models_that_are_too_large_for_a_call_go_through_the_object_store(living, monkeypatch):
-    in_process, on_ray = living
+def test_models_that_are_too_large_for_a_call_go_through_the_object_store(backends, monkeypatch):
+    in_process, on_ray = backends
     work = training(in_process.worker.network)
     monkeypatch.setattr(backend_module, "_IN_CALL_BYTES", 0)
     assert_equal(on_ray.run(work), in_process.run(work))

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import ray
 import torch
+from federations import clients_of
 
 from cfl_ray import Experiment, run, simulate
 from cfl_ray.checkpoint.store import CheckpointStore
-from cfl_ray.core.clients import Clients, ClientState, LocalTraining, RoundStats
+from cfl_ray.core.clients import Clients, ClientState, LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, EvaluateClients, Rows
 from cfl_ray.plugins.loading import load_plugin
@@ -61,10 +62,7 @@ def ended(backend):
 
 
 def clients(backend, ids, number) -> Clients:
-    setup, ids = backend.pool.setup, np.array(list(ids))
-    return Clients(
-        ids, setup.federation.num_samples_N[ids], setup.network().spec, setup.local, backend, 0, number, RoundStats()
-    )
+    return clients_of(backend.pool.setup, backend, ids, number)
 
 
 def start(backend) -> torch.Tensor:

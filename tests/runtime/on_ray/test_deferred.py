@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import ray
 import torch
+from federations import clients_of
 
 from cfl_ray import Experiment
-from cfl_ray.core.aggregation import Mean, Median, MultiKrum, NormClipping, apply
-from cfl_ray.core.clients import Clients, ClientState, RoundStats
+from cfl_ray.core.aggregation import Mean, Median, MultiKrum, apply
+from cfl_ray.core.clients import Clients, ClientState
 from cfl_ray.core.work import Address, CombineColumns, Losses
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.plugins.loading import load_plugin
@@ -58,18 +59,7 @@ def fresh(hosts) -> dict[str, object]:
 
 
 def clients(hosts, backend, ids=range(CLIENTS), number=1, rule=Mean()) -> Clients:
-    setup, ids = hosts[0], np.array(list(ids))
-    return Clients(
-        ids,
-        setup.federation.num_samples_N[ids],
-        setup.network().spec,
-        setup.local,
-        backend,
-        0,
-        number,
-        RoundStats(),
-        aggregation=rule,
-    )
+    return clients_of(hosts[0], backend, ids, number, aggregation=rule)
 
 
 def start(hosts) -> torch.Tensor:
@@ -126,23 +116,21 @@ def test_a_host_that_dies_before_the_average_loses_nothing(hosts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [Median(), MultiKrum(2), NormClipping()], ids=lambda rule: rule.name)
-def test_robust_averages_are_the_same_bits_with_a_host_killed(hosts, rule, monkeypatch):
+def test_a_robust_average_has_the_same_bits_with_a_host_killed(hosts, monkeypatch):
     """Cut into ranges of columns, so that both hosts have work. A rejected client is no member."""
     monkeypatch.setattr(apply, "_RANGE", 1 << 15)
     rows = []
     for backend in fresh(hosts).values():
-        asked = clients(hosts, backend, rule=rule)
+        asked = clients(hosts, backend, rule=Median())
         updates = asked.train(
             asked.send(start(hosts), np.arange(CLIENTS) % 2), defer_aggregation=True, features=asked.spec.all
         )
         if rows:
             os.kill(hosts[1].pool.ready()[0].pid, signal.SIGKILL)
         rows.append(asked.average(updates, WEIGHTS).averaged(start(hosts)[[0, 1, 0]]))
-        if rule == Median():
-            members = np.setdiff1d(np.flatnonzero(WEIGHTS[0]), [INVALID])
-            median_P = np.median(updates.features_MF[members].double(), 0)
-            assert np.allclose(rows[-1][0], median_P, rtol=0, atol=1e-6)
+        members = np.setdiff1d(np.flatnonzero(WEIGHTS[0]), [INVALID])
+        median_P = np.median(updates.features_MF[members].double(), 0)
+        assert np.allclose(rows[-1][0], median_P, rtol=0, atol=1e-6)
     assert torch.equal(*rows) and hosts[1].pool.notes
 
 

@@ -75,23 +75,26 @@ def started(experiment, tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_stopped_as_a_job(started, tmp_path, figures, until):
-    """SIGTERM, once."""
+def test_stopped_as_a_job(started, tmp_path, figures, actors, until):
+    """SIGTERM, once. Its hosts have the priority of the user; Ray's default gives way to all other processes."""
     small, run = started
     run.wait_for("round 3/12")
+    hosts = actors("ClientHost", of=run.process.pid)
+    priorities = [os.getpriority(os.PRIO_PROCESS, pid) for pid in (run.process.pid, *hosts)]
     run.signal(signal.SIGTERM)
     check_stopped(run, tmp_path / "run", until)
-    check_resumed(small, tmp_path / "run", figures)
+    assert hosts and len(set(priorities)) == 1
+    assert (tmp_path / "run" / CONFIG).is_file()
+    assert figures(resume(tmp_path / "run", on_ray=False)) == figures(simulate(small))
 
 
-def test_ctrl_c_and_again_while_it_ends(started, tmp_path, figures, until):
-    small, run = started
+def test_ctrl_c_and_again_while_it_ends(started, tmp_path, until):
+    _, run = started
     run.wait_for("round 3/12")
     run.signal(signal.SIGINT)
     time.sleep(0.3)  # as fast as a person is
     run.signal(signal.SIGINT)
     check_stopped(run, tmp_path / "run", until)
-    check_resumed(small, tmp_path / "run", figures)
 
 
 def test_stopped_before_the_first_round(started, tmp_path, until):
@@ -111,8 +114,3 @@ def check_stopped(run, run_dir, until):
     assert run.process.returncode == 130, lines
     assert [line for line in lines if "round" not in line or "error" in line] == [STOPPED.format(run_dir)], lines
     until(lambda: not run.left_behind())
-
-
-def check_resumed(small, run_dir, figures):
-    assert (run_dir / CONFIG).is_file()
-    assert figures(resume(run_dir, on_ray=False)) == figures(simulate(small))

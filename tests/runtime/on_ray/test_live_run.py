@@ -9,16 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cfl_ray import resume, simulate
 from cfl_ray.cli import live_client
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build
-from cfl_ray.data.images import Images
-from cfl_ray.data.plan import make_plan
-from cfl_ray.data.shard_writer import write_shards
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.tracking import read_records
 
@@ -74,16 +70,6 @@ def newcomers(tmp_path):
 
 
 @pytest.fixture
-def larger(tmp_path):
-    """Shards whose images are larger than those of the run."""
-    x, y = np.zeros((80, 1, 9, 9), np.uint8), (np.arange(80) % 10).astype(np.int16)
-    images, config = Images(x, y, x, y, num_classes=10), SOURCE_KINDS.of(source="digits", partition={"clients": 4})
-    plan = make_plan(images, None, config, seed=0)
-    write_shards(tmp_path / "larger", plan, {"made": "here"}, None)
-    return tmp_path / "larger"
-
-
-@pytest.fixture
 def start(cluster, tmp_path):
     """Starts `cfl-ray run` or `resume` in the background."""
     drivers = []
@@ -119,7 +105,7 @@ def at_round(run_dir, number, label="gated"):
 
 @pytest.mark.timeout(900)
 def test_requests_and_a_server_killed_then_stopped_resumed_and_replayed(
-    gated, gate, newcomers, larger, start, cluster, actors, until, tmp_path
+    gated, gate, newcomers, start, cluster, actors, until, tmp_path
 ):
     experiment, run_dir = gated(), tmp_path / "run"
     (tmp_path / "small.yaml").write_text(experiment.to_yaml())
@@ -127,10 +113,9 @@ def test_requests_and_a_server_killed_then_stopped_resumed_and_replayed(
     driver = start("run", tmp_path / "small.yaml", f"runtime.address={cluster}", "--run-dir", run_dir)
     status = until(at_round(run_dir, 2))
     check_status_of_round_2(run_dir, status)
-    check_requests_in_round_2(run_dir, newcomers, larger)
+    check_requests_in_round_2(run_dir, newcomers)
     with pytest.raises(RunError, match="run is live already"):
         resume(run_dir)
-    check_forgeries(run_dir)
 
     # the server dies when some requests have taken effect and one has not
     gate(3)
@@ -178,8 +163,8 @@ def check_status_of_round_2(run_dir, status):
     assert code == 0 and json.loads(output) | varying == dataclasses.asdict(status) | varying
 
 
-def check_requests_in_round_2(run_dir, newcomers, larger):
-    """Granted for round 3, or refused."""
+def check_requests_in_round_2(run_dir, newcomers):
+    """Granted for round 3, or refused: `test_requests` has all refusals."""
     granted = cli("join", run_dir, "--shards", os.path.relpath(newcomers))
     assert granted == (0, "gated: clients 8-11 join before round 3\n")
     assert live_client.ask(run_dir, "leave", [2, 0]) == "gated: clients 0, 2 leave before round 3"
@@ -187,38 +172,13 @@ def check_requests_in_round_2(run_dir, newcomers, larger):
     assert code == 2 and "leave: client 8 joins before round 3 already" in output
     for arguments, message in (
         (("leave", [99]), r"client 99 does not exist; the federation has clients 0 \.\. 11"),
-        (("leave", [0]), "client 0 leaves before round 3 already"),
-        (("leave", [3, 3]), "client 3 is named twice"),
-        (("join", [4]), "client 4 is online already"),
         (("join_shards", newcomers), "same id twice: the clients of these shards are in the federation already"),
-        (
-            ("join_shards", str(larger)),
-            r"inputs of shape: the new clients have \(1, 9, 9\), the federation has \(1, 8, 8\)",
-        ),
         (("join_shards", str(run_dir.parent / "nowhere")), "nowhere holds no shards"),
     ):
         with pytest.raises(ConfigError, match=message):
             live_client.ask(run_dir, *arguments)
     pending = ["clients 8-11 join before round 3", "clients 0, 2 leave before round 3"]
     assert live_client.status(run_dir).pending == pending
-
-
-def check_forgeries(run_dir):
-    """A session.json that this user did not sign leads nowhere."""
-    file, genuine = run_dir / "session.json", (run_dir / "session.json").read_text()
-    values = json.loads(genuine)
-    message = "session.json was not written by you in this folder, so its cluster is not contacted"
-    for forged in (
-        values | {"address": "127.0.0.1:1"},
-        values | {"signature": "0" * 64},
-        {name: value for name, value in values.items() if name != "signature"},
-        [],
-    ):
-        file.write_text(json.dumps(forged))
-        for ask in (lambda: live_client.status(run_dir), lambda: live_client.ask(run_dir, "stop")):
-            with pytest.raises(ConfigError, match=message):
-                ask()
-    file.write_text(genuine)
 
 
 def test_a_run_on_a_ray_of_its_own_is_found_as_well_also_while_it_starts(gated, gate, start, until, tmp_path):

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from cfl_ray import ConfigError, run, simulate
 
@@ -39,13 +38,6 @@ def test_more_than_the_cluster_has(experiment, cluster, actors, runtime, message
         run(experiment(runtime=runtime))
     assert message in str(error.value) and "lower runtime." in str(error.value)
     assert error.value.exit_status == 2 and set(actors("ServerActor")) <= before
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_cuda_without_a_gpu(experiment, cluster):
-    with pytest.raises(ConfigError, match="runtime.device: cuda, but torch finds no GPU"):
-        run(experiment(runtime={"hosts": 1, "device": "cuda"}))
 
 
 @pytest.mark.slow

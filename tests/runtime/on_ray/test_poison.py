@@ -1,5 +1,9 @@
-"""Clients with invalid data or updates of every kind: excluded, counted and named, and without effect on the others."""
+"""Clients with invalid data or updates of every kind: excluded, counted and named, and without effect on the others.
 
+A client whose code fails ends the run and is named.
+"""
+
+import json
 import re
 from pathlib import Path
 
@@ -9,8 +13,10 @@ import torch
 
 from cfl_ray import run, simulate
 from cfl_ray.checkpoint.store import CheckpointStore
+from cfl_ray.errors import RunError
 from cfl_ray.plugins.loading import load_plugin
 
+LOGGED = Path(__file__).parents[1] / "logged.py"
 INVALID = 6  # of 12
 SETTINGS = {
     "methods": ["fedavg", {"ifca": {"num_clusters": 2}}, "stocfl"],
@@ -30,7 +36,7 @@ NOTES = [
 
 @pytest.fixture
 def federation():
-    return load_plugin(f"{Path(__file__).parents[1] / 'logged.py'}:PoisonedFederation", "federation")()
+    return load_plugin(f"{LOGGED}:PoisonedFederation", "federation")()
 
 
 def model(experiment, directory):
@@ -51,3 +57,18 @@ def test_of_every_kind(experiment, federation, cluster, notes, tmp_path, figures
     simulate(without, tmp_path / "without")
     assert torch.allclose(model(invalid, tmp_path / "invalid"), model(without, tmp_path / "without"), rtol=0, atol=1e-6)
     assert figures(simulate(invalid)) == figures(results)
+
+
+@pytest.mark.slow
+def test_a_client_whose_code_fails(experiment, logged, cluster, tmp_path):
+    changes = {
+        "methods": ["fedavg"],
+        "cohort": {"fraction": 1.0},
+        "model": {"name": f"{LOGGED}:choking", "options": {}},
+    }
+    with pytest.raises(RunError) as error:
+        run(experiment(data=logged(6, odd=3), **changes), tmp_path / "run")
+    text = str(error.value)
+    assert text.startswith("client 3 failed while training: input over 500") and "\n" not in text
+    assert error.value.exit_status == 1
+    assert json.loads((tmp_path / "run/fedavg/end.json").read_text())["status"] == "FAILED"

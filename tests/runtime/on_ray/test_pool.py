@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError, NodeDiedError, RaySystemError, RayTas
 from cfl_ray.errors import ConfigError, DataError, RunError, RunStopped
 from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray import pool as pool_module
-from cfl_ray.runtime.on_ray import retry, start_watch
+from cfl_ray.runtime.on_ray import retry, stall
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.pool import _FIRST_HOST_SECONDS, Pool
 from cfl_ray.setup.prepare import prepare
@@ -44,7 +44,7 @@ class FakeCluster:
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(pool_module, "ray", fake_ray)
         placed = SimpleNamespace(wait=self.wait_for_places, get=lambda ref: (f"node {ref[-1]}", int(ref[-1])))
-        monkeypatch.setattr(start_watch, "ray", placed)
+        monkeypatch.setattr(stall, "ray", placed)
         monkeypatch.setattr(pool_module, "time", clock)
         monkeypatch.setattr(retry, "time", clock)
         monkeypatch.setattr(pool_module, "start_host", self.start)

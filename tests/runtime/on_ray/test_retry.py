@@ -55,11 +55,6 @@ def test_life_is_counted_from_the_last_start(clock):
     assert not policy.decide(0).granted
 
 
-def test_the_texts_say_decision_count_and_limit():
-    assert str(Decision(True, 2, 5)) == "restart 2 of 5"
-    assert str(Decision(False, 5, 5)) == "5 restarts were used up"
-
-
 def test_pauses_grow_up_to_five_seconds():
     assert [Decision(True, count, 9).pause_seconds for count in (1, 2, 3, 5, 6, 9)] == [0.2, 0.4, 0.8, 3.2, 5, 5]
 

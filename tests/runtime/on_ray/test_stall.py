@@ -7,14 +7,13 @@ import time
 from contextlib import suppress
 from threading import Thread
 
-import numpy as np
 import pytest
 import ray
 import torch
+from federations import clients_of
 
 from cfl_ray import run, simulate
 from cfl_ray.cli.live_client import ask
-from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.errors import RunError, RunStopped
 from cfl_ray.run_directory.session_file import ServerAddress
 from cfl_ray.runtime.on_ray.stall import Progress, ProgressWatch, StallRule, duration
@@ -82,20 +81,15 @@ class TestProgressWatch:
         assert not watch.warning(now) and not watch.is_over(now)
 
 
-@pytest.fixture
-def backend(two_hosts, experiment):
+@pytest.fixture(scope="module")
+def backend(two_hosts, module_experiment):
     """Two hosts that are named after a second, and replaced after ten times the time that makes them slow."""
-    made = two_hosts(prepare(experiment(methods=["fedavg"], runtime={"stall_warning": 0.3, "stall_limit": 1.0})))
-    yield made
-    made.pool.stop()  # the cluster has no room for the hosts of all tests
+    return two_hosts(prepare(module_experiment(methods=["fedavg"], runtime={"stall_warning": 0.3, "stall_limit": 1.0})))
 
 
 def train(backend, number):
-    setup, ids = backend.pool.setup, np.arange(12)
-    clients = Clients(
-        ids, setup.federation.num_samples_N[ids], setup.network().spec, setup.local, backend, 0, number, RoundStats()
-    )
-    start = setup.network().new_model(0, 0)[None]
+    setup = backend.pool.setup
+    clients, start = clients_of(setup, backend, range(12), number), setup.network().new_model(0, 0)[None]
     return clients.train(clients.send(start), average=torch.ones(1, 12)).averaged(start)
 
 

@@ -11,10 +11,10 @@ pytestmark = pytest.mark.slow
 
 # What clients leave on a host until a call ends; each stands for the methods that leave the same:
 METHODS = [
-    *("apfl", "pfedme"),  # state as large as the model: also ditto, fedsoft, local
+    "apfl",  # state as large as the model: also ditto, fedsoft, local, pfedme
     "lg_fedavg",  # state of private columns: also fedper, fedrep
     "fesem",  # results that are averaged later, and features: also autocfl, cfl, cflgp, fedgroup, fesem_cam
-    *("cgpfl", "fedac", "fedas"),  # state and results that are averaged later
+    "fedac",  # state and results that are averaged later: also cgpfl, fedas
     "fedem",  # several models
 ]
 # Each client has a model of its own on the server. fedcac uploads all of it, as pfedgraph does; fedccfa has state. A

@@ -60,6 +60,19 @@ def backend(experiment, two_hosts, monkeypatch):
     return two_hosts(setup)
 
 
+def training(row_P, cohort, round=1) -> Train:
+    """One step of the first clients from one model, averaged."""
+    return Train(
+        Address(0, round, 1),
+        np.arange(cohort),
+        (row_P[None],),
+        start=Rows(0, np.zeros(cohort, np.int64)),
+        local=LocalSGD(steps=1),
+        steps_M=np.ones(cohort, np.int64),
+        averaging=Averaging.of(np.full((1, cohort), 1 / cohort), cohort),
+    )
+
+
 def test_a_model_crosses_once_per_host_and_one_sum_comes_back(backend, monkeypatch):
     puts, received = [], []
     put, get = ray.put, ray.get
@@ -69,16 +82,7 @@ def test_a_model_crosses_once_per_host_and_one_sum_comes_back(backend, monkeypat
     row_P = network.new_model(0, 0)
     for round, cohort in ((1, 10), (2, 40)):
         puts.clear(), received.clear()
-        work = Train(
-            Address(0, round, 1),
-            np.arange(cohort),
-            (row_P[None],),
-            start=Rows(0, np.zeros(cohort, np.int64)),
-            local=LocalSGD(1, None, None, 0.1, 0.0, 0.0),
-            steps_M=np.ones(cohort, np.int64),
-            averaging=Averaging.of(np.full((1, cohort), 1 / cohort), cohort),
-        )
-        outcome = backend.run(work)
+        outcome = backend.run(training(row_P, cohort, round))
         assert outcome.arrays["valid"].all() and abs(outcome.arrived_R[0] - 1) < 1e-6
         assert puts == [row_P.numpy().nbytes]  # down: one copy in the object store, whatever the cohort
         fetches = [get(host.actor.fetches.remote()) for host in backend.pool.hosts]
@@ -92,11 +96,14 @@ def test_a_model_crosses_once_per_host_and_one_sum_comes_back(backend, monkeypat
 
 @pytest.mark.slow
 def test_memory_of_server_and_hosts_does_not_follow_the_cohort(experiment, cluster, memory):
-    """Models of 2 MB, mostly input layer so that activations are small: 200 more of them would be 400 MB."""
+    """Models of 2 MB, mostly input layer so that activations are small: 200 more of them would be 400 MB.
+
+    Sums of a cluster have 8 MB on a host and on the server; more clients may choose more of IFCA's four clusters.
+    """
     peaks = []
     for cohort in (20, 220):
         large = experiment(
-            methods=["fedavg"],
+            methods=["fedavg", "ifca"],
             data={"synthetic_shape": [5000], "partition": {"clients": 240}},
             cohort={"clients": cohort},
             model={"options": {"hidden": 100}},
@@ -109,7 +116,7 @@ def test_memory_of_server_and_hosts_does_not_follow_the_cohort(experiment, clust
         peaks.append((server[0] / MB, host[0] / MB))
     assert min(peaks[0]) > 50  # processes that hold torch were seen at all
     found = f"(server, host) MB with 20 and 220 clients a round: {peaks}"
-    assert all(large - small < 60 for small, large in zip(*peaks)), found
+    assert all(large - small < 100 for small, large in zip(*peaks)), found
 
 
 @pytest.mark.slow
@@ -149,16 +156,7 @@ def test_hosts_fetch_files_ahead_and_the_server_knows_which_node_has_them(experi
     assert setup.federation.files_of(np.arange(12)).max() == 5
     backend = two_hosts(setup)
     node = backend.pool.hosts[0].node
-    work = Train(
-        Address(0, 1, 1),
-        np.arange(6),
-        (setup.network().new_model(0, 0)[None],),
-        start=Rows(0, np.zeros(6, np.int64)),
-        local=LocalSGD(steps=1),
-        steps_M=np.ones(6, np.int64),
-        averaging=Averaging.of(np.full((1, 6), 1 / 6), 6),
-    )
-    assert backend.run(work).arrays["valid"].all()
+    assert backend.run(training(setup.network().new_model(0, 0), 6)).arrays["valid"].all()
     assert backend.node_of_file == dict.fromkeys(range(3), node)
     assert len(list((tmp_path / "cache").glob("*.arrow"))) == 1 + 3, "the index, and the files of six clients"
     backend.pool.stop()
