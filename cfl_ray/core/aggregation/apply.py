@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.aggregation.median import Median
-from cfl_ray.core.aggregation.multi_krum import MultiKrum
 from cfl_ray.core.aggregation.rule import ClippingRule, ColumnRule, WeightRule, checked_result
+from cfl_ray.core.aggregation.rules import Median, MultiKrum
 from cfl_ray.core.backend import Backend
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, CombineColumns, Outcome, Train
