@@ -348,7 +348,7 @@ class Clients:
             outcome = self._with_noise_on_features(outcome, work)
         valid_M, scores = outcome.arrays["valid"] & keep_as_local_model, outcome.arrays.get("local_scores")
         self.stats.note_training(self.ids_M, outcome.arrays["train_loss"], scores, valid_M)
-        if robust and averaging is not None:
+        if not isinstance(self.aggregation, Mean) and averaging is not None:
             aggregated = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
             outcome = replace(outcome, means=aggregated.means, arrived_R=aggregated.arrived_R)
         if averaging is not None:
