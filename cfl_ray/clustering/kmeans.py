@@ -12,6 +12,7 @@ from cfl_ray.clustering.agglomerative import by_lowest_member, nearest_centre, r
 from cfl_ray.system.threads import one_thread
 
 ITERATIONS = 300  # most iterations of Lloyd's algorithm
+RESTARTS = 10  # k-means++ starts, of which the best counts
 
 
 def kmeans(
@@ -21,7 +22,6 @@ def kmeans(
     *,
     weight_S: np.ndarray | None = None,
     centres_KF: Tensor | None = None,
-    restarts: int = 10,
     cosine: bool = False,
 ) -> tuple[np.ndarray, Tensor]:
     """The cluster of each row, int64 (S,), and the centres, float32 (K', F), by k-means.
@@ -34,30 +34,27 @@ def kmeans(
     seed: any integer, for k-means++.
     weight_S: weight of each row in its centre, (S,), at least 0 and not all 0; None: equal weights.
     centres_KF: initial centres (K, F). Clusters keep their numbers, a cluster that loses all members keeps its last
-        centre, and the seed has no effect. None: the best of `restarts` k-means++ starts, with clusters numbered in
+        centre, and the seed has no effect. None: the best of `RESTARTS` k-means++ starts, with clusters numbered in
         the order of their lowest members.
-    restarts: at least 1.
     cosine: scale rows and given centres to norm 1 first; rows of zeros are not changed. A centre is the mean of its
         members, so its norm is at most 1.
 
     Raises ValueError for values out of range, shapes that do not fit, or rows that are not finite.
     """
     weight_S = np.ones(len(feature_SF)) if weight_S is None else np.asarray(weight_S, np.float64)
-    _check(feature_SF, num_clusters, weight_S, centres_KF, restarts)
+    _check(feature_SF, num_clusters, weight_S, centres_KF)
     feature_SF = feature_SF.float()
     if cosine:
         feature_SF = normalize(feature_SF, dim=1)
     if centres_KF is None:
-        return _plus_plus(feature_SF, weight_S, num_clusters, seed, restarts)
+        return _plus_plus(feature_SF, weight_S, num_clusters, seed)
     centres_KF = centres_KF.float()
     return _from_centres(feature_SF, weight_S, normalize(centres_KF, dim=1) if cosine else centres_KF)
 
 
-def _check(
-    feature_SF: Tensor, num_clusters: int, weight_S: np.ndarray, centres_KF: Tensor | None, restarts: int
-) -> None:
-    if num_clusters < 1 or restarts < 1:
-        raise ValueError(f"num_clusters and restarts must be at least 1, got {num_clusters} and {restarts}")
+def _check(feature_SF: Tensor, num_clusters: int, weight_S: np.ndarray, centres_KF: Tensor | None) -> None:
+    if num_clusters < 1:
+        raise ValueError(f"num_clusters must be at least 1, got {num_clusters}")
     if weight_S.shape != (len(feature_SF),):
         raise ValueError(f"{len(feature_SF)} rows need as many weights, got shape {weight_S.shape}")
     if len(weight_S) and not (np.isfinite(weight_S).all() and weight_S.min() >= 0 and weight_S.max() > 0):
@@ -89,10 +86,8 @@ def _from_centres(feature_SF: Tensor, weight_S: np.ndarray, centre_KF: Tensor) -
     return label_S, centre_KF.float()
 
 
-def _plus_plus(
-    feature_SF: Tensor, weight_S: np.ndarray, num_clusters: int, seed: int, restarts: int
-) -> tuple[np.ndarray, Tensor]:
-    """Labels, int64 (S,), and centres, float32 (K', F), of the best of `restarts` k-means++ starts, by scikit-learn."""
+def _plus_plus(feature_SF: Tensor, weight_S: np.ndarray, num_clusters: int, seed: int) -> tuple[np.ndarray, Tensor]:
+    """Labels, int64 (S,), and centres, float32 (K', F), of the best of the k-means++ starts, by scikit-learn."""
     # Imported here because it takes a second: hosts start without it, and only the server clusters.
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
@@ -101,7 +96,7 @@ def _plus_plus(
     distinct = len({row.tobytes() for row in rows})
     if not distinct:
         return np.empty(0, np.int64), feature_SF
-    model = KMeans(min(num_clusters, distinct), n_init=restarts, max_iter=ITERATIONS, random_state=seed % 2**32)
+    model = KMeans(min(num_clusters, distinct), n_init=RESTARTS, max_iter=ITERATIONS, random_state=seed % 2**32)
     with one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # if rows differ by rounding only, there are fewer clusters
         own_label_S = model.fit(rows, sample_weight=weight_S).labels_

@@ -308,8 +308,10 @@ class Clients:
         if features is not None and self.secure is not None:
             self.reads("the updates")
         address = self._next_address()
-        averaging, models = self._averaging(average, 1 if how.mixture is None else how.mixture.num_models)
-        averaging, secure = self._secured(averaging, address, private, models)
+        models = 1 if how.mixture is None else how.mixture.num_models
+        averaging, secure = None, None
+        if average is not None:
+            averaging, secure = self._averaging(average, address, private, models)
         tables = ModelTables()
         robust = not isinstance(self.aggregation, Mean)  # needs the results themselves: they are not summed on hosts
         work = Train(
@@ -344,7 +346,8 @@ class Clients:
         outcome = self._run(work)
         if features is not None:
             outcome = self._with_noise_on_features(outcome, work)
-        self._note_training(outcome, keep_as_local_model)
+        valid_M, scores = outcome.arrays["valid"] & keep_as_local_model, outcome.arrays.get("local_scores")
+        self.stats.note_training(self.ids_M, outcome.arrays["train_loss"], scores, valid_M)
         if not isinstance(self.aggregation, Mean) and averaging is not None:
             aggregated = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
             outcome = replace(outcome, means=aggregated.means, arrived_R=aggregated.arrived_R)
@@ -370,24 +373,23 @@ class Clients:
         self.stats.example_steps.append((self.ids_M, self.num_samples_M, steps_M))
         return replace(local, examples=self.local.examples)
 
-    def _averaging(self, average: Tensor | np.ndarray | None, models: int = 1) -> tuple[Averaging | None, int]:
-        """The averages, in a private run as sums with fixed denominators, and the models that each client trains."""
-        if average is None:
-            return None, models
+    def _averaging(
+        self, average: Tensor | np.ndarray, address: Address, private: Columns | None, models: int
+    ) -> tuple[Averaging, SecureSum | None]:
+        """The averages, and with secure aggregation the masks of their sums, whose traffic is counted.
+
+        In a private run they are sums with fixed denominators. private: columns that are not uploaded. models: number
+        of models that each client trains.
+        """
         if self.received is not None:
             weighted = Averaging.of(np.asarray(average, np.float64) * self.received.weights(self.ids_M), len(self))
             of_changes = not self.received.mix_models  # their sums, which `Received.moved` divides
-            return replace(weighted, of_changes=of_changes, fixed=of_changes), models
-        averaging = Averaging.of(average, len(self))
-        if self.private is not None:
-            averaging = self.private.fixed(averaging, models, None if self.sampled else len(self))
-        return averaging, models
-
-    def _secured(
-        self, averaging: Averaging | None, address: Address, private: Columns | None, models: int
-    ) -> tuple[Averaging | None, SecureSum | None]:
-        """The averages as secure sums, whose traffic is counted; None: they are not secure. models: of each client."""
-        if averaging is None or self.secure is None:
+            averaging = replace(weighted, of_changes=of_changes, fixed=of_changes)
+        else:
+            averaging = Averaging.of(average, len(self))
+            if self.private is not None:
+                averaging = self.private.fixed(averaging, models, None if self.sampled else len(self))
+        if self.secure is None:
             return averaging, None
         averaging, secure = self.secure.of(averaging, address, self.ids_M, private, self.absent)
         columns, clients = self.spec.size - (private.count if private else 0), len(np.unique(self.ids_M))
@@ -442,11 +444,8 @@ class Clients:
             keep_as_local_model=False,
         )
         mixtures = MixtureUpdates(updates, count)
-        ids = self.ids_M[mixtures.valid_M].tolist()
-        self.stats.train_loss.update(zip(ids, mixtures.train_loss_M[mixtures.valid_M].tolist(), strict=True))
-        if self.local_test_samples:
-            scores = map(tuple, mixtures.local_scores_M2[mixtures.valid_M].tolist())
-            self.stats.local_scores.update(zip(ids, scores, strict=True))
+        scores = mixtures.local_scores_M2 if self.local_test_samples else None
+        self.stats.note_training(self.ids_M, mixtures.train_loss_M, scores, mixtures.valid_M)
         self.count_upload(mixture.upload_floats)  # what `mixture.upload` returns
         return mixtures
 
@@ -478,10 +477,8 @@ class Clients:
         weight_RM: weights >= 0 of any scale. Clients without a valid result do not take part.
         average_number: as in `train`.
         """
-        (averaging, _), work = self._averaging(weight_RM), updates.training
-        address = self._next_address()
-        averaging, secure = self._secured(averaging, address, updates.private, 1)
-        assert averaging is not None
+        work, address = updates.training, self._next_address()
+        averaging, secure = self._averaging(weight_RM, address, updates.private, 1)
         if not isinstance(self.aggregation, Mean):
             outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, averaging)
         else:
@@ -648,16 +645,6 @@ class Clients:
         if work.secure is not None and (reason := missing(work.secure, self.ids_M, outcome.arrays["reported"])):
             self.stats.lost_sums.append(reason)
         return outcome
-
-    def _note_training(self, outcome: Outcome, keep_as_local_model: bool | np.ndarray) -> None:
-        if not np.any(keep_as_local_model):
-            return
-        arrays, valid_M = outcome.arrays, outcome.arrays["valid"] & keep_as_local_model
-        ids = self.ids_M[valid_M].tolist()
-        self.stats.train_loss.update(zip(ids, arrays["train_loss"][valid_M].tolist(), strict=True))
-        if "local_scores" in arrays:
-            scores = map(tuple, arrays["local_scores"][valid_M].tolist())
-            self.stats.local_scores.update(zip(ids, scores, strict=True))
 
 
 def least_loss(loss_MK: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class Diagnostics:
 
     # ---- parts
 
-    def _fail(self, name: str, what: str) -> None:
+    def _fail(self, name: str, what: str) -> NoReturn:
         raise RunError(f"{self.method}: the diagnostic {name!r} {what}")
 
     def _check_name(self, name: Any) -> None:
@@ -114,7 +114,6 @@ class Diagnostics:
         except (TypeError, ValueError, RuntimeError):
             pass
         self._fail(name, f"is {described(value)}, expected a number, or an array of numbers with one or two axes")
-        raise AssertionError
 
     def _check_finite(self, name: str, array: np.ndarray) -> None:
         if np.isinf(array).any():

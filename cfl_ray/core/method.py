@@ -11,6 +11,7 @@ from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
+import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -296,6 +297,24 @@ class OneModel(Method[State]):
     def kept(self, spec: ParamSpec) -> ClientState | None:
         """The columns that each client keeps; by default none."""
         return None
+
+
+class Voting(Method[State]):
+    """A method with K models from independent starts, all of which vote in every prediction; newcomers choose none."""
+
+    placement = VOTE
+    needs_classes = "its models vote with their class probabilities"
+    num_models: int  # K
+
+    def init(self, start: Start) -> State:
+        models_KP = torch.stack([start.new_model(k) for k in range(self.num_models)])
+        return State(models_KP=models_KP, assign_N=start.one_cluster())
+
+    def join(self, state: State, clients: Clients) -> State:
+        return state
+
+    def serve(self, state: State, clients: Clients) -> Serving:
+        return Serving.vote(state.models_KP, len(clients))
 
 
 def _type_name(annotation: Any) -> str:

@@ -20,14 +20,12 @@ def constant(t: int, total: int) -> float:
 
 def step(t: int, total: int, every: int = 10, gamma: float = 0.5) -> float:
     """A factor gamma after each `every` rounds or steps: gamma^floor((t - 1) / every)."""
-    factor: float = gamma ** ((t - 1) // every)
-    return factor
+    return float(gamma ** ((t - 1) // every))
 
 
 def exponential(t: int, total: int, gamma: float = 0.98) -> float:
     """A factor gamma each round or step: gamma^(t - 1)."""
-    factor: float = gamma ** (t - 1)
-    return factor
+    return float(gamma ** (t - 1))
 
 
 def linear(t: int, total: int, floor: float = 0.0) -> float:

@@ -233,6 +233,15 @@ class RoundStats:
     example_steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
     lost_sums: list[str] = field(default_factory=list)  # why secure sums could not be read
 
+    def note_training(
+        self, ids_M: np.ndarray, loss_M: np.ndarray, scores_M2: np.ndarray | None, valid_M: np.ndarray
+    ) -> None:
+        """Keeps the training losses, and the scores of P-local if they were measured, of the clients at `valid_M`."""
+        ids = ids_M[valid_M].tolist()
+        self.train_loss.update(zip(ids, loss_M[valid_M].tolist(), strict=True))
+        if scores_M2 is not None:
+            self.local_scores.update(zip(ids, map(tuple, scores_M2[valid_M].tolist()), strict=True))
+
     @property
     def rejected(self) -> dict[int, str]:
         """Clients whose data or results were not valid, and why."""

@@ -382,6 +382,13 @@ class Train(Work):
         """The columns of each part of a deferred result of `size` columns."""
         return [slice(*pair) for pair in pairwise((0, *self.deferred_cuts.tolist(), size))]
 
+    def positions_of(self, key_M: np.ndarray) -> np.ndarray:
+        """Position of the entry that leaves each of these results, int64 (M,); -1: there is none."""
+        trained_M = self.keys_of(self.ids_M, np.arange(len(self.ids_M)))
+        order = np.argsort(trained_M)
+        at_M = order[np.searchsorted(trained_M, key_M, sorter=order).clip(max=len(order) - 1)]
+        return np.where(trained_M[at_M] == key_M, at_M, -1)
+
     def rows(self) -> list[Rows]:
         companion = [self.companion] if self.companion else []
         anchors = [term.anchor for term in self.proximal]
@@ -439,10 +446,8 @@ class AverageDeferred(Work):
     def of(cls, training: Train, address: Address, ids_M: np.ndarray, averaging: Averaging) -> Self:
         """The averages of the deferred results of `training`; clients without a result do not count."""
         key_M = training.keys_of(ids_M, np.arange(len(ids_M)))
-        trained_M = training.keys_of(training.ids_M, np.arange(len(training.ids_M)))
-        order = np.argsort(trained_M)
-        at_M = order[np.searchsorted(trained_M, key_M, sorter=order).clip(max=len(order) - 1)]
-        start = Rows(0, np.where(trained_M[at_M] == key_M, training.start.row_M[at_M], 0))
+        at_M = training.positions_of(key_M)
+        start = Rows(0, np.where(at_M >= 0, training.start.row_M[at_M], 0))
         tables, from_ = (training.tables[training.start.table],), training.address.exchange
         kept = cls(address, ids_M, tables, deferred_from=from_, start=start, key_M=key_M)
         return replace(kept, averaging=averaging, clip=training.clip)

@@ -17,8 +17,6 @@ for _module in pkgutil.iter_modules(__path__):
 REGISTRY: dict[str, type[Method[Any]]] = {
     name: cls for name, cls in Method.registry.items() if cls.__module__.startswith(__name__)
 }
-
-
 _FOLDER = re.compile(r"[^\s'{]*/")  # the folder of a file in an option
 METHODS: Registry[type[Method[Any]]] = Registry("method", REGISTRY, "cfl_ray.methods")
 
@@ -44,15 +42,13 @@ def resolve(entries: list[Any]) -> dict[str, Method[Any]]:
 
 
 def _methods(entry: Any) -> list[Method[Any]]:
-    return [cls() for _, cls in sorted(REGISTRY.items())] if entry == "all" else [_method(entry)]
-
-
-def _method(entry: Any) -> Method[Any]:
     if isinstance(entry, Method):
-        return entry
+        return [entry]
+    if entry == "all":
+        return [cls() for _, cls in sorted(REGISTRY.items())]
     method, options = parse_choice("methods: an entry", entry)
     cls = _require_name(method) if isinstance(method, type) else find(str(method))
-    return construct(cls, options)
+    return [construct(cls, options)]
 
 
 def find(name: str) -> type[Method[Any]]:
@@ -105,6 +101,6 @@ def _parts(name: str, value: Any) -> list[str]:
     if not isinstance(value, dict):
         return [f"{name}={_FOLDER.sub('', str(value))}"]
     inner = {str(key): part for key, part in value.items()}
-    if len(inner) == 1 and not isinstance(next(iter(inner.values())), dict) and next(iter(inner.values())) is None:
-        return _parts(name, next(iter(inner)))  # {median: null} has the same label as median
+    if len(inner) == 1 and all(part is None for part in inner.values()):
+        return _parts(name, *inner)  # {median: null} has the same label as median
     return [text for key, part in inner.items() for text in _parts(f"{name}.{_FOLDER.sub('', key)}", part)]

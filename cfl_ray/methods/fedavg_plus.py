@@ -13,36 +13,19 @@ first model, and P-tune that model after local tuning.
 
 from dataclasses import dataclass
 
-import torch
-
 from cfl_ray.core.clients import Clients
-from cfl_ray.core.method import VOTE, Method, Start, option, weights_option
+from cfl_ray.core.method import Voting, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_each
-from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 
 
 @dataclass(frozen=True)
-class FedAvgPlus(Method[State], name="fedavg_plus"):
+class FedAvgPlus(Voting, name="fedavg_plus"):
     """K global models by FedAvg that vote."""
-
-    placement = VOTE
-    needs_classes = "its models vote with their class probabilities"
 
     num_models: int = option(5, "K, models that vote; 1 is FedAvg", source="Fed-CAM: 5 and 10", low=1)
     weights: str = weights_option()
 
-    def init(self, start: Start) -> State:
-        models_KP = torch.stack([start.new_model(k) for k in range(self.num_models)])
-        return State(models_KP=models_KP, assign_N=start.one_cluster())
-
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         return fedavg_each(state, clients, self.weights)
-
-    def join(self, state: State, clients: Clients) -> State:
-        """Newcomers need no assignment, since all models vote."""
-        return state
-
-    def serve(self, state: State, clients: Clients) -> Serving:
-        return Serving.vote(state.models_KP, len(clients))

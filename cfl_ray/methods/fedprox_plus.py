@@ -13,37 +13,20 @@ first model, and P-tune a tuned copy of the first model.
 
 from dataclasses import dataclass
 
-import torch
-
 from cfl_ray.core.clients import Clients
-from cfl_ray.core.method import VOTE, Method, Start, option, weights_option
+from cfl_ray.core.method import Voting, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_each
-from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 
 
 @dataclass(frozen=True)
-class FedProxPlus(Method[State], name="fedprox_plus"):
+class FedProxPlus(Voting, name="fedprox_plus"):
     """K global models by FedProx that vote."""
-
-    placement = VOTE
-    needs_classes = "its models vote with their class probabilities"
 
     num_models: int = option(5, "K, models that vote; 1 is FedProx", source="Fed-CAM: 5 and 10", low=1)
     mu: float = option(0.01, "mu: weight of the proximal term towards the received model", source="as FedProx", low=0)
     weights: str = weights_option()
 
-    def init(self, start: Start) -> State:
-        models_KP = torch.stack([start.new_model(k) for k in range(self.num_models)])
-        return State(models_KP=models_KP, assign_N=start.one_cluster())
-
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         return fedavg_each(state, clients, self.weights, self.mu)
-
-    def join(self, state: State, clients: Clients) -> State:
-        """Newcomers choose no model: all vote."""
-        return state
-
-    def serve(self, state: State, clients: Clients) -> Serving:
-        return Serving.vote(state.models_KP, len(clients))

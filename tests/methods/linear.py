@@ -18,11 +18,12 @@ ETA, N_0, N_1 = 0.5, 12, 4
 STEPS = 2
 
 
-def stage(steps: int = STEPS, **changes) -> Stage:
-    """Clients 0 and 1 have 12 and 4 samples with 5 inputs, of 3 classes."""
-    return Stage(
-        uneven([N_0, N_1], (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=steps, lr=ETA, **changes)
-    )
+def stage(
+    steps: int | None = STEPS, sizes: Sequence[int] = (N_0, N_1), seed: int = 0, engine: str = "manual", **changes
+) -> Stage:
+    """Clients 0 and 1 have 12 and 4 samples with 5 inputs, of 3 classes. seed: of the data."""
+    local = LocalSGD(**{"steps": steps, "lr": ETA} | changes)
+    return Stage(uneven(sizes, (5,), seed=seed), lambda: nn.Linear(5, 3, bias=False), local, engine)
 
 
 def data(one: Stage, client: int) -> tuple[np.ndarray, np.ndarray]:
@@ -41,11 +42,23 @@ def gradient(one: Stage, client: int, w: np.ndarray) -> np.ndarray:
 
 
 def sgd(
-    one: Stage, client: int, w: np.ndarray, mu: float = 0.0, anchor: np.ndarray | float = 0.0, steps: int = STEPS
+    one: Stage,
+    client: int,
+    w: np.ndarray,
+    mu: float = 0.0,
+    anchor: np.ndarray | float = 0.0,
+    steps: int = STEPS,
+    momentum: float = 0.0,
+    frozen: np.ndarray | float = 0.0,
 ) -> np.ndarray:
-    """`steps` times W <- W - eta (g(W) + mu (W - anchor))."""
+    """`steps` times v <- momentum v + g(W + frozen) + mu (W - anchor), W <- W - eta v, from v = 0.
+
+    frozen: weights of a frozen model, whose logits are added: X W' + X F' = X (W + F)'.
+    """
+    v = 0.0
     for _ in range(steps):
-        w = w - ETA * (gradient(one, client, w) + mu * (w - anchor))
+        v = momentum * v + gradient(one, client, w + frozen) + mu * (w - anchor)
+        w = w - ETA * v
     return w
 
 

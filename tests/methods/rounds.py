@@ -74,7 +74,8 @@ def saved_and_loaded(store: CheckpointStore, round: int, state: State, one: Stag
 
 def assert_equal(found: State, expected: State):
     (tensors, scalars), (others, other_scalars) = found.to_checkpoint(), expected.to_checkpoint()
-    assert scalars == other_scalars and tensors.keys() == others.keys()
+    assert repr(scalars) == repr(other_scalars)  # NaN is not equal to itself
+    assert tensors.keys() == others.keys()
     for name, value in tensors.items():
         assert value.dtype == others[name].dtype and torch.equal(value, others[name]), name
 
@@ -107,6 +108,19 @@ def make_late_in_choices(one: Stage, client: int) -> None:
     one.backend.run = run
 
 
+def watched(one: Stage) -> list[Work]:
+    """The work orders that the backend receives from now on."""
+    works, run = [], one.backend.run
+    one.backend.run = lambda work: works.append(work) or run(work)
+    return works
+
+
+def sampled(clients: int, participation: float, rounds: int) -> list[np.ndarray]:
+    """The cohorts of the first rounds."""
+    population = Population(clients, (), 0)
+    return [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
+
+
 def floats(one: Stage) -> tuple[float, float]:
     """Traffic of the latest round in floats: (down, up)."""
     return one.stats.traffic.down_bits / 32, one.stats.traffic.up_bits / 32
@@ -115,8 +129,7 @@ def floats(one: Stage) -> tuple[float, float]:
 def assert_finds_planted_groups(method: Method, clients: int, participation: float, rounds: int, samples=200, lr=0.5):
     """Three groups, by all clients or by sampled cohorts: their clusters, and models that fit them."""
     one = Stage(planted(clients, 3, samples=samples), mlp, LocalSGD(epochs=5, batch_size=40, lr=lr))
-    population = Population(clients, (), 0)
-    drawn = [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
+    drawn = sampled(clients, participation, rounds)
     state = one.play(method, *drawn)
     seen = np.unique(np.concatenate(drawn))
     assert len(seen) >= 0.9 * clients and state.num_clusters == 3

@@ -3,17 +3,18 @@
 import math
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from federations import Stage, planted, uneven
-from linear import ETA, N_0, N_1, assert_close, loss, matrix, mean, sgd
+from federations import Stage, planted
+from linear import N_0, N_1, assert_close, loss, matrix, mean, sgd
+from linear import stage as linear_stage
 from oneshot import CLIENTS, HEAD, OneShot, P, stage
-from torch import nn
+from rounds import floats, watched
 
 from cfl_ray.clustering.dbscan import row_gap
-from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.updates import Updates
 from cfl_ray.methods import autocfl
@@ -22,21 +23,7 @@ from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fl_hc import FLHC
 
 E_0 = 2
-
-
-def linear(sizes=(N_0, N_1), seed: int = 0, **local) -> Stage:
-    return Stage(
-        uneven(sizes, (5,), seed=seed),
-        lambda: nn.Linear(5, 3, bias=False),
-        LocalSGD(**{"epochs": E_0, "lr": ETA} | local),
-    )
-
-
-def watched(one: Stage) -> list:
-    """The work orders that the backend receives from now on."""
-    works, run = [], one.backend.run
-    one.backend.run = lambda work: (works.append(work), run(work))[1]
-    return works
+linear = partial(linear_stage, steps=None, epochs=E_0)
 
 
 class TestTwoClients:
@@ -104,7 +91,7 @@ class TestTwoClients:
         assert math.floor(epochs[1] + 0.5) > E_0
 
     def test_a_newcomer_joins_the_nearest_representative_after_its_first_epochs_from_the_stored_model(self):
-        one = linear((N_0, N_1, 6))
+        one = linear(sizes=(N_0, N_1, 6))
         method = AutoCFL(max_rounds=3)
         state = one.play(method, *[[0, 1]] * 4)
         h_2 = sgd(one, 2, state.start_KP[0].double().reshape(3, 5).numpy(), steps=E_0)
@@ -130,7 +117,7 @@ class TestSteps:
             ([0, 0], {"batch_size": 4, "steps": 7}, [7, 7]),
             ([1, 0.5], {"batch_size": 4, "steps": 7}, [10, 8]),
         ]:
-            one = linear((12, 5), **local)
+            one = linear(**{"sizes": (12, 5)} | local)
             state = AutoCFL().init(one.start()).advance(more_N=np.array(more))
             assert AutoCFL().steps(state, one.clients()).tolist() == expected
             works = watched(one)
@@ -317,6 +304,14 @@ class TestOtherClusterings:
         assert state.centre_KF.shape == (3, HEAD)
 
 
+def resized(sizes: list[int], groups: int):
+    """A planted federation of which each client has the first samples only."""
+    federation = planted(len(sizes), groups)
+    train, federation.num_samples_N = federation.train, np.array(sizes)
+    federation.train = lambda client: tuple(part[: sizes[client]] for part in train(client))
+    return federation
+
+
 class TestAutoCFL(OneShot):
     method, clustered = AutoCFL(min_rounds=2, max_rounds=2), 2
 
@@ -327,13 +322,7 @@ class TestAutoCFL(OneShot):
 
     def test_finds_the_groups_among_unequal_clients(self):
         """Client 3 of group 0 has a tenth of the others' samples."""
-        whole = planted(9, 3)
-
-        class Unequal(type(whole)):
-            num_samples_N = np.array([200, 200, 200, 20, 200, 60, 200, 120, 200])
-            train = lambda self, client: tuple(part[: self.num_samples_N[client]] for part in whole.train(client))
-
-        one = stage(Unequal(9, input=(1, 4, 4), classes=4, groups=3, samples=200))
+        one = stage(resized([200, 200, 200, 20, 200, 60, 200, 120, 200], 3))
         state = one.play(AutoCFL(max_rounds=3), None, None, None)
         assert state.assign_N.tolist() == [0, 1, 2] * 3
         assert (state.more_N[[3, 5, 7]] > 0).all() and not state.more_N[[0]].any()
@@ -342,20 +331,8 @@ class TestAutoCFL(OneShot):
         "sizes", [[200] * 10, [200, 20, 200, 60, 120, 200, 20, 200, 60, 120]], ids=["equal", "unequal"]
     )
     def test_iid_data_are_one_cluster(self, sizes):
-        whole = planted(10, 1)
-
-        class Sized(type(whole)):
-            num_samples_N = np.array(sizes)
-            train = lambda self, client: tuple(part[: self.num_samples_N[client]] for part in whole.train(client))
-
-        one = stage(Sized(10, input=(1, 4, 4), classes=4, groups=1, samples=200), epochs=3, batch_size=20, lr=0.1)
+        one = stage(resized(sizes, 1), epochs=3, batch_size=20, lr=0.1)
         assert one.play(AutoCFL(), *[None] * 6).assign_N.tolist() == [0] * 10
-
-    def test_all_clients_are_served_the_common_model_before_the_clustering(self):
-        one = stage()
-        state = one.play(self.method, [0])
-        serving = self.method.serve(state, one.clients())
-        assert torch.equal(serving.models_KP[serving.row_M], state.models_KP.repeat(CLIENTS, 1))
 
     def test_a_client_that_missed_a_round_is_not_ahead_of_the_others(self):
         """Eight similar clients; client 0, the s of C_m > C_s, is absent at first. Its C_m is nearly as if present."""
@@ -384,12 +361,12 @@ class TestAutoCFL(OneShot):
         state = None
         for number in (1, 2):
             state = one.play(self.method, [0, 1], state=state, first=number)
-            assert one.floats() == (CLIENTS * P, CLIENTS * (P + 2))
+            assert floats(one) == (CLIENTS * P, CLIENTS * (P + 2))
         one.play(self.method, [0, 1, 5], state=state, first=3)
-        assert one.floats() == (3 * P, 3 * P)
+        assert floats(one) == (3 * P, 3 * P)
         left = self.method.leave(state, np.array([5]))
         one.play(self.method, [0, 1, 5], state=left, first=3)
-        assert one.floats() == (4 * P, 3 * P + HEAD)
+        assert floats(one) == (4 * P, 3 * P + HEAD)
 
 
 @pytest.mark.parametrize("weights, local", [("samples", {}), ("uniform", {"epochs": 1, "steps": 7})], ids=str)

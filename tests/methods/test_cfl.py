@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 from federations import Spoiled, Stage, planted, uneven
-from linear import ETA, assert_close, gradient, matrix, sgd
+from linear import assert_close, matrix, mean, sgd, stage
 from rounds import (
-    COHORTS,
     accuracy,
     assert_engines_agree,
     assert_equal,
@@ -16,14 +15,13 @@ from rounds import (
     floats,
     groups,
     mlp,
+    sampled,
 )
 from torch import nn
 
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.cfl import CFL, SplitState, noise
-from cfl_ray.methods.fedavg import FedAvg
-from cfl_ray.population.population import Population
 
 SIZES = [12, 4, 8, 6]
 ALWAYS = {"eps1": 1e9, "eps2": 0.0}  # every leaf of 3 or more splits
@@ -31,7 +29,7 @@ P = 340
 
 
 def four(sizes=SIZES, **local) -> Stage:
-    return Stage(uneven(sizes, (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(**{"steps": 2, "lr": ETA} | local))
+    return stage(sizes=sizes, **local)
 
 
 def updates(one: Stage, w: np.ndarray) -> list[np.ndarray]:
@@ -73,12 +71,7 @@ class TestFormula:
         w = matrix(one.model())
         state = one.play(CFL(min_rounds=0, **ALWAYS), None, None)
         for _ in range(2):
-            results = []
-            for client in (0, 1):
-                v = gradient(one, client, w)
-                w1 = w - ETA * v
-                results.append(w1 - ETA * (0.9 * v + gradient(one, client, w1)))
-            w = (12 * results[0] + 4 * results[1]) / 16
+            w = mean(*(sgd(one, client, w, momentum=0.9) for client in (0, 1)))
         assert state.num_clusters == 1
         assert_close(state.models_KP[0], w)
 
@@ -467,19 +460,10 @@ def test_batch_statistics_are_averaged(stale):
         assert (state.models_KP[leaf, trained:] - other.model()[trained:]).abs().max() > 1e-2
 
 
-def test_is_fedavg_where_eps1_is_zero():
-    local = {"batch_size": 30, "momentum": 0.9}
-    one, other = groups(**local), groups(**local)
-    found = one.play(CFL(eps1=0.0, eps2=0.0, min_rounds=0), *COHORTS)
-    assert torch.equal(found.models_KP, other.play(FedAvg(), *COHORTS).models_KP)
-
-
 def test_planted_groups_are_found_by_sampled_cohorts():
     one = Stage(planted(12, 3), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
-    population = Population(12, (), 0)
-    drawn = [population.draw(number, 0.3).ids_M for number in range(1, 17)]
     method = CFL(relative=True, min_rounds=5, eps1=0.6, eps2=0.5)
-    state = one.play(method, *drawn)
+    state = one.play(method, *sampled(12, 0.3, 16))
     assert state.num_clusters == 3 and agreement(one.federation.group_N, state.assign_N)["ari"] == 1
     assert accuracy(one, method, state).mean() > 0.9
 
@@ -583,20 +567,7 @@ class TestJoinAndLeave:
         joined = method.join(state, one.clients([9, 10], round=9))
         assert joined.assign_N[10] == -1 and joined.assign_N[9] >= 0 and one.stats.rejected.keys() == {10}
 
-    def test_one_client_is_fedavg(self):
-        one, other = groups(), groups()
-        found = one.play(self.METHOD, [3], [3])
-        assert torch.equal(found.models_KP, other.play(FedAvg(), [3], [3]).models_KP)
-
     def test_an_empty_cohort_changes_nothing(self):
         one = groups()
         state = one.play(self.METHOD, [0, 1])
         assert_equal(one.play(self.METHOD, [], state=state, first=2), state)
-
-
-def test_traffic_of_rounds_with_a_split_is_one_model_each_way():
-    one = groups()
-    one.play(CFL(min_rounds=0, **ALWAYS), None)
-    assert floats(one) == (8 * P, 8 * P)
-    one.play(CFL(min_rounds=0, **ALWAYS), None, [0, 1, 5])
-    assert floats(one) == (3 * P, 3 * P)

@@ -159,11 +159,6 @@ class TestFirstCohort:
         assert state.num_clusters == 2 and state.assign_N.tolist() == [-1, -1, 0, -1, -1, 1, -1, -1]
         assert one.play(method, None, state=state, first=2).num_clusters == 2
 
-    def test_of_one_client(self):
-        one = groups()
-        state = one.play(CGPFL(num_clusters=4), [2])
-        assert state.num_clusters == 1 and state.assign_N[2] == 0
-
     @pytest.mark.parametrize("mode", ["full", "simple"])
     def test_without_a_valid_client_leaves_the_clustering_to_the_next(self, mode):
         one, method = Stage(Spoiled([4, 5]), mlp), CGPFL(num_clusters=2, mode=mode)
@@ -206,14 +201,6 @@ class TestJoinAndLeave:
         theta, y = pfedme(one, 1, middle, middle, 4, 2)
         assert_close(one.client_states["personal", 1], theta)
         assert_close(state.models_KP[state.assign_N[1]], y)
-
-
-def test_traffic_of_the_simple_mode_is_a_model_each_way():
-    one, method = groups(), CGPFL(mode="simple", num_clusters=2)
-    state = None
-    for number in (1, 2):
-        state = one.play(method, [0, 1, 2], state=state, first=number)
-        assert floats(one) == (3 * 340, 3 * 340)
 
 
 @pytest.mark.parametrize("mode", ["full", "simple"])

@@ -9,14 +9,14 @@ import torch
 from federations import Spoiled, Stage, planted
 from linear import ETA, assert_layers, data, deep_stage, layers
 from rounds import (
-    COHORTS,
-    assert_engines_agree,
+    EnginesAndCheckpoints,
     assert_equal,
     assert_finds_planted_groups,
     assert_survives_an_interruption,
     floats,
     groups,
     mlp,
+    sampled,
 )
 from torch import nn
 
@@ -26,7 +26,6 @@ from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
 from cfl_ray.methods.fedac import FedAC, compactness, merge_cluster
 from cfl_ray.methods.local import Local
-from cfl_ray.population.population import Population
 
 P, BASE = 340, 272
 MU, LAM = 0.3, 0.2
@@ -397,10 +396,8 @@ class TestSignificance:
     @pytest.mark.parametrize("first, participation", [(1, 1.0), (2, 0.5), (8, 0.5), (12, 1.0)])
     def test_the_number_of_planted_groups_is_reached(self, first, participation):
         one = Stage(planted(20, 4), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
-        population = Population(20, (), 0)
-        drawn = [population.draw(number, participation).ids_M for number in range(1, 9)]
         method = FedAC(num_clusters=first, adapt_after=3, adapt_every=2)
-        state = one.play(method, *drawn)
+        state = one.play(method, *sampled(20, participation, 8))
         assert state.num_clusters == 4 and agreement(one.federation.group_N, state.assign_N)["ari"] == 1
 
     def test_one_group_stays_one_cluster(self):
@@ -476,18 +473,10 @@ def test_planted_groups_are_found(clients, participation, rounds):
     assert_finds_planted_groups(FedAC(num_clusters=3), clients, participation, rounds)
 
 
-class TestEnginesAndCheckpoints:
-    """With options that bring every step into few rounds."""
-
+class TestEngines(EnginesAndCheckpoints):
     METHOD = FedAC(
-        num_clusters=3, adapt_after=1, adapt_every=1, pca_every=2, memory=5, sketch=64, rank=2, weights="samples"
+        num_clusters=2, adapt_after=1, adapt_every=1, pca_every=2, memory=5, sketch=64, rank=2, weights="samples"
     )
-
-    def test_engines_agree(self):
-        assert_engines_agree(groups, replace(self.METHOD, num_clusters=2))
-
-    def test_continues_from_a_checkpoint_after_any_round(self, tmp_path):
-        assert_survives_an_interruption(groups, self.METHOD, COHORTS, tmp_path)
 
 
 class TestJoinAndLeave:

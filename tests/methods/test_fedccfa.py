@@ -7,27 +7,14 @@ import pytest
 import torch
 from federations import planted
 from rounds import EnginesAndCheckpoints, accuracy, floats, groups, row_accuracy
-from scipy.spatial.distance import squareform
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from cfl_ray.clustering.agglomerative import mean_difference_of_cosines
 from cfl_ray.core.classifier import Classifier
 from cfl_ray.core.clients import Clients
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.engine.client_view import ClientView
 from cfl_ray.methods.fedccfa import BalancedClassifier, FeatureAlignment, FedCCFA, label_groups
 from cfl_ray.methods.fedrep import FedRep
-
-
-def test_madd_is_the_mean_difference_of_cosines_to_the_others():
-    v_mF = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    cosine = cosine_similarity(v_mF[:, None].double(), v_mF[None].double(), dim=2).numpy()
-    found = squareform(mean_difference_of_cosines(v_mF))
-    for i in range(6):
-        for j in range(6):
-            others = [z for z in range(6) if z not in (i, j)]
-            expected = np.mean([abs(cosine[i, z] - cosine[j, z]) for z in others]) if i != j else 0
-            assert found[i, j] == pytest.approx(expected, abs=1e-9)
 
 
 def test_groups_are_of_clients_with_samples_of_the_label():

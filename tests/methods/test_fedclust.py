@@ -1,13 +1,16 @@
 """FedClust: one clustering of all clients by their final layers, of which only the clusters and their means remain."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from federations import Stage, uneven
-from linear import ETA, N_0, N_1, STEPS, assert_close, gradient, matrix, mean, sgd
-from oneshot import CLIENTS, HEAD, INPUTS, OneShot, P, assert_same, stage
+from linear import ETA, N_0, N_1, assert_close, matrix, mean, sgd
+from linear import stage as linear_stage
+from oneshot import CLIENTS, HEAD, INPUTS, OneShot, P, stage
+from rounds import assert_equal, floats
 from scipy.spatial.distance import pdist, squareform
 from torch import nn
 
@@ -23,19 +26,7 @@ from cfl_ray.methods.fedclust import FedClust, FedClustState
 from cfl_ray.models import recipe
 
 RHO = 0.5
-
-
-def linear(sizes=(N_0, N_1)) -> Stage:
-    return Stage(uneven(sizes, (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=STEPS, lr=ETA, momentum=RHO))
-
-
-def trained(one: Stage, client: int, w: np.ndarray) -> np.ndarray:
-    """v <- rho v + g(W), W <- W - eta v, from v = 0."""
-    v = 0
-    for _ in range(STEPS):
-        v = RHO * v + gradient(one, client, w)
-        w = w - ETA * v
-    return w
+linear, sgd_rho = partial(linear_stage, momentum=RHO), partial(sgd, momentum=RHO)
 
 
 def row(w: np.ndarray) -> torch.Tensor:
@@ -49,7 +40,7 @@ class TestTwoClients:
     def test_join_up_to_lambda_and_all_start_from_the_first_model(self, margin, clusters):
         one = linear()
         w = matrix(one.model())
-        s_0, s_1 = (trained(one, client, w) for client in (0, 1))
+        s_0, s_1 = (sgd_rho(one, client, w) for client in (0, 1))
         state = one.play(FedClust(threshold=float(np.linalg.norm(s_0 - s_1)) + margin), None)
         assert state.assign_N.tolist() == clusters
         assert torch.equal(state.models_KP, one.model()[None].repeat(len(set(clusters)), 1)), (
@@ -64,10 +55,10 @@ class TestTwoClients:
         w = matrix(one.model())
         apart, together = (one.play(FedClust(num_clusters=k, weights=weights), None, None) for k in (2, 1))
         for k in (0, 1):
-            assert_close(apart.models_KP[k], trained(one, k, w))
-        assert_close(together.models_KP[0], mean(trained(one, 0, w), trained(one, 1, w), weights))
+            assert_close(apart.models_KP[k], sgd_rho(one, k, w))
+        assert_close(together.models_KP[0], mean(sgd_rho(one, 0, w), sgd_rho(one, 1, w), weights))
         later = one.play(FedClust(num_clusters=1, weights=weights), [1], state=together, first=3)
-        assert_close(later.models_KP[0], trained(one, 1, mean(trained(one, 0, w), trained(one, 1, w), weights)))
+        assert_close(later.models_KP[0], sgd_rho(one, 1, mean(sgd_rho(one, 0, w), sgd_rho(one, 1, w), weights)))
 
     def test_signatures_are_the_final_layer_alone(self):
         two = Stage(
@@ -95,7 +86,7 @@ class TestLayer:
     def test_the_last_layer_is_the_default_bit_for_bit(self):
         one, default, distance = self.played()
         _, last, of_last = self.played(layer=2)
-        assert_same(default, last)
+        assert_equal(default, last)
         assert np.array_equal(distance, of_last)
         methods = (FedClust(), FedClust(layer=2))
         joined = [method.join(method.leave(default, np.array([5])), one.clients([5], 2)).assign_N for method in methods]
@@ -121,7 +112,7 @@ class TestLayer:
             method = FedClust(layer=1, num_clusters=2)
             left = method.leave(state, np.array([5])).advance(centre_KF=centre_KF)
             assert method.join(left, one.clients([5], 2)).assign_N[5] == k
-            assert one.floats()[1] == INPUTS * 16 + 16
+            assert floats(one)[1] == INPUTS * 16 + 16
 
     def test_a_layer_that_the_model_does_not_have(self):
         spec = ParamSpec.of(recipe("vgg16", {}, (3, 32, 32), 10)())
@@ -142,8 +133,8 @@ class TestNewcomers:
 
     def arrive(self, method, centres, **changes):
         """(stage, s_2, state before, state after), with models and centres (functions of s_2) set by hand."""
-        one = linear((N_0, N_1, 6))
-        s_2 = trained(one, 2, matrix(one.model()))
+        one = linear(sizes=(N_0, N_1, 6))
+        s_2 = sgd_rho(one, 2, matrix(one.model()))
         state = one.play(method, [0, 1]).advance(
             centre_KF=torch.cat([row(centre(s_2)) for centre in centres]), **changes
         )
@@ -183,7 +174,7 @@ class TestNewcomers:
 
     def test_lambda_is_part_of_the_state(self):
         one = linear()
-        distance = np.linalg.norm(trained(one, 0, matrix(one.model())) - trained(one, 1, matrix(one.model())))
+        distance = np.linalg.norm(sgd_rho(one, 0, matrix(one.model())) - sgd_rho(one, 1, matrix(one.model())))
         heights = [
             one.play(FedClust(**options), None).height
             for options in ({}, {"cut": "median"}, {"threshold": 0.3}, {"num_clusters": 2}, {"cut": "gap"})
@@ -251,14 +242,14 @@ class TestFedClust(OneShot):
         """First round and newcomers: the model down, a classifier up. Later rounds: the model both ways."""
         one = stage()
         state = one.play(self.method, [0, 1])
-        assert one.floats() == (CLIENTS * P, CLIENTS * HEAD)
+        assert floats(one) == (CLIENTS * P, CLIENTS * HEAD)
         one.play(self.method, [0, 1, 5], state=state, first=2)
-        assert one.floats() == (3 * P, 3 * P)
+        assert floats(one) == (3 * P, 3 * P)
         left = self.method.leave(state, np.array([5]))
         self.method.join(left, one.clients([5], 2))
-        assert one.floats() == (P, HEAD)
+        assert floats(one) == (P, HEAD)
         one.play(self.method, [0, 1, 5], state=left, first=2)
-        assert one.floats() == (4 * P, 3 * P + HEAD)
+        assert floats(one) == (4 * P, 3 * P + HEAD)
 
 
 def test_one_cluster_is_fedavg_without_its_first_round():
@@ -271,7 +262,7 @@ def test_one_cluster_is_fedavg_without_its_first_round():
 
 
 def test_lambda_without_momentum_is_that_of_the_formula():
-    one = Stage(uneven([N_0, N_1], (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=STEPS, lr=ETA))
+    one = linear_stage()
     s_0, s_1 = (sgd(one, client, matrix(one.model())) for client in (0, 1))
     height = one.play(FedClust(cut="median"), None).height
     assert height == pytest.approx(np.linalg.norm(s_0 - s_1) / 2, abs=1e-6)

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 from federations import Stage, planted
-from rounds import COHORTS, EnginesAndCheckpoints, accuracy, assert_equal, floats, groups
+from rounds import EnginesAndCheckpoints, accuracy, assert_equal, floats, groups
 from torch import nn
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.synthetic import CONCEPTS, ConceptFederation
-from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.feddrift import FedDrift
 
 # concept of ten clients in the first time steps: A.cp of microsoft/FedDrift (e4ac32f)
@@ -171,14 +170,6 @@ def test_clients_compare_the_pool_in_blocks_with_the_same_result():
         traffic.append(floats(one))
     assert_equal(*states)
     assert traffic[0] == traffic[1]
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_with_infinite_delta_it_is_fedavg_bit_for_bit(eager):
-    one, other = groups(batch_size=30), groups(batch_size=30)
-    method = FedDrift(eager=eager, delta=float("inf"), step_rounds=2)
-    found, expected = one.play(method, *COHORTS), other.play(FedAvg(), *COHORTS)
-    assert torch.equal(found.models_KP, expected.models_KP) and floats(one) == floats(other)
 
 
 def test_a_reported_change_begins_a_step_and_newcomers_take_the_best_model():

@@ -5,24 +5,19 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from federations import Stage, planted, uneven
-from linear import ETA, N_0, N_1, STEPS, assert_close, matrix, mean, sgd
+from federations import planted
+from linear import N_0, N_1, assert_close, matrix, mean, sgd
+from linear import stage as linear
 from oneshot import CLIENTS, OneShot, P, stage
-from rounds import accuracy
+from rounds import accuracy, floats, watched
 from sklearn.metrics import adjusted_rand_score
-from torch import nn
 
 from cfl_ray.clustering.agglomerative import mean_difference_of_cosines
 from cfl_ray.clustering.spectral import decomposed_cosines
-from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedgroup import FedGroup
 
 PRETRAIN = 3
-
-
-def linear(sizes=(N_0, N_1)) -> Stage:
-    return Stage(uneven(sizes, (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=STEPS, lr=ETA))
 
 
 def cos(a: np.ndarray, b: np.ndarray) -> float:
@@ -62,7 +57,7 @@ class TestTwoClients:
 
     def test_a_newcomer_joins_the_most_similar_direction(self):
         """After the cold start's steps from w_0. The wrong centre is nearer by distance, the right one by angle."""
-        one = linear((N_0, N_1, 6))
+        one = linear(sizes=(N_0, N_1, 6))
         method = FedGroup(num_clusters=2, pretrain_steps=PRETRAIN)
         state = one.play(method, *[[0, 1]] * 3)
         w = matrix(one.model())
@@ -131,8 +126,7 @@ class TestSimilarity:
 class TestColdStart:
     def played(self, one, method, ids) -> tuple[object, list]:
         """The state after a round, and its work orders."""
-        works, run = [], one.backend.run
-        one.backend.run = lambda work: (works.append(work), run(work))[1]
+        works = watched(one)
         return one.play(method, ids), works
 
     def test_samples_alpha_times_k_reachable_clients(self):
@@ -154,8 +148,7 @@ class TestColdStart:
     def test_newcomers_train_from_the_first_model_for_as_many_steps(self):
         one, method = stage(), FedGroup(num_clusters=3, pretrain_steps=7)
         left = method.leave(one.play(method, [0]), np.array([5]))
-        works = []
-        one.backend.run = lambda work, run=one.backend.run: (works.append(work), run(work))[1]
+        works = watched(one)
         method.join(left, one.clients([5], 2))
         assert [work.steps_M.tolist() for work in works] == [[7]] and torch.equal(works[0].tables[0], one.model()[None])
 
@@ -193,14 +186,14 @@ class TestFedGroup(OneShot):
         one = stage()
         method = FedGroup(num_clusters=3, alpha=2, pretrain_steps=5)
         state = one.play(method, [])
-        assert one.floats() == (6 * P, 6 * P)
+        assert floats(one) == (6 * P, 6 * P)
         inside, outside = np.flatnonzero(state.assign_N >= 0), np.flatnonzero(state.assign_N == -1)
         one.play(method, [*inside[:2], *outside[:3]], state=state, first=2)
-        assert one.floats() == ((5 + 3) * P, (5 + 3) * P)
+        assert floats(one) == ((5 + 3) * P, (5 + 3) * P)
         one.play(self.method, [0, 1])
-        assert one.floats() == ((CLIENTS + 2) * P, (CLIENTS + 2) * P)
+        assert floats(one) == ((CLIENTS + 2) * P, (CLIENTS + 2) * P)
         method.join(state, one.clients(outside[:1], 2))
-        assert one.floats() == (P, P)
+        assert floats(one) == (P, P)
 
 
 def test_one_group_is_fedavg_from_the_mean_of_pretrained_models():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from federations import planted
 from linear import ETA, N_0, N_1, gradient, loss, matrix, stage
-from rounds import COHORTS, floats, groups
+from rounds import groups
 
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.clients import LocalTraining
@@ -26,9 +26,7 @@ def losses(one, client, w, steps):
 @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised", "span"])
 def test_the_losses_of_the_first_steps_are_returned(engine):
     """Of 3 steps of client 0 and 2 of client 1, with 2 and 4 places for them."""
-    one = stage()
-    one.engine = engine
-    one.__post_init__()
+    one = stage(engine=engine)
     clients, w = one.clients(), matrix(one.model())
     for trace in (2, 4):
         how = LocalTraining(trace=trace, steps_M=np.array([3, 2]))
@@ -108,15 +106,6 @@ def test_groups_that_disagree_are_found_from_the_losses_of_small_cohorts():
     (event,) = one.stats.events
     assert event.event == "split" and event.because["v"] < 7e-4 and event.because["davies_bouldin"] < 1
     assert agreement(group, state.assign_N)["ari"] == 1
-
-
-@pytest.mark.parametrize("cohorts", [COHORTS, [None] * 3])
-def test_without_a_split_it_is_fedavg_bit_for_bit(cohorts):
-    one, other = groups(batch_size=30), groups(batch_size=30)
-    found, expected = one.play(FedGWC(epsilon=0.0), *cohorts), other.play(FedAvg(), *cohorts)
-    assert torch.equal(found.models_KP, expected.models_KP)
-    down, up = floats(other)
-    assert floats(one) == (down, up + 7 * (len(cohorts[-1]) if cohorts[-1] else 8))
 
 
 def test_with_all_clients_no_cluster_splits():

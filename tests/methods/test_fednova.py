@@ -3,16 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage, uneven
-from linear import ETA, alike, assert_close, gradient, matrix
-from rounds import COHORTS, assert_engines_agree, groups, mlp
+from federations import Stage, uneven
+from linear import ETA, alike, assert_close, matrix, sgd
+from rounds import assert_engines_agree
 from torch import nn
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fednova import FedNova, accumulation
-from cfl_ray.methods.fedprox import FedProx
 
 SIZES, EPOCHS, BATCH = [12, 4, 7], 2, 4
 TAU = [6, 2, 4]
@@ -22,14 +21,6 @@ def stage(momentum: float = 0.0, engine: str = "manual") -> Stage:
     """Three clients with 6, 2 and 4 local steps; all batches of a client have one gradient."""
     local = LocalSGD(epochs=EPOCHS, batch_size=BATCH, lr=ETA, momentum=momentum)
     return Stage(alike(SIZES), lambda: nn.Linear(5, 3, bias=False), local, engine)
-
-
-def trained(one: Stage, client: int, w: np.ndarray, rho: float, mu: float) -> np.ndarray:
-    now, velocity = w, 0.0
-    for _ in range(TAU[client]):
-        velocity = rho * velocity + gradient(one, client, now) + mu * (now - w)
-        now = now - ETA * velocity
-    return now
 
 
 def closed_form(tau: int, rho: float) -> float:
@@ -54,7 +45,7 @@ def normalised_average(w: np.ndarray, results: list[np.ndarray], a: list[float],
 def test_updates_are_normalised_by_the_number_of_steps(rho, mu, weights):
     one = stage(rho)
     w = matrix(one.model())
-    results = [trained(one, client, w, rho, mu) for client in range(3)]
+    results = [sgd(one, client, w, mu, w, TAU[client], rho) for client in range(3)]
     a = [recursion(tau, mu) if mu else closed_form(tau, rho) for tau in TAU]
     expected = normalised_average(w, results, a, SIZES if weights == "samples" else [1, 1, 1])
     assert_close(one.play(FedNova(mu=mu, weights=weights), None).models_KP[0], expected)
@@ -76,23 +67,13 @@ def test_a_is_the_distance_covered_with_a_gradient_of_one():
 def test_a_rejected_client_is_in_no_sum():
     one = stage()
     w, train = matrix(one.model()), one.federation.train
-    results = [trained(one, client, w, 0, 0) for client in (0, 2)]
+    results = [sgd(one, client, w, steps=TAU[client]) for client in (0, 2)]
     one.federation.train = lambda client: (
         (train(client)[0] * torch.nan, train(client)[1]) if client == 1 else train(client)
     )
     state = one.play(FedNova(), None)
     assert one.stats.rejected.keys() == {1}
     assert_close(state.models_KP[0], normalised_average(w, results, [TAU[0], TAU[2]], [SIZES[0], SIZES[2]]))
-
-
-@pytest.mark.parametrize("local", [{"batch_size": 30, "momentum": 0.9}, {}], ids=["mini-batches", "full batch"])
-@pytest.mark.parametrize("mu", [0.0, 0.1])
-def test_is_fedavg_or_fedprox_bit_for_bit_with_equal_steps(mu, local):
-    found, expected = (
-        groups(**local).play(method, *COHORTS).models_KP
-        for method in (FedNova(mu=mu), FedProx(mu=mu) if mu else FedAvg())
-    )
-    assert torch.equal(found, expected)
 
 
 def test_is_fedavg_bit_for_bit_with_unequal_samples_and_equal_steps():
@@ -134,16 +115,3 @@ def test_batch_statistics_are_averaged_and_not_extrapolated():
 
 def test_engines_agree_with_a_proximal_term_and_momentum():
     assert_engines_agree(lambda engine: stage(0.5, engine), FedNova(mu=0.1), [None, [0, 2]])
-
-
-def test_all_clients_are_served_the_global_model():
-    one, method = groups(), FedNova()
-    state = method.leave(one.play(method, [0, 1]), np.array([1]))
-    assert state.assign_N.tolist() == [0, -1, 0, 0, 0, 0, 0, 0]
-    serving = method.serve(method.join(state, one.clients([1, 7])), one.clients([1, 7]))
-    assert torch.equal(serving.models_KP, state.models_KP) and serving.row_M.tolist() == [0, 0]
-
-
-def test_a_cohort_without_a_valid_update_changes_nothing():
-    one = Stage(Spoiled([4, 5]), mlp)
-    assert torch.equal(one.play(FedNova(), [4, 5]).models_KP[0], one.model())

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage
 from linear import HIDDEN, STEPS, assert_layers, deep_sgd, deep_stage, layers, mean
 from rounds import (
     COHORTS,
@@ -12,12 +11,10 @@ from rounds import (
     assert_serves_groups_that_disagree,
     floats,
     groups,
-    mlp,
     row_accuracy,
 )
 
 from cfl_ray.errors import ConfigError
-from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedper import FedPer
 from cfl_ray.methods.fedrep import FedRep
 from cfl_ray.methods.lg_fedavg import LGFedAvg
@@ -84,14 +81,6 @@ def test_a_newcomer_of_fedrep_trains_a_head_on_the_fixed_representation():
     assert floats(one) == (len(phi), 0)
 
 
-@every
-@pytest.mark.parametrize("local", [{"batch_size": 30, "momentum": 0.9}, {}], ids=["mini-batches", "full batch"])
-def test_without_private_layers_it_is_fedavg_bit_for_bit(local, cls, name):
-    one, other = groups(**local), groups(**local)
-    found, expected = one.play(cls(private_layers=0), *COHORTS), other.play(FedAvg(), *COHORTS)
-    assert torch.equal(found.models_KP, expected.models_KP) and one.client_states == {} and floats(one) == floats(other)
-
-
 @pytest.mark.parametrize("method, name", [(FedPer(private_layers=2), "head"), (LGFedAvg(private_layers=9), "base")])
 def test_with_all_layers_private_it_is_local_bit_for_bit(method, name):
     one, other = groups(batch_size=30), groups(batch_size=30)
@@ -135,21 +124,6 @@ def test_a_client_that_left_and_returns_begins_with_the_first_private_layers(cls
     one.play(method, [0], state=state, first=2)
     fresh.play(method, [0], state=state, first=2)
     assert torch.equal(one.client_states[name, 0], fresh.client_states[name, 0])
-
-
-@both
-def test_traffic_is_the_shared_part_each_way(cls):
-    for private, shared in [(2, 0), (0, BASE + HEAD)]:
-        one = groups()
-        one.play(cls(private_layers=private), [0, 1, 2])
-        assert floats(one) == (3 * shared, 3 * shared), private
-
-
-@every
-def test_a_rejected_client_keeps_no_private_layers(cls, name):
-    one = Stage(Spoiled([4, 5]), mlp)
-    state = one.play(cls(), [3, 4], [4, 5])
-    assert one.client_states.keys() == {(name, 3)} and not state.models_KP.isnan().any()
 
 
 def test_private_parameters_by_name_are_those_of_the_layer():

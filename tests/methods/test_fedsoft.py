@@ -5,7 +5,7 @@ import pytest
 import torch
 from federations import Spoiled, Stage
 from linear import ETA, N_0, N_1, STEPS, assert_close, gradient, matrix, stage
-from rounds import COHORTS, EnginesAndCheckpoints, floats, groups, mlp
+from rounds import COHORTS, EnginesAndCheckpoints, groups, mlp
 from test_mixtures import mixed_clients, sample_losses
 
 from cfl_ray.core.local_sgd import LocalSGD
@@ -69,16 +69,6 @@ def test_shares_of_planted_mixtures_are_recovered():
     state = one.play(method, *[None] * 40)
     found = state.weight_NK[:, 0] if state.weight_NK[0, 0] > 0.5 else state.weight_NK[:, 1]
     assert np.abs(found - shares).max() < 0.1, found
-
-
-def test_importances_are_estimated_every_tau_rounds_by_all_reachable_clients():
-    one = groups()
-    size = one.network.spec.size
-    method = FedSoft(tau=2, clients_per_cluster=None)
-    state = one.play(method, [0, 1])
-    assert floats(one) == (2 * 2 * 2 * size, 2 * (size + 2))  # both centres twice; w_i and two shares
-    one.play(method, [0, 1], state=state, first=2)
-    assert floats(one) == (2 * 2 * size, 2 * size)
 
 
 def test_newcomers_have_the_centre_that_fits_most_of_their_samples_best():

@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import torch
 from federations import Stage, planted
-from linear import ETA, assert_close, gradient, matrix, mean, sgd, stage
-from rounds import COHORTS, Centres, EnginesAndCheckpoints, assert_finds_planted_groups, floats, groups
+from linear import assert_close, matrix, mean, sgd, stage
+from rounds import Centres, EnginesAndCheckpoints, assert_finds_planted_groups, floats, groups
 from torch import nn
 
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.state import State
-from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fesem import FeSEM
 
 P = 340
@@ -65,12 +64,8 @@ class TestFormula:
         w = matrix(one.model())
         state = one.play(FeSEM(num_clusters=2), None, None)
         for client in (0, 1):
-            now = w
-            for _ in range(2):
-                v = gradient(one, client, now)
-                w1 = now - ETA * v
-                now = w1 - ETA * (0.9 * v + gradient(one, client, w1))
-            assert_close(state.models_KP[client], now)
+            first = sgd(one, client, w, momentum=0.9)
+            assert_close(state.models_KP[client], sgd(one, client, first, momentum=0.9))
 
     def test_a_client_never_seen_starts_from_the_mean_of_the_centres(self):
         one = stage()
@@ -155,13 +150,6 @@ class TestReseed:
         method = FeSEM(num_clusters=3, reseed=True)
         joined = method.join(method.leave(state, np.array([1])), one.clients([1], round=2))
         assert joined.assign_N[1] in (0, 1) and torch.equal(joined.models_KP, state.models_KP)
-
-
-@pytest.mark.parametrize("weights", ["samples", "uniform"])
-@pytest.mark.parametrize("local", [{}, {"batch_size": 30, "momentum": 0.9}], ids=["full batch", "mini-batches"])
-def test_one_centre_is_fedavg(weights, local):
-    found = groups(**local).play(FeSEM(num_clusters=1, weights=weights), *COHORTS)
-    assert torch.equal(found.models_KP, groups(**local).play(FedAvg(weights=weights), *COHORTS).models_KP)
 
 
 @pytest.mark.parametrize("clients, participation, rounds", [(9, 1.0, 2), (15, 0.4, 8)])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from federations import Spoiled, Stage
-from linear import ETA, N_0, N_1, alike, assert_close, data, matrix, mean, sgd, stage
+from linear import ETA, N_0, N_1, alike, assert_close, matrix, mean, sgd, stage
 from rounds import (
     Centres,
     EnginesAndCheckpoints,
@@ -27,25 +27,6 @@ from cfl_ray.methods.fesem_cam import FeSEMCAM
 P = 340
 
 
-def sgd_with_frozen(
-    one: Stage,
-    client: int,
-    w: np.ndarray,
-    frozen: np.ndarray,
-    lam: float = 0.0,
-    centre: np.ndarray | float = 0.0,
-    momentum: float = 0.0,
-) -> np.ndarray:
-    """Two steps of (softmax(X W' + X V') - Y)' X / n + lam (W - centre) with V frozen."""
-    x, y = data(one, client)
-    v = 0.0
-    for _ in range(2):
-        z = np.exp(x @ w.T + x @ frozen.T)
-        v = momentum * v + (z / z.sum(1, keepdims=True) - y).T @ x / len(x) + lam * (w - centre)
-        w = w - ETA * v
-    return w
-
-
 def lloyd(features: np.ndarray, n: np.ndarray, centres: np.ndarray) -> np.ndarray:
     """k-means from these centres, every mean weighted by n; empty ones stay."""
     centres = centres.copy()
@@ -65,8 +46,8 @@ class TestFormula:
         draw = np.random.default_rng(seed)
         whole = matrix(one.model(9))
         theta = [matrix(one.model()) + 0.1 * draw.standard_normal((3, 5)) for _ in range(2)]
-        w = [sgd_with_frozen(one, client, theta[client], whole, lam, theta[client], momentum) for client in (0, 1)]
-        w0 = [sgd_with_frozen(one, client, whole, theta[client], momentum=momentum) for client in (0, 1)]
+        w = [sgd(one, client, theta[client], lam, theta[client], momentum=momentum, frozen=whole) for client in (0, 1)]
+        w0 = [sgd(one, client, whole, momentum=momentum, frozen=theta[client]) for client in (0, 1)]
         n = np.array([N_0, N_1]) if weights == "samples" else np.ones(2)
         expected = lloyd(np.stack(w).reshape(2, 15), n, np.stack(theta).reshape(2, 15))
         method = FeSEMCAM(num_clusters=2, lam=lam, weights=weights)

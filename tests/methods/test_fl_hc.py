@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from federations import Stage, planted, uneven
-from linear import ETA, N_0, N_1, STEPS, assert_close, matrix, mean, sgd
+from federations import Stage, planted
+from linear import N_0, N_1, assert_close, matrix, mean, sgd
+from linear import stage as linear
 from oneshot import CLIENTS, OneShot, P, stage
-from torch import nn
+from rounds import floats
 
-from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fl_hc import FLHC
 
@@ -19,10 +19,6 @@ METRICS = {
     "l2": lambda a, b: np.linalg.norm(a - b),
     "cosine": lambda a, b: 1 - (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b),
 }
-
-
-def linear(sizes=(N_0, N_1)) -> Stage:
-    return Stage(uneven(sizes, (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=STEPS, lr=ETA))
 
 
 def second(one: Stage) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -44,13 +40,6 @@ class TestTwoClients:
         assert_close(state.start_KP[0], w)
         for k, centre in enumerate([(w_0 + w_1) / 2 - w] if clusters == [0, 0] else [w_0 - w, w_1 - w]):
             assert_close(state.centre_KF[k], centre)
-
-    @pytest.mark.parametrize("weights", ["samples", "uniform"])
-    def test_before_it_is_fedavg_with_the_cohort(self, weights):
-        one = linear()
-        w = matrix(one.model())
-        assert_close(one.play(FLHC(weights=weights), None).models_KP[0], mean(sgd(one, 0, w), sgd(one, 1, w), weights))
-        assert_close(one.play(FLHC(weights=weights), [1]).models_KP[0], sgd(one, 1, w))
 
     @pytest.mark.parametrize("model", ["mean", "common"])
     def test_a_cluster_starts_from_its_members_or_from_the_common_model(self, model):
@@ -78,7 +67,7 @@ class TestTwoClients:
     @pytest.mark.parametrize("metric, near", [("l1", 0), ("l2", 1), ("cosine", 2)])
     def test_newcomers_join_the_nearest_mean_update_from_the_stored_model(self, metric, near):
         """Centres: the newcomer's update, 5 off in one of 15 coordinates, 1 off in each, and multiplied by 50."""
-        one = linear((N_0, N_1, 6))
+        one = linear(sizes=(N_0, N_1, 6))
         method = FLHC(cluster_round=2, num_clusters=2, metric=metric)
         state = one.play(method, *[[0, 1]] * 4)
         w, _ = second(one)
@@ -128,25 +117,19 @@ class TestFLHC(OneShot):
             state = one.play(FLHC(cluster_round=1, metric=metric, sketch=64), [0])
             assert state.centre_KF.shape == (3, features) and state.assign_N.tolist() == [0, 1, 2] * 4
 
-    def test_all_clients_are_served_the_common_model_before(self):
-        one = stage()
-        state = one.play(self.method, [0, 1])
-        serving = self.method.serve(state, one.clients())
-        assert torch.equal(serving.models_KP[serving.row_M], state.models_KP.repeat(CLIENTS, 1))
-
     def test_traffic(self):
         """FedAvg's, but with all N in the clustering round; a newcomer exchanges one model for its update."""
         one = stage()
         for method in (self.method, FLHC(cluster_round=2, model="common"), FLHC(cluster_round=2, metric="l1")):
             state = one.play(method, [0, 1])
-            assert one.floats() == (2 * P, 2 * P)
+            assert floats(one) == (2 * P, 2 * P)
             state = one.play(method, [0, 1], state=state, first=2)
-            assert one.floats() == (CLIENTS * P, CLIENTS * P)
+            assert floats(one) == (CLIENTS * P, CLIENTS * P)
             one.play(method, [0, 1, 5], state=state, first=3)
-            assert one.floats() == (3 * P, 3 * P)
+            assert floats(one) == (3 * P, 3 * P)
         left = self.method.leave(state, np.array([5]))
         one.play(self.method, [0, 1, 5], state=left, first=3)
-        assert one.floats() == (4 * P, 4 * P)
+        assert floats(one) == (4 * P, 4 * P)
 
     def test_ward_is_for_l2(self):
         assert stage().play(FLHC(cluster_round=1, linkage="ward"), None).assign_N.tolist() == [0, 1, 2] * 4
@@ -161,8 +144,3 @@ def test_one_cluster_is_fedavg(weights):
     one, other = stage(momentum=0.5), stage(momentum=0.5)
     found = one.play(FLHC(cluster_round=3, threshold=math.inf, weights=weights), *drawn)
     assert torch.equal(found.models_KP, other.play(FedAvg(weights=weights), *drawn).models_KP)
-
-
-def test_before_the_clustering_is_fedavg():
-    drawn = [[0, 1, 5], [2, 3, 7, 9]]
-    assert torch.equal(stage().play(FLHC(), *drawn).models_KP, stage().play(FedAvg(), *drawn).models_KP)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from federations import Spoiled, Stage, uneven
 from linear import ETA, N_0, N_1, STEPS, assert_close, data, gradient, loss, matrix, mean, sgd, stage
-from rounds import floats, groups
+from rounds import floats, groups, watched
 from torch import nn
 
 from cfl_ray.core.local_sgd import LocalSGD
@@ -21,12 +21,6 @@ from cfl_ray.methods.stocfl import StoCFL, StoCFLState
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
 class TestFedAvg:
-    def test_is_the_mean_of_what_clients_trained(self, weights):
-        one = stage()
-        w = matrix(one.model())
-        state = one.play(FedAvg(weights=weights), None)
-        assert_close(state.models_KP[0], mean(sgd(one, 0, w), sgd(one, 1, w), weights))
-
     def test_goes_on_from_the_mean(self, weights):
         one = stage()
         first = mean(sgd(one, 0, matrix(one.model())), sgd(one, 1, matrix(one.model())), weights)
@@ -135,13 +129,6 @@ class TestIFCA:
         state = one.play(IFCA(num_clusters=2), None, state=state.advance(models_KP=state.models_KP[:1].repeat(2, 1)))
         assert state.assign_N.tolist() == [0, 0]
 
-    @pytest.mark.parametrize("weights", ["samples", "uniform"])
-    def test_two_clients_of_a_cluster_are_averaged(self, weights):
-        one = stage()
-        method = IFCA(num_clusters=1, weights=weights)
-        w = matrix(one.model())
-        assert_close(one.play(method, None).models_KP[0], mean(sgd(one, 0, w), sgd(one, 1, w), weights))
-
     def test_serves_by_the_present_losses(self, apart):
         one, _, state = apart
         assert IFCA(num_clusters=2).serve(state, one.clients([1, 0])).row_M.tolist() == [1, 0]
@@ -150,8 +137,7 @@ class TestIFCA:
     def test_compares_on_the_first_samples_only(self, apart):
         one, models, state = apart
         x, y = data(one, 0)
-        works = []
-        one.backend.run = lambda work, run=one.backend.run: (works.append(work), run(work))[1]
+        works = watched(one)
         one.play(IFCA(num_clusters=2, select_samples=3), None, state=state)
         assert works[0].max_samples == 3 and works[0].num_models == 2
 

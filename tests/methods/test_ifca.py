@@ -200,21 +200,6 @@ class TestSelectionByTestAccuracy:
 
 
 class TestOfOneCluster:
-    @pytest.mark.parametrize("weights", ["samples", "uniform"])
-    def test_is_fedavg_bit_for_bit(self, weights):
-        """Full batch: choosing is an exchange, so that training has another address."""
-        expected = groups().play(FedAvg(weights=weights), *COHORTS).models_KP
-        for options in ({"share_base": True}, {"select": "test_accuracy"}, {"warmup_rounds": 3}, {"select_samples": 5}):
-            found = groups().play(IFCA(num_clusters=1, weights=weights, **options), *COHORTS).models_KP
-            assert torch.equal(found, expected), options
-
-    def test_warm_up_alone_is_fedavg_with_mini_batches_too(self):
-        found, expected = (
-            groups(batch_size=30, momentum=0.5).play(method, *COHORTS).models_KP
-            for method in (IFCA(num_clusters=1, warmup_rounds=4), FedAvg())
-        )
-        assert torch.equal(found, expected)
-
     @pytest.mark.parametrize("share_base", [False, True])
     def test_of_gradients_is_fedavg_of_one_whole_step_bit_for_bit(self, share_base):
         method = IFCA(num_clusters=1, average="gradients", share_base=share_base)
@@ -223,7 +208,7 @@ class TestOfOneCluster:
 
 
 @pytest.mark.parametrize(
-    "options", [{"average": "gradients"}, {"share_base": True}, {"select": "test_accuracy"}], ids=names
+    "options", [{}, {"average": "gradients"}, {"share_base": True}, {"select": "test_accuracy"}], ids=names
 )
 @pytest.mark.parametrize("participation", [1.0, 0.3])
 def test_groups_are_found_from_an_easy_start(options, participation):
@@ -239,26 +224,7 @@ def test_groups_are_found_from_an_easy_start(options, participation):
     chosen = method.serve(state, one.clients()).row_M
     assert agreement(one.federation.group_N, chosen)["ari"] == 1
     assert (state.assign_N >= 0).all() and np.array_equal(state.assign_N, chosen)
-
-
-def test_traffic():
-    """K models down, or one base and K heads; one model and the choice up, or a gradient. Serving costs nothing."""
-    cases = [
-        ({"average": "gradients"}, 3 * 340, 340),
-        ({"share_base": True}, BASE + 3 * HEAD, 341),
-        ({"share_base": True, "average": "gradients"}, BASE + 3 * HEAD, 340),
-        ({"select": "test_accuracy"}, 3 * 340, 341),
-        ({"warmup_rounds": 1}, 340, 340),
-        ({"warmup_rounds": 1, "share_base": True}, 340, 340),
-    ]
-    for options, down, up in cases:
-        one, method = groups(), IFCA(num_clusters=3, **options)
-        state = one.play(method, [0, 1, 2, 4])
-        assert floats(one) == (4 * down, 4 * up), options
-        method.serve(state, one.clients())
-        assert floats(one) == (0, 0), options
-        one.play(method, [0, 1], state=state, first=2)
-        assert floats(one)[0] == 2 * (BASE + 3 * HEAD if "share_base" in options else 3 * 340), options
+    assert accuracy(one, method, state).mean() > (0.9 if options == {} else 0.7)
 
 
 @pytest.mark.parametrize("options", [{}, *OPTIONS[:3]], ids=names)

@@ -4,17 +4,18 @@ import numpy as np
 import pytest
 import torch
 from federations import Spoiled, Stage, planted
-from linear import ETA, N_0, N_1, assert_close, data, matrix, mean, stage
+from linear import N_0, N_1, assert_close, loss, matrix, mean, sgd, stage
 from rounds import (
     COHORTS,
     EnginesAndCheckpoints,
     accuracy,
-    assert_equal,
     assert_local_model_is_of_the_cluster_training,
     floats,
     groups,
     make_late_in_choices,
     mlp,
+    sampled,
+    watched,
 )
 
 from cfl_ray.clustering.agreement import agreement
@@ -22,30 +23,8 @@ from cfl_ray.core.clients import LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca_cam import IFCACAM
-from cfl_ray.population.population import Population
 
 P = 340
-
-
-def softmax(z: np.ndarray) -> np.ndarray:
-    return np.exp(z) / np.exp(z).sum(1, keepdims=True)
-
-
-def sgd_with_frozen(
-    one: Stage, client: int, w: np.ndarray, frozen: np.ndarray, steps: int = 2, momentum: float = 0.0
-) -> np.ndarray:
-    """Steps of g(W) = (softmax(X W' + X V') - Y)' X / n with V frozen."""
-    x, y = data(one, client)
-    v = 0.0
-    for _ in range(steps):
-        v = momentum * v + (softmax(x @ w.T + x @ frozen.T) - y).T @ x / len(x)
-        w = w - ETA * v
-    return w
-
-
-def loss(one: Stage, client: int, w: np.ndarray, frozen: np.ndarray) -> float:
-    x, y = data(one, client)
-    return -np.log((softmax(x @ w.T + x @ frozen.T) * y).sum(1)).mean()
 
 
 class TestFormula:
@@ -66,9 +45,9 @@ class TestFormula:
         one = stage(momentum=momentum)
         one.seed = seed
         whole, clusters = self.models(one)
-        chosen = [int(np.argmin([loss(one, client, w, whole) for w in clusters])) for client in (0, 1)]
-        theta = [sgd_with_frozen(one, client, clusters[chosen[client]], whole, momentum=momentum) for client in (0, 1)]
-        theta0 = [sgd_with_frozen(one, client, whole, clusters[chosen[client]], momentum=momentum) for client in (0, 1)]
+        chosen = [int(np.argmin([loss(one, client, w + whole) for w in clusters])) for client in (0, 1)]
+        theta = [sgd(one, client, clusters[chosen[client]], frozen=whole, momentum=momentum) for client in (0, 1)]
+        theta0 = [sgd(one, client, whole, frozen=clusters[chosen[client]], momentum=momentum) for client in (0, 1)]
         state = one.play(IFCACAM(num_clusters=2, warmup_rounds=0, damped=damped, weights=weights), None)
         assert state.assign_N.tolist() == chosen
         assert_close(state.global_KP[0], mean(*theta0, weights))
@@ -88,12 +67,12 @@ class TestFormula:
         whole, clusters = self.models(one)
 
         def choose(frozen):
-            return [int(np.argmin([loss(one, client, w, frozen) for w in clusters])) for client in (0, 1)]
+            return [int(np.argmin([loss(one, client, w + frozen) for w in clusters])) for client in (0, 1)]
 
         first = choose(whole)
-        new = mean(*(sgd_with_frozen(one, client, whole, clusters[first[client]]) for client in (0, 1)), weights)
+        new = mean(*(sgd(one, client, whole, frozen=clusters[first[client]]) for client in (0, 1)), weights)
         second = choose(new)
-        theta = [sgd_with_frozen(one, client, clusters[second[client]], new) for client in (0, 1)]
+        theta = [sgd(one, client, clusters[second[client]], frozen=new) for client in (0, 1)]
         method = IFCACAM(num_clusters=2, warmup_rounds=0, schedule="alternating", weights=weights)
         state = one.play(method, None)
         assert state.assign_N.tolist() == second
@@ -110,7 +89,7 @@ class TestFormula:
         one, method = stage(), IFCACAM(num_clusters=2, warmup_rounds=0, empty=empty)
         whole, (good, _) = self.models(one)
         for _ in range(20):
-            good = mean(*(sgd_with_frozen(one, client, good, whole) for client in (0, 1)))
+            good = mean(*(sgd(one, client, good, frozen=whole) for client in (0, 1)))
         rows = torch.tensor(np.stack([good, -5 * good])).float().reshape(2, 15)
         state = method.init(one.start()).advance(models_KP=rows, assign_N=np.array([1, 0], np.int32))
         after = one.play(method, None, state=state)
@@ -141,8 +120,8 @@ class TestFormula:
         one = stage()
         bad = 5 * matrix(one.model(1))
         good = -bad
-        alone = [loss(one, 0, w, np.zeros((3, 5))) for w in (np.zeros((3, 5)), good)]
-        both = [loss(one, 0, w, bad) for w in (np.zeros((3, 5)), good)]
+        alone = [loss(one, 0, w) for w in (np.zeros((3, 5)), good)]
+        both = [loss(one, 0, w + bad) for w in (np.zeros((3, 5)), good)]
         assert np.argmin(alone) == 0 and np.argmin(both) == 1
         method = IFCACAM(num_clusters=2, warmup_rounds=0)
         rows = torch.tensor(np.stack([np.zeros((3, 5)), good])).float().reshape(2, 15)
@@ -150,8 +129,8 @@ class TestFormula:
         assert one.play(method, [0], state=state).assign_N[0] == 1 == method.serve(state, one.clients([0])).row_M[0]
 
     def test_compares_on_the_first_samples_only(self):
-        one, works = stage(), []
-        one.backend.run = lambda work, run=one.backend.run: (works.append(work), run(work))[1]
+        one = stage()
+        works = watched(one)
         one.play(IFCACAM(num_clusters=2, warmup_rounds=0, select_samples=3), None)
         assert works[0].max_samples == 3 and works[0].num_models == 2
 
@@ -207,9 +186,7 @@ def test_planted_groups_are_found(participation, rounds):
         sent = clients.send(state.models_KP[group : group + 1])
         updates = clients.train(sent, how=how, average=torch.ones(1, 1))
         warm.append(updates.averaged(default=state.models_KP[:1]))
-    population = Population(12, (), 0)
-    drawn = [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
-    state = one.play(method, *drawn, state=state.advance(models_KP=torch.cat(warm)))
+    state = one.play(method, *sampled(12, participation, rounds), state=state.advance(models_KP=torch.cat(warm)))
     served = method.serve(state, one.clients()).row_M
     assert agreement(one.federation.group_N, served)["ari"] == 1
     known = state.assign_N >= 0
@@ -286,12 +263,6 @@ class TestComingAndGoing:
         assert torch.equal(state.global_KP[0], one.model()) and state.phase == "federate"
         after = one.play(method, cohort, state=state, first=2)
         assert torch.equal(after.models_KP, state.models_KP) and torch.equal(after.global_KP, state.global_KP)
-
-
-def test_states_of_a_pure_round_are_equal():
-    one, method = groups(), IFCACAM(num_clusters=2, warmup_rounds=0)
-    state = method.init(one.start())
-    assert_equal(one.play(method, [0, 1], state=state), one.play(method, [0, 1], state=state))
 
 
 def test_the_local_model_is_that_of_the_cluster_training(monkeypatch):

@@ -65,12 +65,6 @@ def test_traffic_is_the_shared_part_each_way():
         assert kept == ({sum(LAYERS) - shared} if private != 0 else set()), private
 
 
-def test_of_two_layers_one_is_shared():
-    one = groups()
-    one.play(LGFedAvg(), [0, 1, 2])
-    assert floats(one) == (3 * HEAD, 3 * HEAD) and len(one.client_states["base", 0]) == BASE
-
-
 def test_lenet_5_shares_the_last_two_layers():
     """FedClust's setting: 11,014 floats."""
     one = Stage(uneven([4, 4], (3, 32, 32), classes=10), lambda: lenet5((3, 32, 32), 10))

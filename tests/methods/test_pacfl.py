@@ -9,7 +9,9 @@ import pytest
 import torch
 from federations import Spoiled, Stage, uneven
 from linear import ETA, N_0, N_1, STEPS, assert_close, data, matrix, mean, sgd
-from oneshot import CLIENTS, GROUPS, INPUTS, OneShot, P, assert_same, stage
+from linear import stage as linear
+from oneshot import CLIENTS, GROUPS, INPUTS, OneShot, P, stage
+from rounds import assert_equal, floats
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.linalg import subspace_angles
 from scipy.spatial.distance import squareform
@@ -79,7 +81,7 @@ class TestTwoClients:
     @pytest.mark.parametrize("weights", ["samples", "uniform"])
     def test_train_in_the_round_in_which_they_are_clustered(self, weights):
         """The first round is a round of FedAvg per cluster from w_0; so is every other."""
-        one = Stage(uneven([N_0, N_1], (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=STEPS, lr=ETA))
+        one = linear()
         w = matrix(one.model())
         state = one.play(PACFL(num_clusters=2, weights=weights), None, [1])
         assert state.assign_N.tolist() == [0, 1]
@@ -223,21 +225,21 @@ class TestPACFL(OneShot):
         one = stage(Spoiled([2], 4, 2))
         state = one.play(PACFL(), None, None)
         assert state.seen_S.tolist() == [0, 1, 3] and one.stats.rejected.keys() == {2}
-        assert_same(state, one.play(PACFL(), [2], state=state, first=3))
+        assert_equal(state, one.play(PACFL(), [2], state=state, first=3))
 
     def test_traffic(self):
         """Once a vector of each of 4 classes up, from all N or a newcomer; the model both ways for participants."""
         one = stage(apart())
         state = one.play(self.method, [0, 1])
         assert all(len(one.federation.train(client)[1].unique()) == 4 for client in range(CLIENTS))
-        assert one.floats() == (2 * P, 2 * P + CLIENTS * 4 * INPUTS)
+        assert floats(one) == (2 * P, 2 * P + CLIENTS * 4 * INPUTS)
         one.play(self.method, [0, 1, 5], state=state, first=2)
-        assert one.floats() == (3 * P, 3 * P)
+        assert floats(one) == (3 * P, 3 * P)
         left = self.method.leave(state, np.array([5]))
         self.method.join(left, one.clients([5], 2))
-        assert one.floats() == (0, 4 * INPUTS)
+        assert floats(one) == (0, 4 * INPUTS)
         one.play(self.method, [0, 1, 5], state=left, first=2)
-        assert one.floats() == (3 * P, 3 * P + 4 * INPUTS)
+        assert floats(one) == (3 * P, 3 * P + 4 * INPUTS)
 
 
 @pytest.mark.parametrize(

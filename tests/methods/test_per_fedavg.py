@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage, planted
+from federations import Stage, planted
 from linear import alike, assert_close, gradient, matrix
-from rounds import COHORTS, accuracy, assert_engines_agree, assert_survives_an_interruption, floats, groups, mlp
+from rounds import COHORTS, accuracy, assert_engines_agree, groups
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -149,11 +149,6 @@ def test_engines_agree(order):
     )
 
 
-def test_the_second_order_survives_an_interruption(tmp_path):
-    method = PerFedAvg(order="second", beta=0.1)
-    assert_survives_an_interruption(lambda: groups(batch_size=30), method, COHORTS, tmp_path)
-
-
 def test_persistent_momentum_changes_nothing_with_any_engine():
     """Neither the meta step nor the adaptation has momentum, so there is no buffer to keep."""
     for engine in ("sequential", "vectorised", "span"):
@@ -168,21 +163,8 @@ def test_persistent_momentum_changes_nothing_with_any_engine():
             assert torch.equal(models_KP, expected_KP) and np.array_equal(accuracy_M, expected_M), (engine, order)
 
 
-def test_traffic_of_the_second_order_is_a_model_each_way_and_serving_costs_nothing():
-    one, method = groups(), PerFedAvg(order="second")
-    state = one.play(method, [0, 1, 2])
-    assert floats(one) == (3 * 340, 3 * 340)
-    accuracy(one, method, state)
-    assert floats(one) == (0, 0) and one.client_states == {}
-
-
 def test_no_state_of_a_leaver_remains():
     one, method = groups(), PerFedAvg()
     state = method.leave(one.play(method, [0, 1]), np.array([1]))
     serving = method.serve(method.join(state, one.clients([1, 7])), one.clients([1, 7]))
     assert torch.equal(serving.models_KP, state.models_KP) and serving.row_M.tolist() == [0, 0]
-
-
-def test_a_cohort_without_a_valid_update_changes_nothing():
-    one = Stage(Spoiled([4, 5]), mlp)
-    assert torch.equal(one.play(PerFedAvg(), [4, 5]).models_KP[0], one.model()) and one.stats.rejected.keys() == {4, 5}

@@ -35,9 +35,7 @@ def weights(theta, first, alpha):
 @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised"])
 @pytest.mark.parametrize("regulariser", ["near", "away"])
 def test_two_rounds_follow_the_formulas(regulariser, engine):
-    one, method, state = stage(), PFedGraph(alpha=2.0, lam=0.3, regulariser=regulariser), None
-    one.engine = engine
-    one.__post_init__()
+    one, method, state = stage(engine=engine), PFedGraph(alpha=2.0, lam=0.3, regulariser=regulariser), None
     first = matrix(one.model())
     aggregates, known = [first, first], [None, None]
     for number in (1, 2):

@@ -28,9 +28,7 @@ def client(one, number, w, eta=ETA):
 @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised"])
 @pytest.mark.parametrize("beta", [1.0, 0.5, 2.0])
 def test_all_models_follow_the_formulas(beta, engine):
-    one, state = stage(), None
-    one.engine = engine
-    one.__post_init__()
+    one, state = stage(engine=engine), None
     w = matrix(one.model())
     for number in (1, 2):
         results = [client(one, i, w) for i in (0, 1)]

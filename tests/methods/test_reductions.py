@@ -1,55 +1,83 @@
-"""Special cases: with certain values of its parameters, a method is a simpler one, bit for bit.
+"""Special cases: with certain values of its parameters, a method is a simpler one, bit for bit."""
 
-Full batch throughout: with mini-batches the draws differ, because a method with more exchanges has other addresses.
-"""
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from federations import Stage, planted
-from torch import nn
+from rounds import COHORTS, floats, groups
 
-from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.methods.apfl import APFL
+from cfl_ray.methods.cfl import CFL
 from cfl_ray.methods.ditto import Ditto
 from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.fedavg_plus import FedAvgPlus
+from cfl_ray.methods.fedcac import FedCAC
+from cfl_ray.methods.feddrift import FedDrift
+from cfl_ray.methods.fedgwc import FedGWC
+from cfl_ray.methods.fednova import FedNova
+from cfl_ray.methods.fedper import FedPer
 from cfl_ray.methods.fedprox import FedProx
+from cfl_ray.methods.fedprox_plus import FedProxPlus
+from cfl_ray.methods.fedrep import FedRep
+from cfl_ray.methods.fesem import FeSEM
+from cfl_ray.methods.fl_hc import FLHC
 from cfl_ray.methods.ifca import IFCA
+from cfl_ray.methods.lg_fedavg import LGFedAvg
 from cfl_ray.methods.local import Local
 from cfl_ray.methods.stocfl import StoCFL
 
-COHORTS = [[0, 1, 2, 5], [3, 4, 5, 6, 7], [1], [0, 2, 4, 7]]
+FULL, MINI, PLAIN = {}, {"batch_size": 30, "momentum": 0.9}, {"batch_size": 30}
+BOTH = [FULL, MINI]  # a method with further exchanges draws other mini-batches: FULL alone
+INF = float("inf")
+CASES = [  # special case, the method that it is, local settings
+    (FedProx(mu=0), FedAvg(), BOTH),
+    (IFCA(num_clusters=1), FedAvg(), [FULL]),
+    (IFCA(num_clusters=1, share_base=True), FedAvg(), [FULL]),
+    (IFCA(num_clusters=1, select="test_accuracy"), FedAvg(), [FULL]),
+    (IFCA(num_clusters=1, select_samples=5), FedAvg(), [FULL]),
+    (IFCA(num_clusters=1, warmup_rounds=3), FedAvg(), [FULL]),
+    (IFCA(num_clusters=1, warmup_rounds=4), FedAvg(), [MINI]),
+    (StoCFL(tau=-1.0, lam=0.0), FedAvg(), [FULL]),
+    (Ditto(), FedAvg(), [FULL]),  # its global model
+    *((APFL(alpha=alpha, adaptive=adapts), FedAvg(), [PLAIN]) for alpha in (0.0, 0.4, 1.0) for adapts in (False, True)),
+    (FedAvgPlus(num_models=1), FedAvg(), [MINI]),
+    (FedProxPlus(num_models=1, mu=0.4), FedProx(mu=0.4), BOTH),
+    (FedProxPlus(num_models=2, mu=0), FedAvgPlus(num_models=2), [MINI]),
+    (FedNova(), FedAvg(), BOTH),  # with equal steps
+    (FedNova(mu=0.1), FedProx(mu=0.1), BOTH),
+    (FedPer(private_layers=0), FedAvg(), BOTH),
+    (FedRep(private_layers=0), FedAvg(), BOTH),
+    (LGFedAvg(private_layers=0), FedAvg(), BOTH),
+    (FedCAC(tau=0.0), FedAvg(), [MINI]),
+    (FedDrift(delta=INF, step_rounds=2), FedAvg(), [MINI]),
+    (FedDrift(delta=INF, step_rounds=2, eager=True), FedAvg(), [MINI]),
+    (FedGWC(epsilon=0.0), FedAvg(), [MINI]),
+    (FeSEM(num_clusters=1), FedAvg(), BOTH),
+    (CFL(eps1=0.0, eps2=0.0, min_rounds=0), FedAvg(), [MINI]),
+    (FLHC(), FedAvg(), [MINI]),  # before the round of the clustering
+]
+UPLOADS_MORE = {"ifca", "stocfl", "fednova", "fedcac", "fedgwc"}  # test_traffic.py
+KEEPS_STATE = {"ditto", "apfl"}
 
 
 def play(method, cohorts=COHORTS, **local):
-    one = Stage(
-        planted(),
-        lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)),
-        LocalSGD(**{"epochs": 3, "lr": 0.3} | local),
-    )
+    one = groups(**local)
     return one, one.play(method, *cohorts)
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
 @pytest.mark.parametrize(
-    "special",
-    [
-        lambda weights: FedProx(mu=0, weights=weights),
-        lambda weights: IFCA(num_clusters=1, weights=weights),
-        lambda weights: StoCFL(tau=-1.0, lam=0.0, weights=weights),
-        lambda weights: Ditto(weights=weights),
-    ],
-    ids=["FedProx, mu = 0", "IFCA, K = 1", "StoCFL, tau = -1, lambda = 0", "the global model of Ditto"],
+    "special, plain, local",
+    [(special, plain, local) for special, plain, settings in CASES for local in settings],
+    ids=lambda value: ", ".join(map(str, value)) if isinstance(value, dict) else value.name,
 )
-def test_is_fedavg(special, weights):
-    _, expected = play(FedAvg(weights=weights))
-    _, found = play(special(weights))
+def test_is_the_simpler_method(special, plain, local, weights):
+    one, found = play(replace(special, weights=weights), **local)
+    other, expected = play(replace(plain, weights=weights), **local)
     assert torch.equal(found.models_KP, expected.models_KP)
-
-
-def test_fedprox_without_its_term_is_fedavg_with_mini_batches_and_momentum_too():
-    """It has FedAvg's exchanges, so also its batches."""
-    one, other = (play(method, batch_size=30, momentum=0.9)[1].models_KP for method in (FedAvg(), FedProx(mu=0)))
-    assert torch.equal(one, other)
+    assert floats(one) == floats(other) or special.name in UPLOADS_MORE
+    assert one.client_states == {} or special.name in KEEPS_STATE
 
 
 def test_the_personal_models_of_ditto_without_its_term_are_local():

@@ -82,31 +82,22 @@ def test_a_rule_for_sums_of_the_method_itself_is_refused():
 
 
 class TestOneRound:
-    def test_of_fedavg_with_the_median(self):
-        for ids in ([0, 1, 2, 3, 4], [0, 1, 2, 5]):
-            found = groups().play(FedAvg(aggregation="median"), ids).models_KP[0]
-            assert torch.equal(found, torch.from_numpy(np.median(results(groups(), ids), 0)).float())
-
-    def test_of_fedavg_with_the_trimmed_mean(self):
-        found = groups().play(FedAvg(aggregation={"trimmed_mean": {"share": 0.25}}), None).models_KP[0]
-        assert np.allclose(found, np.sort(results(groups(), None), 0)[2:6].mean(0), rtol=0, atol=1e-7)
-
-    def test_of_fedavg_with_krum(self):
-        rows_MP = results(groups(), None)
-        chosen = MultiKrum(2).chosen(((rows_MP[:, None] - rows_MP) ** 2).sum(2))
-        assert len(chosen) == 6
-        found = groups().play(FedAvg(aggregation={"multi_krum": {"attackers": 2}}), None).models_KP[0]
-        assert np.allclose(found, rows_MP[chosen].mean(0), rtol=0, atol=1e-6)
-
-    def test_of_fedavg_with_clipped_changes(self):
+    @pytest.mark.parametrize("rule", ROBUST)
+    def test_of_fedavg(self, rule):
+        """Of eight clients: two are trimmed at either end, and two suspected."""
         one = groups()
-        change_MP = results(one, None) - one.model().double().numpy()
-        length_M, num_samples_M = np.linalg.norm(change_MP, axis=1), one.federation.num_samples_N
+        rows_MP, start_P = results(one, None), one.model().double().numpy()
+        change_MP, num_samples_M = rows_MP - start_P, one.federation.num_samples_N
+        length_M = np.linalg.norm(change_MP, axis=1)
         scale_M = np.minimum(1, np.median(length_M) / length_M)
-        expected = one.model().double().numpy() + (num_samples_M * scale_M) @ change_MP / num_samples_M.sum()
-        assert np.allclose(
-            one.play(FedAvg(aggregation="norm_clipping"), None).models_KP[0], expected, rtol=0, atol=1e-6
-        )
+        expected = {
+            "median": np.median(rows_MP, 0),
+            "trimmed_mean": np.sort(rows_MP, 0)[2:6].mean(0),
+            "multi_krum": rows_MP[MultiKrum(2).chosen(((rows_MP[:, None] - rows_MP) ** 2).sum(2))].mean(0),
+            "norm_clipping": start_P + (num_samples_M * scale_M) @ change_MP / num_samples_M.sum(),
+        }
+        found = one.play(FedAvg(aggregation=rule), None).models_KP[0]
+        assert np.allclose(found, expected[rule], rtol=0, atol=1e-6)
 
     def test_of_ifca_is_the_median_of_every_cluster(self):
         """A cluster without participants keeps its model."""

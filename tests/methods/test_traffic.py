@@ -16,10 +16,13 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("fedprox", {}, (P, P), (P, P)),
     ("fednova", {}, (P, P + 1), (P, P + 1)),
     ("per_fedavg", {}, (P, P), (P, P)),
+    ("per_fedavg", {"order": "second"}, (P, P), (P, P)),
     ("ditto", {}, (P, P), (P, P)),
     ("local", {}, (0, 0), (0, 0)),
     ("fedper", {}, (BASE, BASE), (BASE, BASE)),
+    ("fedper", {"private_layers": 2}, (0, 0), (0, 0)),
     ("fedrep", {}, (BASE, BASE), (BASE, BASE)),
+    ("fedrep", {"private_layers": 2}, (0, 0), (0, 0)),
     ("apfl", {}, (P, P), (P, P)),
     ("pfedme", {}, (P, P), (P, P)),
     ("fedas", {}, (BASE, P + 1), (BASE, P + 1)),  # F_i
@@ -34,22 +37,23 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("ifca", {}, (4 * P, P + 1), (4 * P, P + 1)),
     ("ifca", {"share_base": True}, (BASE + 4 * HEAD, P + 1), (BASE + 4 * HEAD, P + 1)),
     ("ifca", {"average": "gradients"}, (4 * P, P), (4 * P, P)),
+    ("ifca", {"share_base": True, "average": "gradients"}, (BASE + 4 * HEAD, P), (BASE + 4 * HEAD, P)),
+    ("ifca", {"select": "test_accuracy"}, (4 * P, P + 1), (4 * P, P + 1)),
+    ("ifca", {"warmup_rounds": 1}, (P, P), (4 * P, P + 1)),
+    ("ifca", {"warmup_rounds": 1, "share_base": True}, (P, P), (BASE + 4 * HEAD, P + 1)),
     ("cfl", {}, (P, P), (P, P)),
+    ("cfl", {"min_rounds": 0, "eps1": 1e9, "eps2": 0.0}, (P, P), (P, P)),  # with splits
     ("feddrift", {}, (P, P), (P, P)),
     ("feddrift", {"step_rounds": 1, "delta": 9.0}, (P, P), (2 * P, P + 1)),  # the pool of one, and its error
     ("fedgwc", {}, (P, P + 7), (P, P + 7)),
     ("fl_hc", {"cluster_round": 2}, (P, P), (P, P)),
     ("fesem", {}, (P, P), (P, P)),
     ("cgpfl", {}, (P, P), (P, P)),
+    ("cgpfl", {"mode": "simple"}, (P, P), (P, P)),
     ("cflgp", {"cluster_rounds": 1}, (P, P), (P, P)),
     ("pfedgraph", {}, (P, P), (P, P)),
     ("fedcac", {}, (P, P + 1), (2 * P, P + 1)),  # 23 bits
-    (
-        "fedgroup",
-        {},
-        (2 * P, 2 * P),
-        (P, P),
-    ),  # w_0 down and an update up for every client of the cold start: all clients
+    ("fedgroup", {}, (2 * P, 2 * P), (P, P)),  # w_0 down and an update up for every client of the cold start, here all
     ("autocfl", {"min_rounds": 1, "max_rounds": 1}, (P, P + 2), (P, P)),  # |D_m| and L_m until they are clustered
     ("pacfl", {}, (P, P + VECTORS), (P, P)),
     ("fedclust", {}, (P, HEAD), (P, P)),

@@ -1,19 +1,15 @@
 """Aggregation rules, which replace the weighted mean in every average of a method.
 
-One rule per file; `rule` has the three contracts, `apply` the application. Median, trimmed mean and multi-Krum weigh
-all clients equally, as in their papers. A client with weight 0 does not count. For one or two results, all rules
-except clipping rules return their mean.
+`rule` has the three contracts, `rules` the rules of this package, `apply` the application. Median, trimmed mean and
+multi-Krum weigh all clients equally, as in their papers. A client with weight 0 does not count. For one or two results,
+all rules except clipping rules return their mean.
 """
 
 from typing import Any, cast
 
 from cfl_ray.core.aggregation.apply import aggregate, range_cuts
-from cfl_ray.core.aggregation.mean import Mean
-from cfl_ray.core.aggregation.median import Median
-from cfl_ray.core.aggregation.multi_krum import MultiKrum
-from cfl_ray.core.aggregation.norm_clipping import NormClipping
 from cfl_ray.core.aggregation.rule import ClippingRule, ColumnRule, WeightRule, check_contract
-from cfl_ray.core.aggregation.trimmed_mean import TrimmedMean
+from cfl_ray.core.aggregation.rules import Mean, Median, MultiKrum, NormClipping, TrimmedMean
 from cfl_ray.plugins.calling import check_options, parse_choice, with_options
 from cfl_ray.plugins.registry import Registry
 

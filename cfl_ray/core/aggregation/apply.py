@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.aggregation.median import Median
-from cfl_ray.core.aggregation.multi_krum import MultiKrum
 from cfl_ray.core.aggregation.rule import ClippingRule, ColumnRule, WeightRule, checked_result
+from cfl_ray.core.aggregation.rules import Median, MultiKrum
 from cfl_ray.core.backend import Backend
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, CombineColumns, Outcome, Train
@@ -53,12 +52,11 @@ def aggregate(
     `AverageDeferred`, which computes the mean.
     """
     key_M = training.keys_of(ids_M, np.arange(len(ids_M)))
-    trained_M = training.keys_of(training.ids_M, np.arange(len(training.ids_M)))
-    valid_M = np.isin(key_M, trained_M[outcome.arrays["valid"]])
+    at_M = training.positions_of(key_M)
+    valid_M = (at_M >= 0) & outcome.arrays["valid"][at_M]
     averaging = averaging.subset(valid_M[averaging.client_E])
     if isinstance(rule, ClippingRule):
-        order = np.argsort(trained_M)
-        at_E = order[np.searchsorted(trained_M, key_M[averaging.client_E], sorter=order)]
+        at_E = at_M[averaging.client_E]
         return _clipped_mean(rule, backend, training, outcome, ids_M, averaging, valid_M, at_E)
     columns = uploaded_columns(training.tables[training.start.table].shape[1], training.client_state)
     chosen: list[tuple[int, int, float]] = []  # (output row, member, weight) of rows that are weighted means
