@@ -31,12 +31,11 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 from rich.console import Console
 from rich.table import Table
 
-from cfl_ray import config, simulate
 from cfl_ray.methods import REGISTRY
 from jobs.chaos.hang import LIMIT, UNDISTURBED, let_hang
 from jobs.chaos.hang import TARGETS as HANG_TARGETS
 from jobs.chaos.processes import Run
-from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, differences
+from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, differences, saved, undisturbed
 
 METHODS = ["ditto", "fedclust", "stocfl", "ifca_cam"]  # client state, one-shot clustering, merging, additive models
 TARGETS = ["host", "server", "node", "driver"]
@@ -130,11 +129,8 @@ def main() -> int:
     if options.hang is not None:
         count, limit, seed = options.hang, options.limit, options.seed
         return let_hang(options.targets, options.methods, options.rounds, count, limit, seed, folder)
-    file = folder / "chaos.yaml"
-    file.write_text(chaos_experiment(options.methods, options.rounds, folder).to_yaml())
-    experiment = config.load(file)  # as the disturbed run reads it
-    untracked = experiment.tracking.model_copy(update={"enabled": False})
-    results = simulate(experiment.model_copy(update={"tracking": untracked}), folder / "undisturbed")
+    file, experiment = saved(chaos_experiment(options.methods, options.rounds, folder))
+    results = undisturbed(experiment, folder / "undisturbed")
     seconds = statistics.median(
         record.metrics["round_seconds"] for method in results.methods.values() for record in method.records
     )

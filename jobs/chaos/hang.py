@@ -23,10 +23,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from cfl_ray import config, simulate
 from cfl_ray.config import Experiment
 from jobs.chaos.processes import Run
-from jobs.chaos.same_outcome import IDENTICAL, differences, tags_in_mlflow
+from jobs.chaos.same_outcome import IDENTICAL, differences, saved, tags_in_mlflow, undisturbed
 
 TARGETS = ["host", "server", "data"]
 LIMIT = 25.0  # seconds: runtime.stall_limit
@@ -163,11 +162,8 @@ def let_hang(
     targets: Sequence[str], methods: Sequence[str], rounds: int, count: int, limit: float, seed: int, folder: Path
 ) -> int:
     """Runs the experiment with and without hangs, and prints a row per hang, and what is wrong. Returns the status."""
-    file = folder / "hang.yaml"
-    file.write_text(hang_experiment(methods, rounds, limit, folder).to_yaml())
-    experiment = config.load(file)  # as the disturbed run reads it
-    untracked = experiment.tracking.model_copy(update={"enabled": False})
-    simulate(experiment.model_copy(update={"tracking": untracked}), folder / "undisturbed")
+    file, experiment = saved(hang_experiment(methods, rounds, limit, folder))
+    undisturbed(experiment, folder / "undisturbed")
     run = Run(file, folder / "disturbed", methods)
     try:
         hangs = hung(run, folder, targets, len(methods) * rounds, count, seed)

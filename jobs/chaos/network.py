@@ -23,8 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cfl_ray import config, simulate
-from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, differences
+from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, differences, saved, undisturbed
 from jobs.chaos.virtual_network import Machine, Network, missing
 
 _WAIT_SECONDS = 240  # for a round
@@ -250,13 +249,9 @@ def disturb_network(names: Sequence[str], methods: Sequence[str], rounds: int, k
     for number, name in enumerate(names or SCENARIOS):
         scenario, own = SCENARIOS[name], folder / name
         own.mkdir(parents=True)
-        file = own / "chaos.yaml"
-        file.write_text(chaos_experiment(list(methods), rounds, own).to_yaml())
-        experiment = config.load(file, ["runtime.hosts=2", "runtime.wait_for_hosts=300"])
-        file.write_text(experiment.to_yaml())
+        file, experiment = saved(chaos_experiment(methods, rounds, own, hosts=2, wait_for_hosts=300))
         if not number:  # the same for all scenarios
-            untracked = experiment.tracking.model_copy(update={"enabled": False})
-            simulate(experiment.model_copy(update={"tracking": untracked}), folder / "undisturbed")
+            undisturbed(experiment, folder / "undisturbed")
         found = disturbed(scenario, file, own / "disturbed", methods)
         different = differences(experiment, methods, folder / "undisturbed", own / "disturbed")
         different += [f"exit status {found.ended}"] if found.ended else []

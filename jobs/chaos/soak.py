@@ -27,13 +27,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from cfl_ray import config, simulate
 from cfl_ray.config import Experiment
 from cfl_ray.tracking.mlflow_tracker import deliver_pending
 from jobs.chaos.hang import trap, trapped_data
 from jobs.chaos.mlflow_server import MlflowServer
 from jobs.chaos.processes import Run
-from jobs.chaos.same_outcome import IDENTICAL, differences
+from jobs.chaos.same_outcome import IDENTICAL, differences, saved, undisturbed
 
 TARGETS = ["host", "server", "mlflow"]
 GROWTH = 0.02  # share, up to which a quantity is said not to grow; medians of a busy machine differ by 1 %
@@ -153,13 +152,8 @@ def main() -> int:
     folder = options.keep or Path(tempfile.mkdtemp(prefix="cfl-ray-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     mlflow, began = MlflowServer(folder / "mlflow.db"), time.monotonic()
-    file = folder / "soak.yaml"
-    file.write_text(soak_experiment(options.method, options.rounds, folder, mlflow.uri).to_yaml())
-    experiment = config.load(file)  # as the run reads it
-    untracked = experiment.tracking.model_copy(update={"enabled": False})
-    undisturbed = ThreadPoolExecutor(1).submit(
-        simulate, experiment.model_copy(update={"tracking": untracked}), folder / "undisturbed"
-    )
+    file, experiment = saved(soak_experiment(options.method, options.rounds, folder, mlflow.uri))
+    whole = ThreadPoolExecutor(1).submit(undisturbed, experiment, folder / "undisturbed")
     try:
         mlflow.start()
         run = Run(file, folder / "disturbed", [options.method])
@@ -170,7 +164,7 @@ def main() -> int:
         deliver_pending(folder, mlflow.uri, seconds=300)  # as the next command does: the run waits 20 s at its end
     finally:
         mlflow.kill()
-    undisturbed.result()
+    whole.result()
     table, wrong = grown(samples, options.rounds)
     wrong += differences(experiment, [options.method], folder / "undisturbed", folder / "disturbed")
     console = Console(highlight=False)

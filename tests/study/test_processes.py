@@ -52,10 +52,8 @@ def expected(file, tmp_path, inline, figures_of, uninterrupted):
 @pytest.fixture
 def live(file, command, until):
     """The process of the study, once one of its runs is in the middle."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_JOB_ID")}
     process = subprocess.Popen(
         [*command, "compare", str(file), "--at-once=2"],
-        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
