@@ -1,9 +1,8 @@
 """CFL-GP beside the code of its authors."""
 
-import os
-from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torchvision.transforms.functional import rotate
 
 from jobs.official import runs
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, compared, groups_of, modules, stand_in
+from jobs.official.runs import Course, Data, compared, groups_of, modules, quiet, stand_in
 
 ANGLES, K, PER_ANGLE, TRAIN, TEST = (0, 15, 90, 105, 180, 195, 270, 275), 4, 4, 200, 50
 CLIENTS, LR = PER_ANGLE * len(ANGLES), 0.1
@@ -45,14 +44,7 @@ def ari(groups: set[frozenset[int]]) -> float:
 def theirs(checkout: Path, data: Data, start_P: Tensor, seed: int, equal: bool) -> Course:
     """The method by the authors' `CentralUnit` and `Client`; equal: all K models start as `start_P`, else the first."""
 
-    class Writer:
-        def __init__(self, **_: Any) -> None:
-            pass
-
-        def flush(self) -> None:
-            pass
-
-    stand_in("torch.utils.tensorboard", SummaryWriter=Writer)
+    stand_in("torch.utils.tensorboard", SummaryWriter=lambda **_: SimpleNamespace(flush=lambda: None))
     units, clients, models, config = modules(
         checkout,
         "learning_agent.central_unit",
@@ -95,7 +87,7 @@ def theirs(checkout: Path, data: Data, start_P: Tensor, seed: int, equal: bool) 
         )  # fmt: skip
         for model in unit.models[: K if equal else 1]:
             vector_to_parameters(start_P.clone(), model.parameters())
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        with quiet():
             unit.train()
     for t, found in enumerate(parts, 1):
         run.weights[t] = torch.stack([row_P for row_P, _ in found])

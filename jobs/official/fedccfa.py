@@ -1,8 +1,7 @@
 """FedCCFA, and the FedDrift of its repository, beside the code of the authors of FedCCFA."""
 
 import itertools
-import os
-from contextlib import chdir, redirect_stdout
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from cfl_ray.models import recipe
 from cfl_ray.nn.network import Network
 from jobs.official import runs
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, compared, modules, replaced, script, stand_in
+from jobs.official.runs import Course, Data, compared, modules, quiet, replaced, script, stand_in
 
 CLIENTS, TRAIN, TEST, HIDDEN = 10, 200, 50, 32
 MOMENTUM, DECAY = 0.9, 1e-5
@@ -156,8 +155,7 @@ def their_script(
         replaced(entities, **own),
         replaced(yaml, load=lambda *_, **__: args),
         chdir(checkout / "methods"),
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
+        quiet(),
     ):
         script(checkout / "methods" / f"{name}.py")
     return course

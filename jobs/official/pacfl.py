@@ -1,8 +1,6 @@
 """PACFL beside the code of its authors, MMorafah/PACFL."""
 
-import os
 import tempfile
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cfl_ray.clustering.agreement import agreement
 from jobs.official import runs
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, compared, groups_of, images, modules, replaced, same_groups, script
+from jobs.official.runs import Course, Data, compared, groups_of, images, modules, quiet, replaced, same_groups, script
 
 CLIENTS, TRAIN, TEST, BASIS, ALPHA = 20, 200, 100, 3, 4.9
 EPOCHS, LR, MOMENTUM = 10, 0.01, 0.5
@@ -78,7 +76,7 @@ def main_pacfl(
         "momentum": MOMENTUM, "model": "simple-cnn", "dataset": "fmnist", "partition": partition, "alg": "pacfl",
         "cluster_alpha": ALPHA, "n_basis": BASIS, "linkage": "average",
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+    with tempfile.TemporaryDirectory() as folder:
         torch.save(model.state_dict(), Path(folder) / "start.pt")
         words = [f"--{name}={value}" for name, value in options.items()]
         words += [f"--savedir={folder}/", f"--logdir={folder}/", f"--load_initial={folder}/start.pt"]
@@ -87,7 +85,7 @@ def main_pacfl(
             replaced(np, NINF=-np.inf),
             replaced(torch.Tensor, cuda=lambda self: self),
             replaced(torch.cuda, set_device=lambda _: None),
-            redirect_stdout(nowhere),
+            quiet(),
         ):
             return script(checkout / "main_pacfl.py", *words)
 

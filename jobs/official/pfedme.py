@@ -1,8 +1,6 @@
 """pFedMe beside the code of its authors, CharlieDinh/pFedMe."""
 
-import os
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch.utils.data import TensorDataset
 from jobs.official import runs
 from jobs.official.pacfl import CLIENTS, TEST, TRAIN, two_labels
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, accuracy_of, distance, modules, replaced, stand_in
+from jobs.official.runs import Course, Data, accuracy_of, distance, modules, quiet, replaced, stand_in
 
 LAM, INNER_STEPS, PERSONAL_LR, ETA = 15.0, 5, 0.02, 0.005
 MODEL: dict[str, Any] = {"name": "mlp", "options": {"hidden": 0}}  # their Mclr_Logistic
@@ -96,8 +94,7 @@ def theirs(checkout: Path, data: Data, start_P: Tensor, how: How, cohorts: Seque
     def read_user_data(i: int, *_: Any) -> tuple[int, TensorDataset, TensorDataset]:
         return i, TensorDataset(data.x[i], data.y[i]), TensorDataset(data.x_test[i], data.y_test[i])
 
-    own = replaced(servers, UserpFedMe=User, read_data=read_data, read_user_data=read_user_data)
-    with own, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    with replaced(servers, UserpFedMe=User, read_data=read_data, read_user_data=read_user_data), quiet():
         server = Server(
             device="cpu", dataset="ours", algorithm="pFedMe", model=(model, "mclr"), batch_size=TRAIN,
             learning_rate=ETA, beta=how.beta, lamda=LAM, num_glob_iters=len(cohorts), local_epochs=how.steps,

@@ -1,15 +1,18 @@
 """Data, first weights and runs of this project that are compared with the code of a method's authors."""
 
 import importlib
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -190,17 +193,15 @@ def same_groups(theirs: Course, ours: Course, round: int) -> str:
     return "yes" if theirs.groups[round] == ours.groups[round] else "no"
 
 
+# Context in which attributes of a module or class have other values.
+replaced = partial(patch.multiple, create=True)
+
+
 @contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Attributes of a module or class that have other values for a while."""
-    before = {name: getattr(owner, name, None) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
+def quiet() -> Iterator[None]:
+    """Context in which nothing is printed."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
-    finally:
-        for name, value in before.items():
-            delattr(owner, name) if value is None else setattr(owner, name, value)
 
 
 def modules(folder: Path, *names: str) -> list[Any]:
@@ -217,6 +218,5 @@ def script(file: Path, *words: str, run: bool = True) -> dict[str, Any]:
 
 def stand_in(name: str, **values: Any) -> None:
     """A module that a checkout imports and the comparison does not need."""
-    module = ModuleType(name)
-    module.__dict__.update(values)
-    sys.modules[name] = module
+    sys.modules[name] = module = ModuleType(name)
+    vars(module).update(values)

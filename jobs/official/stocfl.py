@@ -1,9 +1,9 @@
 """StoCFL beside the code of its authors, dunzeng/StoCFL, which needs fedlab 1.2.1 (beside it, in the checkout)."""
 
 import logging
-import os
+import sys
 import tempfile
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from jobs.official.runs import (
     accuracy_of,
     compared,
     modules,
+    quiet,
     rotated_mnist,
     same_groups,
     script,
@@ -52,7 +53,7 @@ def theirs(checkout: Path, data: Data, start_P: Tensor) -> Course:
     for name in ("cvxopt", "munch", "pynvml"):
         stand_in(name)
     trainers, linear = modules(checkout, "trainer", "models.linear")
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+    with tempfile.TemporaryDirectory() as folder:
         server_class = script(checkout / "StoCFL-FCC+CFL.py", run=False)["StandaloneServer"]
         model = linear.SimpleLinear(h1=MODEL["options"]["hidden"])
         vector_to_parameters(start_P.clone(), model.parameters())  # parameters become views of the vector
@@ -66,7 +67,7 @@ def theirs(checkout: Path, data: Data, start_P: Tensor) -> Course:
         server, course = server_class(model, False, trainer, args), Course()
         for t in range(1, KEPT[-1] + 1):
             logging.disable()
-            with redirect_stdout(nowhere), redirect_stderr(nowhere):
+            with quiet(), redirect_stderr(sys.stdout):  # progress bars
                 server.main()  # a round
             logging.disable(logging.NOTSET)
             row_NP = torch.stack([server.cluster_parameters[k] for k in server.find_client_cluster])
