@@ -34,12 +34,11 @@ from cfl_ray.results.study_folder import run_folders
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.tracking import flatten, read_info, read_records
 from jobs.results import heterogeneity
-from jobs.results.cells import FIGURES, ROOT, STUDIES, cells_of, compared
+from jobs.results.cells import FIGURES, ROOT, STUDIES, WORDS, cells_of, compared, keys_of, trains_as_recipe
 from jobs.results.page import FIGURE, page, scatter
 
 PAGE = ROOT / "docs" / "results.md"
 _NOT_COMPARED = ("runtime", "tracking", "output", "name", "methods")  # change no result, or are compared by themselves
-_WORDS = {"changed": str, "commit": str, "config_hash": str, "run_of": str}
 _KEPT = (
     "accuracy", "accuracy_std", "accuracy_p10", "accuracy_local", "accuracy_local_trained", "accuracy_tuned",
     "global_score", "macro_f1", "test_loss", "num_clusters", "largest_cluster_share", "ari", "correct_clients",
@@ -92,7 +91,7 @@ def _csv(recipe: Path) -> str:
 
 def _add(file: Path, rows: pd.DataFrame) -> None:
     """Writes rows, each in the place of that of the same setting, method and seed."""
-    frame = pd.concat([pd.read_csv(file, dtype=_WORDS), rows]) if file.exists() else rows
+    frame = pd.concat([pd.read_csv(file, dtype=WORDS), rows]) if file.exists() else rows
     frame = frame.drop_duplicates(["setting", "method", "seed"], keep="last")
     frame.sort_values(["setting", "method", "seed"]).to_csv(file, index=False)
 
@@ -168,7 +167,7 @@ def share() -> list[str]:
         before, after = FIGURES / _csv(source), FIGURES / _csv(target)
         if not before.is_file() or not after.is_file():
             continue
-        rows = pd.read_csv(before, dtype=_WORDS)
+        rows = pd.read_csv(before, dtype=WORDS)
         rows = rows[rows["changed"].isna() & (rows["rounds"] == rows["of_rounds"])]
         planned = {(cell.setting, cell.method, cell.seed): values for cell, values in cells[source]}
         for row in rows.to_dict("records"):
@@ -187,16 +186,13 @@ def share() -> list[str]:
 
 def _is_better(changed: str, file: Path, cell: StudyRun) -> bool:
     """Whether a run that differs in `changed` is nearer to the recipe of a cell than the run that the file has."""
-    keys = {one.partition("=")[0] for one in changed.split()}
-    if any(key != "rounds" and not key.startswith("evaluation.") for key in keys):
+    if not trains_as_recipe(changed):
         return False
-    rows = pd.read_csv(file, dtype=_WORDS)
+    rows = pd.read_csv(file, dtype=WORDS)
     own = rows[(rows["setting"] == cell.setting) & (rows["method"] == cell.method) & (rows["seed"] == cell.seed)]
     if not len(own):
         return True
-    has = own["changed"].iloc[0]
-    theirs = set() if pd.isna(has) else {one.partition("=")[0] for one in has.split()}
-    return bool(keys < theirs)
+    return keys_of(changed) < keys_of(own["changed"].fillna("").iloc[0])
 
 
 # ---- costs: the arithmetic of each study

@@ -17,7 +17,17 @@ from cfl_ray.config.published import PublishedTable, load_published
 from cfl_ray.config.study import load_study
 from cfl_ray.methods import REGISTRY
 from jobs.official.page import table as markdown
-from jobs.results.cells import FIGURES, SEEDS, STATES, STUDIES, Compared, cells_of, read_reasons
+from jobs.results.cells import (
+    FIGURES,
+    SEEDS,
+    STATES,
+    STUDIES,
+    Compared,
+    cells_of,
+    read_reasons,
+    runs_of,
+    trains_as_recipe,
+)
 
 _PROTOCOLS = {"accuracy": "P-server", "accuracy_local": "P-local", "newcomer_accuracy_tuned": "P-tune"}
 _OTHER_ROUNDS = {"_last10": "mean of the last ten rounds", "_best": "best round"}
@@ -134,15 +144,15 @@ def _figures(paper: str) -> list[str]:
     """Tables of a paper's studies without published numbers: they repeat a figure, or answer a question of our own."""
     lines = []
     for file in sorted((STUDIES / paper).glob("*.yaml")):
-        study, figures = load_study(file), FIGURES / f"{paper}-{file.stem}.csv"
-        if study.published or not figures.is_file():
+        study, runs = load_study(file), runs_of(f"{paper}-{file.stem}")
+        if study.published or not len(runs):
             continue
-        runs = pd.read_csv(figures, dtype={"changed": str})
         several = runs["method"].nunique() > 1
         metrics = [name for name in study.metrics or ("accuracy", "accuracy_local", "ari") if name in runs]
         lines += [f"### {_title(file.stem)}", "", *_commands(f"{paper}/{file.name}", runs)]
         lines += [f"Expected: {expected}", ""] if (expected := _from_header(file, "Expected")) else []
-        lines += [f"Found: {found}", ""] if (found := _found(paper, file.stem)) else []
+        found = str((read_reasons().get(paper) or {}).get(file.stem) or "").strip()
+        lines += [f"Found: {found}", ""] if found else []
         ranged = "accuracy" in metrics and {*_ENDS} <= {*runs} and runs[_ENDS[0]].ne(runs[_ENDS[1]]).any()
         head = ["setting", *(["method"] if several else []), *metrics, *([_RANGE] if ranged else []), "seeds"]
         rows = [head]
@@ -162,11 +172,6 @@ def _range(runs: pd.DataFrame) -> str:
     """Least and greatest accuracy of runs in the last quarter of their rounds, in percent."""
     low, high = runs[_ENDS[0]].min(), runs[_ENDS[1]].max()
     return "-" if math.isnan(low) else f"{low * 100:.1f} to {high * 100:.1f}"
-
-
-def _found(paper: str, figure: str) -> str:
-    """The sentence on a figure among the reasons."""
-    return str((read_reasons().get(paper) or {}).get(figure) or "").strip()
 
 
 def _from_header(recipe: Path, word: str) -> str:
@@ -228,7 +233,7 @@ def _missing() -> list[str]:
     if not file.is_file():
         return []
     table = pd.read_csv(file)
-    table["done"] = [_whole(_runs(a), b) for a, b in zip(table["study"], table["setting"], strict=True)]
+    table["done"] = [_whole(runs_of(a), b) for a, b in zip(table["study"], table["setting"], strict=True)]
     table["rate"] = table["study"].map(_rates(table))
     table["hours"] = (table["runs"] - table["done"]) * table["gigaflop"] / table["rate"] / 3600
     # values of a sweep together
@@ -254,32 +259,21 @@ def _missing() -> list[str]:
     return lines + markdown(*shown)
 
 
-def _runs(study: str) -> pd.DataFrame:
-    """The runs of a study that are on record."""
-    file = FIGURES / f"{study}.csv"
-    return pd.read_csv(file) if file.is_file() else pd.DataFrame({"setting": []})
-
-
 def _whole(runs: pd.DataFrame, setting: str) -> int:
     """How many runs of a setting have all rounds and train as their recipe says."""
     return sum(
-        run["rounds"] >= run["of_rounds"] and _is_recipe(run["changed"])
+        run["rounds"] >= run["of_rounds"] and trains_as_recipe(run["changed"])
         for run in runs[runs["setting"] == setting].fillna({"changed": ""}).to_dict("records")
     )
-
-
-def _is_recipe(changed: str) -> bool:
-    """Whether runs with these changes do the work of their recipe in each round."""
-    return all(change.startswith(("rounds=", "evaluation.")) for change in changed.split())
 
 
 def _rates(costs: pd.DataFrame) -> dict[str, float]:
     """Gigaflop a second of the runs of each study, or else of the studies of its paper, or of all; 20 without any."""
     amounts, seconds = {}, {}
     for study, rows in costs.groupby("study"):
-        runs, of_setting = _runs(str(study)), rows.set_index("setting")["gigaflop"]
+        runs, of_setting = runs_of(str(study)), rows.set_index("setting")["gigaflop"]
         if len(runs):
-            runs = runs[runs["changed"].fillna("").map(_is_recipe).astype(bool) & runs["seconds"].notna()]
+            runs = runs[runs["changed"].fillna("").map(trains_as_recipe).astype(bool) & runs["seconds"].notna()]
         if len(runs):
             amounts[study] = float((runs["setting"].map(of_setting) * runs["rounds"] / runs["of_rounds"]).sum())
             seconds[study] = float(runs["seconds"].sum())

@@ -313,7 +313,6 @@ def test_a_folder_of_no_recipe(tmp_path):
 
 
 def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(tmp_path, monkeypatch):
-    monkeypatch.setattr(results_page, "FIGURES", tmp_path)
     monkeypatch.setattr(results_cells, "FIGURES", tmp_path)
     (tmp_path / "explanations.yaml").write_text("fedclust: {figure4: As in the figure.}\n")
     columns = ["setting", "method", "seed", "changed", "accuracy", "num_clusters", "seconds"]
@@ -342,7 +341,6 @@ def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(tmp_path, mo
 
 
 def test_the_range_of_the_last_rounds_stands_beside_the_accuracy_of_a_figure(tmp_path, monkeypatch):
-    monkeypatch.setattr(results_page, "FIGURES", tmp_path)
     monkeypatch.setattr(results_cells, "FIGURES", tmp_path)
     (tmp_path / "explanations.yaml").write_text("{}\n")
     columns = ["setting", "method", "seed", "changed", "accuracy", "accuracy_low", "accuracy_high", "seconds"]
