@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +63,11 @@ def undisturbed(experiment: Experiment, directory: Path) -> Results:
     return simulate(experiment.model_copy(update={"tracking": untracked}), directory)
 
 
+def rounds_done(directory: Path) -> int:
+    """Rounds in the metrics logs of all methods of a run."""
+    return sum(file.read_bytes().count(b"\n") for file in directory.glob("*/metrics.jsonl"))
+
+
 def differences(experiment: Experiment, methods: Sequence[str], undisturbed: Path, disturbed: Path) -> list[str]:
     """The differences between two runs, each METHOD: WHAT. MLflow must have every round of the disturbed one."""
     found = []
@@ -74,6 +80,17 @@ def differences(experiment: Experiment, methods: Sequence[str], undisturbed: Pat
         for method in methods
         if sorted(steps.get(method, [])) != rounds
     ]
+
+
+def concluded(wrong: Sequence[str], right: str, folder: Path, keep: Path | None) -> int:
+    """Prints everything that is wrong, else the text `right`, and returns the exit status.
+
+    folder: of the runs; removed if nothing is wrong, unless the user named it (`keep`).
+    """
+    print("\n".join(["WRONG:", *wrong]) if wrong else right)
+    if keep is None and not wrong:
+        shutil.rmtree(folder)
+    return 1 if wrong else 0
 
 
 def outcome(directory: Path, method: str, experiment: Experiment) -> dict[str, object]:

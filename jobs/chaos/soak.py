@@ -12,7 +12,6 @@ every round once in metrics.jsonl and in MLflow. Exit status 1 if anything grew 
 import argparse
 import itertools
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from cfl_ray.tracking.mlflow_tracker import deliver_pending
 from jobs.chaos.hang import trap, trapped_data
 from jobs.chaos.mlflow_server import MlflowServer
 from jobs.chaos.processes import Run
-from jobs.chaos.same_outcome import IDENTICAL, differences, saved, undisturbed
+from jobs.chaos.same_outcome import IDENTICAL, concluded, differences, saved, undisturbed
 
 TARGETS = ["host", "server", "mlflow"]
 GROWTH = 0.02  # share, up to which a quantity is said not to grow; medians of a busy machine differ by 1 %
@@ -156,7 +155,7 @@ def main() -> int:
     whole = ThreadPoolExecutor(1).submit(undisturbed, experiment, folder / "undisturbed")
     try:
         mlflow.start()
-        run = Run(file, folder / "disturbed", [options.method])
+        run = Run(file, folder / "disturbed")
         try:
             samples, kills = soaked(run, mlflow, options.rounds, options.every)
         finally:
@@ -172,10 +171,7 @@ def main() -> int:
     counts = ", ".join(f"{number} {target}" for target, number in kills.items()) or "none"
     seconds = time.monotonic() - began
     console.print(f"{options.rounds} rounds of {options.method}; kills: {counts}; {seconds / 60:.0f} minutes")
-    console.print("\n".join(["WRONG:", *wrong]) if wrong else f"{IDENTICAL}; nothing grew")
-    if options.keep is None and not wrong:
-        shutil.rmtree(folder)
-    return 1 if wrong else 0
+    return concluded(wrong, f"{IDENTICAL}; nothing grew", folder, options.keep)
 
 
 if __name__ == "__main__":
