@@ -26,7 +26,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cfl_ray import Experiment, UserError, data, load, models
-from cfl_ray.config.study import load_study
 from cfl_ray.errors import DataError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.results.comparison import read_study
@@ -34,7 +33,7 @@ from cfl_ray.results.study_folder import run_folders
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.tracking import flatten, read_info, read_records
 from jobs.results import heterogeneity
-from jobs.results.cells import FIGURES, ROOT, STUDIES, WORDS, cells_of, compared, keys_of, trains_as_recipe
+from jobs.results.cells import FIGURES, ROOT, STUDIES, WORDS, cells_of, compared, keys_of, study_of, trains_as_recipe
 from jobs.results.page import FIGURE, page, scatter
 
 PAGE = ROOT / "docs" / "results.md"
@@ -56,7 +55,7 @@ def collect(folder: Path, recipe: Path | None, name: str | None = None) -> Path:
     name: of the file, for a recipe that was run on other data; None: that of the recipe.
     """
     record = recipe or find_recipe(folder)
-    planned = {(cell.setting, cell.method, cell.seed): cell.experiment for cell in cells_of(load_study(record))}
+    planned = {(cell.setting, cell.method, cell.seed): cell.experiment for cell in cells_of(record)}
     rows = []
     figures = read_study(folder)
     for setting, method, run in run_folders(folder):
@@ -120,7 +119,7 @@ def _recipes() -> list[Path]:
 def find_recipe(folder: Path) -> Path:
     """The recipe of a study's folder, by its name. Raises UserError where there is none."""
     for file in _recipes():
-        if load_study(file).name == folder.name:
+        if study_of(file).name == folder.name:
             return file
     raise UserError(f"{folder} is the folder of no study in {STUDIES}; name its recipe with --recipe")
 
@@ -161,7 +160,7 @@ def share() -> list[str]:
     one that differs in more.
     """
     files = _recipes()
-    cells = {file: [(cell, cell.experiment.to_dict()) for cell in cells_of(load_study(file))] for file in files}
+    cells = {file: [(cell, cell.experiment.to_dict()) for cell in cells_of(file)] for file in files}
     copied = []
     for source, target in ((a, b) for a in files for b in files if a != b and a.parent == b.parent):
         before, after = FIGURES / _csv(source), FIGURES / _csv(target)
@@ -206,7 +205,7 @@ def costs() -> Path:
     """
     rows = []
     for file in _recipes():
-        cells = cells_of(load_study(file))
+        cells = cells_of(file)
         for setting in dict.fromkeys(cell.setting for cell in cells):
             of_setting = [cell for cell in cells if cell.setting == setting]
             amount = _operations(of_setting[0].experiment)

@@ -1,7 +1,7 @@
 """The cells of the published tables, the runs that repeat them, and how far the two agree."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pandas as pd
 import yaml
 
 from cfl_ray.config.published import PublishedNumber, load_published
-from cfl_ray.config.study import Study
+from cfl_ray.config.study import load_study
 from cfl_ray.study.plan import StudyRun, plan
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +25,14 @@ PERSONAL = (  # predict with models of single clients
 )  # fmt: skip
 
 
-def cells_of(study: Study) -> list[StudyRun]:
-    """All runs of a study; of a sweep, those that do not depend on results."""
+# recipes are read and planned once, which takes longer than what is done with them
+study_of = cache(load_study)
+
+
+@cache
+def cells_of(recipe: Path) -> list[StudyRun]:
+    """All runs of a recipe; of a sweep, those that do not depend on results."""
+    study = study_of(recipe)
     trials = study.sweep.drawn() if study.sweep is not None and study.sweep.sampler != "tpe" else [{}]
     return plan(study, trials=trials)
 

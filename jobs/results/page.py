@@ -14,7 +14,6 @@ from scipy.stats import binomtest
 
 from cfl_ray import Experiment
 from cfl_ray.config.published import PublishedTable, load_published
-from cfl_ray.config.study import load_study
 from cfl_ray.methods import REGISTRY
 from jobs.official.page import table as markdown
 from jobs.results.cells import (
@@ -26,6 +25,7 @@ from jobs.results.cells import (
     cells_of,
     read_reasons,
     runs_of,
+    study_of,
     trains_as_recipe,
 )
 
@@ -144,7 +144,7 @@ def _figures(paper: str) -> list[str]:
     """Tables of a paper's studies without published numbers: they repeat a figure, or answer a question of our own."""
     lines = []
     for file in sorted((STUDIES / paper).glob("*.yaml")):
-        study, runs = load_study(file), runs_of(f"{paper}-{file.stem}")
+        study, runs = study_of(file), runs_of(f"{paper}-{file.stem}")
         if study.published or not len(runs):
             continue
         several = runs["method"].nunique() > 1
@@ -156,7 +156,7 @@ def _figures(paper: str) -> list[str]:
         ranged = "accuracy" in metrics and {*_ENDS} <= {*runs} and runs[_ENDS[0]].ne(runs[_ENDS[1]]).any()
         head = ["setting", *(["method"] if several else []), *metrics, *([_RANGE] if ranged else []), "seeds"]
         rows = [head]
-        order = {cell: place for place, cell in enumerate((cell.setting, cell.method) for cell in cells_of(study))}
+        order = {cell: place for place, cell in enumerate((cell.setting, cell.method) for cell in cells_of(file))}
         groups = sorted(runs.groupby(["setting", "method"]), key=lambda one: order.get(one[0], len(order)))
         for (setting, method), own in groups:
             values = [
@@ -188,7 +188,7 @@ def _from_header(recipe: Path, word: str) -> str:
 def _protocol(recipe: Path, settings: list[str]) -> list[str]:
     """How the recipe trains and tests in these settings, and what it assumes that the paper does not say."""
     values: dict[str, list[str]] = {}  # by the words around them
-    for cell in cells_of(load_study(recipe)):
+    for cell in cells_of(recipe):
         if cell.setting in settings:
             for words, value in _parts(cell.experiment).items():
                 values.setdefault(words, []).append(value)
@@ -439,8 +439,7 @@ def _table(name: str, table: PublishedTable, cells: list[Compared], is_first: bo
 
 def _commands(recipe: str, runs: pd.DataFrame) -> list[str]:
     """The commands that repeat these runs of a recipe, and the time that they took."""
-    study = load_study(STUDIES / recipe)
-    cells = cells_of(study)
+    study, cells = study_of(STUDIES / recipe), cells_of(STUDIES / recipe)
     everything = [list(dict.fromkeys(getattr(cell, name) for cell in cells)) for name in ("base", "method", "seed")]
     selected: dict[tuple[str, tuple[str, ...], tuple[int, ...]], list[str]] = {}  # settings by changes, methods, seeds
     of_setting = runs["setting"].map({cell.setting: cell.base for cell in cells})

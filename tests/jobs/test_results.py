@@ -1,6 +1,5 @@
 """The page of results: made from the figures of runs and the published numbers, and up to date."""
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,26 +18,8 @@ from jobs.results import page as results_page
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def read_once():
-    """Studies are read and planned once for all tests of this module, which takes longer than they do."""
-    studies, planned, plan = functools.cache(load_study), {}, results_cells.cells_of
-
-    def cells_of(study):
-        if id(study) not in planned:
-            planned[id(study)] = study, plan(study)  # with the study, so that its id stays its own
-        return planned[id(study)][1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (results_page, results_cells):
-            patch.setattr(module, "cells_of", cells_of)
-            if hasattr(module, "load_study"):
-                patch.setattr(module, "load_study", studies)
-        yield
-
-
 @pytest.fixture(scope="module")
-def cells(read_once):
+def cells():
     """Every published cell beside its runs."""
     return results_cells.compared()
 
