@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 import yaml
+from studies import figures_of
 
 from cfl_ray.study.run import run_study
 
@@ -20,7 +21,7 @@ def address():
     cluster.shutdown()
 
 
-def test_two_runs_at_once_with_a_host_each(address, study, tmp_path, command, inline, figures_of):
+def test_two_runs_at_once_with_a_host_each(address, study, tmp_path, command, inline):
     made = study()
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json")))
     done = subprocess.run(
