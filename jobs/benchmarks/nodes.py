@@ -102,7 +102,7 @@ def measure(names: list[str], rounds: int) -> None:
 # ---- simulated
 
 
-def speedup(nodes: int, cohort: int, sigma: float, columns: int, gbit: float = 10) -> tuple[float, float]:
+def speedup(nodes: int, cohort: int, sigma: float, columns: int) -> tuple[float, float]:
     """The speedup of a round over one node, and the speedup with ideal schedules on both.
 
     The time of a round is that of the hosts, of the server and of the busiest link. A client takes 1 s on average,
@@ -116,7 +116,7 @@ def speedup(nodes: int, cohort: int, sigma: float, columns: int, gbit: float = 1
         found = simulate_round(hosts, cohort, 4, columns, seconds_M)
         working = float(seconds_M.sum()) / (hosts * found.busy)  # until the last host ends
         least = max(float(seconds_M.sum()) / hosts, float(seconds_M.max()))
-        return working + found.server_seconds + found.traffic.seconds(gbit), least
+        return working + found.server_seconds + found.traffic.seconds, least
 
     (one, least_one), (several, least) = seconds(1), seconds(nodes)
     return one / several, least_one / least
