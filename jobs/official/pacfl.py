@@ -115,12 +115,12 @@ def ours(data: Data, seed: int) -> tuple[Course, np.ndarray]:
     return runs.ours(data, seed, KEPT, method, MODEL, local, metric="accuracy_local", look=look), angles[0]
 
 
-HEAD = """## PACFL
+HEAD = f"""## PACFL
 
-[MMorafah/PACFL](https://github.com/MMorafah/PACFL), commit {commit}, by the authors of PACFL: its `main_pacfl.py` as a
-whole. {clients} clients of {train} training and {test} test images of Fashion-MNIST of two labels each, all of them in
-every round; full batches, {epochs} epochs at eta {lr} with momentum {momentum}, {basis} vectors per label, threshold
-{alpha} degrees. Both start from the same model.
+[MMorafah/PACFL](https://github.com/MMorafah/PACFL), commit COMMIT, by the authors of PACFL: its `main_pacfl.py` as a
+whole. {CLIENTS} clients of {TRAIN} training and {TEST} test images of Fashion-MNIST of two labels each, all of them in
+every round; full batches, {EPOCHS} epochs at eta {LR} with momentum {MOMENTUM}, {BASIS} vectors per label, threshold
+{ALPHA} degrees. Both start from the same model.
 
 Replaced in memory: the partition and the loaders, so that both have the same images; `numpy.NINF`; calls of CUDA. Ours
 is its variant: `angle: code`, `linkage: weighted`, pixels that are not normalised. The signs of singular vectors are
@@ -135,8 +135,7 @@ client's cluster model in the two codes, relative to their distance from the fir
 
 
 def section(checkout: Path, commit: str) -> str:
-    values = {"clients": CLIENTS, "train": TRAIN, "test": TEST, "epochs": EPOCHS, "lr": LR, "momentum": MOMENTUM}
-    head = HEAD.format(commit=commit, basis=BASIS, alpha=ALPHA, **values)
+    head = HEAD.replace("COMMIT", commit)
     rows = [["seed", "angle", "clusters, theirs", "clusters, ours", "same", "ARI", *runs.HEAD]]
     for seed in SEEDS:
         data, start_P = two_labels(seed), runs.first_weights(MODEL, 10, seed)

@@ -80,16 +80,20 @@ def rotated_mnist(seed: int, turns: Sequence[int], train: int, test: int) -> Dat
     return Data(x[:, :train], y[:, :train], x[:, train:], y[:, train:])
 
 
+def network_of(model: dict[str, Any], classes: int) -> Network:
+    """The network of a section `model`."""
+    return Network(recipe(model["name"], model.get("options", {}), SHAPE, classes), SHAPE)
+
+
 def first_weights(model: dict[str, Any], classes: int, seed: int, number: int = 0) -> Tensor:
     """The weights (P,) of the first model of this number that our runs start from."""
-    return Network(recipe(model["name"], model.get("options", {}), SHAPE, classes), SHAPE).new_model(seed, number)
+    return network_of(model, classes).new_model(seed, number)
 
 
 @contextmanager
 def weights_file(model: dict[str, Any], classes: int, seed: int) -> Iterator[Path]:
     """A file with the weights of `first_weights`, for `model.weights` of runs with another seed."""
-    network = Network(recipe(model["name"], model.get("options", {}), SHAPE, classes), SHAPE)
-    tensors = network.spec.tensors(network.new_model(seed, 0))
+    tensors = network_of(model, classes).spec.tensors(first_weights(model, classes, seed))
     with TemporaryDirectory() as folder:
         file = Path(folder) / "first.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
