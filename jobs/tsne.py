@@ -41,7 +41,7 @@ class Map:
         return float((self.group_S[nearest_S] == self.group_S).mean())
 
 
-def maps(study: Path, perplexity: float = PERPLEXITY, seed: int = 0) -> list[Map]:
+def maps(study: Path, perplexity: float = PERPLEXITY) -> list[Map]:
     """The map of the last recorded signatures of every run of a study that has any, in the order of the study.
 
     perplexity: at most a third of the clients less one is used. Raises UserError if no run has signatures.
@@ -55,18 +55,18 @@ def maps(study: Path, perplexity: float = PERPLEXITY, seed: int = 0) -> list[Map
         last = by_round[max(by_round)]
         group_of = result.assignments().set_index("client")["group"]
         title = f"{setting}, {method}, {folder.name}"
-        found.append(Map(title, plane(last.value, perplexity, seed), group_of.loc[last.labels[0]].to_numpy()))
+        found.append(Map(title, plane(last.value, perplexity), group_of.loc[last.labels[0]].to_numpy()))
     if not found:
         raise UserError(f"no run in {study} has the diagnostic signatures; StoCFL, FedClust and AutoCFL report it")
     return found
 
 
-def plane(signature_SQ: np.ndarray, perplexity: float, seed: int) -> np.ndarray:
+def plane(signature_SQ: np.ndarray, perplexity: float) -> np.ndarray:
     """float32 (S, 2): the map of the signatures. Raises UserError for fewer than four."""
     if len(signature_SQ) < 4:
         raise UserError(f"t-SNE needs at least 4 clients with a signature, got {len(signature_SQ)}")
     most = (len(signature_SQ) - 1) / 3
-    points_S2: np.ndarray = TSNE(perplexity=min(perplexity, most), random_state=seed).fit_transform(signature_SQ)
+    points_S2: np.ndarray = TSNE(perplexity=min(perplexity, most), random_state=0).fit_transform(signature_SQ)
     return points_S2
 
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by the DevTools protocol over a pipe: for tests of the page, and for its pictures."""
+"""A headless Chromium, driven by the DevTools protocol over a pipe, for tests of pages."""
 
 import base64
 import json
@@ -92,9 +92,9 @@ class Browser:
         self.run("dispatchEvent(new Event('beforeprint'))")
         self.wait("[...document.querySelectorAll('.plot')].every(plot => plot.querySelector('svg.main-svg'))")
 
-    def visit(self, url: str, width: int = 1280, height: int = 900) -> None:
+    def visit(self, url: str) -> None:
         """Loads a page that draws itself, and waits until it has begun to."""
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.send("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
         self.send("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && document.body.innerText.length > 0")
 
@@ -137,11 +137,6 @@ class Browser:
         """Addresses that were asked for, without those inside the page."""
         sent = [one["params"]["request"]["url"] for one in self.events if one["method"] == "Network.requestWillBeSent"]
         return [url for url in sent if not url.startswith(("data:", "blob:"))]
-
-    def screenshot(self, path: Path, whole: bool = True) -> None:
-        """Writes a picture of the page as PNG."""
-        picture = self.send("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(picture["data"]))
 
     def pdf(self, path: Path) -> None:
         """Writes the page as it is printed on A4."""

@@ -116,6 +116,7 @@ def drawn(drawing):
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
+    """No cluster and no MLflow server of the user's; MLflow itself sets its variable in a test before."""
     for name in ("RAY_ADDRESS", "RAY_JOB_ID", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
 

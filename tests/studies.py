@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from cfl_ray.config.study import Study
+from cfl_ray.results.comparison import read_study
 from cfl_ray.study import worker_pool
 
 EXPERIMENT = {
@@ -19,6 +20,7 @@ EXPERIMENT = {
     "runtime": {"engine": "manual"},
     "tracking": {"enabled": False},
 }
+TIMES = ("round_seconds", "seconds")
 
 
 def small_study(output: Path, **changes) -> Study:
@@ -47,3 +49,17 @@ class InlinePool:
             yield worker_pool.RunOutcome(
                 run, *worker_pool._run(run, self.root, resources.hosts, self.extend and run.folder(self.extend))
             )
+
+
+def figures_of(root: Path) -> dict:
+    """All metrics of the finished runs of a study, without times."""
+    return {
+        (setting, method, seed): {name: value for name, value in values.items() if name not in TIMES}
+        for (setting, method), of_seeds in read_study(root).run_metrics.items()
+        for seed, values in of_seeds.items()
+    }
+
+
+def files_of(root: Path) -> dict[Path, int]:
+    """When every file of the runs was written."""
+    return {file: file.stat().st_mtime_ns for file in root.glob("*/*/seed-*/**/*") if file.is_file()}

@@ -165,12 +165,12 @@ def on_digits(run: StudyRun, output: Path) -> config.Experiment:
     return config.Experiment(**merged(values, small) | {"model": small["model"]})
 
 
-def with_layers(method, layers: int = 2):
-    """The method with a layer that the stand-in's model has."""
+def with_layers(method):
+    """The method with one of the two layers that the stand-in's model has."""
     if not isinstance(method, dict):
         return method
     ((name, options),) = method.items()
-    layer = {"layer": min(options["layer"], layers)} if options and options.get("layer") else {}
+    layer = {"layer": min(options["layer"], 2)} if options and options.get("layer") else {}
     return {name: options | layer} if layer else method
 
 

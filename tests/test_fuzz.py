@@ -283,7 +283,6 @@ def check(target: Target, folder: Path, mark: Path, seed: str) -> None:
 def run_mutants(name: str, mutants: range, pristine: Path, folder: Path, monkeypatch) -> None:
     target = TARGETS[name]
     monkeypatch.chdir(pristine)  # `evil.py` is here
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("CFL_RAY_HOME", str(folder / "home"))
     monkeypatch.setattr(mlflow_tracker, "accepts_connection", lambda uri: False)
     shutil.copytree(pristine, folder, dirs_exist_ok=True)

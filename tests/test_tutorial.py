@@ -87,7 +87,6 @@ def shown_by():
 @pytest.mark.parametrize("name", ["data", "method", pytest.param("table", marks=pytest.mark.slow)])
 def test_its_blocks_run_and_print_what_is_shown(name, folder, shown_by, monkeypatch):
     monkeypatch.chdir(folder)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.syspath_prepend(str(folder))
     shown = shown_by(name)

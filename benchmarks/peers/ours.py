@@ -6,16 +6,13 @@
 import tempfile
 
 from benchmarks.peers.common import Trained, run
-from benchmarks.workloads import Workload, samples_of
-from cfl_ray import federation_from_arrays
+from benchmarks.workloads import Workload
 from jobs.benchmarks.rounds import OnRay, experiment_of
 
 
 def train(work: Workload, rounds: int) -> Trained:
-    x, y, clients = samples_of(work)
-    federation = federation_from_arrays(x, y, clients, num_classes=work.classes, holdout=0.001)
     with tempfile.TemporaryDirectory() as output:
-        measured = OnRay(experiment_of(work, output, rounds + 1, data=federation))
+        measured = OnRay(experiment_of(work, output, rounds + 1))
         seconds = [measured.round() for _ in range(rounds)]
         measured.close()
     return Trained(seconds, [])

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from cfl_ray.system.lazy import lazy_names
+from cfl_ray.system.imports import lazy_names
 
 if TYPE_CHECKING:
     from cfl_ray.data.arrays import federation_from_arrays

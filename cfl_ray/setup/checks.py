@@ -18,12 +18,7 @@ from cfl_ray.engine.engines import SEQUENTIAL
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.network import Network
 from cfl_ray.setup.dry_rounds import why_synchronous
-from cfl_ray.setup.dry_run import (
-    try_aggregation,
-    try_attack,
-    try_availability,
-    try_metrics,
-)
+from cfl_ray.setup.dry_run import try_aggregation, try_attack, try_availability, try_metrics
 from cfl_ray.setup.first_models import start_of
 from cfl_ray.setup.schedule import population_of
 from cfl_ray.setup.setup import Setup

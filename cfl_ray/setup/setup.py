@@ -25,10 +25,7 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.shared import digest_of
-from cfl_ray.population.availability import (
-    ALWAYS,
-    Availability,
-)
+from cfl_ray.population.availability import ALWAYS, Availability
 from cfl_ray.population.population import count_of
 from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.plan import PrivacyPlan

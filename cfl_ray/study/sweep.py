@@ -33,7 +33,8 @@ class Trials:
     """Trials that are known before the first run: a single trial without parameters, a grid, or random draws."""
 
     def __init__(self, parameters: Sequence[dict[str, Any]]):
-        self.parameters, self.given = parameters, False
+        self.parameters = parameters
+        self.left = list(parameters)  # trials that `next` has not returned
 
     def first(self) -> Sequence[dict[str, Any]]:
         """Trials whose runs are checked before the first run."""
@@ -44,10 +45,8 @@ class Trials:
 
     def next(self, together: int) -> Sequence[dict[str, Any]]:
         """Trials to run next, empty at the end. together: largest number of parallel trials."""
-        if self.given:
-            return []
-        self.given = True
-        return self.parameters
+        trials, self.left = self.left, []
+        return trials
 
     def tell(self, parameters: Mapping[str, Any], value: float | None) -> None:
         """Reports the result of a trial; None: it failed."""
@@ -119,11 +118,10 @@ class LearningTrials(Trials):
 
     def next(self, together: int) -> Sequence[dict[str, Any]]:
         if self.left:
-            trials, self.left = self.left, []
-        else:
-            trials = [self._ask() for _ in range(min(self.asks, together))]
-            self.asks -= len(trials)
-        return _distinct(trials)
+            return _distinct(super().next(together))
+        count = min(self.asks, together)
+        self.asks -= count
+        return _distinct([self._ask() for _ in range(count)])
 
     def _ask(self) -> dict[str, Any]:
         """A new trial, which depends only on the seed, the number of the trial, and the results so far.

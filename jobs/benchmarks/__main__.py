@@ -16,54 +16,37 @@ other systems as well. The time of cfl_ray is that of a FedAvg round on Ray, wit
 """
 
 import argparse
+from importlib import import_module
 
 from benchmarks.workloads import WORKLOADS
+
+# The module and the options of each. Modules are imported when they run: processes whose memory is measured import this
+# file too.
+BENCHMARKS = {
+    "speed": ("rounds", ["workloads", "rounds"]),
+    "memory": ("rounds", ["rounds"]),
+    "states": ("rounds", ["rounds", "clients", "cohort"]),
+    "scale": ("scale", []),
+    "nodes": ("nodes", ["workloads", "rounds"]),
+    "modules": ("modules", ["rounds"]),
+    "mixtures": ("mixtures", ["rounds"]),
+    "clustering": ("clustering", []),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = ["speed", "memory", "states", "scale", "nodes", "modules", "mixtures", "clustering"]
-    parser.add_argument("what", nargs="?", choices=kinds, default="speed")
+    parser.add_argument("what", nargs="?", choices=BENCHMARKS, default="speed")
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=f"some of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds, of states in units of 20 (default: 3)")
     parser.add_argument("--clients", type=int, default=5_000, help="of states (default: 5000)")
     parser.add_argument("--cohort", type=int, default=200, help="of states (default: 200)")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.workloads) - set(WORKLOADS):
+    given = parser.parse_args()
+    if unknown := set(given.workloads) - set(WORKLOADS):
         parser.error(f"unknown workload {', '.join(sorted(unknown))}; valid: {', '.join(WORKLOADS)}")
-    match arguments.what:
-        case "speed":
-            from jobs.benchmarks.rounds import speed
-
-            speed(arguments.workloads, arguments.rounds)
-        case "memory":
-            from jobs.benchmarks.rounds import memory
-
-            memory(arguments.rounds)
-        case "states":
-            from jobs.benchmarks.rounds import states
-
-            states(arguments.rounds, arguments.clients, arguments.cohort)
-        case "scale":
-            from jobs.benchmarks.scale import scale
-
-            scale()
-        case "nodes":
-            from jobs.benchmarks.nodes import nodes
-
-            nodes(arguments.workloads, arguments.rounds)
-        case "modules":
-            from jobs.benchmarks.modules import modules
-
-            modules(arguments.rounds)
-        case "mixtures":
-            from jobs.benchmarks.mixtures import mixtures
-
-            mixtures(arguments.rounds)
-        case "clustering":
-            from jobs.benchmarks.clustering import clustering
-
-            clustering()
+    module, options = BENCHMARKS[given.what]
+    benchmark = getattr(import_module(f"jobs.benchmarks.{module}"), given.what)
+    benchmark(*(getattr(given, option) for option in options))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ including all libraries.
 import multiprocessing
 import resource
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
-from threadpoolctl import threadpool_limits
 from torch.nn.functional import normalize
 
 from cfl_ray.core.clients import Clients
@@ -26,6 +25,7 @@ from cfl_ray.methods.fedclust import FedClust
 from cfl_ray.methods.pacfl import PACFL
 from cfl_ray.methods.stocfl import StoCFL
 from cfl_ray.models import recipe
+from cfl_ray.system.threads import one_thread
 
 INPUT = (1, 28, 28)
 
@@ -87,29 +87,19 @@ def cluster(name: str, clients: int) -> tuple[float, float, int]:
     ids, num_samples_N = np.arange(clients), np.full(clients, 50)
     cohort = Clients(ids, num_samples_N, spec, LocalSGD(), SignatureBackend(signatures(case, clients)), 0, 1)
     state = case.method.init(Start(clients, spec, lambda index: torch.zeros(spec.size), case.input))
-    torch.set_num_threads(1)
-    with threadpool_limits(limits=1):
+    with one_thread():
         began = time.perf_counter()
         state = case.method.round(state, cohort, Draws(0, 1))
         seconds = time.perf_counter() - began
     return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, state.num_clusters
 
 
-def _cluster_in_process(pipe: Connection, name: str, clients: int) -> None:
-    pipe.send(cluster(name, clients))
-
-
 def clustering() -> None:
     """Prints seconds, peak memory and clusters by method."""
     print(f"one thread, torch {torch.__version__}; the round in which the server clusters all clients")
-    context = multiprocessing.get_context("spawn")
     for name, case in CLUSTERINGS.items():
-        pipe, worker_pipe = context.Pipe()
-        process = context.Process(target=_cluster_in_process, args=(worker_pipe, name, case.clients))
-        process.start()
-        worker_pipe.close()
-        seconds, peak, clusters = pipe.recv()
-        process.join()
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            seconds, peak, clusters = process.submit(cluster, name, case.clients).result()
         floats = f"{case.vectors} x {case.length}" if case.vectors > 1 else f"{case.length:,}"
         print(
             f"{name}: {case.clients:,} clients, {case.signatures} ({floats} floats): "

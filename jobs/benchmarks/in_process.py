@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.peers.bare import load, module_of
 from benchmarks.workloads import Workload, samples_of
-from cfl_ray.data import federation_from_arrays
 from cfl_ray.runtime.session import InProcessSession
 from cfl_ray.setup.prepare import prepare
 from jobs.benchmarks.rounds import experiment_of
@@ -62,10 +61,8 @@ class PlainLoop:
 @contextmanager
 def our_round(work: Workload, method: dict[str, dict[str, int]] | str, engine: str) -> Iterator[Callable[[], object]]:
     """A function that runs the next round of a method of cfl_ray in this process."""
-    x, y, clients = samples_of(work)
-    federation = federation_from_arrays(x, y, clients, num_classes=work.classes, holdout=0.001)
-    changes = {"methods": [method], "data": federation, "runtime": {"engine": engine, "checkpoint_every": 10_000}}
-    setup = prepare(experiment_of(work, "runs", 10_000, **changes))
+    runtime = {"engine": engine, "checkpoint_every": 10_000}
+    setup = prepare(experiment_of(work, "runs", 10_000, methods=[method], runtime=runtime))
     session = InProcessSession(setup, None)
     rounds = session.rounds(next(iter(setup.methods)), lambda text: None)
     next(rounds)

@@ -24,8 +24,7 @@ from jobs.benchmarks.scale import HOSTS_PER_NODE, simulate_round
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
-from benchmarks.workloads import WORKLOADS, samples_of
-from cfl_ray.data import federation_from_arrays
+from benchmarks.workloads import WORKLOADS
 
 NODES = (1, 2, 4, 8)
 
@@ -61,9 +60,8 @@ def seconds_of_rounds(name: str, cores: Sequence[int], rounds: int) -> list[floa
 
     work = WORKLOADS[name]
     with tempfile.TemporaryDirectory() as output, cluster_of(cores) as address:
-        federation = federation_from_arrays(*samples_of(work), num_classes=work.classes, holdout=0.001)
         changes = {"address": address, "hosts": len(cores), "checkpoint_every": 10_000}
-        session = RaySession(prepare(experiment_of(work, output, rounds + 2, data=federation, runtime=changes)), None)
+        session = RaySession(prepare(experiment_of(work, output, rounds + 2, runtime=changes)), None)
         try:
             reports = islice(session.rounds("fedavg"), 2, rounds + 2)  # without the start, and the round that warms up
             return [report.metrics["round_seconds"] for report in reports]
@@ -104,7 +102,7 @@ def measure(names: list[str], rounds: int) -> None:
 # ---- simulated
 
 
-def speedup(nodes: int, cohort: int, sigma: float, columns: int, gbit: float = 10) -> tuple[float, float]:
+def speedup(nodes: int, cohort: int, sigma: float, columns: int) -> tuple[float, float]:
     """The speedup of a round over one node, and the speedup with ideal schedules on both.
 
     The time of a round is that of the hosts, of the server and of the busiest link. A client takes 1 s on average,
@@ -118,7 +116,7 @@ def speedup(nodes: int, cohort: int, sigma: float, columns: int, gbit: float = 1
         found = simulate_round(hosts, cohort, 4, columns, seconds_M)
         working = float(seconds_M.sum()) / (hosts * found.busy)  # until the last host ends
         least = max(float(seconds_M.sum()) / hosts, float(seconds_M.max()))
-        return working + found.server_seconds + found.traffic.seconds(gbit), least
+        return working + found.server_seconds + found.traffic.seconds, least
 
     (one, least_one), (several, least) = seconds(1), seconds(nodes)
     return one / several, least_one / least

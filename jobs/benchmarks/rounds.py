@@ -80,7 +80,9 @@ def bare_memory(bare: Bare) -> float:
 
 
 def experiment_of(work: Workload, output: str, rounds: int, **changes) -> Experiment:
-    """FedAvg on a workload, with its network as an ordinary module."""
+    """FedAvg on a workload, with its network as an ordinary module and, unless `changes` name others, its data."""
+    if "data" not in changes:
+        changes["data"] = federation_from_arrays(*samples_of(work), num_classes=work.classes, holdout=0.001)
     values = {
         "name": "benchmark",
         "rounds": rounds,
@@ -103,10 +105,8 @@ def speed(names: list[str], rounds: int) -> None:
     )
     for name in names:
         work = WORKLOADS[name]
-        x, y, clients = samples_of(work)
         with tempfile.TemporaryDirectory() as output:
-            federation = federation_from_arrays(x, y, clients, num_classes=work.classes, holdout=0.001)
-            measured = OnRay(experiment_of(work, output, rounds + 2, data=federation))
+            measured = OnRay(experiment_of(work, output, rounds + 2))
             bare = Bare(work)
             pairs = [(measured.round(), bare.round()) for _ in range(rounds + 1)][1:]
             seconds, bare_seconds = (statistics.median(column) for column in zip(*pairs))

@@ -32,7 +32,7 @@ from cfl_ray.runtime.on_ray import dispatch as dispatch_module
 from cfl_ray.runtime.on_ray.backend import Exchange, RayBackend
 from cfl_ray.runtime.on_ray.collect import Collected
 
-GBIT = 1e9 / 8  # bytes a second
+GBITS = 10  # a second, of a node's link in each direction
 HOSTS_PER_NODE = 10
 CALL_SECONDS = 3e-3  # CPU time of the server for a real call, Ray's included: of 64 real hosts (`points`)
 SERVER = "node 0"
@@ -73,9 +73,10 @@ class Traffic:
         self.stored[node] += ref.size
         self.copies[id(ref)].add(node)
 
-    def seconds(self, gbit: float) -> float:
-        """Time of the busiest link at this bandwidth in each direction."""
-        return max([0.0, *self.sent.values(), *self.received.values()]) / (gbit * GBIT)
+    @property
+    def seconds(self) -> float:
+        """Time of the busiest link at the bandwidth in each direction."""
+        return max([0.0, *self.sent.values(), *self.received.values()]) / (GBITS * 1e9 / 8)
 
 
 class SimulatedHost:
@@ -242,11 +243,11 @@ def hand_out() -> None:
         )
 
 
-def traffic(gbit: float = 10) -> None:
+def traffic() -> None:
     """Prints what crosses between nodes in a round, by hosts, clusters, columns and cohort."""
     print(
         f"\ntraffic of a round of training in GB, {HOSTS_PER_NODE} hosts to a node: out of and into the server's node, "
-        f"out of and into the busiest other node, stored on the fullest;\nseconds: the busiest link at {gbit:g} Gbit/s"
+        f"out of and into the busiest other node, stored on the fullest;\nseconds: the busiest link at {GBITS} Gbit/s"
     )
     header = ("hosts", "K", "P", "cohort", "server out", "server in", "node out", "node in", "stored", "seconds")
     print(("{:>7}" + "{:>5}" + "{:>8}" + "{:>11}" * 7).format(*header))
@@ -263,7 +264,7 @@ def traffic(gbit: float = 10) -> None:
             )
             numbers = "".join(f"{value / 1e9:>11.3f}" for value in values)
             size = f"{columns / 1e6:g} M"
-            print(f"{hosts:>7}{clusters:>5}{size:>8}{cohort:>11,}{numbers}{moved.seconds(gbit):>11.2f}", flush=True)
+            print(f"{hosts:>7}{clusters:>5}{size:>8}{cohort:>11,}{numbers}{moved.seconds:>11.2f}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,6 @@ class Measured:
     """Figures of one round on real hosts."""
 
     server_seconds: float  # CPU time of this process, which is the server
-    seconds: float
     calls: int
     sent: float  # bytes of models that the server put or passed on in calls
     received: float  # bytes of sums that it fetched
@@ -318,10 +318,10 @@ def measure_round(hosts: int, cohort: int, clusters: int, hidden: int) -> Measur
             work = _training(cohort, clusters, models_KP, round)
             counted = Counter[str]()
             with _counting(counted):
-                began, cpu = time.perf_counter(), time.process_time()
+                began = time.process_time()
                 backend.run(work)
-                cpu, seconds = time.process_time() - cpu, time.perf_counter() - began
-            found.append(Measured(cpu, seconds, counted["calls"], counted["sent"], counted["received"]))
+                seconds = time.process_time() - began
+            found.append(Measured(seconds, counted["calls"], counted["sent"], counted["received"]))
         pool.stop()
         return min(found[1:], key=lambda one: one.server_seconds)
     finally:
@@ -380,10 +380,8 @@ def points() -> None:
                 print(f"{hosts:>6} hosts need about {needs / 1e9:.0f} GB, {free / 1e9:.0f} GB are free")
                 continue
             columns = 23 * hidden + 2
-            real, model = (
-                measure_round(hosts, cohort, clusters, hidden),
-                simulate_round(hosts, cohort, clusters, columns),
-            )
+            real = measure_round(hosts, cohort, clusters, hidden)
+            model = simulate_round(hosts, cohort, clusters, columns)
             sent, received = model.traffic.sent[SERVER], model.traffic.received[SERVER]
             values = (
                 (f"{real.calls}", f"{model.calls}"),

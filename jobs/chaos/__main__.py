@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -31,12 +30,11 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 from rich.console import Console
 from rich.table import Table
 
-from cfl_ray import config, simulate
 from cfl_ray.methods import REGISTRY
 from jobs.chaos.hang import LIMIT, UNDISTURBED, let_hang
 from jobs.chaos.hang import TARGETS as HANG_TARGETS
 from jobs.chaos.processes import Run
-from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, differences
+from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, concluded, differences, saved, undisturbed
 
 METHODS = ["ditto", "fedclust", "stocfl", "ifca_cam"]  # client state, one-shot clustering, merging, additive models
 TARGETS = ["host", "server", "node", "driver"]
@@ -53,23 +51,14 @@ class Kill:
     recovery: float = float("nan")  # seconds from the kill to the end of the round
 
 
-def disturbed(
-    file: Path,
-    directory: Path,
-    methods: list[str],
-    rounds: int,
-    targets: list[str],
-    count: int,
-    seed: int,
-    seconds: float,
-) -> list[Kill]:
-    """Runs the experiment and kills `count` processes, each in a different round, at most `seconds` after its start."""
-    draw = random.Random(seed)
-    rounds_of_kills = sorted(draw.sample(range(1, len(methods) * rounds), count))
-    run, kills = Run(file, directory, methods), []
+def disturbed(file: Path, directory: Path, options: argparse.Namespace, seconds: float) -> list[Kill]:
+    """Runs the experiment and kills processes, each in a different round, at most `seconds` after its start."""
+    draw, methods, rounds = random.Random(options.seed), options.methods, options.rounds
+    rounds_of_kills = sorted(draw.sample(range(1, len(methods) * rounds), options.kills))
+    run, kills = Run(file, directory), []
     try:
         for round in rounds_of_kills:
-            target, delay = draw.choice(targets), draw.uniform(0, seconds)
+            target, delay = draw.choice(options.targets), draw.uniform(0, seconds)
             run.wait_for_rounds(round)
             time.sleep(delay)
             before = run.rounds_done()
@@ -128,35 +117,20 @@ def main() -> int:
     folder = options.keep or Path(tempfile.mkdtemp(prefix="cfl-ray-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     if options.hang is not None:
-        count, limit, seed = options.hang, options.limit, options.seed
-        return let_hang(options.targets, options.methods, options.rounds, count, limit, seed, folder)
-    file = folder / "chaos.yaml"
-    file.write_text(chaos_experiment(options.methods, options.rounds, folder).to_yaml())
-    experiment = config.load(file)  # as the disturbed run reads it
-    untracked = experiment.tracking.model_copy(update={"enabled": False})
-    results = simulate(experiment.model_copy(update={"tracking": untracked}), folder / "undisturbed")
+        return let_hang(options, folder)
+    file, experiment = saved(chaos_experiment(options.methods, options.rounds, folder))
+    results = undisturbed(experiment, folder / "undisturbed")
     seconds = statistics.median(
         record.metrics["round_seconds"] for method in results.methods.values() for record in method.records
     )
-    kills = disturbed(
-        file,
-        folder / "disturbed",
-        options.methods,
-        options.rounds,
-        options.targets,
-        options.kills,
-        options.seed,
-        seconds,
-    )
+    kills = disturbed(file, folder / "disturbed", options, seconds)
     different = differences(experiment, options.methods, folder / "undisturbed", folder / "disturbed")
-    show(kills, seconds, different, options)
-    if options.keep is None and not different:
-        shutil.rmtree(folder)
-    return 1 if different else 0
+    show(kills, seconds, options.seed)
+    return concluded(different, IDENTICAL, folder, options.keep)
 
 
-def show(kills: list[Kill], seconds: float, different: list[str], options: argparse.Namespace) -> None:
-    """Prints a row per kill, and the differences."""
+def show(kills: list[Kill], seconds: float, seed: int) -> None:
+    """Prints a row per kill."""
     console = Console(highlight=False)
     table = Table("#", "killed", "method", "round", "after s", "recovery s")
     for number, kill in enumerate(kills, 1):
@@ -166,10 +140,9 @@ def show(kills: list[Kill], seconds: float, different: list[str], options: argpa
     console.print(table)
     counts = ", ".join(f"{number} {target}" for target, number in Counter(kill.target for kill in kills).items())
     console.print(
-        f"{len(kills)} kills ({counts or 'none'}), seed {options.seed}; an undisturbed round takes {seconds:.2f} s; "
+        f"{len(kills)} kills ({counts or 'none'}), seed {seed}; an undisturbed round takes {seconds:.2f} s; "
         "recovery: from the kill to the end of the round"
     )
-    console.print("\n".join(["DIFFERENT:", *different]) if different else IDENTICAL)
 
 
 if __name__ == "__main__":

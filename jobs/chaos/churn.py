@@ -28,9 +28,9 @@ from cfl_ray.runtime.round_report import RoundReport
 console = Console(highlight=False)
 
 
-def churn_schedule(clients: int, rounds: int, share: float, seed: int = 0) -> list[dict]:
+def churn_schedule(clients: int, rounds: int, share: float) -> list[dict]:
     """Events in which `share` of all clients join and as many leave before every round; a tenth is offline at first."""
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     offline = draw.choice(clients, max(clients // 10, 1), replace=False)
     online = np.setdiff1d(np.arange(clients), offline)
     count, events = max(int(share * clients), 1), []

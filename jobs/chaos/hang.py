@@ -8,6 +8,7 @@ on the terminal, end it within the limit that it has named, and have the outcome
 what was waited for last. Exit status 1 if anything of this is not so. Recovery: until the end of the interrupted round.
 """
 
+import argparse
 import random
 import re
 import signal
@@ -23,10 +24,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from cfl_ray import config, simulate
 from cfl_ray.config import Experiment
 from jobs.chaos.processes import Run
-from jobs.chaos.same_outcome import IDENTICAL, differences, tags_in_mlflow
+from jobs.chaos.same_outcome import IDENTICAL, concluded, differences, saved, tags_in_mlflow, undisturbed
 
 TARGETS = ["host", "server", "data"]
 LIMIT = 25.0  # seconds: runtime.stall_limit
@@ -159,18 +159,14 @@ def _said(run: Run, begin: int, naming: str) -> str:
         return next((line for line in log.read().decode(errors="replace").splitlines() if naming in line), "")
 
 
-def let_hang(
-    targets: Sequence[str], methods: Sequence[str], rounds: int, count: int, limit: float, seed: int, folder: Path
-) -> int:
-    """Runs the experiment with and without hangs, and prints a row per hang, and what is wrong. Returns the status."""
-    file = folder / "hang.yaml"
-    file.write_text(hang_experiment(methods, rounds, limit, folder).to_yaml())
-    experiment = config.load(file)  # as the disturbed run reads it
-    untracked = experiment.tracking.model_copy(update={"enabled": False})
-    simulate(experiment.model_copy(update={"tracking": untracked}), folder / "undisturbed")
-    run = Run(file, folder / "disturbed", methods)
+def let_hang(options: argparse.Namespace, folder: Path) -> int:
+    """Runs the experiment with and without hangs, and prints a row per hang. Returns the status, see `concluded`."""
+    methods, seed = options.methods, options.seed
+    file, experiment = saved(hang_experiment(methods, options.rounds, options.limit, folder))
+    undisturbed(experiment, folder / "undisturbed")
+    run = Run(file, folder / "disturbed")
     try:
-        hangs = hung(run, folder, targets, len(methods) * rounds, count, seed)
+        hangs = hung(run, folder, options.targets, len(methods) * options.rounds, options.hang, seed)
         run.wait_for_end()
     finally:
         run.close()
@@ -186,5 +182,4 @@ def let_hang(
     console.print(table)
     counts = ", ".join(f"{number} {target}" for target, number in Counter(hang.target for hang in hangs).items())
     console.print(f"{len(hangs)} hangs ({counts}), seed {seed}; rounds are counted over all methods")
-    console.print("\n".join(["WRONG:", *wrong]) if wrong else f"{IDENTICAL}; every hang named and ended in time")
-    return 1 if wrong else 0
+    return concluded(wrong, f"{IDENTICAL}; every hang named and ended in time", folder, options.keep)

@@ -23,8 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cfl_ray import config, simulate
-from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, differences
+from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, concluded, differences, rounds_done, saved, undisturbed
 from jobs.chaos.virtual_network import Machine, Network, missing
 
 _WAIT_SECONDS = 240  # for a round
@@ -45,8 +44,8 @@ _DISK_MEGABYTES = 24
 class NetworkRun:
     """A Ray cluster of a head and two workers, and `cfl-ray run` on the head."""
 
-    def __init__(self, network: Network, file: Path, directory: Path, methods: Sequence[str], quick: bool):
-        self.directory, self.methods = directory, methods
+    def __init__(self, network: Network, file: Path, directory: Path, quick: bool):
+        self.directory = directory
         self.log = directory.with_suffix(".log")
         self.head, *self.workers = [network.add(name) for name in ("head", "one", "two")]
         self.at_end = ExitStack()
@@ -73,12 +72,8 @@ class NetworkRun:
         """Starts a command of cfl-ray on the head."""
         self.driver = self.head.start([sys.executable, "-m", "cfl_ray", *arguments], self.environment, self.log)
 
-    def rounds_done(self) -> int:
-        files = (self.directory / name / "metrics.jsonl" for name in self.methods)
-        return sum(file.read_bytes().count(b"\n") for file in files if file.exists())
-
     def wait_for_round(self, number: int) -> None:
-        _until(lambda: self.rounds_done() >= number, f"round {number} ends", self)
+        _until(lambda: rounds_done(self.directory) >= number, f"round {number} ends", self)
 
     def wait_for_end(self) -> int:
         """The exit status of the driver."""
@@ -211,7 +206,7 @@ class Disturbed:
     ended: int  # exit status
 
 
-def disturbed(scenario: Scenario, file: Path, directory: Path, methods: Sequence[str]) -> Disturbed:
+def disturbed(scenario: Scenario, file: Path, directory: Path) -> Disturbed:
     """Runs the experiment and disturbs it after its second round."""
     machines = directory.with_name(f"{directory.name}.machines")
     disk = {"worker": machines / "two" / "ray", "output": directory}.get(scenario.small_disk)
@@ -219,11 +214,11 @@ def disturbed(scenario: Scenario, file: Path, directory: Path, methods: Sequence
         if disk is not None:
             stack.enter_context(_small_disk(disk))
         network = stack.enter_context(Network(machines))
-        run = NetworkRun(network, file, directory, methods, scenario.quick)
+        run = NetworkRun(network, file, directory, scenario.quick)
         run.start()
         stack.callback(run.at_end.close)
         run.wait_for_round(2)
-        before, began = run.rounds_done(), time.monotonic()
+        before, began = rounds_done(directory), time.monotonic()
         scenario.disturb(run)
         run.wait_for_round(before + 1)
         seconds = time.monotonic() - began
@@ -246,26 +241,19 @@ def disturb_network(names: Sequence[str], methods: Sequence[str], rounds: int, k
         return 1
     folder = (keep or Path(tempfile.mkdtemp(prefix="cfl-ray-network-"))).absolute()
     table = Table("scenario", "what happened", "went on after s", "faults that the run reports", "outcome")
-    all_equal = True
+    wrong: list[str] = []  # over all scenarios
     for number, name in enumerate(names or SCENARIOS):
         scenario, own = SCENARIOS[name], folder / name
         own.mkdir(parents=True)
-        file = own / "chaos.yaml"
-        file.write_text(chaos_experiment(list(methods), rounds, own).to_yaml())
-        experiment = config.load(file, ["runtime.hosts=2", "runtime.wait_for_hosts=300"])
-        file.write_text(experiment.to_yaml())
+        file, experiment = saved(chaos_experiment(methods, rounds, own, hosts=2, wait_for_hosts=300))
         if not number:  # the same for all scenarios
-            untracked = experiment.tracking.model_copy(update={"enabled": False})
-            simulate(experiment.model_copy(update={"tracking": untracked}), folder / "undisturbed")
-        found = disturbed(scenario, file, own / "disturbed", methods)
+            undisturbed(experiment, folder / "undisturbed")
+        found = disturbed(scenario, file, own / "disturbed")
         different = differences(experiment, methods, folder / "undisturbed", own / "disturbed")
         different += [f"exit status {found.ended}"] if found.ended else []
-        all_equal = all_equal and not different
+        wrong += [f"{name}: {what}" for what in different]
         notes = "; ".join(dict.fromkeys(found.notes)) or "none"
         table.add_row(name, scenario.text, f"{found.seconds:.1f}", notes, ", ".join(different) or "equal")
         console.print(f"{name}: {'DIFFERENT' if different else 'equal'} after {found.seconds:.1f} s")
     console.print(table)
-    console.print("DIFFERENT" if not all_equal else IDENTICAL)
-    if keep is None and all_equal:
-        shutil.rmtree(folder)
-    return 0 if all_equal else 1
+    return concluded(wrong, IDENTICAL, folder, keep)

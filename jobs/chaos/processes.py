@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +15,8 @@ import psutil
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
 from ray.cluster_utils import Cluster
+
+from jobs.chaos.same_outcome import rounds_done
 
 TITLES = {"host": "ray::ClientHost", "server": "ray::ServerActor"}
 FAST_HEALTH_CHECKS = {
@@ -29,8 +31,8 @@ PROGRESS_SECONDS = 180  # without a new round: the run is stuck
 class Run:
     """`cfl-ray run` as a process, on a cluster of two nodes: a head with the driver and the server, and a second."""
 
-    def __init__(self, file: Path, directory: Path, methods: Sequence[str]) -> None:
-        self.directory, self.methods = directory, methods
+    def __init__(self, file: Path, directory: Path) -> None:
+        self.directory = directory
         self.log = directory.with_suffix(".log")
         self.cluster = Cluster(
             initialize_head=True,
@@ -46,9 +48,7 @@ class Run:
             return subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
 
     def rounds_done(self) -> int:
-        """Rounds in the metrics logs of all methods."""
-        files = (self.directory / name / "metrics.jsonl" for name in self.methods)
-        return sum(file.read_bytes().count(b"\n") for file in files if file.exists())
+        return rounds_done(self.directory)
 
     def processes(self, target: str) -> list[psutil.Process]:
         """The processes of this kind, without those that are stopped."""

@@ -1,16 +1,19 @@
-"""Bit-for-bit comparison of a run with faults and an undisturbed one; shared by chaos.py and chaos_network.py."""
+"""Bit-for-bit comparison of a run with faults and an undisturbed one, for all jobs of this folder."""
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from cfl_ray import config, simulate
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import Experiment
 from cfl_ray.results.reassignments import read_reassignments
+from cfl_ray.results.results import Results
 from cfl_ray.run_directory import RunDirectory
 
 if TYPE_CHECKING:  # importing mlflow takes a second or two
@@ -20,10 +23,12 @@ if TYPE_CHECKING:  # importing mlflow takes a second or two
 IDENTICAL = "identical: metrics, moves, models, client states; every round once in metrics.jsonl and in MLflow"
 
 
-def chaos_experiment(methods: list[str], rounds: int, output: Path) -> Experiment:
+def chaos_experiment(methods: Sequence[str], rounds: int, output: Path, **runtime: int) -> Experiment:
     """Rotated digits with clients that join, leave, are unavailable, and whose data change.
 
     A round takes about a second; less for more than ten methods, some of which need all clients in every round.
+
+    runtime: further keys of the section.
     """
     options = {"ifca_cam": {"warmup_rounds": 2}, "stocfl": {"tau": 0.5}, "feddrift": {"step_rounds": 2}}
     many = len(methods) > 10
@@ -39,10 +44,28 @@ def chaos_experiment(methods: list[str], rounds: int, output: Path) -> Experimen
             {"round": 3, "join": [22, 23]},
             {"round": 5, "leave": [0], "change": [{"clients": [1], "rotate": 90}]},
         ],
-        runtime={"engine": "sequential", "hosts": 3, "retries": 1000},
+        runtime={"engine": "sequential", "hosts": 3, "retries": 1000} | runtime,
         tracking={"report": False},
         output=str(output),
     )
+
+
+def saved(experiment: Experiment) -> tuple[Path, Experiment]:
+    """A file NAME.yaml with the experiment in its output folder, and the experiment as a run reads it there."""
+    file = Path(experiment.output) / f"{experiment.name}.yaml"
+    file.write_text(experiment.to_yaml())
+    return file, config.load(file)
+
+
+def undisturbed(experiment: Experiment, directory: Path) -> Results:
+    """Runs the experiment in this process, without MLflow."""
+    untracked = experiment.tracking.model_copy(update={"enabled": False})
+    return simulate(experiment.model_copy(update={"tracking": untracked}), directory)
+
+
+def rounds_done(directory: Path) -> int:
+    """Rounds in the metrics logs of all methods of a run."""
+    return sum(file.read_bytes().count(b"\n") for file in directory.glob("*/metrics.jsonl"))
 
 
 def differences(experiment: Experiment, methods: Sequence[str], undisturbed: Path, disturbed: Path) -> list[str]:
@@ -57,6 +80,17 @@ def differences(experiment: Experiment, methods: Sequence[str], undisturbed: Pat
         for method in methods
         if sorted(steps.get(method, [])) != rounds
     ]
+
+
+def concluded(wrong: Sequence[str], right: str, folder: Path, keep: Path | None) -> int:
+    """Prints everything that is wrong, else the text `right`, and returns the exit status.
+
+    folder: of the runs; removed if nothing is wrong, unless the user named it (`keep`).
+    """
+    print("\n".join(["WRONG:", *wrong]) if wrong else right)
+    if keep is None and not wrong:
+        shutil.rmtree(folder)
+    return 1 if wrong else 0
 
 
 def outcome(directory: Path, method: str, experiment: Experiment) -> dict[str, object]:

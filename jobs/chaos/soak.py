@@ -12,7 +12,6 @@ every round once in metrics.jsonl and in MLflow. Exit status 1 if anything grew 
 import argparse
 import itertools
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -27,13 +26,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from cfl_ray import config, simulate
 from cfl_ray.config import Experiment
 from cfl_ray.tracking.mlflow_tracker import deliver_pending
 from jobs.chaos.hang import trap, trapped_data
 from jobs.chaos.mlflow_server import MlflowServer
 from jobs.chaos.processes import Run
-from jobs.chaos.same_outcome import IDENTICAL, differences
+from jobs.chaos.same_outcome import IDENTICAL, concluded, differences, saved, undisturbed
 
 TARGETS = ["host", "server", "mlflow"]
 GROWTH = 0.02  # share, up to which a quantity is said not to grow; medians of a busy machine differ by 1 %
@@ -153,16 +151,11 @@ def main() -> int:
     folder = options.keep or Path(tempfile.mkdtemp(prefix="cfl-ray-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     mlflow, began = MlflowServer(folder / "mlflow.db"), time.monotonic()
-    file = folder / "soak.yaml"
-    file.write_text(soak_experiment(options.method, options.rounds, folder, mlflow.uri).to_yaml())
-    experiment = config.load(file)  # as the run reads it
-    untracked = experiment.tracking.model_copy(update={"enabled": False})
-    undisturbed = ThreadPoolExecutor(1).submit(
-        simulate, experiment.model_copy(update={"tracking": untracked}), folder / "undisturbed"
-    )
+    file, experiment = saved(soak_experiment(options.method, options.rounds, folder, mlflow.uri))
+    whole = ThreadPoolExecutor(1).submit(undisturbed, experiment, folder / "undisturbed")
     try:
         mlflow.start()
-        run = Run(file, folder / "disturbed", [options.method])
+        run = Run(file, folder / "disturbed")
         try:
             samples, kills = soaked(run, mlflow, options.rounds, options.every)
         finally:
@@ -170,7 +163,7 @@ def main() -> int:
         deliver_pending(folder, mlflow.uri, seconds=300)  # as the next command does: the run waits 20 s at its end
     finally:
         mlflow.kill()
-    undisturbed.result()
+    whole.result()
     table, wrong = grown(samples, options.rounds)
     wrong += differences(experiment, [options.method], folder / "undisturbed", folder / "disturbed")
     console = Console(highlight=False)
@@ -178,10 +171,7 @@ def main() -> int:
     counts = ", ".join(f"{number} {target}" for target, number in kills.items()) or "none"
     seconds = time.monotonic() - began
     console.print(f"{options.rounds} rounds of {options.method}; kills: {counts}; {seconds / 60:.0f} minutes")
-    console.print("\n".join(["WRONG:", *wrong]) if wrong else f"{IDENTICAL}; nothing grew")
-    if options.keep is None and not wrong:
-        shutil.rmtree(folder)
-    return 1 if wrong else 0
+    return concluded(wrong, f"{IDENTICAL}; nothing grew", folder, options.keep)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ MODEL: dict[str, Any] = {"name": "autocfl_cnn", "options": {"channels": [6, 16]}
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one comparison."""
+    """Settings of a comparison."""
 
     batch: int
     eps1: float
@@ -33,7 +33,7 @@ class Settings:
 
 
 def mnist(seed: int) -> Data:
-    """Those of the first half of the clients are rotated by 180 degrees."""
+    """Images of the clients; those of the first half are rotated by 180 degrees."""
     return rotated_mnist(seed, [2 * (i < CLIENTS // 2) for i in range(CLIENTS)], TRAIN, TEST)
 
 
@@ -115,12 +115,12 @@ FULL = Settings(batch=TRAIN, eps1=10.0, eps2=0.0, kept=(1, 20, 22))
 THEIRS = Settings(batch=128, eps1=0.4, eps2=1.6, kept=(30,))
 SLOW, ORDERS = 2, (2, *range(100, 111))  # the seed at which the codes differ most; seeds of orders of batches
 LEARNT = 0.3  # accuracy; by chance it is 0.1
-HEAD = """## CFL
+HEAD = f"""## CFL
 
-[felisat/clustered-federated-learning](https://github.com/felisat/clustered-federated-learning), commit {commit}, by the
+[felisat/clustered-federated-learning](https://github.com/felisat/clustered-federated-learning), commit COMMIT, by the
 authors of CFL: its `Server`, `Client` and `ConvNet` with the loop of its notebook. MNIST stands in for EMNIST: ten
-clients of {train} training and {test} test images, those of the first five rotated by 180 degrees. The learning rate is
-{lr}, times {decay} in each round; the momentum of {momentum} is kept from round to round; weights are uniform; both
+clients of {TRAIN} training and {TEST} test images, those of the first five rotated by 180 degrees. The learning rate is
+{LR}, times {DECAY} in each round; the momentum of {MOMENTUM} is kept from round to round; weights are uniform; both
 start from the same model.
 
 Replaced in memory: scikit-learn's argument `affinity`, which is called `metric` today, and the loaders, so that both
@@ -131,7 +131,7 @@ on this network.
 
 
 def section(checkout: Path, commit: str) -> str:
-    lines = [HEAD.format(commit=commit, train=TRAIN, test=TEST, lr=LR, decay=DECAY, momentum=MOMENTUM)]
+    lines = [HEAD.replace("COMMIT", commit)]
     data, start_P = mnist(0), first_weights(0)
     a, b = theirs(checkout, data, 0, FULL), ours(data, 0, FULL)
     rows = [[*runs.HEAD, "clusters, theirs", "clusters, ours"]]

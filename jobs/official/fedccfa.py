@@ -1,8 +1,7 @@
 """FedCCFA, and the FedDrift of its repository, beside the code of the authors of FedCCFA."""
 
 import itertools
-import os
-from contextlib import chdir, redirect_stdout
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from cfl_ray.models import recipe
-from cfl_ray.nn.network import Network
 from jobs.official import runs
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, compared, modules, replaced, script, stand_in
+from jobs.official.runs import Course, Data, compared, modules, quiet, replaced, script, stand_in
 
 CLIENTS, TRAIN, TEST, HIDDEN = 10, 200, 50, 32
 MOMENTUM, DECAY = 0.9, 1e-5
@@ -156,8 +153,7 @@ def their_script(
         replaced(entities, **own),
         replaced(yaml, load=lambda *_, **__: args),
         chdir(checkout / "methods"),
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
+        quiet(),
     ):
         script(checkout / "methods" / f"{name}.py")
     return course
@@ -197,8 +193,7 @@ def theirs(checkout: Path, data: Data, start_P: Tensor, seed: int, how: How) -> 
 
 def personal_models(result: Any) -> Tensor:
     """The models (clients, P) with which the clients predict."""
-    spec = Network(recipe(MODEL["name"], MODEL["options"], runs.SHAPE, 10), runs.SHAPE).spec
-    return result.trained.state.models_of(np.arange(CLIENTS), spec)
+    return result.trained.state.models_of(np.arange(CLIENTS), runs.network_of(MODEL, 10).spec)
 
 
 def ours(data: Data, seed: int, how: How) -> Course:
@@ -206,12 +201,12 @@ def ours(data: Data, seed: int, how: How) -> Course:
     return runs.ours(data, seed, KEPT, method, MODEL, LOCAL, rows=personal_models, schedule=SCHEDULE)
 
 
-HEAD = """## FedCCFA
+HEAD = f"""## FedCCFA
 
-[Chen-Junbao/FedCCFA](https://github.com/Chen-Junbao/FedCCFA), commit {commit}, by the authors of FedCCFA: its script
-`methods/FedCCFA.py` with `FedCCFAClient` and `FedCCFAServer`. {clients} clients of {train} training and {test} test
-images of Fashion-MNIST, an MLP with {hidden} hidden units, full batches, all clients; else their settings. Before round
-{after} all clients swap two labels, in three groups, as their `sudden_drift` does.
+[Chen-Junbao/FedCCFA](https://github.com/Chen-Junbao/FedCCFA), commit COMMIT, by the authors of FedCCFA: its script
+`methods/FedCCFA.py` with `FedCCFAClient` and `FedCCFAServer`. {CLIENTS} clients of {TRAIN} training and {TEST} test
+images of Fashion-MNIST, an MLP with {HIDDEN} hidden units, full batches, all clients; else their settings. Before round
+{DRIFT + 1} all clients swap two labels, in three groups, as their `sudden_drift` does.
 
 Replaced in memory: the data, the model, TensorBoard, and the balanced samples, which are the first of each label here
 and random ones there. Departures of theirs, in the list of our method: in a client's first round h_i starts from v_i
@@ -249,5 +244,4 @@ def section(checkout: Path, commit: str) -> str:
             if t > DRIFT:
                 line[1] = "-"
             drift_rows.append([str(seed), *line, str(a.clusters[t - 1]), str(b.clusters[t - 1])])
-    values = {"clients": CLIENTS, "train": TRAIN, "test": TEST, "hidden": HIDDEN, "after": DRIFT + 1}
-    return "\n".join([HEAD.format(commit=commit, **values), *table(*rows), DRIFT_HEAD, *table(*drift_rows)])
+    return "\n".join([HEAD.replace("COMMIT", commit), *table(*rows), DRIFT_HEAD, *table(*drift_rows)])

@@ -148,12 +148,12 @@ def ours(data: Data, new: Data, seed: int, how: How) -> Mixtures:
     return run
 
 
-HEAD = """## FedEM
+HEAD = f"""## FedEM
 
-[omarfoq/FedEM](https://github.com/omarfoq/FedEM), commit {commit}, by the authors of FedEM: `CentralizedAggregator`,
-`MixtureClient` and `Learner`. {clients} clients of {train} training and {test} test images of MNIST; a share of the
-images of each, between none and all, is rotated by a quarter turn. Multinomial logistic regression, K = {k}, {epochs}
-epochs of full batches at eta {lr}, weight decay {decay}. Both start from the same K models; the cohorts are ours.
+[omarfoq/FedEM](https://github.com/omarfoq/FedEM), commit COMMIT, by the authors of FedEM: `CentralizedAggregator`,
+`MixtureClient` and `Learner`. {CLIENTS} clients of {TRAIN} training and {TEST} test images of MNIST; a share of the
+images of each, between none and all, is rotated by a quarter turn. Multinomial logistic regression, K = {K}, {EPOCHS}
+epochs of full batches at eta {LR}, weight decay {DECAY}. Both start from the same K models; the cohorts are ours.
 
 Replaced in memory: the loaders, `sample_clients`, so that both have the same cohorts, and `cvxpy` and `networkx`, which
 are for its decentralised variant. Without momentum its optimiser is `prox_sgd` with mu 0, else `sgd`.
@@ -164,13 +164,12 @@ cohort with the last global model (ours with `damped: true`), and the momentum l
 whenever a round is logged, ours takes `fit_steps` of them, 10 by default and 1 here.
 
 Distance: between the weights of a global model in the two codes, relative to their distance from the first ones; the
-largest of the {k}. *pi*: the largest difference of a client's weight of a model, of the clients that have trained.
+largest of the {K}. *pi*: the largest difference of a client's weight of a model, of the clients that have trained.
 Before its first training a client of theirs mixes the models in equal parts, ours takes E and M steps for its test.
 """
 
 
 def section(checkout: Path, commit: str) -> str:
-    values = {"clients": CLIENTS, "train": TRAIN, "test": TEST, "k": K, "epochs": EPOCHS, "lr": LR, "decay": DECAY}
     rows = [["run", "seed", "round", "distance", "pi", "accuracy, theirs", "accuracy, ours"]]
     newcomers = []
     for name, how in RUNS.items():
@@ -190,4 +189,4 @@ def section(checkout: Path, commit: str) -> str:
         f"{max(newcomers):.1e}.",
         "",
     ]
-    return "\n".join([HEAD.format(commit=commit, **values), *table(*rows), *lines])
+    return "\n".join([HEAD.replace("COMMIT", commit), *table(*rows), *lines])

@@ -78,11 +78,11 @@ def ours(data: Data, seed: int) -> Course:
     return runs.ours(data, seed, KEPT, method, MODEL, local)
 
 
-HEAD = """## IFCA
+HEAD = f"""## IFCA
 
-[jichan3751/ifca](https://github.com/jichan3751/ifca), commit {commit}, by the authors of IFCA: `TrainMNISTCluster` of
-its part for MNIST. {clients} clients of {train} training and {test} test images, ten for each of four rotations; K = 4,
-{steps} steps of full batches at eta {lr}, all clients in every round: nothing is random but the first models, which
+[jichan3751/ifca](https://github.com/jichan3751/ifca), commit COMMIT, by the authors of IFCA: `TrainMNISTCluster` of
+its part for MNIST. {CLIENTS} clients of {TRAIN} training and {TEST} test images, ten for each of four rotations; K = 4,
+{STEPS} steps of full batches at eta {LR}, all clients in every round: nothing is random but the first models, which
 both have in common.
 
 Replaced in memory: the images of a client, so that clients have test images of their own. Deviation of ours that is
@@ -100,7 +100,6 @@ rotations share one: the first run of their code shows the collapse."""
 
 
 def section(checkout: Path, commit: str) -> str:
-    values = {"clients": CLIENTS, "train": TRAIN, "test": TEST, "steps": STEPS, "lr": LR}
     rows = [["seed", *runs.HEAD, "clients, theirs", "clients, ours", "same"]]
     shared = [0, 0]  # runs of theirs and of ours in the end of which two rotations share a model
     for seed in SEEDS:
@@ -116,4 +115,4 @@ def section(checkout: Path, commit: str) -> str:
         "of ours: the collapse is a property of the method and of its first models.",
     ]
     own = ["", "### IFCA, the authors' settings", "", *SETTINGS.splitlines(), "", *table(*of_their_settings(checkout))]
-    return "\n".join([HEAD.format(commit=commit, **values), *table(*rows), *lines, *own, ""])
+    return "\n".join([HEAD.replace("COMMIT", commit), *table(*rows), *lines, *own, ""])

@@ -1,8 +1,6 @@
 """PACFL beside the code of its authors, MMorafah/PACFL."""
 
-import os
 import tempfile
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cfl_ray.clustering.agreement import agreement
 from jobs.official import runs
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, compared, groups_of, images, modules, replaced, same_groups, script
+from jobs.official.runs import Course, Data, compared, groups_of, images, modules, quiet, replaced, same_groups, script
 
 CLIENTS, TRAIN, TEST, BASIS, ALPHA = 20, 200, 100, 3, 4.9
 EPOCHS, LR, MOMENTUM = 10, 0.01, 0.5
@@ -78,7 +76,7 @@ def main_pacfl(
         "momentum": MOMENTUM, "model": "simple-cnn", "dataset": "fmnist", "partition": partition, "alg": "pacfl",
         "cluster_alpha": ALPHA, "n_basis": BASIS, "linkage": "average",
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+    with tempfile.TemporaryDirectory() as folder:
         torch.save(model.state_dict(), Path(folder) / "start.pt")
         words = [f"--{name}={value}" for name, value in options.items()]
         words += [f"--savedir={folder}/", f"--logdir={folder}/", f"--load_initial={folder}/start.pt"]
@@ -87,7 +85,7 @@ def main_pacfl(
             replaced(np, NINF=-np.inf),
             replaced(torch.Tensor, cuda=lambda self: self),
             replaced(torch.cuda, set_device=lambda _: None),
-            redirect_stdout(nowhere),
+            quiet(),
         ):
             return script(checkout / "main_pacfl.py", *words)
 
@@ -117,12 +115,12 @@ def ours(data: Data, seed: int) -> tuple[Course, np.ndarray]:
     return runs.ours(data, seed, KEPT, method, MODEL, local, metric="accuracy_local", look=look), angles[0]
 
 
-HEAD = """## PACFL
+HEAD = f"""## PACFL
 
-[MMorafah/PACFL](https://github.com/MMorafah/PACFL), commit {commit}, by the authors of PACFL: its `main_pacfl.py` as a
-whole. {clients} clients of {train} training and {test} test images of Fashion-MNIST of two labels each, all of them in
-every round; full batches, {epochs} epochs at eta {lr} with momentum {momentum}, {basis} vectors per label, threshold
-{alpha} degrees. Both start from the same model.
+[MMorafah/PACFL](https://github.com/MMorafah/PACFL), commit COMMIT, by the authors of PACFL: its `main_pacfl.py` as a
+whole. {CLIENTS} clients of {TRAIN} training and {TEST} test images of Fashion-MNIST of two labels each, all of them in
+every round; full batches, {EPOCHS} epochs at eta {LR} with momentum {MOMENTUM}, {BASIS} vectors per label, threshold
+{ALPHA} degrees. Both start from the same model.
 
 Replaced in memory: the partition and the loaders, so that both have the same images; `numpy.NINF`; calls of CUDA. Ours
 is its variant: `angle: code`, `linkage: weighted`, pixels that are not normalised. The signs of singular vectors are
@@ -137,8 +135,7 @@ client's cluster model in the two codes, relative to their distance from the fir
 
 
 def section(checkout: Path, commit: str) -> str:
-    values = {"clients": CLIENTS, "train": TRAIN, "test": TEST, "epochs": EPOCHS, "lr": LR, "momentum": MOMENTUM}
-    head = HEAD.format(commit=commit, basis=BASIS, alpha=ALPHA, **values)
+    head = HEAD.replace("COMMIT", commit)
     rows = [["seed", "angle", "clusters, theirs", "clusters, ours", "same", "ARI", *runs.HEAD]]
     for seed in SEEDS:
         data, start_P = two_labels(seed), runs.first_weights(MODEL, 10, seed)

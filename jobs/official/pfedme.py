@@ -1,8 +1,6 @@
 """pFedMe beside the code of its authors, CharlieDinh/pFedMe."""
 
-import os
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,9 @@ from torch.utils.data import TensorDataset
 from jobs.official import runs
 from jobs.official.pacfl import CLIENTS, TEST, TRAIN, two_labels
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, accuracy_of, distance, modules, replaced, stand_in
+from jobs.official.runs import Course, Data, accuracy_of, distance, modules, quiet, replaced, stand_in
 
-LAM, INNER_STEPS, PERSONAL_LR, ETA = 15.0, 5, 0.02, 0.005
+LAM, K, PERSONAL_LR, ETA = 15.0, 5, 0.02, 0.005
 MODEL: dict[str, Any] = {"name": "mlp", "options": {"hidden": 0}}  # their Mclr_Logistic
 KEPT = (1, 5, 10)
 SEEDS = range(2)
@@ -96,12 +94,11 @@ def theirs(checkout: Path, data: Data, start_P: Tensor, how: How, cohorts: Seque
     def read_user_data(i: int, *_: Any) -> tuple[int, TensorDataset, TensorDataset]:
         return i, TensorDataset(data.x[i], data.y[i]), TensorDataset(data.x_test[i], data.y_test[i])
 
-    own = replaced(servers, UserpFedMe=User, read_data=read_data, read_user_data=read_user_data)
-    with own, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    with replaced(servers, UserpFedMe=User, read_data=read_data, read_user_data=read_user_data), quiet():
         server = Server(
             device="cpu", dataset="ours", algorithm="pFedMe", model=(model, "mclr"), batch_size=TRAIN,
             learning_rate=ETA, beta=how.beta, lamda=LAM, num_glob_iters=len(cohorts), local_epochs=how.steps,
-            optimizer="SGD", num_users=0, K=INNER_STEPS, personal_learning_rate=PERSONAL_LR, times=0,
+            optimizer="SGD", num_users=0, K=K, personal_learning_rate=PERSONAL_LR, times=0,
         )  # fmt: skip
         server.train()
     run.w.accuracy = server.rs_glob_acc_per
@@ -117,7 +114,7 @@ def personal_models(result: Any) -> Tensor:
 
 def ours(data: Data, seed: int, how: How) -> Models:
     def run(predict: str, rows: Callable[[Any], Tensor]) -> Course:
-        options = {"lam": LAM, "inner_steps": INNER_STEPS, "personal_lr": PERSONAL_LR, "eta": ETA, "beta": how.beta}
+        options = {"lam": LAM, "inner_steps": K, "personal_lr": PERSONAL_LR, "eta": ETA, "beta": how.beta}
         method = {"pfedme": {**options, "predict": predict, "weights": "samples"}}
         local: dict[str, Any] = {"steps": how.steps, "batch_size": None}
         return runs.ours(data, seed, KEPT, method, MODEL, local, fraction=how.fraction, rows=rows)
@@ -125,12 +122,12 @@ def ours(data: Data, seed: int, how: How) -> Models:
     return Models(run("theta", personal_models), run("w", lambda result: result.trained.state.models_KP))
 
 
-HEAD = """## pFedMe
+HEAD = f"""## pFedMe
 
-[CharlieDinh/pFedMe](https://github.com/CharlieDinh/pFedMe), commit {commit}, by the authors of pFedMe: its server
-`pFedMe`, `UserpFedMe`, `pFedMeOptimizer` and `Mclr_Logistic`. {clients} clients of {train} training and {test} test
-images of Fashion-MNIST of two labels each; full batches, K = {inner} steps at eta_p {personal_lr}, lambda {lam:g},
-eta {eta}. Both start from the same model.
+[CharlieDinh/pFedMe](https://github.com/CharlieDinh/pFedMe), commit COMMIT, by the authors of pFedMe: its server
+`pFedMe`, `UserpFedMe`, `pFedMeOptimizer` and `Mclr_Logistic`. {CLIENTS} clients of {TRAIN} training and {TEST} test
+images of Fashion-MNIST of two labels each; full batches, K = {K} steps at eta_p {PERSONAL_LR}, lambda {LAM:g},
+eta {ETA}. Both start from the same model.
 
 Replaced in memory: the data, the choice of clients, so that both have the same cohorts, and `h5py` with what is saved
 in the end. *theta_i from w_i*: theirs goes on from the last theta_i at a new batch, the paper (and ours) from w_i; in
@@ -147,7 +144,6 @@ of the clients.
 
 
 def section(checkout: Path, commit: str) -> str:
-    values = {"clients": CLIENTS, "train": TRAIN, "test": TEST, "inner": INNER_STEPS, "lam": LAM, "eta": ETA}
     accuracy = [f"accuracy of {model}, {code}" for model in ("w_i", "theta_i") for code in ("theirs", "ours")]
     rows = [["run", "seed", "round", "distance, w", "theta_i", *accuracy]]
     for name, how in RUNS.items():
@@ -161,4 +157,4 @@ def section(checkout: Path, commit: str) -> str:
                     found.append(f"{distance(a.theta, b.theta, start_P, t):.1e}")
                     found += [f"{x.accuracy[t - 1]:.4f}" for x in (a.w, b.w, a.theta, b.theta)]
                 rows.append([name, str(seed), str(t), *found, *["-"] * (len(rows[0]) - 3 - len(found))])
-    return "\n".join([HEAD.format(commit=commit, personal_lr=PERSONAL_LR, **values), *table(*rows)])
+    return "\n".join([HEAD.replace("COMMIT", commit), *table(*rows)])

@@ -1,15 +1,18 @@
 """Data, first weights and runs of this project that are compared with the code of a method's authors."""
 
 import importlib
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -77,16 +80,20 @@ def rotated_mnist(seed: int, turns: Sequence[int], train: int, test: int) -> Dat
     return Data(x[:, :train], y[:, :train], x[:, train:], y[:, train:])
 
 
+def network_of(model: dict[str, Any], classes: int) -> Network:
+    """The network of a section `model`."""
+    return Network(recipe(model["name"], model.get("options", {}), SHAPE, classes), SHAPE)
+
+
 def first_weights(model: dict[str, Any], classes: int, seed: int, number: int = 0) -> Tensor:
     """The weights (P,) of the first model of this number that our runs start from."""
-    return Network(recipe(model["name"], model.get("options", {}), SHAPE, classes), SHAPE).new_model(seed, number)
+    return network_of(model, classes).new_model(seed, number)
 
 
 @contextmanager
 def weights_file(model: dict[str, Any], classes: int, seed: int) -> Iterator[Path]:
     """A file with the weights of `first_weights`, for `model.weights` of runs with another seed."""
-    network = Network(recipe(model["name"], model.get("options", {}), SHAPE, classes), SHAPE)
-    tensors = network.spec.tensors(network.new_model(seed, 0))
+    tensors = network_of(model, classes).spec.tensors(first_weights(model, classes, seed))
     with TemporaryDirectory() as folder:
         file = Path(folder) / "first.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
@@ -190,17 +197,15 @@ def same_groups(theirs: Course, ours: Course, round: int) -> str:
     return "yes" if theirs.groups[round] == ours.groups[round] else "no"
 
 
+# Context in which attributes of a module or class have other values.
+replaced = partial(patch.multiple, create=True)
+
+
 @contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Attributes of a module or class that have other values for a while."""
-    before = {name: getattr(owner, name, None) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
+def quiet() -> Iterator[None]:
+    """Context in which nothing is printed."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
-    finally:
-        for name, value in before.items():
-            delattr(owner, name) if value is None else setattr(owner, name, value)
 
 
 def modules(folder: Path, *names: str) -> list[Any]:
@@ -217,6 +222,5 @@ def script(file: Path, *words: str, run: bool = True) -> dict[str, Any]:
 
 def stand_in(name: str, **values: Any) -> None:
     """A module that a checkout imports and the comparison does not need."""
-    module = ModuleType(name)
-    module.__dict__.update(values)
-    sys.modules[name] = module
+    sys.modules[name] = module = ModuleType(name)
+    vars(module).update(values)

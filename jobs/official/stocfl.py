@@ -1,9 +1,9 @@
 """StoCFL beside the code of its authors, dunzeng/StoCFL, which needs fedlab 1.2.1 (beside it, in the checkout)."""
 
 import logging
-import os
+import sys
 import tempfile
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from jobs.official.runs import (
     accuracy_of,
     compared,
     modules,
+    quiet,
     rotated_mnist,
     same_groups,
     script,
@@ -52,7 +53,7 @@ def theirs(checkout: Path, data: Data, start_P: Tensor) -> Course:
     for name in ("cvxopt", "munch", "pynvml"):
         stand_in(name)
     trainers, linear = modules(checkout, "trainer", "models.linear")
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+    with tempfile.TemporaryDirectory() as folder:
         server_class = script(checkout / "StoCFL-FCC+CFL.py", run=False)["StandaloneServer"]
         model = linear.SimpleLinear(h1=MODEL["options"]["hidden"])
         vector_to_parameters(start_P.clone(), model.parameters())  # parameters become views of the vector
@@ -66,7 +67,7 @@ def theirs(checkout: Path, data: Data, start_P: Tensor) -> Course:
         server, course = server_class(model, False, trainer, args), Course()
         for t in range(1, KEPT[-1] + 1):
             logging.disable()
-            with redirect_stdout(nowhere), redirect_stderr(nowhere):
+            with quiet(), redirect_stderr(sys.stdout):  # progress bars
                 server.main()  # a round
             logging.disable(logging.NOTSET)
             row_NP = torch.stack([server.cluster_parameters[k] for k in server.find_client_cluster])
@@ -88,12 +89,12 @@ def ours(data: Data, seed: int) -> Course:
     return runs.ours(data, seed, KEPT, method, MODEL, local)
 
 
-HEAD = """## StoCFL
+HEAD = f"""## StoCFL
 
-[dunzeng/StoCFL](https://github.com/dunzeng/StoCFL), commit {commit}, by the authors of StoCFL: `StandaloneServer` of
-`StoCFL-FCC+CFL.py` and `RotatedMNISTTrainer`. {clients} clients of {train} images of MNIST, four for each of four
-rotations, all of them in every round; full batches, {epochs} epochs at eta {lr}, lambda {lam}, tau {tau}, a signature
-after {anchor} epochs. Both start from the same model.
+[dunzeng/StoCFL](https://github.com/dunzeng/StoCFL), commit COMMIT, by the authors of StoCFL: `StandaloneServer` of
+`StoCFL-FCC+CFL.py` and `RotatedMNISTTrainer`. {CLIENTS} clients of {TRAIN} images of MNIST, four for each of four
+rotations, all of them in every round; full batches, {EPOCHS} epochs at eta {LR}, lambda {LAM}, tau {TAU}, a signature
+after {ANCHOR_EPOCHS} epochs. Both start from the same model.
 
 Replaced in memory: the data set, and modules that the trainer imports for other data (`leaf`, `cvxopt`). Deviations of
 ours that are switched off here: the global model as an average (`global_update: chain`), signatures by gradients
@@ -107,7 +108,6 @@ ones; the largest of the clients.
 
 
 def section(checkout: Path, commit: str) -> str:
-    values = {"clients": CLIENTS, "train": TRAIN, "epochs": EPOCHS, "lr": LR, "lam": LAM, "tau": TAU}
     rows = [["seed", *runs.HEAD, "clusters, theirs", "clusters, ours", "same"]]
     for seed in SEEDS:
         data = rotated_mnist(seed, [i * GROUPS // CLIENTS for i in range(CLIENTS)], TRAIN, TEST)
@@ -116,4 +116,4 @@ def section(checkout: Path, commit: str) -> str:
         for t in KEPT:
             clusters = [str(x.clusters[t - 1]) for x in (a, b)]
             rows.append([str(seed), *compared(a, b, start_P, t), *clusters, same_groups(a, b, t)])
-    return "\n".join([HEAD.format(commit=commit, anchor=ANCHOR_EPOCHS, **values), *table(*rows)])
+    return "\n".join([HEAD.replace("COMMIT", commit), *table(*rows)])

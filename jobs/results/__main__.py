@@ -26,7 +26,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cfl_ray import Experiment, UserError, data, load, models
-from cfl_ray.config.study import load_study
 from cfl_ray.errors import DataError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.results.comparison import read_study
@@ -34,12 +33,11 @@ from cfl_ray.results.study_folder import run_folders
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.tracking import flatten, read_info, read_records
 from jobs.results import heterogeneity
-from jobs.results.cells import FIGURES, ROOT, STUDIES, cells_of, compared
+from jobs.results.cells import FIGURES, ROOT, STUDIES, WORDS, cells_of, compared, keys_of, study_of, trains_as_recipe
 from jobs.results.page import FIGURE, page, scatter
 
 PAGE = ROOT / "docs" / "results.md"
 _NOT_COMPARED = ("runtime", "tracking", "output", "name", "methods")  # change no result, or are compared by themselves
-_WORDS = {"changed": str, "commit": str, "config_hash": str, "run_of": str}
 _KEPT = (
     "accuracy", "accuracy_std", "accuracy_p10", "accuracy_local", "accuracy_local_trained", "accuracy_tuned",
     "global_score", "macro_f1", "test_loss", "num_clusters", "largest_cluster_share", "ari", "correct_clients",
@@ -57,7 +55,7 @@ def collect(folder: Path, recipe: Path | None, name: str | None = None) -> Path:
     name: of the file, for a recipe that was run on other data; None: that of the recipe.
     """
     record = recipe or find_recipe(folder)
-    planned = {(cell.setting, cell.method, cell.seed): cell.experiment for cell in cells_of(load_study(record))}
+    planned = {(cell.setting, cell.method, cell.seed): cell.experiment for cell in cells_of(record)}
     rows = []
     figures = read_study(folder)
     for setting, method, run in run_folders(folder):
@@ -92,7 +90,7 @@ def _csv(recipe: Path) -> str:
 
 def _add(file: Path, rows: pd.DataFrame) -> None:
     """Writes rows, each in the place of that of the same setting, method and seed."""
-    frame = pd.concat([pd.read_csv(file, dtype=_WORDS), rows]) if file.exists() else rows
+    frame = pd.concat([pd.read_csv(file, dtype=WORDS), rows]) if file.exists() else rows
     frame = frame.drop_duplicates(["setting", "method", "seed"], keep="last")
     frame.sort_values(["setting", "method", "seed"]).to_csv(file, index=False)
 
@@ -121,7 +119,7 @@ def _recipes() -> list[Path]:
 def find_recipe(folder: Path) -> Path:
     """The recipe of a study's folder, by its name. Raises UserError where there is none."""
     for file in _recipes():
-        if load_study(file).name == folder.name:
+        if study_of(file).name == folder.name:
             return file
     raise UserError(f"{folder} is the folder of no study in {STUDIES}; name its recipe with --recipe")
 
@@ -162,13 +160,13 @@ def share() -> list[str]:
     one that differs in more.
     """
     files = _recipes()
-    cells = {file: [(cell, cell.experiment.to_dict()) for cell in cells_of(load_study(file))] for file in files}
+    cells = {file: [(cell, cell.experiment.to_dict()) for cell in cells_of(file)] for file in files}
     copied = []
     for source, target in ((a, b) for a in files for b in files if a != b and a.parent == b.parent):
         before, after = FIGURES / _csv(source), FIGURES / _csv(target)
         if not before.is_file() or not after.is_file():
             continue
-        rows = pd.read_csv(before, dtype=_WORDS)
+        rows = pd.read_csv(before, dtype=WORDS)
         rows = rows[rows["changed"].isna() & (rows["rounds"] == rows["of_rounds"])]
         planned = {(cell.setting, cell.method, cell.seed): values for cell, values in cells[source]}
         for row in rows.to_dict("records"):
@@ -187,16 +185,13 @@ def share() -> list[str]:
 
 def _is_better(changed: str, file: Path, cell: StudyRun) -> bool:
     """Whether a run that differs in `changed` is nearer to the recipe of a cell than the run that the file has."""
-    keys = {one.partition("=")[0] for one in changed.split()}
-    if any(key != "rounds" and not key.startswith("evaluation.") for key in keys):
+    if not trains_as_recipe(changed):
         return False
-    rows = pd.read_csv(file, dtype=_WORDS)
+    rows = pd.read_csv(file, dtype=WORDS)
     own = rows[(rows["setting"] == cell.setting) & (rows["method"] == cell.method) & (rows["seed"] == cell.seed)]
     if not len(own):
         return True
-    has = own["changed"].iloc[0]
-    theirs = set() if pd.isna(has) else {one.partition("=")[0] for one in has.split()}
-    return bool(keys < theirs)
+    return keys_of(changed) < keys_of(own["changed"].fillna("").iloc[0])
 
 
 # ---- costs: the arithmetic of each study
@@ -210,7 +205,7 @@ def costs() -> Path:
     """
     rows = []
     for file in _recipes():
-        cells = cells_of(load_study(file))
+        cells = cells_of(file)
         for setting in dict.fromkeys(cell.setting for cell in cells):
             of_setting = [cell for cell in cells if cell.setting == setting]
             amount = _operations(of_setting[0].experiment)

@@ -1,19 +1,20 @@
 """The cells of the published tables, the runs that repeat them, and how far the two agree."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import yaml
 
-from cfl_ray.config.published import PublishedNumber, PublishedTable, load_published
-from cfl_ray.config.study import Study
+from cfl_ray.config.published import PublishedNumber, load_published
+from cfl_ray.config.study import load_study
 from cfl_ray.study.plan import StudyRun, plan
 
 ROOT = Path(__file__).parents[2]
 STUDIES, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results"
+WORDS = {"changed": str, "commit": str, "config_hash": str, "run_of": str}  # types of columns
 FEWEST_ROUNDS = 0.25  # share of a recipe's rounds that a shortened run needs to be compared with a published accuracy
 CLOSE = 2.0  # points; percent of a number of rounds or Mbit; counts of clients and clusters are equal when rounded
 STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
@@ -24,8 +25,14 @@ PERSONAL = (  # predict with models of single clients
 )  # fmt: skip
 
 
-def cells_of(study: Study) -> list[StudyRun]:
-    """All runs of a study; of a sweep, those that do not depend on results."""
+# recipes are read and planned once, which takes longer than what is done with them
+study_of = cache(load_study)
+
+
+@cache
+def cells_of(recipe: Path) -> list[StudyRun]:
+    """All runs of a recipe; of a sweep, those that do not depend on results."""
+    study = study_of(recipe)
     trials = study.sweep.drawn() if study.sweep is not None and study.sweep.sampler != "tpe" else [{}]
     return plan(study, trials=trials)
 
@@ -68,8 +75,7 @@ class Compared:
         whole = len(self.runs) and bool((self.runs["rounds"] >= self.runs["of_rounds"]).all())
         if not whole or not self.is_run:
             return False
-        changes = {change.partition("=")[0] for run in self.runs["changed"].fillna("") for change in run.split()}
-        return not any(self.matters(key) for key in changes)
+        return not any(self.matters(key) for changed in self.runs["changed"].fillna("") for key in keys_of(changed))
 
     def matters(self, key: str) -> bool:
         """Whether another value of a key can change the metric, which is of the last round."""
@@ -127,8 +133,8 @@ def compared(folder: Path = STUDIES) -> list[Compared]:
     cells = []
     for file in sorted((folder / "published").glob("*.yaml")):
         for name, table in load_published(file).tables.items():
-            runs = _runs_of(table)
-            of_setting = dict(tuple(runs.groupby("setting"))) if len(runs) else {}
+            runs = runs_of(table.study.removesuffix(".yaml").replace("/", "-"))
+            of_setting = dict(tuple(runs.groupby("setting")))
             for row, column, number in table.cells():
                 others = of_setting.get(column, runs[:0])
                 at = others[others["method"] == row] if len(runs) else runs
@@ -144,9 +150,20 @@ def read_reasons() -> dict[str, Any]:
     return yaml.safe_load((FIGURES / "explanations.yaml").read_text()) or {}
 
 
-def _runs_of(table: PublishedTable) -> pd.DataFrame:
-    file = FIGURES / table.study.replace("/", "-").replace(".yaml", ".csv")
-    return pd.read_csv(file, dtype={"changed": str}) if file.is_file() else pd.DataFrame()
+def runs_of(study: str) -> pd.DataFrame:
+    """The runs of a study that are on record. study: PAPER-NAME."""
+    file = FIGURES / f"{study}.csv"
+    return pd.read_csv(file, dtype=WORDS) if file.is_file() else pd.DataFrame({"setting": []})
+
+
+def keys_of(changed: str) -> set[str]:
+    """The keys in which a run differs from its recipe, of its column `changed`."""
+    return {change.partition("=")[0] for change in changed.split()}
+
+
+def trains_as_recipe(changed: str) -> bool:
+    """Whether runs with these changes do the work of their recipe in each round."""
+    return all(key == "rounds" or key.startswith("evaluation.") for key in keys_of(changed))
 
 
 def reason_of(reasons: dict[str, Any], paper: str, table: str, row: str, column: str) -> Reason:

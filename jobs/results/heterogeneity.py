@@ -32,8 +32,8 @@ def section() -> str:
     return "\n".join(f"## {name}\n\n{table(figures)}" for name, figures in FIGURES.items())
 
 
-def best_methods(count: int = 5) -> str:
-    """The methods of the least mean rank over seeds in each setting, by data set, with their ranks."""
+def best_methods() -> str:
+    """The five methods of the least mean rank over seeds in each setting, by data set, with their ranks."""
     rows = [["clients differ in", *FIGURES]]
     runs_of = {name: complete_runs(figures) for name, figures in FIGURES.items()}
     for setting in SETTINGS:
@@ -41,7 +41,7 @@ def best_methods(count: int = 5) -> str:
         for runs in runs_of.values():
             runs = runs[runs["setting"] == setting]
             ranks = runs.groupby("seed")["accuracy"].rank(ascending=False).groupby(runs["method"]).mean()
-            best = ranks.sort_values(kind="stable").head(count)
+            best = ranks.sort_values(kind="stable").head(5)
             row.append(", ".join(f"{method} {rank:.1f}" for method, rank in best.items()) or "-")
         rows.append(row)
     return "\n".join(markdown(*rows))

@@ -14,10 +14,20 @@ from scipy.stats import binomtest
 
 from cfl_ray import Experiment
 from cfl_ray.config.published import PublishedTable, load_published
-from cfl_ray.config.study import load_study
 from cfl_ray.methods import REGISTRY
 from jobs.official.page import table as markdown
-from jobs.results.cells import FIGURES, SEEDS, STATES, STUDIES, Compared, cells_of, read_reasons
+from jobs.results.cells import (
+    FIGURES,
+    SEEDS,
+    STATES,
+    STUDIES,
+    Compared,
+    cells_of,
+    read_reasons,
+    runs_of,
+    study_of,
+    trains_as_recipe,
+)
 
 _PROTOCOLS = {"accuracy": "P-server", "accuracy_local": "P-local", "newcomer_accuracy_tuned": "P-tune"}
 _OTHER_ROUNDS = {"_last10": "mean of the last ten rounds", "_best": "best round"}
@@ -134,19 +144,19 @@ def _figures(paper: str) -> list[str]:
     """Tables of a paper's studies without published numbers: they repeat a figure, or answer a question of our own."""
     lines = []
     for file in sorted((STUDIES / paper).glob("*.yaml")):
-        study, figures = load_study(file), FIGURES / f"{paper}-{file.stem}.csv"
-        if study.published or not figures.is_file():
+        study, runs = study_of(file), runs_of(f"{paper}-{file.stem}")
+        if study.published or not len(runs):
             continue
-        runs = pd.read_csv(figures, dtype={"changed": str})
         several = runs["method"].nunique() > 1
         metrics = [name for name in study.metrics or ("accuracy", "accuracy_local", "ari") if name in runs]
         lines += [f"### {_title(file.stem)}", "", *_commands(f"{paper}/{file.name}", runs)]
         lines += [f"Expected: {expected}", ""] if (expected := _from_header(file, "Expected")) else []
-        lines += [f"Found: {found}", ""] if (found := _found(paper, file.stem)) else []
+        found = str((read_reasons().get(paper) or {}).get(file.stem) or "").strip()
+        lines += [f"Found: {found}", ""] if found else []
         ranged = "accuracy" in metrics and {*_ENDS} <= {*runs} and runs[_ENDS[0]].ne(runs[_ENDS[1]]).any()
         head = ["setting", *(["method"] if several else []), *metrics, *([_RANGE] if ranged else []), "seeds"]
         rows = [head]
-        order = {cell: place for place, cell in enumerate((cell.setting, cell.method) for cell in cells_of(study))}
+        order = {cell: place for place, cell in enumerate((cell.setting, cell.method) for cell in cells_of(file))}
         groups = sorted(runs.groupby(["setting", "method"]), key=lambda one: order.get(one[0], len(order)))
         for (setting, method), own in groups:
             values = [
@@ -164,11 +174,6 @@ def _range(runs: pd.DataFrame) -> str:
     return "-" if math.isnan(low) else f"{low * 100:.1f} to {high * 100:.1f}"
 
 
-def _found(paper: str, figure: str) -> str:
-    """The sentence on a figure among the reasons."""
-    return str((read_reasons().get(paper) or {}).get(figure) or "").strip()
-
-
 def _from_header(recipe: Path, word: str) -> str:
     """The paragraphs of a recipe's header that begin with `word:`."""
     header = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
@@ -183,7 +188,7 @@ def _from_header(recipe: Path, word: str) -> str:
 def _protocol(recipe: Path, settings: list[str]) -> list[str]:
     """How the recipe trains and tests in these settings, and what it assumes that the paper does not say."""
     values: dict[str, list[str]] = {}  # by the words around them
-    for cell in cells_of(load_study(recipe)):
+    for cell in cells_of(recipe):
         if cell.setting in settings:
             for words, value in _parts(cell.experiment).items():
                 values.setdefault(words, []).append(value)
@@ -228,7 +233,7 @@ def _missing() -> list[str]:
     if not file.is_file():
         return []
     table = pd.read_csv(file)
-    table["done"] = [_whole(_runs(a), b) for a, b in zip(table["study"], table["setting"], strict=True)]
+    table["done"] = [_whole(runs_of(a), b) for a, b in zip(table["study"], table["setting"], strict=True)]
     table["rate"] = table["study"].map(_rates(table))
     table["hours"] = (table["runs"] - table["done"]) * table["gigaflop"] / table["rate"] / 3600
     # values of a sweep together
@@ -254,32 +259,21 @@ def _missing() -> list[str]:
     return lines + markdown(*shown)
 
 
-def _runs(study: str) -> pd.DataFrame:
-    """The runs of a study that are on record."""
-    file = FIGURES / f"{study}.csv"
-    return pd.read_csv(file) if file.is_file() else pd.DataFrame({"setting": []})
-
-
 def _whole(runs: pd.DataFrame, setting: str) -> int:
     """How many runs of a setting have all rounds and train as their recipe says."""
     return sum(
-        run["rounds"] >= run["of_rounds"] and _is_recipe(run["changed"])
+        run["rounds"] >= run["of_rounds"] and trains_as_recipe(run["changed"])
         for run in runs[runs["setting"] == setting].fillna({"changed": ""}).to_dict("records")
     )
-
-
-def _is_recipe(changed: str) -> bool:
-    """Whether runs with these changes do the work of their recipe in each round."""
-    return all(change.startswith(("rounds=", "evaluation.")) for change in changed.split())
 
 
 def _rates(costs: pd.DataFrame) -> dict[str, float]:
     """Gigaflop a second of the runs of each study, or else of the studies of its paper, or of all; 20 without any."""
     amounts, seconds = {}, {}
     for study, rows in costs.groupby("study"):
-        runs, of_setting = _runs(str(study)), rows.set_index("setting")["gigaflop"]
+        runs, of_setting = runs_of(str(study)), rows.set_index("setting")["gigaflop"]
         if len(runs):
-            runs = runs[runs["changed"].fillna("").map(_is_recipe).astype(bool) & runs["seconds"].notna()]
+            runs = runs[runs["changed"].fillna("").map(trains_as_recipe).astype(bool) & runs["seconds"].notna()]
         if len(runs):
             amounts[study] = float((runs["setting"].map(of_setting) * runs["rounds"] / runs["of_rounds"]).sum())
             seconds[study] = float(runs["seconds"].sum())
@@ -445,8 +439,7 @@ def _table(name: str, table: PublishedTable, cells: list[Compared], is_first: bo
 
 def _commands(recipe: str, runs: pd.DataFrame) -> list[str]:
     """The commands that repeat these runs of a recipe, and the time that they took."""
-    study = load_study(STUDIES / recipe)
-    cells = cells_of(study)
+    study, cells = study_of(STUDIES / recipe), cells_of(STUDIES / recipe)
     everything = [list(dict.fromkeys(getattr(cell, name) for cell in cells)) for name in ("base", "method", "seed")]
     selected: dict[tuple[str, tuple[str, ...], tuple[int, ...]], list[str]] = {}  # settings by changes, methods, seeds
     of_setting = runs["setting"].map({cell.setting: cell.base for cell in cells})

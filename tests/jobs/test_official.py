@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from jobs.official import cfl, cflgp, fedccfa, fedem, ifca, pacfl, pfedme, runs, stocfl
+from jobs.official.__main__ import METHODS
 from jobs.official.page import PAGE, table, with_section
 from jobs.official.runs import Course, Data
-
-ROTATIONS = {frozenset(range(5)), frozenset(range(5, 10))}
 
 
 @pytest.fixture
@@ -26,6 +25,19 @@ def course(by: float, kept: tuple[int, ...], start_P: torch.Tensor, clients: int
     weights = {t: (start_P + 1.0 + by).expand(clients, -1) for t in kept}
     groups = dict.fromkeys(kept, {frozenset(range(5)), frozenset(range(5, clients))})
     return Course([0.5] * 20 + [0.9] * 10, [1] * 20 + [2] * 10, groups, weights)
+
+
+@pytest.fixture
+def lines_of(monkeypatch):
+    """Returns a function: the lines of a method's section for one seed, whose functions return these values instead."""
+
+    def of(method, **values):
+        monkeypatch.setattr(method, "SEEDS", (0,), raising=False)
+        for name, value in values.items():
+            monkeypatch.setattr(method, name, lambda *_, value=value, **__: value)
+        return method.section(Path("checkout"), "1234567").split("\n")
+
+    return of
 
 
 def test_images_of_a_client_are_rotated_by_its_quarter_turns(source):
@@ -72,24 +84,13 @@ def test_a_section_replaces_the_one_of_its_method():
 
 
 def test_the_page_has_a_section_of_each_method():
-    assert [line[3:] for line in PAGE.read_text().split("\n") if line.startswith("## ")] == [
-        "CFL",
-        "IFCA",
-        "StoCFL",
-        "PACFL",
-        "FedEM",
-        "pFedMe",
-        "CFL-GP",
-        "FedCCFA",
-    ]
+    sections = [line[3:] for line in PAGE.read_text().split("\n") if line.startswith("## ")]
+    assert [section.lower().replace("-", "") for section in sections] == list(METHODS)
 
 
-def test_the_section_of_cfl_compares_weights_clusters_and_accuracy(monkeypatch):
-    start_P = cfl.first_weights(0)
-    monkeypatch.setattr(cfl, "mnist", lambda seed: None)
-    monkeypatch.setattr(cfl, "theirs", lambda *_: course(0.0, (1, 20, 22, 30), start_P, 10))
-    monkeypatch.setattr(cfl, "ours", lambda *_: course(0.001, (1, 20, 22, 30), start_P, 10))
-    lines = cfl.section(Path("checkout"), "23a1c38").split("\n")
+def test_the_section_of_cfl_compares_weights_clusters_and_accuracy(lines_of):
+    theirs, ours = (course(by, (1, 20, 22, 30), cfl.first_weights(0), 10) for by in (0.0, 0.001))
+    lines = lines_of(cfl, mnist=None, theirs=theirs, ours=ours)
     assert "| 22 | 1.0e-03 | 0.9000 | 0.9000 | 2 | 2 |" in lines, "0.001 beside a way of 1"
     assert "The clusters after round 22 are the same." in lines
     assert "| 2 | ours | 21 | 2 | yes | 0.500 | 0.900 | 0.900 | 0.900 |" in lines
@@ -134,31 +135,25 @@ def test_the_authors_script_of_ifca_has_the_images_in_their_order(source, monkey
         (stocfl, stocfl.MODEL, "| 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 | 1 | 1 | yes |"),
     ],
 )
-def test_the_sections_of_ifca_and_stocfl(monkeypatch, method, model, line):
-    start_P, kept = runs.first_weights(model, 10, 0), method.KEPT
-    monkeypatch.setattr(method, "SEEDS", (0,))
-    monkeypatch.setattr(method, "rotated_mnist", lambda *_: None)
+def test_the_sections_of_ifca_and_stocfl(lines_of, monkeypatch, method, model, line):
+    start_P = runs.first_weights(model, 10, 0)
     monkeypatch.setattr(ifca, "of_their_settings", lambda _: [["epoch"]])
     if method is ifca:  # its distances are from the mean of the first models, here those of one
         monkeypatch.setattr(runs, "first_weights", lambda *_: start_P)
-    monkeypatch.setattr(method, "theirs", lambda *_: course(0.0, kept, start_P, method.CLIENTS))
-    monkeypatch.setattr(method, "ours", lambda *_: course(0.001, kept, start_P, method.CLIENTS))
-    assert line in method.section(Path("checkout"), "1234567").split("\n")
+    theirs, ours = (course(by, method.KEPT, start_P, method.CLIENTS) for by in (0.0, 0.001))
+    assert line in lines_of(method, rotated_mnist=None, theirs=theirs, ours=ours)
 
 
-def test_the_section_of_pacfl(monkeypatch, source):
+def test_the_section_of_pacfl(lines_of, source):
     start_P = runs.first_weights(pacfl.MODEL, 10, 0)
     clusters = {client: int(client >= 5) for client in range(pacfl.CLIENTS)}
     angles = np.full((pacfl.CLIENTS, pacfl.CLIENTS), 5.0)
     found = {"adj_mat": angles, "clients_clust_id": clusters, "U_clients": [np.zeros((784, 6))] * pacfl.CLIENTS}
-    monkeypatch.setattr(pacfl, "SEEDS", (0,))
-    monkeypatch.setattr(pacfl, "theirs", lambda *_: (course(0.0, pacfl.KEPT, start_P, pacfl.CLIENTS), found))
-    monkeypatch.setattr(pacfl, "ours", lambda *_: (course(0.001, pacfl.KEPT, start_P, pacfl.CLIENTS), angles + 0.25))
-    monkeypatch.setattr(pacfl, "main_pacfl", lambda *_, partition: found)
-    text = pacfl.section(Path("checkout"), "1234567")
-    (line,) = [line for line in text.split("\n") if line.startswith("| 0 ") and "| 5 |" in line]
+    theirs, ours = (course(by, pacfl.KEPT, start_P, pacfl.CLIENTS) for by in (0.0, 0.001))
+    lines = lines_of(pacfl, theirs=(theirs, found), ours=(ours, angles + 0.25), main_pacfl=found)
+    (line,) = [line for line in lines if line.startswith("| 0 ") and "| 5 |" in line]
     assert line.startswith("| 0 | 0.2500 | 2 | 2 | yes |") and line.endswith("| 5 | 1.0e-03 | 0.5000 | 0.5000 |")
-    assert "has\n3 vectors per label" in text
+    assert "has\n3 vectors per label" in "\n".join(lines)
 
 
 def test_shares_of_images_of_mixed_clients_are_rotated(source):
@@ -169,7 +164,7 @@ def test_shares_of_images_of_mixed_clients_are_rotated(source):
     assert len(upright.unique()) == fedem.CLIENTS + fedem.NEW, "each client has its own share"
 
 
-def test_the_section_of_fedem(monkeypatch):
+def test_the_section_of_fedem(lines_of, monkeypatch):
     first_P = runs.first_weights(fedem.MODEL, 10, 0)
 
     def run(by: float) -> fedem.Mixtures:
@@ -179,12 +174,8 @@ def test_the_section_of_fedem(monkeypatch):
         made.weights = {t: rows[: fedem.K] for t, rows in made.weights.items()}
         return fedem.Mixtures(made, dict.fromkeys(fedem.KEPT, pi), new_pi=np.full((fedem.NEW, fedem.K), 0.25 + 2 * by))
 
-    monkeypatch.setattr(fedem, "SEEDS", (0,))
-    monkeypatch.setattr(fedem, "mixed", lambda *_: (None, None))
     monkeypatch.setattr(runs, "first_weights", lambda *_: first_P)
-    monkeypatch.setattr(fedem, "theirs", lambda *_: run(0.0))
-    monkeypatch.setattr(fedem, "ours", lambda *_: run(0.001))
-    lines = fedem.section(Path("checkout"), "1234567").split("\n")
+    lines = lines_of(fedem, mixed=(None, None), theirs=run(0.0), ours=run(0.001))
     assert "| half | 0 | 5 | 1.0e-03 | 1.0e-03 | 0.5000 | 0.5000 |" in lines
     assert "differ by at most 2.0e-03." in lines[-2]
 
@@ -200,7 +191,7 @@ def test_our_run_of_fedem_has_weights_of_the_cohort_and_of_newcomers(monkeypatch
     assert np.allclose(run.new_pi.sum(1), 1)
 
 
-def test_the_section_of_pfedme(monkeypatch):
+def test_the_section_of_pfedme(lines_of):
     start_P = runs.first_weights(pfedme.MODEL, 10, 0)
 
     def run(by: float) -> pfedme.Models:
@@ -208,11 +199,7 @@ def test_the_section_of_pfedme(monkeypatch):
         w.accuracy = [0.25] * 20
         return pfedme.Models(theta, w)
 
-    monkeypatch.setattr(pfedme, "SEEDS", (0,))
-    monkeypatch.setattr(pfedme, "two_labels", lambda *_: None)
-    monkeypatch.setattr(pfedme, "theirs", lambda *_: run(0.0))
-    monkeypatch.setattr(pfedme, "ours", lambda *_: run(0.001))
-    lines = pfedme.section(Path("checkout"), "1234567").split("\n")
+    lines = lines_of(pfedme, two_labels=None, theirs=run(0.0), ours=run(0.001))
     assert "| R = 1 | 0 | 5 | 1.0e-03 | 2.0e-03 | 0.2500 | 0.2500 | 0.5000 | 0.5000 |" in lines
     (quarter,) = [line for line in lines if "a quarter" in line and "| 0 | 5 |" in line and line.startswith("|")]
     assert quarter.endswith("| 0 | 5 | 1.0e-03 | - | - | - | - | - |")
@@ -228,7 +215,7 @@ def test_our_runs_of_pfedme_have_both_models(monkeypatch, source):
     assert len(run.theta.accuracy) == len(run.w.accuracy) == 2
 
 
-def test_the_section_of_cflgp(monkeypatch, source):
+def test_the_section_of_cflgp(lines_of, source):
     start_P, pairs = runs.first_weights(cflgp.MODEL, 10, 0), 2 * cflgp.PER_ANGLE
 
     def run(by: float, clusters: int) -> Course:
@@ -236,10 +223,7 @@ def test_the_section_of_cflgp(monkeypatch, source):
         groups = runs.groups_of(i // pairs % clusters for i in range(cflgp.CLIENTS))
         return Course(made.accuracy, made.clusters, dict.fromkeys(cflgp.KEPT, groups), made.weights)
 
-    monkeypatch.setattr(cflgp, "SEEDS", (0,))
-    monkeypatch.setattr(cflgp, "theirs", lambda *_: run(0.0, 4))
-    monkeypatch.setattr(cflgp, "ours", lambda *_: run(0.001, 1))
-    lines = cflgp.section(Path("checkout"), "1234567").split("\n")
+    lines = lines_of(cflgp, theirs=run(0.0, 4), ours=run(0.001, 1))
     assert "| equal | 0 | 10 | 1.0e-03 | 0.5000 | 0.5000 | 1.00 | 0.00 |" in lines
     assert "| own | 0 | 20 | - | 0.5000 | 0.5000 | 1.00 | 0.00 |" in lines
     data = cflgp.rotated(0)
@@ -247,7 +231,7 @@ def test_the_section_of_cflgp(monkeypatch, source):
     assert upright[0].std() > 0.01 and turned[0].std() < 1e-6, "rows of turned images are constant"
 
 
-def test_the_section_of_fedccfa(monkeypatch):
+def test_the_section_of_fedccfa(lines_of, monkeypatch):
     start_P = runs.first_weights(fedccfa.MODEL, 10, 0)
 
     def run(by: float, models: int) -> Course:
@@ -255,13 +239,8 @@ def test_the_section_of_fedccfa(monkeypatch):
         made.accuracy, made.clusters = [0.5] * fedccfa.DRIFT + [0.25] * 10, [models] * 110
         return made
 
-    monkeypatch.setattr(fedccfa, "SEEDS", (0,))
-    monkeypatch.setattr(fedccfa, "images", lambda *_: None)
-    monkeypatch.setattr(fedccfa, "theirs", lambda *_: run(0.0, 1))
-    monkeypatch.setattr(fedccfa, "their_script", lambda *_: run(0.0, 3))
-    monkeypatch.setattr(fedccfa, "ours", lambda *_: run(0.001, 1))
     monkeypatch.setattr(runs, "ours", lambda *_, **__: run(0.002, 4))
-    lines = fedccfa.section(Path("checkout"), "1234567").split("\n")
+    lines = lines_of(fedccfa, images=None, theirs=run(0.0, 1), their_script=run(0.0, 3), ours=run(0.001, 1))
     assert "| eps 0.4 | 0 | 104 | 1.0e-03 | 0.2500 | 0.2500 |" in lines
     assert "| 0 | 20 | 2.0e-03 | 0.5000 | 0.5000 | 3 | 4 |" in lines
     assert "| 0 | 104 | - | 0.2500 | 0.2500 | 3 | 4 |" in lines

@@ -1,6 +1,5 @@
 """The page of results: made from the figures of runs and the published numbers, and up to date."""
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,26 +18,8 @@ from jobs.results import page as results_page
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def read_once():
-    """Studies are read and planned once for all tests of this module, which takes longer than they do."""
-    studies, planned, plan = functools.cache(load_study), {}, results_cells.cells_of
-
-    def cells_of(study):
-        if id(study) not in planned:
-            planned[id(study)] = study, plan(study)  # with the study, so that its id stays its own
-        return planned[id(study)][1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (results_page, results_cells):
-            patch.setattr(module, "cells_of", cells_of)
-            if hasattr(module, "load_study"):
-                patch.setattr(module, "load_study", studies)
-        yield
-
-
 @pytest.fixture(scope="module")
-def cells(read_once):
+def cells():
     """Every published cell beside its runs."""
     return results_cells.compared()
 
@@ -313,7 +294,6 @@ def test_a_folder_of_no_recipe(tmp_path):
 
 
 def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(tmp_path, monkeypatch):
-    monkeypatch.setattr(results_page, "FIGURES", tmp_path)
     monkeypatch.setattr(results_cells, "FIGURES", tmp_path)
     (tmp_path / "explanations.yaml").write_text("fedclust: {figure4: As in the figure.}\n")
     columns = ["setting", "method", "seed", "changed", "accuracy", "num_clusters", "seconds"]
@@ -342,7 +322,6 @@ def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(tmp_path, mo
 
 
 def test_the_range_of_the_last_rounds_stands_beside_the_accuracy_of_a_figure(tmp_path, monkeypatch):
-    monkeypatch.setattr(results_page, "FIGURES", tmp_path)
     monkeypatch.setattr(results_cells, "FIGURES", tmp_path)
     (tmp_path / "explanations.yaml").write_text("{}\n")
     columns = ["setting", "method", "seed", "changed", "accuracy", "accuracy_low", "accuracy_high", "seconds"]

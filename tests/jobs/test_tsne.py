@@ -14,10 +14,10 @@ def test_clouds_that_are_apart_stay_apart_and_neighbours_are_counted():
     rng = np.random.default_rng(0)
     group_S = np.repeat([0, 1, 2], 20)
     signature_SQ = np.eye(3)[group_S].astype(np.float32) * 10 + rng.normal(0, 0.1, (60, 3)).astype(np.float32)
-    found = tsne.Map("all", tsne.plane(signature_SQ, 10.0, 0), group_S)
+    found = tsne.Map("all", tsne.plane(signature_SQ, 10.0), group_S)
     assert found.points_S2.shape == (60, 2) and found.purity == 1
     assert tsne.Map("all", found.points_S2, rng.permutation(group_S)).purity < 0.7
-    assert np.array_equal(found.points_S2, tsne.plane(signature_SQ, 10.0, 0))
+    assert np.array_equal(found.points_S2, tsne.plane(signature_SQ, 10.0))
 
 
 def test_a_study_becomes_a_figure_with_a_panel_for_each_run_that_has_signatures(tmp_path, capsys, monkeypatch):
@@ -47,4 +47,4 @@ def test_a_study_without_signatures_and_too_few_clients(tmp_path):
     with pytest.raises(UserError, match="no run in .* has the diagnostic signatures"):
         tsne.maps(tmp_path)
     with pytest.raises(UserError, match="at least 4 clients with a signature, got 3"):
-        tsne.plane(np.zeros((3, 2), np.float32), 30.0, 0)
+        tsne.plane(np.zeros((3, 2), np.float32), 30.0)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import yaml
+from studies import figures_of
 
 from cfl_ray.study import worker_pool
 from cfl_ray.study.resources import Resources
@@ -41,7 +42,7 @@ def uninterrupted():
 
 
 @pytest.fixture
-def expected(file, tmp_path, inline, figures_of, uninterrupted):
+def expected(file, tmp_path, inline, uninterrupted):
     """The figures of the same study without any interruption."""
     if not uninterrupted:
         run_study(file, tmp_path / "whole")
@@ -52,10 +53,8 @@ def expected(file, tmp_path, inline, figures_of, uninterrupted):
 @pytest.fixture
 def live(file, command, until):
     """The process of the study, once one of its runs is in the middle."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_JOB_ID")}
     process = subprocess.Popen(
         [*command, "compare", str(file), "--at-once=2"],
-        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -78,7 +77,7 @@ def _workers(process: subprocess.Popen) -> list[psutil.Process]:
     return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
-def test_a_process_that_is_killed_is_replaced(expected, live, file, figures_of):
+def test_a_process_that_is_killed_is_replaced(expected, live, file):
     for worker in _workers(live)[:1]:
         worker.kill()
     printed = live.communicate(timeout=300)[0]
@@ -86,7 +85,7 @@ def test_a_process_that_is_killed_is_replaced(expected, live, file, figures_of):
     assert figures_of(file.parent / "small") == expected
 
 
-def test_ctrl_c_and_on(expected, live, file, figures_of, command):
+def test_ctrl_c_and_on(expected, live, file, command):
     children = _workers(live)
     os.killpg(live.pid, signal.SIGINT)  # as a terminal does: to all processes
     printed = live.communicate(timeout=120)[0]
@@ -128,7 +127,7 @@ def test_signals_that_arrive_together_do_not_wait_for_each_other(command):
     assert done.returncode == 0 and int(done.stdout), done.stderr
 
 
-def test_the_processes_end_with_a_killed_parent_and_the_study_goes_on(expected, live, file, figures_of, until):
+def test_the_processes_end_with_a_killed_parent_and_the_study_goes_on(expected, live, file, until):
     children = _workers(live)
     live.kill()
     live.wait()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from studies import InlinePool
+from studies import InlinePool, figures_of, files_of
 
 import cfl_ray
 from cfl_ray.errors import ConfigError, Interrupted, RunError
@@ -38,7 +38,7 @@ class Notes(StudyWatcher):
         self.warnings.append(text)
 
 
-def test_processes_of_their_own_give_the_same_figures(study, tmp_path, figures_of, inline, monkeypatch):
+def test_processes_of_their_own_give_the_same_figures(study, tmp_path, inline, monkeypatch):
     """One process after another run in it, and all runs in this process."""
     here = run_study(study(), tmp_path / "here")
     monkeypatch.setattr(run, "WorkerPool", worker_pool.WorkerPool)
@@ -47,7 +47,7 @@ def test_processes_of_their_own_give_the_same_figures(study, tmp_path, figures_o
     assert len(figures_of(tmp_path / "here")) == 4 and figures_of(tmp_path / "here") == figures_of(tmp_path / "other")
 
 
-def test_what_is_finished_is_not_run_again(study, inline, files_of):
+def test_what_is_finished_is_not_run_again(study, inline):
     first = run_study(study())
     before, done = files_of(first.root), list(inline)
     assert done == ALL_RUNS and (first.root / "study.yaml").stat().st_mode & 0o777 == 0o600
@@ -56,7 +56,7 @@ def test_what_is_finished_is_not_run_again(study, inline, files_of):
     pd.testing.assert_frame_equal(first.to_frame(), again.to_frame())
 
 
-def test_a_longer_study_begins_with_the_rounds_of_a_shorter_one(study, inline, tmp_path, figures_of):
+def test_a_longer_study_begins_with_the_rounds_of_a_shorter_one(study, inline, tmp_path):
     """One run is finished there, one has stopped, and two have not begun."""
     longer = {"experiment": {"rounds": 3}}
     whole = run_study(study(**longer), tmp_path / "whole")
@@ -120,7 +120,7 @@ def test_a_study_whose_tables_cannot_be_written_has_failed(study, inline, monkey
     assert read_end(root).status == "FINISHED" and (root / "artifacts" / "table.md").is_file()
 
 
-def test_a_changed_study_runs_what_is_new(study, inline, files_of):
+def test_a_changed_study_runs_what_is_new(study, inline):
     root = run_study(study()).root
     before = files_of(root)
     inline.clear()
@@ -135,7 +135,7 @@ def test_a_changed_study_runs_what_is_new(study, inline, files_of):
     ], "in the order of the study"
 
 
-def test_runs_of_another_config_are_refused(study, inline, files_of):
+def test_runs_of_another_config_are_refused(study, inline):
     root = run_study(study()).root
     before = files_of(root)
     with pytest.raises(
@@ -190,7 +190,7 @@ def test_an_unexpected_error_is_kept_with_its_traceback(study, inline, monkeypat
     assert not run_study(study(seeds=[0])).failed and not file.exists(), "tried again"
 
 
-def test_an_interrupted_study_names_the_command_that_goes_on(study, monkeypatch, inline, tmp_path, figures_of):
+def test_an_interrupted_study_names_the_command_that_goes_on(study, monkeypatch, inline, tmp_path):
     def interrupt(self, outcome):
         raise KeyboardInterrupt
 
@@ -384,7 +384,7 @@ def test_studies_with_one_name_are_both_in_the_table(study, inline, tmp_path, mo
 @pytest.mark.parametrize(
     "only, seeds", [(Selection(seeds=[1]), [0, 1]), (Selection(), [1]), (Selection(methods=["two"]), [1])]
 )
-def test_configs_are_not_mixed_in_a_setting(study, inline, files_of, only, seeds):
+def test_configs_are_not_mixed_in_a_setting(study, inline, only, seeds):
     """Also where the runs of the other config are not selected, or the study no longer has their seed."""
     root = run_study(study(seeds=[0])).root
     before = files_of(root)

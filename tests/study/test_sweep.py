@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 from scipy.stats import ttest_rel
+from studies import figures_of
 
 from cfl_ray.cli.study_progress import show_trials
 from cfl_ray.config.study import SweepConfig
@@ -237,7 +238,7 @@ def test_a_trial_that_fails(study, inline):
     assert frame["runs"].tolist() == [1, 0] and frame["accuracy"].isna().tolist() == [False, True]
 
 
-def test_a_learning_sweep_that_is_stopped_goes_on(study, inline, tmp_path, figures_of):
+def test_a_learning_sweep_that_is_stopped_goes_on(study, inline, tmp_path):
     pytest.importorskip("optuna", reason="the sampler tpe needs optuna: pip install -e .[sweep]")
     sweep = {"parameters": RANGES, "sampler": "tpe", "trials": 4}
     made = study(seeds=[0], experiment={"methods": ["fedavg"], "rounds": 1}, sweep=sweep)
