@@ -10,6 +10,7 @@ import pytest
 
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.errors import DataError
+from cfl_ray.results import reassignments as module
 from cfl_ray.results.arrow_log import ArrowLog
 from cfl_ray.results.client_metrics import ClientMetrics, read_client_metrics
 from cfl_ray.results.reassignments import Reassignments, read_reassignments
@@ -57,6 +58,29 @@ def test_reassignments_come_back_from_the_file_without_a_round_twice(tmp_path):
     ]
     with pytest.raises(DataError, match="has client 7, and the federation 7 clients"):
         writer.write(tmp_path / "assignments.parquet", SimpleNamespace(num_clients=7, group_N=None))
+
+
+def test_no_change_at_all_is_an_empty_table_with_its_types(tmp_path):
+    Reassignments(None).write(tmp_path / "a.parquet", SimpleNamespace(num_clients=8, group_N=None))
+    table = pq.read_table(tmp_path / "a.parquet")
+    assert table.num_rows == 0 and table.column_names == ["client", "name", "group", "cluster", "round"]
+    assert table.schema.types == [pa.int64(), pa.string(), pa.int32(), pa.int32(), pa.int32()]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def test_rows_are_written_in_groups_of_about_the_same_size(tmp_path, monkeypatch):
+    """Large rounds are divided, and small rounds share a group."""
+    monkeypatch.setattr(module, "_ROWS", 10)
+    rounds = [(1, Reassigned.of([(client, 0) for client in range(25)]))]
+    rounds += [(round, Reassigned.of([(0, round), (1, round), (2, round)])) for round in range(2, 11)]
+    writer = Reassignments(None)
+    for one in rounds:
+        writer.add(*one)
+    writer.write(tmp_path / "a.parquet", SimpleNamespace(num_clients=25, group_N=None))
+    file = pq.ParquetFile(tmp_path / "a.parquet")
+    assert [file.metadata.row_group(at).num_rows for at in range(file.num_row_groups)] == [10, 10, 11, 12, 9]
+    expected = [(client, cluster, round) for round, one in rounds for client, cluster in one]
+    assert [(row["client"], row["cluster"], row["round"]) for row in file.read().to_pylist()] == expected
 
 
 def test_an_incomplete_batch_is_left_out_by_readers_and_cut_off_by_the_next_writer(tmp_path):
