@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -69,7 +70,6 @@ class Comparison:
     """Our number and the corresponding published number."""
 
     table: str  # name in the file of published tables
-    caption: str
     row: str  # method
     column: str  # setting
     metric: str
@@ -114,7 +114,7 @@ class Report:
     title: str
     experiments: Sequence[ReportedExperiment]
     columns: Sequence[str]  # metrics of the table
-    rows: Sequence[Mapping[str, object]]  # keys: experiment, method, runs, METRIC and METRIC_std (NaN: none), p
+    rows: Sequence[Mapping[str, Any]]  # keys: experiment, method, runs, METRIC and METRIC_std (NaN: none), p, effect
     comparisons: Sequence[Comparison] = ()
     paper: str = ""  # title and authors of the published tables
     notes: Sequence[str] = ()

@@ -3,10 +3,9 @@
 All data are arrays with a few bytes per client, so that reports of runs with a million clients are possible.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 
@@ -33,12 +32,6 @@ class PerClient:
 
     client_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # ids, ascending
     value_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # below 0: none
-
-    @classmethod
-    def of(cls, value_of: Mapping[int, int]) -> Self:
-        """From values by client."""
-        client_C = np.array(sorted(value_of), np.int64)
-        return cls(client_C, np.array([value_of[client] for client in client_C.tolist()], np.int32))
 
     def __len__(self) -> int:
         return len(self.client_C)
@@ -153,9 +146,3 @@ def evenly(items: Sequence[int] | np.ndarray, most: int) -> list[int]:
     if len(items) <= most:
         return [int(item) for item in items]
     return [int(items[place]) for place in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
-
-
-def ranks(sizes: Mapping[int, int]) -> dict[int, int]:
-    """The rank of each cluster by size: 0 for the largest. Of equal sizes, the lower cluster number comes first."""
-    largest_first = sorted(sizes, key=lambda cluster: (-sizes[cluster], cluster))
-    return {cluster: rank for rank, cluster in enumerate(largest_first)}

@@ -18,7 +18,7 @@ from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.errors.redaction import redact
-from cfl_ray.report.drawing import LEAST_SHOWN, tested_in_words
+from cfl_ray.report.drawing import tested_in_words, with_spread
 from cfl_ray.results.load import recorded_result, recorded_run
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
@@ -340,9 +340,4 @@ def _best_methods(run_metrics: RunMetrics, metric: str) -> dict[str, tuple[str, 
 
 def mean_and_spread(mean: float, std: float) -> str:
     """Mean and spread as text, e.g. 0.912 ± 0.004; the mean alone for a single run, empty without a mean."""
-    if np.isnan(mean):
-        return ""
-    if 0 < max(abs(mean), np.nan_to_num(std)) < LEAST_SHOWN:
-        return f"{mean:.2g}" + ("" if np.isnan(std) else f" ± {std:.2g}")
-    digits = 3 if abs(mean) < 10 else 1
-    return f"{mean:.{digits}f}" + ("" if np.isnan(std) else f" ± {std:.{digits}f}")
+    return "" if np.isnan(mean) else with_spread(mean, std).replace("\u00a0", " ").replace(",", "")

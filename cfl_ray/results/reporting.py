@@ -23,7 +23,7 @@ from cfl_ray.results.results import MethodResult
 from cfl_ray.results.run_info import command_again, run_info
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
-from cfl_ray.system.files import PRIVATE, SHARED
+from cfl_ray.system.files import PRIVATE, SHARED, write_text
 from cfl_ray.tracking.record import LABEL_COUNTS, primary_of
 
 
@@ -107,14 +107,14 @@ def write_report_of(
     paper: str = "",
     mode: int = PRIVATE,
 ) -> Path:
-    """Writes the page of these runs. mode: as in `report.page.write_page`. Raises ConfigError for a wrong suffix."""
-    from cfl_ray.report.page import write_page  # imports plotly, which other commands do not need
+    """Writes the page of these runs. mode: SHARED if others may read it. Raises ConfigError for a wrong suffix."""
+    from cfl_ray.report.page import render  # imports jinja2, which other commands do not need
 
     path = Path(output)
     if path.suffix not in (".html", ".htm") and not path.is_dir():  # folders have a separate message below
         raise ConfigError(f"{path}: a report is written as .html, got {path.suffix or 'no ending'!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_page(report_of(runs, comparisons, paper), path, mode)
+    write_text(path, render(report_of(runs, comparisons, paper)), mode)
     return path
 
 

@@ -10,6 +10,7 @@ from scipy.stats import ttest_rel
 
 import cfl_ray
 from cfl_ray.errors import ConfigError
+from cfl_ray.report.drawing import with_spread
 from cfl_ray.results import comparison
 from cfl_ray.results.comparison import by_experiment, compare_runs, format_table, mean_and_spread, table_of
 
@@ -184,4 +185,5 @@ def test_names_end_no_cell_of_a_table():
 
 def test_small_values_keep_their_digits():
     assert mean_and_spread(1.34e-5, 1.41e-6) == "1.3e-05 ± 1.4e-06" and mean_and_spread(-2e-4, np.nan) == "-0.0002"
+    assert mean_and_spread(1234.56, 0.25) == "1234.6 ± 0.2" and with_spread(1234.56, 0.25) == "1,234.6 ±\u00a00.2"
     assert mean_and_spread(0.0, 0.0) == "0.000 ± 0.000" and mean_and_spread(1e-5, 0.1) == "0.000 ± 0.100"
