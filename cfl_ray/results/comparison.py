@@ -19,10 +19,10 @@ from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.errors.redaction import redact
 from cfl_ray.report.drawing import tested_in_words, with_spread
-from cfl_ray.results.load import recorded_result, recorded_run
+from cfl_ray.results.found_runs import FoundRun, open_run
+from cfl_ray.results.load import recorded_result
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
-from cfl_ray.results.trust import load_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import flatten
 from cfl_ray.tracking.record import primary_of
@@ -78,23 +78,8 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     for study, study_name in studies.items():
         for (setting, label), of_seeds in read_study(study).run_metrics.items():
             run_metrics[(f"{study_name}, {setting}" if len(runs) > 1 else setting, label)] = of_seeds
-    plain = [Path(run) for run in runs if Path(run) not in studies]
-    for run in plain:
-        RunDirectory(run).require_run()
-    experiments = [load_record(run.absolute(), trust, connects=False) for run in plain]
-    first: dict[str, Experiment] = {}  # first experiment, by hash of its settings
-    for experiment in experiments:
-        first.setdefault(settings_of(experiment), experiment)
-    names = dict(zip(first, names_of([(experiment.name, experiment) for experiment in first.values()]), strict=True))
-    for run, experiment in zip(plain, experiments, strict=True):
-        name = names[settings_of(experiment)]
-        for label, result in recorded_run(run.absolute(), experiment).methods.items():
-            if result.final:
-                of_seeds = run_metrics.setdefault((name, label), {})
-                if experiment.seed in of_seeds:
-                    raise ConfigError(f"{run}: another run has the same settings and seed {experiment.seed}")
-                of_seeds[experiment.seed] = values_of(result)
-    return table_of(run_metrics, metrics)
+    plain = [open_run(Path(run), trust) for run in runs if Path(run) not in studies]
+    return table_of(run_metrics | numbers_of(experiments_of(plain)), metrics)
 
 
 def _names_of_studies(studies: Sequence[Path]) -> dict[Path, str]:
@@ -107,6 +92,31 @@ def _names_of_studies(studies: Sequence[Path]) -> dict[Path, str]:
         raise ConfigError(f"{' and '.join(twice)} are one study; name it once")
     names = [place.name for place in places]
     return {study: name if names.count(name) == 1 else str(study) for study, name in zip(studies, names, strict=True)}
+
+
+def experiments_of(runs: Sequence[FoundRun]) -> list[tuple[str, list[FoundRun]]]:
+    """The experiments with their names: the runs of a setting of a study, or runs that differ only in the seed."""
+    groups: dict[str, list[FoundRun]] = {}
+    for run in runs:
+        groups.setdefault(f"{run.study}/{run.setting}" if run.setting else settings_of(run.experiment), []).append(run)
+    names = names_of([(group[0].setting or group[0].experiment.name, group[0].experiment) for group in groups.values()])
+    return list(zip(names, groups.values(), strict=True))
+
+
+def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]]) -> RunMetrics:
+    """The metrics of the runs of these experiments. Raises ConfigError for two runs with the same seed."""
+    run_metrics: RunMetrics = {}
+    for name, runs in experiments:
+        for run in runs:
+            for label, result in run.methods.items():
+                of_seeds = run_metrics.setdefault((name, label), {})
+                if run.experiment.seed in of_seeds:
+                    raise ConfigError(
+                        f"{run.directory}: another run has the same settings, method {label} and seed "
+                        f"{run.experiment.seed}; name one of the two"
+                    )
+                of_seeds[run.experiment.seed] = values_of(result)
+    return run_metrics
 
 
 def metrics_of(run_metrics: RunMetrics) -> list[str]:

@@ -57,10 +57,10 @@ def _runs_below(path: Path, trust: bool) -> Iterator[FoundRun]:
             inner.clear()
             for setting, method, run in run_folders(directory):
                 if RunDirectory(run).info.is_file():
-                    yield _open(run, trust, directory, setting, method)
+                    yield open_run(run, trust, directory, setting, method)
         elif {RunDirectory.config.name, RunDirectory.info.name} <= {*files}:
             inner.clear()  # no run is inside another run
-            yield _open(directory, trust, *_place_in_study(directory))
+            yield open_run(directory, trust, *_place_in_study(directory))
         inner.sort()
 
 
@@ -71,7 +71,11 @@ def _place_in_study(directory: Path) -> tuple[Path, str, str] | tuple[None, None
     return (study, parents[1].name, parents[0].name) if study and RunDirectory(study).is_study else (None, None, None)
 
 
-def _open(directory: Path, trust: bool, study: Path | None, setting: str | None, method: str | None) -> FoundRun:
+def open_run(
+    directory: Path, trust: bool, study: Path | None = None, setting: str | None = None, method: str | None = None
+) -> FoundRun:
+    """A run with its records. Raises ConfigError for a folder that holds no run."""
     RunDirectory(directory).require_run()
+    directory = directory.absolute()
     experiment = load_record(directory, trust, connects=False)
     return FoundRun(directory, experiment, recorded_run(directory, experiment), study, setting, method)

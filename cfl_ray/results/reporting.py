@@ -14,7 +14,7 @@ from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
 from cfl_ray.report.snapshots import PerClient, RecordedMatrix
 from cfl_ray.results.client_metrics import read_client_metrics
-from cfl_ray.results.comparison import RunMetrics, is_less_better, names_of, settings_of, table_of, values_of
+from cfl_ray.results.comparison import RunMetrics, experiments_of, is_less_better, numbers_of, table_of
 from cfl_ray.results.found_runs import FoundRun, find_runs
 from cfl_ray.results.published import compare_with, unknown_metric
 from cfl_ray.results.ranks import ranks_of
@@ -123,27 +123,14 @@ def write_report_of(
 
 def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), paper: str = "") -> Report:
     """The data of the page. Runs of a setting of a study, or that differ only in the seed, form an experiment."""
-    groups: dict[str, list[FoundRun]] = {}
-    for run in runs:
-        groups.setdefault(f"{run.study}/{run.setting}" if run.setting else settings_of(run.experiment), []).append(run)
-    names = names_of([(group[0].setting or group[0].experiment.name, group[0].experiment) for group in groups.values()])
-    run_metrics: RunMetrics = {}
-    for name, group in zip(names, groups.values(), strict=True):
-        for run in group:
-            for label, result in run.methods.items():
-                of_seeds = run_metrics.setdefault((name, label), {})
-                if run.experiment.seed in of_seeds:
-                    raise ConfigError(
-                        f"{run.directory}: another run has the same settings, method {label} and seed "
-                        f"{run.experiment.seed}; name one of the two"
-                    )
-                of_seeds[run.experiment.seed] = values_of(result)
-    experiments = [_experiment(name, group) for name, group in zip(names, groups.values(), strict=True)]
+    groups = experiments_of(runs)
+    run_metrics = numbers_of(groups)
+    experiments = [_experiment(name, group) for name, group in groups]
     metrics = _columns(run_metrics, [experiment.score for experiment in experiments if experiment.methods])
     frame = table_of(run_metrics, metrics)
     rows = [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
     studies = {run.study.name for run in runs if run.study}
-    title = names[0] if len(names) == 1 else f"{len(names)} experiments"
+    title = groups[0][0] if len(groups) == 1 else f"{len(groups)} experiments"
     waiting = [str(run.directory) for run in runs if not run.methods]
     return Report(
         title=" and ".join(sorted(studies)) or title,
