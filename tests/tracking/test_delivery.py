@@ -259,7 +259,7 @@ def test_with_nothing_pending_mlflow_is_not_imported(sqlite, tmp_path, tmp_path_
         "print(deliver_pending(sys.argv[1]), 'mlflow' in sys.modules, 'ray' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script, root], capture_output=True, text=True)
-    assert done.stdout == "[] False False\n", done.stderr
+    assert done.stdout == "{} False False\n", done.stderr
 
 
 def test_a_run_that_another_process_delivers_is_skipped(sqlite, tmp_path, info, record):
@@ -269,8 +269,8 @@ def test_a_run_that_another_process_delivers_is_skipped(sqlite, tmp_path, info, 
     tracker.log(record(1))
     Mlflow(sqlite, "locked").set_destination(run_dir)
     with FileLock(run_dir / LOCK):
-        assert deliver_pending(tmp_path, seconds=120) == []
-    assert [(done.run_dir, done.rounds) for done in deliver_pending(tmp_path, seconds=120)] == [(run_dir, 1)]
+        assert deliver_pending(tmp_path, seconds=120) == {}
+    assert deliver_pending(tmp_path, seconds=120) == {run_dir: 1}
     assert not is_pending(run_dir)
 
 
@@ -282,7 +282,7 @@ def test_a_damaged_run_directory_is_named_and_the_others_are_delivered(sqlite, t
         tracker.log(record(1))
     (tmp_path / "a" / CURSOR).write_text("{")
     warnings = []
-    assert [done.run_dir.name for done in deliver_pending(tmp_path, seconds=120, warn=warnings.append)] == ["b"]
+    assert [run_dir.name for run_dir in deliver_pending(tmp_path, seconds=120, warn=warnings.append)] == ["b"]
     assert len(warnings) == 1
     assert str(tmp_path / "a" / CURSOR) in warnings[0]
 
@@ -298,7 +298,7 @@ def test_a_run_deleted_in_mlflow_stays_deleted_and_the_others_are_delivered(sqli
     for tracker in trackers.values():
         tracker.log(record(1))
     warnings = []
-    assert [done.run_dir.name for done in deliver_pending(tmp_path, seconds=120, warn=warnings.append)] == ["b"]
+    assert [run_dir.name for run_dir in deliver_pending(tmp_path, seconds=120, warn=warnings.append)] == ["b"]
     assert len(warnings) == 1
     assert "was deleted in MLflow: restore it there, or remove mlflow.json" in warnings[0]
     assert [run.info.run_name for run in runs(sqlite, "deleted")] == ["b"]
@@ -442,7 +442,7 @@ class TestDestinations:
     def test_of_a_run_from_elsewhere_is_not_sent_anything(self, pending, reached, tmp_path):
         pending("thief", "http://user:word@thief", own=False)
         warnings = []
-        assert deliver_pending(tmp_path, "http://server", warn=warnings.append) == reached == []
+        assert not deliver_pending(tmp_path, "http://server", warn=warnings.append) and not reached
         (warning,) = warnings
         assert f"{tmp_path / 'thief'} names MLflow at http://***@thief, where nothing is sent" in warning
         command = shlex.split(warning.partition("to send their results there: ")[2])
