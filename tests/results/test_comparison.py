@@ -114,7 +114,7 @@ def test_metrics_by_name(runs):
 
 
 def test_the_same_seed_twice_is_refused(runs):
-    with pytest.raises(ConfigError, match="another run has the same settings, method fedavg and seed 0; name one of the two"):
+    with pytest.raises(ConfigError, match="another run has the same settings, method fedavg and seed 0; name one"):
         compare_runs([runs[0], runs[0]])
 
 
