@@ -1,4 +1,4 @@
-"""Changes of clusters, as a run records them."""
+"""The record files of a method that grow with its rounds: changes of clusters, and metrics of clients."""
 
 import tracemalloc
 from types import SimpleNamespace
@@ -158,3 +158,30 @@ def test_client_metrics_of_a_type_that_does_not_exist_are_damage_and_are_not_cut
         with pytest.raises(DataError, match="client_metrics.arrow is damaged .Integers with more than 64 bits"):
             read()
     assert file.stat().st_size == len(header)
+
+
+def test_client_metrics_of_another_form_are_named(tmp_path):
+    with pa.ipc.new_stream(str(tmp_path / "client_metrics.arrow"), pa.schema([("x", pa.int8())])):
+        pass
+    for read in (lambda: read_client_metrics(tmp_path / "client_metrics.arrow"), lambda: ClientMetrics(tmp_path)):
+        with pytest.raises(DataError, match=r"client_metrics.arrow has columns \['x'\]"):
+            read()
+
+
+def test_a_run_that_goes_on_does_not_read_what_it_has_recorded(tmp_path):
+    scores_MV = np.zeros((100_000, 4))
+    scores_MV[:, 0] = np.arange(100_000)
+    writer = ClientMetrics(tmp_path)
+    for round in (1, 2, 3):
+        writer.add(round, scores_MV)
+    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        resumed = ClientMetrics(tmp_path)
+        peaks = pool.max_memory(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        pa.set_memory_pool(before)
+    assert resumed.last == 3 and max(peaks) < 500_000, peaks
+    assert (tmp_path / "client_metrics.arrow").stat().st_size > 5_000_000
