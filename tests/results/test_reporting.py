@@ -135,7 +135,7 @@ def test_a_page_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, drawn):
     def fails(*arguments):
         raise ZeroDivisionError("of the page")
 
-    monkeypatch.setattr(reporting, "write_report_of", fails)
+    monkeypatch.setattr(reporting, "report_of", fails)
     warnings = []
     watcher = Watcher()
     watcher.warn = warnings.append
