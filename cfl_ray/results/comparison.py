@@ -309,12 +309,17 @@ def is_less_better(metric: str) -> bool:
 
 
 def _paired_tests(run_metrics: RunMetrics, metric: str) -> list[tuple[float, float]]:
-    """The `paired_test` of each method against the best method of its experiment."""
-    best = _best_methods(run_metrics, metric)
+    """The `paired_test` of each method against the best of its experiment, which has the metric with every seed."""
     values = {
         key: {seed: values_of_seed.get(metric, np.nan) for seed, values_of_seed in seeds.items()}
         for key, seeds in run_metrics.items()
     }
+    sign = -1 if is_less_better(metric) else 1
+    goodness = {key: sign * np.mean(list(of_seeds.values())) for key, of_seeds in values.items()}
+    best: dict[str, tuple[str, str]] = {}  # by experiment
+    for key, mean in goodness.items():
+        if not np.isnan(mean) and (key[0] not in best or mean > goodness[best[key[0]]]):
+            best[key[0]] = key
     return [paired_test(values[key], values[best.get(key[0], key)]) for key in run_metrics]
 
 
@@ -332,20 +337,6 @@ def paired_test(ours: Mapping[int, float], best: Mapping[int, float]) -> tuple[f
     from scipy.stats import ttest_rel  # takes half a second, which the report of a single run avoids
 
     return float(ttest_rel(*pairs_S2.T).pvalue), float(difference_S.mean() / difference_S.std(ddof=1))
-
-
-def _best_methods(run_metrics: RunMetrics, metric: str) -> dict[str, tuple[str, str]]:
-    """The best method of each experiment, among those that have the metric with every seed."""
-    sign = -1 if is_less_better(metric) else 1
-    means = {
-        key: np.mean([values.get(metric, np.nan) for values in of_seeds.values()])
-        for key, of_seeds in run_metrics.items()
-    }
-    best: dict[str, tuple[str, str]] = {}
-    for key, mean in means.items():
-        if not np.isnan(mean) and (key[0] not in best or sign * mean > sign * means[best[key[0]]]):
-            best[key[0]] = key
-    return best
 
 
 def mean_and_spread(mean: float, std: float) -> str:

@@ -172,11 +172,6 @@ def where_to_look(run_dir: Path, uri: str) -> str:
 # ---- later commands
 
 
-def is_pending(run_dir: Path) -> bool:
-    """Returns whether MLflow lacks any part of the run, from a few file operations and without importing mlflow."""
-    return Destination.read(run_dir).run_id is None or lacks(run_dir, MLFLOW)
-
-
 def deliver_pending(
     output: str | Path, uri: str | None = None, seconds: float = 10.0, warn: Callable[[str], None] = lambda line: None
 ) -> dict[Path, int]:
@@ -221,11 +216,13 @@ def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
 
 
 def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[tuple[Path, Destination]]:
+    """Yields the runs of which MLflow lacks a part, from a few file operations and without importing mlflow."""
     for folders in ("*", "*/*", "*/*/*/seed-*/*"):
         for path in sorted(output.glob(f"{folders}/{RunDirectory.mlflow.name}")):
             try:
-                if is_pending(path.parent):
-                    yield path.parent, Destination.read(path.parent)
+                destination = Destination.read(path.parent)
+                if destination.run_id is None or lacks(path.parent, MLFLOW):
+                    yield path.parent, destination
             except UserError as error:
                 warn(str(error))
 

@@ -18,7 +18,7 @@ from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import Delivery, Mlflow, RoundRecord, RunInfo, RunLog, deliver_pending, delivery, mlflow_tracker
 from cfl_ray.tracking import mlflow as adapter
-from cfl_ray.tracking.mlflow_tracker import is_pending
+from cfl_ray.tracking.mlflow_tracker import Destination
 
 CURSOR = RunDirectory.mlflow.name
 LOCK = RunDirectory.mlflow_lock.name
@@ -269,7 +269,7 @@ def test_a_run_that_another_process_delivers_is_skipped(sqlite, tmp_path, info, 
     with FileLock(run_dir / LOCK):
         assert deliver_pending(tmp_path, seconds=120) == {}
     assert deliver_pending(tmp_path, seconds=120) == {run_dir: 1}
-    assert not is_pending(run_dir)
+    assert not delivery.lacks(run_dir, "mlflow") and deliver_pending(tmp_path, seconds=120) == {}
 
 
 def test_a_damaged_run_directory_is_named_and_the_others_are_delivered(sqlite, tmp_path, info, record):
@@ -301,7 +301,7 @@ def test_a_run_deleted_in_mlflow_stays_deleted_and_the_others_are_delivered(sqli
 
 def test_a_run_without_a_destination_is_an_error(tmp_path):
     with pytest.raises(DataError, match="was not started with MLflow"):
-        is_pending(tmp_path)
+        Destination.read(tmp_path)
 
 
 @pytest.mark.parametrize("store", ["sqlite", "files"])
@@ -352,11 +352,11 @@ def test_a_log_that_a_power_failure_cut_is_delivered_again_and_no_round_twice(tm
         os.truncate(log, log.stat().st_size - cut)
         again = [replace(record(round), time_ms=10**14) for round in range(4, 8)]
         log_to(folder, info, again)
-        assert delivery.waiting_rounds(folder, "mlflow") == 2 and is_pending(folder)
+        assert delivery.waiting_rounds(folder, "mlflow") == 2 and delivery.lacks(folder, "mlflow")
         assert mlflow(folder, "sqlite:///x.db").bring_up_to_date() == 2
         assert mlflow(folder, "sqlite:///x.db").bring_up_to_date() == 0
         assert [step for step, _ in store.entries] == list(range(8)), cut
-        assert not is_pending(folder)
+        assert not delivery.lacks(folder, "mlflow")
 
 
 def test_a_request_to_mlflow_has_at_most_1000_metrics(tmp_path, info):
