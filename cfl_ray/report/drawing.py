@@ -16,6 +16,7 @@ import numpy as np
 
 # any colour vision can distinguish them; after Okabe and Ito, with black and a brown instead of yellow
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8C6D00")
+NAMED = len(COLOURS)  # number of largest clusters with a separate colour
 GREY = "#B8B8B8"  # for smaller clusters, and for clients without a cluster
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "triangle-down", "star", "hexagon", "pentagon")

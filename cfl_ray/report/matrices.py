@@ -3,13 +3,12 @@
 import numpy as np
 
 from cfl_ray.report.clusters import MOST_BLOCKS, blocks, steps
-from cfl_ray.report.drawing import COLOURS, GREY, MARKERS, PageFigure, Plot, canvas, line_at, number, percent
+from cfl_ray.report.drawing import COLOURS, GREY, MARKERS, NAMED, PageFigure, Plot, canvas, line_at, number, percent
 from cfl_ray.report.label_divergence import against_labels
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix, evenly
 
 MOST_ROWS, MOST_POINTS = 150, 600  # more are not drawn
-NAMED = len(COLOURS)
 
 
 def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:

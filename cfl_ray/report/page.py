@@ -23,7 +23,7 @@ from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import PageFigure, as_json, tested_in_words, with_spread
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.mixtures import mixture_figures
-from cfl_ray.report.rank_diagram import rank_diagram
+from cfl_ray.report.ranks import rank_diagram
 from cfl_ray.report.report_data import Comparison, Report, ReportedExperiment
 
 _HEADINGS = {  # column of the table -> its heading

@@ -11,13 +11,13 @@ from cfl_ray.config.published import load_published
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS, Diagnostic
 from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.report.ranks import ranks_of
 from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
 from cfl_ray.report.snapshots import PerClient, RecordedMatrix
 from cfl_ray.results.client_metrics import read_client_metrics
 from cfl_ray.results.comparison import RunMetrics, experiments_of, is_less_better, numbers_of, table_of
 from cfl_ray.results.found_runs import FoundRun, find_runs
 from cfl_ray.results.published import compare_with, unknown_metric
-from cfl_ray.results.ranks import ranks_of
 from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.run_info import command_again, run_info

@@ -19,8 +19,7 @@ from cfl_ray.report.drawing import as_json, look
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.mixtures import mixture_figures
 from cfl_ray.report.page import render
-from cfl_ray.report.rank_diagram import alike, rank_diagram
-from cfl_ray.report.report_data import MethodRun, Ranks, ReportedExperiment
+from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import PerClient, RecordedMatrix
 from cfl_ray.tracking import RoundRecord
 
@@ -225,25 +224,6 @@ def test_large_federations_are_sampled_and_the_caption_says_so():
     assert "150 of 1000 clients are drawn" in text
     assert "2,000 of 499,500 pairs are drawn" in text
     assert "600 of 10000 clients are drawn" in text
-
-
-def test_the_critical_difference_diagram_joins_methods_that_do_not_differ():
-    ranks = Ranks("accuracy", {"a": 1.0, "b": 1.5, "c": 2.5, "d": 3.0, "e": 6.0}, 8, 0.001, 1.6)
-    *bars, points = rank_diagram(ranks).plot["data"]
-    assert [bar["x"].tolist() for bar in bars] == [[1.0, 2.5], [1.5, 3.0]]
-    assert points["x"].tolist() == [1.0, 1.5, 2.5, 3.0, 6.0] and points["y"].tolist() == [4, 3, 2, 1, 0]
-    assert alike([1.0, 4.0], 2.9) == [] and alike([1.0, 1.0, 1.0], 0.0) == [(0, 2)]
-    assert "Critical difference of mean ranks" in render(replace(report(), ranks=ranks))
-
-
-def test_ranks_are_a_table_under_their_tests():
-    assert "Ranks over settings" not in render(report())
-    ranks = Ranks("accuracy", {"two": 1.0, "one": 2.25, "three": 2.75}, 8, 1e-5, 1.3)
-    text = render(replace(report(), ranks=ranks))
-    assert "Mean ranks of 3 methods by accuracy over 8 pairs of setting and seed." in text and "p &lt; 0.001" in text
-    assert [ranks.is_near_best(method) for method in ranks.mean_rank] == [True, True, False]
-    section = text[text.index("Ranks over settings") :]
-    assert section.index(">two<") < section.index(">2.2<") < section.index(">three<")
 
 
 def test_without_an_evaluation_there_is_still_a_page():
