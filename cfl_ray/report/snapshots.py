@@ -86,13 +86,11 @@ class ClusterHistory:
 
         -1: the client is in no cluster. The same array is yielded each time.
         """
-        row_C = np.full(len(self.client_C), -1, np.int32)
-        waiting = iter(self.reassignments)
-        upcoming = next(waiting, None)
+        row_C, applied = np.full(len(self.client_C), -1, np.int32), 0
         for round in rounds:
-            while upcoming is not None and upcoming[0] <= round:
-                self._reassign(row_C, upcoming[1])
-                upcoming = next(waiting, None)
+            while applied < len(self.reassignments) and self.reassignments[applied][0] <= round:
+                self._reassign(row_C, self.reassignments[applied][1])
+                applied += 1
             yield row_C
 
     def sizes(self, rounds: Sequence[int]) -> Iterator[np.ndarray]:

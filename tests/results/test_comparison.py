@@ -85,15 +85,9 @@ def test_experiments_of_one_name_are_named_by_the_keys_in_which_they_differ():
     assert names({"name": "a", "seed": 1}, {"output": "elsewhere"}) == ["x", "x (2)"], "keys that decide no figures"
     long = names({}, {"methods": ["local"], "local": {"lr": 0.5}, "evaluation": {"metrics": ["macro_f1"] * 9}})[1]
     assert long.startswith("x (local.lr=0.5, evaluation.metrics=[") and long.endswith("...)") and len(long) < 90
-
-
-def test_a_name_that_begins_like_another_one_has_no_number():
     equal = cfl_ray.Experiment()
-    assert comparison.names_of([("smaller", equal), ("small", equal), ("small", equal)]) == [
-        "smaller",
-        "small",
-        "small (2)",
-    ]
+    named = [("smaller", equal), ("small", equal), ("small", equal)]
+    assert comparison.names_of(named) == ["smaller", "small", "small (2)"], "the start of a name is not the name"
 
 
 def test_what_figures_depend_on_makes_an_experiment():
