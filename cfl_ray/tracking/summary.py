@@ -24,9 +24,14 @@ def summarise(
     """
     summary: dict[str, float] = {}
     records, sign = list(records), 1 if higher_is_better else -1
-    for ending in ("", "_local") if target is not None else ():
-        scored = [(record, record.metrics.get(f"{score}{ending}", -sign * math.inf)) for record in records]
-        if reached := next((record for record, value in scored if sign * value >= sign * target), None):
+    worst = -sign * math.inf  # of a record without the score
+    for name, ending in ((score, ""), (f"{score}_local", "_local")):
+        at_target = (
+            record
+            for record in records
+            if target is not None and sign * record.metrics.get(name, worst) >= sign * target
+        )
+        if reached := next(at_target, None):
             summary[f"rounds_to_target{ending}"] = float(reached.round)
             summary[f"mbit_to_target{ending}"] = mbit(reached)
             if not ending and "virtual_seconds" in reached.metrics:
