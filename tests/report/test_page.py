@@ -72,10 +72,10 @@ def test_phases_are_bands_of_the_curves_and_events_are_on_the_time_axis():
     change = ClusterEvent(2, "phase", before="cluster", phase="federate")
     shown = experiment()
     for run in shown.methods["ifca"]:
-        for at, record in enumerate(run.records):
-            events = {2: (change,), 3: (split,)}.get(record.round, ())
-            phase = "cluster" if record.round < 3 else "federate"
-            run.records[at] = replace(record, phase=phase, events=events)
+        run.records[:] = [
+            replace(record, phase="cluster" if record.round < 3 else "federate", events=events)
+            for record, events in zip(run.records, ((), (change,), (split,), ()), strict=True)
+        ]
     figures = {figure.title: figure for figure in curves(shown)}
     for title in ("Clusters that have members", "Accuracy, P-server: the model that the server gives next"):
         band = figures[title].plot["layout"]["shapes"][0]
@@ -94,9 +94,8 @@ def test_runs_with_a_clock_have_a_curve_over_virtual_time():
     shown = experiment()
     for factor, runs in enumerate(shown.methods.values(), 1):
         for run in runs:
-            for at, record in enumerate(run.records):
-                metrics = {**record.metrics, "virtual_seconds": 10.0 * factor * record.round}
-                run.records[at] = replace(record, metrics=metrics)
+            for record in run.records:
+                record.metrics["virtual_seconds"] = 10.0 * factor * record.round
     figure = next(figure for figure in curves(shown) if figure.title == "Accuracy, P-server, against virtual time")
     first, last = list(shown.methods)[0], list(shown.methods)[-1]
     assert figure.caption.startswith(f"The last evaluation is after: {first} 40.0 s for")
