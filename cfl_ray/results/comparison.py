@@ -19,8 +19,7 @@ from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.errors.redaction import redact
 from cfl_ray.report.drawing import tested_in_words, with_spread
-from cfl_ray.results.found_runs import FoundRun, open_run
-from cfl_ray.results.load import recorded_result
+from cfl_ray.results.load import FoundRun, open_run, recorded_result
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
 from cfl_ray.run_directory import RunDirectory

@@ -10,7 +10,7 @@ from cfl_ray.config.study import load_study
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.report.report_data import Comparison
 from cfl_ray.results.comparison import values_of
-from cfl_ray.results.found_runs import FoundRun
+from cfl_ray.results.load import FoundRun
 from cfl_ray.results.results import MethodResult
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking.record import METRICS

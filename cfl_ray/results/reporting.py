@@ -16,7 +16,7 @@ from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedEx
 from cfl_ray.report.snapshots import PerClient, RecordedMatrix
 from cfl_ray.results.client_metrics import read_client_metrics
 from cfl_ray.results.comparison import RunMetrics, experiments_of, is_less_better, numbers_of, table_of
-from cfl_ray.results.found_runs import FoundRun, find_runs
+from cfl_ray.results.load import FoundRun, find_runs
 from cfl_ray.results.published import compare_with, unknown_metric
 from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.results.results import MethodResult

@@ -28,7 +28,7 @@ from cfl_ray.results.comparison import (
     read_study,
     table_of,
 )
-from cfl_ray.results.found_runs import find_runs
+from cfl_ray.results.load import find_runs
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
