@@ -206,7 +206,7 @@ def _read_session(folder: Path) -> None:
 
 def _deliver(folder: Path) -> None:
     warnings: list[str] = []
-    assert mlflow_tracker.deliver_pending(folder, "http://127.0.0.1:9", warn=warnings.append) == []
+    assert mlflow_tracker.deliver_pending(folder, "http://127.0.0.1:9", warn=warnings.append) == {}
     assert all(warnings)
     delivery.waiting_rounds(folder / "run/ditto", "mlflow")
 

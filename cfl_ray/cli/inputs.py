@@ -88,5 +88,5 @@ def deliver_earlier_results(experiment: "Experiment") -> None:
     if not experiment.tracking.uses_mlflow:
         return
     uri = resolve_uri(experiment.tracking, experiment.output)
-    for delivered in deliver_pending(experiment.output, uri, warn=warn):
-        say(f"Delivered {delivered.rounds} rounds of {delivered.run_dir} to MLflow, which was out of reach before.")
+    for run_dir, rounds in deliver_pending(experiment.output, uri, warn=warn).items():
+        say(f"Delivered {rounds} rounds of {run_dir} to MLflow, which was out of reach before.")

@@ -22,8 +22,7 @@ from cfl_ray.lifecycle.recorder import MethodRecorder, finish, write_figures
 from cfl_ray.methods import full_label
 from cfl_ray.results.environment import add_fallbacks
 from cfl_ray.results.export import save_models
-from cfl_ray.results.found_runs import FoundRun
-from cfl_ray.results.load import recorded_result
+from cfl_ray.results.load import FoundRun, recorded_result
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.results.study_folder import is_finished

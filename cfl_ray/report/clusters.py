@@ -5,14 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cfl_ray.report.drawing import COLOURS, GREY, PageFigure, Plot, canvas, line_at, percent
+from cfl_ray.report.drawing import COLOURS, GREY, NAMED, PageFigure, Plot, canvas, line_at, percent
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import evenly
 
 MOST_ROUNDS, MOST_CLIENTS = 120, 150  # more are not drawn
 MOST_BLOCKS = 24  # largest number of groups or clusters that the axis names
 NO_CLUSTER = "#EEEEEE"  # colour of a client in rounds without a cluster
-NAMED = len(COLOURS)  # number of largest clusters with a separate colour
 
 
 def cluster_figures(experiment: ReportedExperiment) -> list[PageFigure]:

@@ -175,11 +175,6 @@ def _over_rounds(
     )
 
 
-def _spread_note(experiment: ReportedExperiment) -> str:
-    count = len(experiment.seeds)
-    return f" Mean and standard deviation over {count} seeds." if count > 1 else " One seed."
-
-
 def _ranked(series_of: dict[str, Series], higher_is_better: bool) -> list[str]:
     """Labels from the best value after the last round to the worst."""
     return sorted(series_of, key=lambda label: float(series_of[label].mean_E[-1]) * (-1 if higher_is_better else 1))
@@ -194,8 +189,9 @@ def _scores(experiment: ReportedExperiment, metric: str, title: str) -> PageFigu
     caption = f"{best} ends {'best with' if len(order) > 1 else 'with'} {scores[best].last} in round {last}"
     if len(order) > 1:
         caption += f", {order[-1]} {'worst with' if len(order) > 2 else 'with'} {scores[order[-1]].last}"
-    figure = _over_rounds(experiment, scores, metric.replace("_", " "))
-    return PageFigure(title, f"{caption}.{_spread_note(experiment)}", figure)
+    seeds = len(experiment.seeds)
+    spread = f"Mean and standard deviation over {seeds} seeds." if seeds > 1 else "One seed."
+    return PageFigure(title, f"{caption}. {spread}", _over_rounds(experiment, scores, metric.replace("_", " ")))
 
 
 def _against(

@@ -16,6 +16,7 @@ import numpy as np
 
 # any colour vision can distinguish them; after Okabe and Ito, with black and a brown instead of yellow
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8C6D00")
+NAMED = len(COLOURS)  # number of largest clusters with a separate colour
 GREY = "#B8B8B8"  # for smaller clusters, and for clients without a cluster
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "triangle-down", "star", "hexagon", "pentagon")
@@ -112,12 +113,9 @@ def number(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
-LEAST_SHOWN = 0.0005  # smaller numbers are 0.000 with three decimals
-
-
 def with_spread(mean: float, std: float) -> str:
     """Mean and standard deviation (NaN: none) as text, with the decimals of `number`; tiny numbers with two digits."""
-    if 0 < max(abs(mean), 0.0 if math.isnan(std) else std) < LEAST_SHOWN:
+    if 0 < max(abs(mean), 0.0 if math.isnan(std) else std) < 0.0005:  # 0.000 with three decimals
         return f"{mean:.2g}" if math.isnan(std) else f"{mean:.2g} ±\u00a0{std:.2g}"
     digits = 3 if abs(mean) < 10 else 1
     return number(mean) if math.isnan(std) else f"{number(mean)} ±\u00a0{std:.{digits}f}"

@@ -25,10 +25,8 @@ WIDTH_INCHES, MIN_HEIGHT_INCHES = 7.5, 4.2
 LEGEND_INCHES = 0.22  # height of a method in the legend
 
 Records = Sequence[RoundRecord]
-Line = tuple[list[float], list[float]]  # x, y
-LineStyle = dict[str, Any]  # colour and dashes of a method's lines, as Matplotlib's keyword arguments
+Points = list[tuple[float, float]]  # x, y
 XAxis = Callable[[RoundRecord], float]
-
 
 _X_TITLES: Mapping[XAxis, str] = {mbit: "Mbit per client, down and up", virtual_seconds: "virtual time, s"}
 
@@ -45,15 +43,14 @@ def write_figures(directory: str | Path, records_by_method: Mapping[str, Records
     """Writes as PNG the figures that have data in the records, and returns their paths. prefix: of the file names."""
     directory = Path(directory)
     private_folder(directory)
-    clusters = [Panel("num_clusters", "clusters", _round), Panel("ari", "adjusted Rand index", _round)]
     every_metrics = (record.metrics for records in records_by_method.values() for record in records)
     score = next((primary_of(metrics) for metrics in every_metrics if is_evaluated(metrics)), "accuracy")
     figures = {
-        f"{score}_by_round.png": [Panel(score, f"mean client {score.replace('_', ' ')}", _round)],
-        f"{score}_by_mbit.png": [Panel(score, f"mean client {score.replace('_', ' ')}", mbit)],
-        f"{score}_by_virtual_seconds.png": [Panel(score, f"mean client {score.replace('_', ' ')}", virtual_seconds)],
-        "clusters_by_round.png": clusters,
+        f"{score}_by_{name}.png": [Panel(score, f"mean client {score.replace('_', ' ')}", x_of)]
+        for name, x_of in (("round", _round), ("mbit", mbit), ("virtual_seconds", virtual_seconds))
     }
+    clusters = [Panel("num_clusters", "clusters", _round), Panel("ari", "adjusted Rand index", _round)]
+    figures["clusters_by_round.png"] = clusters
     written = (_write(directory / f"{prefix}{name}", panels, records_by_method) for name, panels in figures.items())
     return [path for path in written if path]
 
@@ -86,25 +83,23 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
     return path
 
 
-def _lines(records_by_method: Mapping[str, Records], panel: Panel) -> dict[str, Line]:
-    """The line of each method that recorded the panel's metric."""
-    lines = {method: _line(records, panel) for method, records in records_by_method.items()}
-    return {method: line for method, line in lines.items() if line[0]}
+def _lines(records_by_method: Mapping[str, Records], panel: Panel) -> dict[str, Points]:
+    """The finite points of each method that recorded the panel's metric."""
+    lines = {}
+    for method, records in records_by_method.items():
+        points = [(panel.x_of(record), record.metrics.get(panel.metric, math.nan)) for record in records]
+        if finite := [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]:
+            lines[method] = finite
+    return lines
 
 
-def _line(records: Records, panel: Panel) -> Line:
-    points = [(panel.x_of(record), record.metrics.get(panel.metric, math.nan)) for record in records]
-    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
-    return [x for x, _ in finite], [y for _, y in finite]
-
-
-def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Line], styles: Mapping[str, LineStyle]) -> dict[str, Line2D]:
-    """Draws a panel, and returns the drawn line of each method."""
+def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Points], styles: Mapping[str, Any]) -> dict[str, Line2D]:
+    """Draws a panel, and returns the drawn line of each method. styles: colour and dashes of each method."""
     line_of = {}
-    for method, (xs, ys) in lines.items():
-        (line_of[method],) = axes.plot(
-            xs, ys, **styles[method], linewidth=1.8, marker="o" if len(xs) == 1 else "", markersize=4
-        )
+    for method, points in lines.items():
+        xs, ys = zip(*points, strict=True)
+        marker = "o" if len(xs) == 1 else ""
+        (line_of[method],) = axes.plot(xs, ys, **styles[method], linewidth=1.8, marker=marker, markersize=4)
     axes.set_title(panel.title, loc="left", fontsize=11)
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)

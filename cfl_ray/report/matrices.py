@@ -1,17 +1,14 @@
 """Figures of the matrices that methods report: similarities of clients, and a map of their signatures."""
 
-from collections import Counter
-
 import numpy as np
 
 from cfl_ray.report.clusters import MOST_BLOCKS, blocks, steps
-from cfl_ray.report.drawing import COLOURS, GREY, MARKERS, PageFigure, Plot, canvas, line_at, number, percent
+from cfl_ray.report.drawing import COLOURS, GREY, MARKERS, NAMED, PageFigure, Plot, canvas, line_at, number, percent
 from cfl_ray.report.label_divergence import against_labels
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
-from cfl_ray.report.snapshots import RecordedMatrix, evenly, ranks
+from cfl_ray.report.snapshots import RecordedMatrix, evenly
 
 MOST_ROWS, MOST_POINTS = 150, 600  # more are not drawn
-NAMED = len(COLOURS)
 
 
 def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:
@@ -119,22 +116,22 @@ def _map(
     total = len(matrix.client_S)
     defined = np.isfinite(matrix.values).any(1)
     order = np.argsort(matrix.client_S)
-    chosen = np.array(evenly(order[defined[order]].tolist(), MOST_POINTS), int)
-    clients = matrix.client_S[chosen].tolist()
+    chosen = np.array(evenly(order[defined[order]], MOST_POINTS), int)
     points_S2, share = _plane(matrix.values[chosen])
-    drawn = range(len(clients))
-    clusters = dict(enumerate(run.history.clusters_at(matrix.round)[clients].tolist()))
-    groups = dict(enumerate(experiment.groups[clients].tolist()))
-    rank = ranks(Counter(cluster for cluster in clusters.values() if cluster >= 0))
-    marker_of = {group: MARKERS[place % len(MARKERS)] for place, group in enumerate(sorted(set(groups.values())))}
+    client_S = matrix.client_S[chosen]
+    cluster_S, group_S = run.history.clusters_at(matrix.round)[client_S], experiment.groups[client_S]
+    marker_of = {group: MARKERS[place % len(MARKERS)] for place, group in enumerate(sorted({*group_S.tolist()}))}
+    number_K, size_K = np.unique(cluster_S[cluster_S >= 0], return_counts=True)
+    largest_first = number_K[np.argsort(-size_K, kind="stable")].tolist()
     traces: list[Plot] = []
     keys: list[Plot] = []
-    for cluster in [*sorted(rank, key=rank.__getitem__), -1]:
-        members = [place for place in drawn if clusters[place] == cluster]
-        if not members:
+    for rank, cluster in enumerate([*largest_first, -1]):
+        members = np.flatnonzero(cluster_S == cluster)
+        if not len(members):
             continue
-        named = cluster >= 0 and rank[cluster] < NAMED
-        colour = COLOURS[rank[cluster]] if named else GREY
+        named = cluster >= 0 and rank < NAMED
+        colour = COLOURS[rank] if named else GREY
+        name_of_cluster = f"cluster {cluster}" if cluster >= 0 else "no cluster"
         traces.append(
             {
                 "type": "scatter",
@@ -143,38 +140,33 @@ def _map(
                 "mode": "markers",
                 "marker": {
                     "color": colour,
-                    "symbol": [marker_of[groups[place]] for place in members],
+                    "symbol": [marker_of[group] for group in group_S[members].tolist()],
                     "size": 9,
                     "line": {"width": 0.7, "color": "#FFFFFF"},
                 },
-                "customdata": np.array([[clients[place], groups[place]] for place in members]),
-                "hovertemplate": "client %{customdata[0]}, group %{customdata[1]}<extra>"
-                + _cluster(cluster)
-                + "</extra>",
+                "customdata": np.stack([client_S[members], group_S[members]], 1),
+                "hovertemplate": f"client %{{customdata[0]}}, group %{{customdata[1]}}<extra>{name_of_cluster}</extra>",
                 "showlegend": False,
             }
         )
         if named or cluster < 0:
-            keys.append(_key(_cluster(cluster), {"color": colour, "symbol": "circle"}))
+            keys.append(_key(name_of_cluster, {"color": colour, "symbol": "circle"}))
     known = [group for group in marker_of if group >= 0]
     for group in known if len(known) <= NAMED else []:
         keys.append(_key(f"group {group}", {"color": "#5B6770", "symbol": marker_of[group]}))
     figure = canvas([*traces, *keys], "first principal component", "second")
     caption = (
-        f"{label}: the plane holds {percent(share)} of the variance of the recorded {name} of {len(clients)} clients"
+        f"{label}: the plane holds {percent(share)} of the variance of the recorded {name} of {len(chosen)} clients"
     )
     if len(known) > 1:
-        caption += f"; {_purity(clusters, groups)}"
+        pure = sum(len({*group_S[cluster_S == cluster].tolist()}) == 1 for cluster in largest_first)
+        caption += f"; {pure} of {len(largest_first)} clusters have clients of one true group only"
     caption += ". Colour: cluster" + ("; marker: true group." if known else ".")
-    if len(drawn) < total:
-        caption += f" {len(drawn)} of {total} clients are drawn."
+    if len(chosen) < total:
+        caption += f" {len(chosen)} of {total} clients are drawn."
     if undefined := int((~defined).sum()):
         caption += f" Of {undefined} the {name} are not defined."
     return PageFigure(_heading(label, f"{name} of the clients", matrix, seed), caption, figure, 320)
-
-
-def _cluster(cluster: int) -> str:
-    return f"cluster {cluster}" if cluster >= 0 else "no cluster"
 
 
 def _key(name: str, marker: Plot) -> Plot:
@@ -194,13 +186,3 @@ def _plane(values: np.ndarray) -> tuple[np.ndarray, float]:
         points = np.pad(points, ((0, 0), (0, 2 - points.shape[1])))
     total = float((singular**2).sum())
     return points, float((singular[:2] ** 2).sum()) / total if total else 1.0
-
-
-def _purity(clusters: dict[int, int], groups: dict[int, int]) -> str:
-    """The number of clusters with members of a single true group, as text."""
-    members: dict[int, set[int]] = {}
-    for place, cluster in clusters.items():
-        if cluster >= 0:
-            members.setdefault(cluster, set()).add(groups[place])
-    pure = sum(len(true_groups) == 1 for true_groups in members.values())
-    return f"{pure} of {len(members)} clusters have clients of one true group only"

@@ -2,12 +2,11 @@
 
 import numpy as np
 
-from cfl_ray.report.drawing import COLOURS, GREY, PageFigure, Plot, canvas
+from cfl_ray.report.drawing import COLOURS, GREY, NAMED, PageFigure, Plot, canvas
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import evenly
 
 MOST_CLIENTS, MOST_ROUNDS = 60, 4  # more are not drawn
-_NAMED = len(COLOURS)
 _ROW = 1.25  # distance between the bars of two rounds; the bars have height 1
 
 
@@ -33,7 +32,7 @@ def _bars(experiment: ReportedExperiment, label: str, run: MethodRun, seed: str)
                     height.append(float(weight_K[k]))
                     base.append(row * _ROW + float(weight_K[:k].sum()))
                     text.append(f"client {client}, round {round}: model {k} {weight_K[k]:.3f}")
-        colour = {"color": COLOURS[k] if k < _NAMED else GREY}
+        colour = {"color": COLOURS[k] if k < NAMED else GREY}
         traces.append(
             {"type": "bar", "x": x, "y": height, "base": base, "name": f"model {k}", "marker": colour}
             | {"hovertext": text, "hoverinfo": "text", "width": 0.9}

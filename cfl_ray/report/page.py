@@ -9,11 +9,10 @@ import hashlib
 import itertools
 import math
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
-from pathlib import Path
 
 import jinja2
 
@@ -24,9 +23,8 @@ from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import PageFigure, as_json, tested_in_words, with_spread
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.mixtures import mixture_figures
-from cfl_ray.report.rank_diagram import rank_diagram
+from cfl_ray.report.ranks import rank_diagram
 from cfl_ray.report.report_data import Comparison, Report, ReportedExperiment
-from cfl_ray.system.files import PRIVATE, write_text
 
 _HEADINGS = {  # column of the table -> its heading
     "ari": "ARI",
@@ -71,14 +69,6 @@ class PlacedFigure:
     legend: Sequence[int]  # number of letters of each entry
 
 
-@dataclass(frozen=True)
-class Chapter:
-    """The figures of an experiment under their headings."""
-
-    experiment: ReportedExperiment
-    parts: Sequence[tuple[str, Sequence[PlacedFigure]]]
-
-
 _RANK_HEADINGS = [
     TableHeading("method", number=False),
     TableHeading("mean rank"),
@@ -91,17 +81,12 @@ _PUBLISHED_HEADINGS = [
 ]
 
 
-def write_page(report: Report, path: str | Path, mode: int = PRIVATE) -> None:
-    """Writes the page, replacing an existing file. mode: permissions; SHARED if others may read it."""
-    write_text(Path(path), render(report), mode)
-
-
 def render(report: Report) -> str:
     """The page as HTML."""
     numbers = itertools.count(1)  # of the figures on the page
     diagram = [] if report.ranks is None else [_placed(rank_diagram(report.ranks), next(numbers))]
     against = [_placed(figure, next(numbers)) for figure in against_figures(report.comparisons)]
-    chapters = [_chapter(experiment, numbers) for experiment in report.experiments]
+    chapters = [(experiment, _parts(experiment, numbers)) for experiment in report.experiments]
     (library, packed_library), script, style = _library(), _text("report.js"), _text("report.css")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(_text("report.html")).render(
@@ -139,21 +124,17 @@ def _placed(figure: PageFigure, number: int) -> PlacedFigure:
     return PlacedFigure(f"figure-{number}", figure, json, [len(name) for name in names])
 
 
-def _chapter(experiment: ReportedExperiment, numbers: Iterator[int]) -> Chapter:
+def _parts(experiment: ReportedExperiment, numbers: Iterator[int]) -> list[tuple[str, list[PlacedFigure]]]:
+    """The figures of an experiment under their headings."""
     parts = {
         "Learning": curves(experiment),
         "Clients": client_figures(experiment),
         "Clusters": [*cluster_figures(experiment), *mixture_figures(experiment)],
         "Similarity and signatures": matrix_figures(experiment),
     }
-    return Chapter(
-        experiment,
-        [
-            (title, [_placed(figure, next(numbers)) for figure in figures])
-            for title, figures in parts.items()
-            if figures
-        ],
-    )
+    return [
+        (title, [_placed(figure, next(numbers)) for figure in figures]) for title, figures in parts.items() if figures
+    ]
 
 
 # ---- tables
@@ -189,22 +170,16 @@ def _table_rows(report: Report) -> list[list[TableCell]]:
     for row in report.rows:
         experiment, method = str(row["experiment"]), str(row["method"])
         cells = [TableCell(experiment, experiment)] if len(report.experiments) > 1 else []
-        cells += [TableCell(method, method), TableCell(str(row["runs"]), _float(row, "runs"))]
+        cells += [TableCell(method, method), TableCell(str(row["runs"]), float(row["runs"]))]
         for name in report.columns:
-            mean, std = _float(row, name), _float(row, f"{name}_std")
+            mean, std = row[name], row[f"{name}_std"]
             text = _with_std(mean, std) if name not in _ROUGH else _roughly(mean, std)
             cells.append(TableCell(text, mean))
         if _is_compared(report):
-            p, rivals = _float(row, "p"), sum(row["experiment"] == other["experiment"] for other in report.rows)
-            text = tested_in_words(p, _float(row, "effect"), _float(row, "runs"), rivals)
-            cells.append(TableCell(text, p))
+            rivals = sum(row["experiment"] == other["experiment"] for other in report.rows)
+            cells.append(TableCell(tested_in_words(row["p"], row["effect"], row["runs"], rivals), row["p"]))
         rows.append(cells)
     return rows
-
-
-def _float(row: Mapping[str, object], name: str) -> float:
-    value = row.get(name, math.nan)
-    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def _with_std(mean: float, std: float) -> str:

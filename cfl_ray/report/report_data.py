@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from cfl_ray.report.ranks import Ranks
 from cfl_ray.report.snapshots import ClusterHistory, PerClient, Reassignment, RecordedMatrix
 from cfl_ray.tracking.record import RoundRecord
 
@@ -69,7 +71,6 @@ class Comparison:
     """Our number and the corresponding published number."""
 
     table: str  # name in the file of published tables
-    caption: str
     row: str  # method
     column: str  # setting
     metric: str
@@ -83,38 +84,13 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Mean ranks of methods over pairs (experiment, seed), and the tests of their differences."""
-
-    metric: str
-    mean_rank: Mapping[str, float]  # by method, best first; 1 is the best rank
-    blocks: int  # pairs (experiment, seed)
-    p: float  # of the Friedman test of equal methods
-    critical_difference: float  # of two mean ranks at level 0.05 (Nemenyi)
-
-    def is_near_best(self, method: str) -> bool:
-        """Whether the test does not distinguish the method from the method with the best mean rank."""
-        return self.mean_rank[method] - min(self.mean_rank.values()) <= self.critical_difference
-
-    @property
-    def in_words(self) -> str:
-        """The tests as a sentence."""
-        p = "p < 0.001" if self.p < 1e-3 else f"p = {self.p:.3f}"
-        return (
-            f"Mean ranks of {len(self.mean_rank)} methods by {self.metric.replace('_', ' ')} over {self.blocks} pairs "
-            f"of setting and seed. Friedman test that all are alike: {p}. Two methods differ at level 0.05 if their "
-            f"mean ranks are more than {self.critical_difference:.1f} apart (Nemenyi)."
-        )
-
-
-@dataclass(frozen=True)
 class Report:
     """All data of a page."""
 
     title: str
     experiments: Sequence[ReportedExperiment]
     columns: Sequence[str]  # metrics of the table
-    rows: Sequence[Mapping[str, object]]  # keys: experiment, method, runs, METRIC and METRIC_std (NaN: none), p
+    rows: Sequence[Mapping[str, Any]]  # keys: experiment, method, runs, METRIC and METRIC_std (NaN: none), p, effect
     comparisons: Sequence[Comparison] = ()
     paper: str = ""  # title and authors of the published tables
     notes: Sequence[str] = ()

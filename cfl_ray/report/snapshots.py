@@ -3,10 +3,9 @@
 All data are arrays with a few bytes per client, so that reports of runs with a million clients are possible.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 
@@ -33,12 +32,6 @@ class PerClient:
 
     client_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # ids, ascending
     value_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # below 0: none
-
-    @classmethod
-    def of(cls, value_of: Mapping[int, int]) -> Self:
-        """From values by client."""
-        client_C = np.array(sorted(value_of), np.int64)
-        return cls(client_C, np.array([value_of[client] for client in client_C.tolist()], np.int32))
 
     def __len__(self) -> int:
         return len(self.client_C)
@@ -93,13 +86,11 @@ class ClusterHistory:
 
         -1: the client is in no cluster. The same array is yielded each time.
         """
-        row_C = np.full(len(self.client_C), -1, np.int32)
-        waiting = iter(self.reassignments)
-        upcoming = next(waiting, None)
+        row_C, applied = np.full(len(self.client_C), -1, np.int32), 0
         for round in rounds:
-            while upcoming is not None and upcoming[0] <= round:
-                self._reassign(row_C, upcoming[1])
-                upcoming = next(waiting, None)
+            while applied < len(self.reassignments) and self.reassignments[applied][0] <= round:
+                self._reassign(row_C, self.reassignments[applied][1])
+                applied += 1
             yield row_C
 
     def sizes(self, rounds: Sequence[int]) -> Iterator[np.ndarray]:
@@ -153,9 +144,3 @@ def evenly(items: Sequence[int] | np.ndarray, most: int) -> list[int]:
     if len(items) <= most:
         return [int(item) for item in items]
     return [int(items[place]) for place in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
-
-
-def ranks(sizes: Mapping[int, int]) -> dict[int, int]:
-    """The rank of each cluster by size: 0 for the largest. Of equal sizes, the lower cluster number comes first."""
-    largest_first = sorted(sizes, key=lambda cluster: (-sizes[cluster], cluster))
-    return {cluster: rank for rank, cluster in enumerate(largest_first)}

@@ -24,16 +24,14 @@ class ClientMetrics:
     """
 
     def __init__(self, directory: Path | None, scores: Sequence[str] = _SCORES):
-        self.schema = _schema(scores)
-        self.log = ArrowLog(RunDirectory(directory).client_metrics, self.schema) if directory else None
-        batches = self.log.open() if self.log else []
+        self.log = ArrowLog(RunDirectory(directory).client_metrics if directory else None, _schema(scores))
+        batches = self.log.open()
         self.last = max((batch["round"][0].as_py() or 0 for batch in batches if batch.num_rows), default=0)
-        self.batches: list[pa.RecordBatch] = []  # without a file
 
     @property
     def kept(self) -> pa.Table:
         """The scores in memory."""
-        return pa.Table.from_batches(self.batches, self.schema)
+        return pa.Table.from_batches(self.log.kept, self.log.schema)
 
     def add(self, round: int, scores_MV: np.ndarray) -> None:
         """Keeps the scores of a round: client, then each score. They are in the file when this returns."""
@@ -42,14 +40,13 @@ class ClientMetrics:
         client, *scores = scores_MV.T
         columns = [np.full(len(client), round, np.int32), client.astype(np.int64)]
         columns += [values.astype(np.float32) for values in scores]
-        append = self.log.append if self.log else self.batches.append
-        append(pa.record_batch([pa.array(column) for column in columns], schema=self.schema))
+        self.log.append(pa.record_batch([pa.array(column) for column in columns], schema=self.log.schema))
         self.last = round
 
 
 def read_client_metrics(path: Path) -> pa.Table:
     """The complete batches of the file; an empty table without a file. Raises DataError for a damaged file."""
-    batches, _, schema = whole_batches(path) if path.exists() else ([], 0, None)
+    batches, _, schema = whole_batches(path)
     schema = schema or _schema(_SCORES)
     if schema != _schema(schema.names[2:]):
         check_columns(path, schema, _schema(_SCORES))

@@ -18,11 +18,10 @@ from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.errors.redaction import redact
-from cfl_ray.report.drawing import LEAST_SHOWN, tested_in_words
-from cfl_ray.results.load import recorded_result, recorded_run
+from cfl_ray.report.drawing import tested_in_words, with_spread
+from cfl_ray.results.load import FoundRun, open_run, recorded_result
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
-from cfl_ray.results.trust import load_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import flatten
 from cfl_ray.tracking.record import primary_of
@@ -78,22 +77,11 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     for study, study_name in studies.items():
         for (setting, label), of_seeds in read_study(study).run_metrics.items():
             run_metrics[(f"{study_name}, {setting}" if len(runs) > 1 else setting, label)] = of_seeds
-    plain = [Path(run) for run in runs if Path(run) not in studies]
-    for run in plain:
-        RunDirectory(run).require_run()
-    experiments = [load_record(run.absolute(), trust, connects=False) for run in plain]
-    first: dict[str, Experiment] = {}  # first experiment, by hash of its settings
-    for experiment in experiments:
-        first.setdefault(settings_of(experiment), experiment)
-    names = dict(zip(first, names_of([(experiment.name, experiment) for experiment in first.values()]), strict=True))
-    for run, experiment in zip(plain, experiments, strict=True):
-        name = names[settings_of(experiment)]
-        for label, result in recorded_run(run.absolute(), experiment).methods.items():
-            if result.final:
-                of_seeds = run_metrics.setdefault((name, label), {})
-                if experiment.seed in of_seeds:
-                    raise ConfigError(f"{run}: another run has the same settings and seed {experiment.seed}")
-                of_seeds[experiment.seed] = values_of(result)
+    plain = [open_run(Path(run), trust) for run in runs if Path(run) not in studies]
+    for (experiment, label), of_seeds in numbers_of(experiments_of(plain)).items():
+        if (experiment, label) in run_metrics:
+            raise ConfigError(f"a study and a run both have method {label} in experiment {experiment!r}; name one of them")
+        run_metrics[experiment, label] = of_seeds
     return table_of(run_metrics, metrics)
 
 
@@ -107,6 +95,31 @@ def _names_of_studies(studies: Sequence[Path]) -> dict[Path, str]:
         raise ConfigError(f"{' and '.join(twice)} are one study; name it once")
     names = [place.name for place in places]
     return {study: name if names.count(name) == 1 else str(study) for study, name in zip(studies, names, strict=True)}
+
+
+def experiments_of(runs: Sequence[FoundRun]) -> list[tuple[str, list[FoundRun]]]:
+    """The experiments with their names: the runs of a setting of a study, or runs that differ only in the seed."""
+    groups: dict[str, list[FoundRun]] = {}
+    for run in runs:
+        groups.setdefault(f"{run.study}/{run.setting}" if run.setting else settings_of(run.experiment), []).append(run)
+    names = names_of([(group[0].setting or group[0].experiment.name, group[0].experiment) for group in groups.values()])
+    return list(zip(names, groups.values(), strict=True))
+
+
+def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]]) -> RunMetrics:
+    """The metrics of the runs of these experiments. Raises ConfigError for two runs with the same seed."""
+    run_metrics: RunMetrics = {}
+    for name, runs in experiments:
+        for run in runs:
+            for label, result in run.methods.items():
+                of_seeds = run_metrics.setdefault((name, label), {})
+                if run.experiment.seed in of_seeds:
+                    raise ConfigError(
+                        f"{run.directory}: another run has the same settings, method {label} and seed "
+                        f"{run.experiment.seed}; name one of the two"
+                    )
+                of_seeds[run.experiment.seed] = values_of(result)
+    return run_metrics
 
 
 def metrics_of(run_metrics: RunMetrics) -> list[str]:
@@ -299,12 +312,17 @@ def is_less_better(metric: str) -> bool:
 
 
 def _paired_tests(run_metrics: RunMetrics, metric: str) -> list[tuple[float, float]]:
-    """The `paired_test` of each method against the best method of its experiment."""
-    best = _best_methods(run_metrics, metric)
+    """The `paired_test` of each method against the best of its experiment, which has the metric with every seed."""
     values = {
         key: {seed: values_of_seed.get(metric, np.nan) for seed, values_of_seed in seeds.items()}
         for key, seeds in run_metrics.items()
     }
+    sign = -1 if is_less_better(metric) else 1
+    goodness = {key: sign * np.mean(list(of_seeds.values())) for key, of_seeds in values.items()}
+    best: dict[str, tuple[str, str]] = {}  # by experiment
+    for key, mean in goodness.items():
+        if not np.isnan(mean) and (key[0] not in best or mean > goodness[best[key[0]]]):
+            best[key[0]] = key
     return [paired_test(values[key], values[best.get(key[0], key)]) for key in run_metrics]
 
 
@@ -324,25 +342,6 @@ def paired_test(ours: Mapping[int, float], best: Mapping[int, float]) -> tuple[f
     return float(ttest_rel(*pairs_S2.T).pvalue), float(difference_S.mean() / difference_S.std(ddof=1))
 
 
-def _best_methods(run_metrics: RunMetrics, metric: str) -> dict[str, tuple[str, str]]:
-    """The best method of each experiment, among those that have the metric with every seed."""
-    sign = -1 if is_less_better(metric) else 1
-    means = {
-        key: np.mean([values.get(metric, np.nan) for values in of_seeds.values()])
-        for key, of_seeds in run_metrics.items()
-    }
-    best: dict[str, tuple[str, str]] = {}
-    for key, mean in means.items():
-        if not np.isnan(mean) and (key[0] not in best or sign * mean > sign * means[best[key[0]]]):
-            best[key[0]] = key
-    return best
-
-
 def mean_and_spread(mean: float, std: float) -> str:
     """Mean and spread as text, e.g. 0.912 ± 0.004; the mean alone for a single run, empty without a mean."""
-    if np.isnan(mean):
-        return ""
-    if 0 < max(abs(mean), np.nan_to_num(std)) < LEAST_SHOWN:
-        return f"{mean:.2g}" + ("" if np.isnan(std) else f" ± {std:.2g}")
-    digits = 3 if abs(mean) < 10 else 1
-    return f"{mean:.{digits}f}" + ("" if np.isnan(std) else f" ± {std:.{digits}f}")
+    return "" if np.isnan(mean) else with_spread(mean, std).replace("\u00a0", " ").replace(",", "")

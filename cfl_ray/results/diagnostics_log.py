@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
-from cfl_ray.results.arrow_log import ArrowLog, check_columns, whole_batches
+from cfl_ray.results.arrow_log import ArrowLog, read_batches
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
 
@@ -36,10 +36,13 @@ class DiagnosticsLog:
     """
 
     def __init__(self, directory: Path | None):
-        self.log = ArrowLog(RunDirectory(directory).diagnostics, _SCHEMA) if directory else None
-        self.kept: list[ReportedDiagnostic] = []  # without a file
-        batches = self.log.open() if self.log else []
-        self.last = {row.name: row for batch in batches for row in _rows_of(batch)}  # by name
+        self.log = ArrowLog(RunDirectory(directory).diagnostics if directory else None, _SCHEMA)
+        self.last = {row.name: row for row in _rows_of(self.log.open())}  # by name
+
+    @property
+    def kept(self) -> list[ReportedDiagnostic]:
+        """The diagnostics in memory."""
+        return _rows_of(self.log.kept)
 
     def add(self, round: int, numbers: Mapping[str, float], arrays: Iterable[ReportedDiagnostic]) -> None:
         """Keeps the diagnostics of a round; they are in the file when this returns."""
@@ -49,12 +52,8 @@ class DiagnosticsLog:
             if name not in self.last
         )
         new = [*first, *filter(self._is_new, arrays)]
-        if not new:
-            return
-        self.last |= {row.name: row for row in new}
-        if self.log is None:
-            self.kept += new
-        else:
+        if new:
+            self.last |= {row.name: row for row in new}
             self.log.append(_batch_of(new))
 
     def _is_new(self, reported: ReportedDiagnostic) -> bool:
@@ -64,9 +63,7 @@ class DiagnosticsLog:
 
 def read_diagnostics(file: Path) -> list[ReportedDiagnostic]:
     """The rows of the file, oldest first; empty without a file. Raises DataError for a file with other columns."""
-    batches, _, schema = whole_batches(file) if file.exists() else ([], 0, None)
-    check_columns(file, schema, _SCHEMA)
-    return [row for batch in batches for row in _rows_of(batch)]
+    return _rows_of(read_batches(file, _SCHEMA))
 
 
 def by_name(reported: Iterable[ReportedDiagnostic], records: Sequence[RoundRecord]) -> dict[str, dict[int, Diagnostic]]:
@@ -92,22 +89,18 @@ def _batch_of(new: Sequence[ReportedDiagnostic]) -> pa.RecordBatch:
         [list(diagnostic.axes) for diagnostic in diagnostics],
         [list(diagnostic.value.shape) for diagnostic in diagnostics],
         [[label.tolist() for label in diagnostic.labels] for diagnostic in diagnostics],
-        _flat([diagnostic.value for diagnostic in diagnostics]),
+        [np.asarray(diagnostic.value, np.float32).reshape(-1) for diagnostic in diagnostics],
     )
     arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
     return pa.record_batch(arrays, schema=_SCHEMA)
 
 
-def _flat(values: Sequence[np.ndarray]) -> pa.Array:
-    """A list array with the values of each array in row-major order."""
-    offsets = np.cumsum([0, *(value.size for value in values)])
-    flat = np.concatenate([np.asarray(value, np.float32).reshape(-1) for value in values])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat))
-
-
-def _rows_of(batch: pa.RecordBatch) -> Iterable[ReportedDiagnostic]:
-    for row in range(batch.num_rows):
-        round, name, axes, shape, labels = (batch[column][row].as_py() for column in range(5))
-        value = batch["values"][row].values.to_numpy(zero_copy_only=False).reshape(shape)
-        diagnostic = Diagnostic(value, tuple(axes), tuple(np.array(label, np.int64) for label in labels))
-        yield ReportedDiagnostic(name, round, diagnostic)
+def _rows_of(batches: Iterable[pa.RecordBatch]) -> list[ReportedDiagnostic]:
+    rows = []
+    for batch in batches:
+        for row in range(batch.num_rows):
+            round, name, axes, shape, labels = (batch[column][row].as_py() for column in range(5))
+            value = batch["values"][row].values.to_numpy(zero_copy_only=False).reshape(shape)
+            diagnostic = Diagnostic(value, tuple(axes), tuple(np.array(label, np.int64) for label in labels))
+            rows.append(ReportedDiagnostic(name, round, diagnostic))
+    return rows

@@ -5,7 +5,7 @@ experiment. A resumed run keeps its engine, and warns of other changes.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -40,12 +40,12 @@ class Environment:
 
     def changes(self, now: "Environment") -> list[str]:
         """A line for each change from this environment to `now`."""
-        pairs = [(item.name, getattr(self, item.name), getattr(now, item.name)) for item in fields(self)]
+        before, after = asdict(self), asdict(now)
         return [
-            f"this run began with {_TITLES[name]} {_in_words(before)} and continues with {_in_words(after)}: "
+            f"this run began with {title} {_in_words(before[name])} and continues with {_in_words(after[name])}: "
             "its results can differ from those of an undisturbed run"
-            for name, before, after in pairs
-            if before != after
+            for name, title in _TITLES.items()
+            if before[name] != after[name]
         ]
 
 
@@ -105,4 +105,4 @@ def add_fallbacks(run_dir: Path, label: str, reasons: Iterable[str]) -> None:
 
 
 def _in_words(value: object) -> str:
-    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -14,6 +13,8 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.system.files import SHARED, drafted, private_umask
 from cfl_ray.tracking import save_model
+
+_ENDINGS = (".safetensors", ".pt", ".onnx")
 
 
 def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None, client: int | None = None) -> str:
@@ -29,27 +30,31 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
     the names of the classes if the data set has them, in its metadata.
     Raises ConfigError for another ending, and for a cluster or client that does not exist.
     """
-    write = _WRITERS.get(path.suffix)
-    if write is None:
-        raise ConfigError(f"{path}: a model is written as {', '.join(_WRITERS)}, got {path.suffix or 'no ending'!r}")
+    if path.suffix not in _ENDINGS:
+        raise ConfigError(f"{path}: a model is written as {', '.join(_ENDINGS)}, got {path.suffix or 'no ending'!r}")
     if cluster is not None and client is not None:
         raise ConfigError(f"name a cluster or a client, got cluster {cluster} and client {client}")
     model = trained.model(cluster) if client is None else trained.personal_model(client)
     federation = trained.federation
     whose = f"client {client}" if client is not None else f"cluster {cluster or 0}"
-    metadata = {
-        "method": trained.label,
-        "of": whose,
+    values: dict[str, object] = {
         "round": trained.round,
         "input": list(federation.shape.input),
         "scale": federation.scale,
         "normalize": federation.normalize,
     }
     if federation.shape.class_names:
-        metadata["class_names"] = federation.shape.class_names
+        values["class_names"] = federation.shape.class_names
+    metadata = {"method": trained.label, "of": whose} | {name: json.dumps(value) for name, value in values.items()}
+    tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with drafted(path, SHARED) as draft:
-        write(model, draft, _example(trained), metadata)
+        if path.suffix == ".onnx":
+            _write_onnx(model, draft, _example(trained))
+        elif path.suffix == ".pt":
+            torch.save(tensors, draft)
+        else:
+            draft.write_bytes(save(tensors, metadata))
     return f"{trained.label}, {whose}, after round {trained.round}: {path}"
 
 
@@ -82,20 +87,7 @@ def _example(trained: TrainedMethod) -> Tensor:
     return torch.zeros(2, *shape.input, dtype=shape.dtype)
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-
-
-def _write_safetensors(model: nn.Module, path: Path, example: Tensor, metadata: dict[str, Any]) -> None:
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
-    path.write_bytes(save(_tensors(model), texts))
-
-
-def _write_pt(model: nn.Module, path: Path, example: Tensor, metadata: dict[str, Any]) -> None:
-    torch.save(_tensors(model), path)
-
-
-def _write_onnx(model: nn.Module, path: Path, example: Tensor, metadata: dict[str, Any]) -> None:
+def _write_onnx(model: nn.Module, path: Path, example: Tensor) -> None:
     try:
         program = torch.onnx.export(
             model,
@@ -112,10 +104,3 @@ def _write_onnx(model: nn.Module, path: Path, example: Tensor, metadata: dict[st
         ) from error
     assert program is not None
     program.save(str(path))
-
-
-_WRITERS: dict[str, Callable[[nn.Module, Path, Tensor, dict[str, Any]], None]] = {
-    ".safetensors": _write_safetensors,
-    ".pt": _write_pt,
-    ".onnx": _write_onnx,
-}

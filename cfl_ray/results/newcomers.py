@@ -1,7 +1,6 @@
 """Models for clients outside the federation, by the rule of the method, with or without labels."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -83,7 +82,7 @@ def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
     joined, method = _Joined(trained, _samples(trained, x, y)), trained.steps.method
     serving = joined.serving
     if serving.weight_MK is not None:
-        return _of_mixture(trained, serving.models_KP, serving.weight_MK[0], method.placement)
+        return Newcomer(-1, method.placement, trained.mixture(serving.models_KP, serving.weight_MK[0]))
     if serving.client_state is not None and method.untrained and method.placement == Method.placement:
         raise ConfigError(f"{trained.label}: {method.untrained}; adapt(x, y) trains it")
     row_P = joined.row()
@@ -114,8 +113,8 @@ def _without_labels(trained: TrainedMethod, x: Tensor) -> Newcomer:
     if serving.weight_MK is not None:
         weight_MK = trained.serve(trained.online).weight_MK
         assert weight_MK is not None
-        mean_K = weight_MK.mean(0)
-        return _of_mixture(trained, serving.models_KP, mean_K, _mixture_without_labels(method))
+        why = VOTE if method.placement == VOTE else _MEAN_MIXTURE
+        return Newcomer(-1, why, trained.mixture(serving.models_KP, weight_MK.mean(0)))
     if serving.tune is not None or (serving.client_state is not None and method.untrained):
         reason = method.untrained or "clients predict after a training on labels of their own"
         raise ConfigError(f"{trained.label}: {reason}; give labels: adapt(x, y)")
@@ -144,11 +143,3 @@ def _samples(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndar
         wanted = (len(inputs), *shape.target_shape)
         raise DataError(f"targets have shape {tuple(targets.shape)}, expected {wanted}: one for each input, at least 1")
     return inputs, targets
-
-
-def _of_mixture(trained: TrainedMethod, models_KP: Tensor, weight_K: np.ndarray, why: str) -> Newcomer:
-    return Newcomer(-1, why, trained.mixture(models_KP, weight_K))
-
-
-def _mixture_without_labels(method: Method[Any]) -> str:
-    return method.placement if method.placement == VOTE else _MEAN_MIXTURE

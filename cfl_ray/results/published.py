@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cfl_ray.config.published import PublishedNumber, PublishedTable, PublishedTables
+from cfl_ray.config.published import PublishedNumber, PublishedTables
 from cfl_ray.config.study import load_study
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.report.report_data import Comparison
 from cfl_ray.results.comparison import values_of
-from cfl_ray.results.found_runs import FoundRun
+from cfl_ray.results.load import FoundRun
 from cfl_ray.results.results import MethodResult
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking.record import METRICS
@@ -34,7 +34,7 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
             of_seeds = results_of.setdefault((run.setting or column or _only_column(published), label), {})
             of_seeds[run.experiment.seed] = result
     compared = [
-        _compared(name, published.tables[name], row, column, number, results_of[column, row])
+        _compared(name, row, column, number, results_of[column, row])
         for name in tables
         for row, column, number in published.tables[name].cells()
         if (column, row) in results_of and number.mean is not None
@@ -83,17 +83,11 @@ def _only_column(published: PublishedTables) -> str:
 
 
 def _compared(
-    name: str,
-    table: PublishedTable,
-    row: str,
-    column: str,
-    number: PublishedNumber,
-    of_seeds: Mapping[int, MethodResult],
+    table: str, row: str, column: str, number: PublishedNumber, of_seeds: Mapping[int, MethodResult]
 ) -> Comparison:
     ours = number.scale * np.array([values_of(result).get(number.metric, math.nan) for result in of_seeds.values()])
     return Comparison(
-        table=name,
-        caption=table.caption,
+        table=table,
         row=row,
         column=column,
         metric=number.metric,

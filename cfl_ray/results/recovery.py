@@ -46,17 +46,9 @@ def recovery_frame(
         worse = before - later if higher_is_better else later - before
         back = later.index[worse <= within]
         recovered = float(back[0]) if len(back) else np.nan
-        rows.append(
-            {
-                "round": round,
-                "clients": len(set(ids)),
-                "before": before,
-                "after": later.iloc[0] if len(later) else np.nan,
-                "recovered": recovered,
-                "rounds": recovered - round + 1,
-                "backward_transfer": _backward_transfer(own, score, round, set(ids), changed, past_scores or {}),
-            }
-        )
+        after = later.iloc[0] if len(later) else np.nan
+        transfer = _backward_transfer(own, score, round, set(ids), changed, past_scores or {})
+        rows.append((round, len(set(ids)), before, after, recovered, recovered - round + 1, transfer))
     columns = ["round", "clients", "before", "after", "recovered", "rounds", "backward_transfer"]
     return pd.DataFrame(rows, columns=columns)
 

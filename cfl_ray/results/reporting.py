@@ -11,19 +11,19 @@ from cfl_ray.config.published import load_published
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS, Diagnostic
 from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.report.ranks import ranks_of
 from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
 from cfl_ray.report.snapshots import PerClient, RecordedMatrix
 from cfl_ray.results.client_metrics import read_client_metrics
-from cfl_ray.results.comparison import RunMetrics, is_less_better, names_of, settings_of, table_of, values_of
-from cfl_ray.results.found_runs import FoundRun, find_runs
+from cfl_ray.results.comparison import RunMetrics, experiments_of, is_less_better, numbers_of, table_of
+from cfl_ray.results.load import FoundRun, find_runs
 from cfl_ray.results.published import compare_with, unknown_metric
-from cfl_ray.results.ranks import ranks_of
 from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.run_info import command_again, run_info
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
-from cfl_ray.system.files import PRIVATE, SHARED
+from cfl_ray.system.files import SHARED, write_text
 from cfl_ray.tracking.record import LABEL_COUNTS, primary_of
 
 
@@ -41,8 +41,13 @@ def write_report(
         `load_run`.
     Raises ConfigError unless the name ends in .html or .htm, if a path holds no run, or if no run is in the tables.
     """
-    runs, comparisons, paper = _compared_runs(paths, against, column, trust)
-    return write_report_of(runs, output, comparisons, paper, SHARED)
+    path = Path(output)
+    if path.suffix not in (".html", ".htm") and not path.is_dir():  # folders have a separate message below
+        raise ConfigError(f"{path}: a report is written as .html, got {path.suffix or 'no ending'!r}")
+    text = report_page(paths, against, column, trust)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text, SHARED)
+    return path
 
 
 def report_page(
@@ -52,22 +57,19 @@ def report_page(
     trust: bool = False,
 ) -> str:
     """The page that `write_report` writes, as HTML."""
-    from cfl_ray.report.page import render
-
-    return render(report_of(*_compared_runs(paths, against, column, trust)))
-
-
-def _compared_runs(
-    paths: Sequence[str | Path], against: str | Path | None, column: str | None, trust: bool
-) -> tuple[Sequence[FoundRun], Sequence[Comparison], str]:
-    """The runs, their comparisons with published numbers, and the paper."""
     if column is not None and against is None:
         raise ConfigError(f"column {column!r} is one of published tables; name their file, too (--against)")
     runs = find_runs(paths, trust)
-    if against is None:
-        return runs, *(_published_of(Path(paths[0]), runs) if len(paths) == 1 else ((), ""))
-    published = load_published(against)
-    return runs, compare_with(runs, published, column), published.paper.reference
+    if against is not None:
+        published = load_published(against)
+        return _page(runs, compare_with(runs, published, column), published.paper.reference)
+    return _page(runs, *(_published_of(Path(paths[0]), runs) if len(paths) == 1 else ((), "")))
+
+
+def _page(runs: Sequence[FoundRun], comparisons: Sequence[Comparison], paper: str) -> str:
+    from cfl_ray.report.page import render  # imports jinja2, which other commands do not need
+
+    return render(report_of(runs, comparisons, paper))
 
 
 def _published_of(
@@ -93,29 +95,12 @@ def _published_of(
 def report_at_the_end(folder: Path, runs: Callable[[], Sequence[FoundRun]], warn: Callable[[str], None]) -> None:
     """Writes the page of a run or a study into its folder. A failure is only a warning, since the results are saved."""
     try:
-        opened = runs()
-        write_report_of(opened, RunDirectory(folder).report, *_published_of(folder, opened, warn))
+        found, path = runs(), RunDirectory(folder).report
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, _page(found, *_published_of(folder, found, warn)))
     except Exception as error:
         again = command("report", folder)
         warn(f"the report was not written: {type(error).__name__}: {error}; `{again}` tries it again")
-
-
-def write_report_of(
-    runs: Sequence[FoundRun],
-    output: str | Path,
-    comparisons: Sequence[Comparison] = (),
-    paper: str = "",
-    mode: int = PRIVATE,
-) -> Path:
-    """Writes the page of these runs. mode: as in `report.page.write_page`. Raises ConfigError for a wrong suffix."""
-    from cfl_ray.report.page import write_page  # imports plotly, which other commands do not need
-
-    path = Path(output)
-    if path.suffix not in (".html", ".htm") and not path.is_dir():  # folders have a separate message below
-        raise ConfigError(f"{path}: a report is written as .html, got {path.suffix or 'no ending'!r}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_page(report_of(runs, comparisons, paper), path, mode)
-    return path
 
 
 # ---- the data of the page
@@ -123,27 +108,14 @@ def write_report_of(
 
 def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), paper: str = "") -> Report:
     """The data of the page. Runs of a setting of a study, or that differ only in the seed, form an experiment."""
-    groups: dict[str, list[FoundRun]] = {}
-    for run in runs:
-        groups.setdefault(f"{run.study}/{run.setting}" if run.setting else settings_of(run.experiment), []).append(run)
-    names = names_of([(group[0].setting or group[0].experiment.name, group[0].experiment) for group in groups.values()])
-    run_metrics: RunMetrics = {}
-    for name, group in zip(names, groups.values(), strict=True):
-        for run in group:
-            for label, result in run.methods.items():
-                of_seeds = run_metrics.setdefault((name, label), {})
-                if run.experiment.seed in of_seeds:
-                    raise ConfigError(
-                        f"{run.directory}: another run has the same settings, method {label} and seed "
-                        f"{run.experiment.seed}; name one of the two"
-                    )
-                of_seeds[run.experiment.seed] = values_of(result)
-    experiments = [_experiment(name, group) for name, group in zip(names, groups.values(), strict=True)]
+    groups = experiments_of(runs)
+    run_metrics = numbers_of(groups)
+    experiments = [_experiment(name, group) for name, group in groups]
     metrics = _columns(run_metrics, [experiment.score for experiment in experiments if experiment.methods])
     frame = table_of(run_metrics, metrics)
     rows = [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
     studies = {run.study.name for run in runs if run.study}
-    title = names[0] if len(names) == 1 else f"{len(names)} experiments"
+    title = groups[0][0] if len(groups) == 1 else f"{len(groups)} experiments"
     waiting = [str(run.directory) for run in runs if not run.methods]
     return Report(
         title=" and ".join(sorted(studies)) or title,

@@ -11,8 +11,7 @@ from cfl_ray.errors import DataError
 from cfl_ray.methods import full_label
 from cfl_ray.report.report_data import MethodRun
 from cfl_ray.report.snapshots import PerClient
-from cfl_ray.results.found_runs import FoundRun
-from cfl_ray.results.load import recorded_methods
+from cfl_ray.results.load import FoundRun, recorded_methods
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import flatten, read_info, redact
 

@@ -10,20 +10,19 @@ from cfl_ray.run_directory import File, RunDirectory
 from cfl_ray.tracking import read_end
 
 
-def run_folders(study: str | Path) -> list[tuple[str, str, Path]]:
-    """Setting, method and folder of every run of a study, in the order of the study's settings, methods and seeds."""
-    return folders_with(RunDirectory(study), RunDirectory.config)
+def run_folders(study: str | Path, containing: File = RunDirectory.config) -> list[tuple[str, str, Path]]:
+    """Setting, method and folder of every run of a study, in the order of the study's settings, methods and seeds.
 
-
-def folders_with(study: RunDirectory, containing: File) -> list[tuple[str, str, Path]]:
-    """As `run_folders`, for run folders that contain the file `containing`."""
-    settings, methods = _names_in(study.study)
+    containing: the file that marks the folder of a run.
+    """
+    directory = RunDirectory(study)
+    settings, methods = _names_in(directory.study)
 
     def place(run: Path) -> tuple[Any, ...]:
         setting, method = run.parts[-3], run.parts[-2]
         return (_position(setting, settings), setting, _position(method, methods), method, seed_of(run))
 
-    return [(run.parts[-3], run.parts[-2], run) for run in sorted(study.run_folders(containing), key=place)]
+    return [(run.parts[-3], run.parts[-2], run) for run in sorted(directory.run_folders(containing), key=place)]
 
 
 def seed_of(run: Path) -> int:

@@ -36,7 +36,6 @@ _PLACES = (
 _NAMED_ELSEWHERE = ("runtime.address", "tracking.uri")
 _TRACKERS_OF_FILES = ("mlflow", "csv", "tensorboard")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_CLUSTER, _MLFLOW = "the Ray cluster ", "MLflow at "
 
 
 def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Experiment:
@@ -52,7 +51,8 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
     if not trust:
         names = _code_in(experiment)
         if connects:
-            names += _connected_to(experiment) + _places_in({"output": experiment.output} | _record(run_dir))
+            names += _servers_in(experiment, replaced=bool(os.environ.get("RAY_ADDRESS")))
+            names += _places_in({"output": experiment.output} | _record(run_dir))
         RunDirectory(run_dir).require_signed(names, RunDirectory.config.name, _of_environment())
     return experiment
 
@@ -99,10 +99,13 @@ def _code_in(experiment: Experiment) -> list[str]:
     return [f"the code in {part}" for part in (*_files_in(values), *modules)]
 
 
-def _servers_in(experiment: Experiment) -> list[str]:
-    """The cluster and the MLflow server that the record names, without credentials."""
+def _servers_in(experiment: Experiment, replaced: bool = False) -> list[str]:
+    """The cluster and the MLflow server that the record names, without credentials.
+
+    replaced: whether RAY_ADDRESS replaces the recorded cluster, which a resumed run then does not connect to.
+    """
     uri = experiment.tracking.uri if experiment.tracking.uses_mlflow else None
-    return _servers(experiment.runtime.address, uri)
+    return _servers(None if replaced else experiment.runtime.address, uri)
 
 
 def _record(run_dir: Path, text: str | None = None) -> dict[str, Any]:
@@ -132,12 +135,6 @@ def _is(key: str, names: Sequence[str]) -> bool:
     return any(f".{key}".endswith(f".{name}") for name in names)
 
 
-def _connected_to(experiment: Experiment) -> list[str]:
-    """The servers to which a resumed run connects: RAY_ADDRESS replaces the recorded cluster."""
-    replaced = bool(os.environ.get("RAY_ADDRESS"))
-    return [name for name in _servers_in(experiment) if not (replaced and name.startswith(_CLUSTER))]
-
-
 def _of_environment() -> list[str]:
     """The cluster and the MLflow server in the user's environment variables."""
     return _servers(os.environ.get("RAY_ADDRESS"), os.environ.get("MLFLOW_TRACKING_URI"))
@@ -157,8 +154,8 @@ def _names_in(study: Study) -> list[str]:
 
 
 def _servers(address: Any, uri: Any) -> list[str]:
-    cluster = [f"{_CLUSTER}{redact(str(address))}"] if address else []
-    return cluster + ([f"{_MLFLOW}{redact(str(uri))}"] if uri else [])
+    cluster = [f"the Ray cluster {redact(str(address))}"] if address else []
+    return cluster + ([f"MLflow at {redact(str(uri))}"] if uri else [])
 
 
 def _files_in(values: Any) -> list[Path]:

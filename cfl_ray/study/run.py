@@ -18,6 +18,7 @@ from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.lifecycle.extension import check_extension
+from cfl_ray.report.ranks import ranks_of, ranks_table
 from cfl_ray.results.comparison import (
     StudyFigures,
     format_table,
@@ -27,8 +28,7 @@ from cfl_ray.results.comparison import (
     read_study,
     table_of,
 )
-from cfl_ray.results.found_runs import find_runs
-from cfl_ray.results.ranks import ranks_of, ranks_table
+from cfl_ray.results.load import find_runs
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of

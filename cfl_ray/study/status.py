@@ -7,7 +7,7 @@ from typing import Any
 
 from cfl_ray.config.study import ALL_SETTINGS, Study, load_study, name_of, place_of
 from cfl_ray.errors import ConfigError
-from cfl_ray.results.study_folder import folders_with, is_finished, method_names, methods_in, run_folders, seed_of
+from cfl_ray.results.study_folder import is_finished, method_names, methods_in, run_folders, seed_of
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 
@@ -50,7 +50,7 @@ def study_status(folder: str | Path) -> StudyStatus:
             stopped.append(_in_words(setting, method, run))
     failed = {
         _in_words(setting, method, run): RunDirectory(run).failure.read_text().partition("\n")[0]
-        for setting, method, run in folders_with(RunDirectory(root), RunDirectory.failure)
+        for setting, method, run in run_folders(root, RunDirectory.failure)
         if planned.has(setting, method, seed_of(run))
     }
     runs = planned.count

@@ -17,7 +17,7 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.plugins.calling import is_user_file, place_of, raised_at
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import PRIVATE, private_umask, read_json, read_record, sync, write_json
-from cfl_ray.tracking.reading import read_end, read_from, read_info
+from cfl_ray.tracking.reading import read_end, read_from, read_info, read_records
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 
 MLFLOW = "mlflow"  # the only tracker to which a later command can deliver
@@ -256,8 +256,8 @@ def lacks(run_dir: Path, name: str) -> bool:
 
 def waiting_rounds(run_dir: Path, name: str) -> int:
     """Returns the number of recorded rounds that a tracker lacks."""
-    cursor = replace(read_cursor(run_dir, name), delivered=0)
-    return sum(len(records) for records, _ in batches(run_dir, cursor, BATCH_ROUNDS))
+    last = read_cursor(run_dir, name).round
+    return sum(last is None or record.round > last for record in read_records(run_dir))
 
 
 def batches(run_dir: Path, cursor: Cursor, rounds: int) -> Iterator[tuple[list[RoundRecord], int]]:

@@ -1,4 +1,4 @@
-"""A run in MLflow, with idempotent operations. Only this module and `mlflow_models.py` import mlflow.
+"""A run in MLflow, with idempotent operations. Only this module imports mlflow.
 
 A process or the server can die after an operation and before the cursor of the delivery is saved; the operation is then
 repeated:
@@ -16,13 +16,15 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
+import numpy as np
 from filelock import FileLock
 
-from cfl_ray.errors import DataError, RunError
+from cfl_ray.errors import ConfigError, DataError, RunError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import PRIVATE, private_folder, write_text
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
@@ -43,6 +45,7 @@ _SOURCE_TAGS = {"mlflow.source.name": "cfl-ray", "mlflow.source.type": "LOCAL"}
 _NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
 _LATEST = "Latest comparison: "  # first words of our description of an experiment
 MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the request size
+NEEDED = (3, 11)  # the first MLflow that writes models as exported programs without pickle
 CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 
 DEFAULTS = {  # environment variables; values of the user take precedence
@@ -334,3 +337,34 @@ def _table(metrics: Mapping[str, float]) -> str:
     ]
     lines = [["method", *columns], ["---"] * (len(columns) + 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
+
+
+# ---- models, written to a folder of the run directory: no server is needed until delivery
+
+
+def check_mlflow() -> None:
+    """Raises ConfigError if the installed MLflow cannot write models, without importing it."""
+    installed = version("mlflow")
+    if tuple(int(part) for part in installed.split(".")[:2]) < NEEDED:
+        needed = ".".join(map(str, NEEDED))
+        raise ConfigError(f"tracking.log_models needs MLflow {needed} or newer, got {installed}: pip install -U mlflow")
+
+
+def save_model(module: Any, example: np.ndarray, outputs: np.ndarray, folder: Path) -> None:
+    """Writes a PyTorch module as an MLflow model: a program exported by torch.export, without Python code.
+
+    example: inputs (n, ...), n >= 2, which become the model's input example; outputs: those of the module for them.
+    The model accepts any number of samples. Raises the errors of torch.export for a module that it cannot export.
+    """
+    set_defaults()
+    import mlflow.pytorch
+    from mlflow.models import infer_signature
+
+    mlflow.pytorch.save_model(
+        module,
+        str(folder),
+        signature=infer_signature(example, outputs),
+        input_example=example,
+        serialization_format="pt2",
+        pip_requirements=[f"{name}=={version(name)}" for name in ("mlflow", "numpy", "torch")],
+    )

@@ -172,25 +172,12 @@ def where_to_look(run_dir: Path, uri: str) -> str:
 # ---- later commands
 
 
-@dataclass(frozen=True)
-class Delivered:
-    """The rounds of a run that `deliver_pending` has delivered."""
-
-    run_dir: Path
-    rounds: int
-
-
-def is_pending(run_dir: Path) -> bool:
-    """Returns whether MLflow lacks any part of the run, from a few file operations and without importing mlflow."""
-    return Destination.read(run_dir).run_id is None or lacks(run_dir, MLFLOW)
-
-
 def deliver_pending(
     output: str | Path, uri: str | None = None, seconds: float = 10.0, warn: Callable[[str], None] = lambda line: None
-) -> list[Delivered]:
+) -> dict[Path, int]:
     """Delivers the undelivered records of runs below `output` (output/*, output/*/*, runs of studies).
 
-    Returns the delivered rounds of each run.
+    Returns the number of delivered rounds of each run that was delivered, by its directory.
 
     The client of MLflow sends the user's token. So results are sent only to `uri`, to MLFLOW_TRACKING_URI, to the store
     below `output`, and to destinations that this user has chosen on this machine; a warning names others.
@@ -210,13 +197,13 @@ def deliver_pending(
             unknown.setdefault(destination.uri, []).append(run_dir)
     for there, run_dirs in unknown.items():
         warn(_not_sent(there, run_dirs, Path(output)))
-    delivered: list[Delivered] = []
+    delivered: dict[Path, int] = {}
     if pending:
         arguments = (pending, uri, time.monotonic() + seconds, delivered, warn)
         worker = threading.Thread(target=_deliver_each, args=arguments, name="mlflow-pending", daemon=True)
         worker.start()
         worker.join(seconds)
-    return list(delivered)
+    return dict(delivered)
 
 
 def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
@@ -229,11 +216,13 @@ def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
 
 
 def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[tuple[Path, Destination]]:
+    """Yields the runs of which MLflow lacks a part, from a few file operations and without importing mlflow."""
     for folders in ("*", "*/*", "*/*/*/seed-*/*"):
         for path in sorted(output.glob(f"{folders}/{RunDirectory.mlflow.name}")):
             try:
-                if is_pending(path.parent):
-                    yield path.parent, Destination.read(path.parent)
+                destination = Destination.read(path.parent)
+                if destination.run_id is None or lacks(path.parent, MLFLOW):
+                    yield path.parent, destination
             except UserError as error:
                 warn(str(error))
 
@@ -242,7 +231,7 @@ def _deliver_each(
     pending: list[tuple[Path, str]],
     uri: str | None,
     deadline: float,
-    delivered: list[Delivered],
+    delivered: dict[Path, int],
     warn: Callable[[str], None],
 ) -> None:
     unreachable: set[str] = set()
@@ -253,8 +242,7 @@ def _deliver_each(
         try:
             if target is None:
                 raise ConnectionError("set MLFLOW_TRACKING_URI to it, with the credentials")
-            delivery = Delivery(run_dir, MLFLOW, Mlflow.of(run_dir, target))
-            delivered.append(Delivered(run_dir, delivery.bring_up_to_date(lock_seconds=0)))
+            delivered[run_dir] = Delivery(run_dir, MLFLOW, Mlflow.of(run_dir, target)).bring_up_to_date(lock_seconds=0)
         except Timeout:
             continue  # another process, such as the run itself, is delivering it
         except Exception as error:  # boundary to MLflow: its errors must not end the command

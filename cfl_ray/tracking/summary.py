@@ -23,9 +23,15 @@ def summarise(
     change_rounds: rounds in which clients moved between clusters; None for a method without clusters.
     """
     summary: dict[str, float] = {}
-    records = list(records)
+    records, sign = list(records), 1 if higher_is_better else -1
+    worst = -sign * math.inf  # of a record without the score
     for name, ending in ((score, ""), (f"{score}_local", "_local")):
-        if reached := first_at_target(records, target, name, higher_is_better):
+        at_target = (
+            record
+            for record in records
+            if target is not None and sign * record.metrics.get(name, worst) >= sign * target
+        )
+        if reached := next(at_target, None):
             summary[f"rounds_to_target{ending}"] = float(reached.round)
             summary[f"mbit_to_target{ending}"] = mbit(reached)
             if not ending and "virtual_seconds" in reached.metrics:
@@ -33,17 +39,6 @@ def summarise(
     if change_rounds is not None:
         summary["rounds_to_stable_clusters"] = float(max(change_rounds, default=0))
     return summary
-
-
-def first_at_target(
-    records: Iterable[RoundRecord], target: float | None, score: str = "accuracy", higher_is_better: bool = True
-) -> RoundRecord | None:
-    """Returns the earliest record that reaches the target; None if no record reaches it, or without a target."""
-    if target is None:
-        return None
-    sign = 1 if higher_is_better else -1
-    reached = (record for record in records if sign * record.metrics.get(score, -sign * float("inf")) >= sign * target)
-    return min(reached, key=lambda record: record.round, default=None)
 
 
 def mbit(record: RoundRecord) -> float:

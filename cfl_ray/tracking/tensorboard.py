@@ -24,23 +24,19 @@ class Tensorboard:
         self.path, self.after, self.writer = run_dir / self.folder, after, None
 
     def log(self, record: RoundRecord) -> None:
-        writer = self._open_writer()
-        for name, value in record.metrics.items():
-            writer.add_scalar(name, value, record.round, walltime=record.time_ms / 1000)
-        writer.flush()
+        if self.writer is None:  # made for the first record, since the parent of a comparison has no records
+            # for a resumed run, TensorBoard drops the events after the last delivered round
+            self.writer = self.make(str(self.path), purge_step=self.after + 1 if self.after else None)
+        self._add(record)
+        self.writer.flush()
 
     def close(self, end: RunEnd | None) -> None:
-        if end is not None and self.writer is not None:
-            for name, value in end.summary.metrics.items():
-                self.writer.add_scalar(name, value, end.summary.round, walltime=end.summary.time_ms / 1000)
-        if self.writer is not None:
-            self.writer.close()
-
-    def _open_writer(self) -> Any:
-        """The writer, made for the first record, since the parent of a comparison has no records.
-
-        For a resumed run, TensorBoard drops the events after the last delivered round.
-        """
         if self.writer is None:
-            self.writer = self.make(str(self.path), purge_step=self.after + 1 if self.after else None)
-        return self.writer
+            return
+        if end is not None:
+            self._add(end.summary)
+        self.writer.close()
+
+    def _add(self, record: RoundRecord) -> None:
+        for name, value in record.metrics.items():
+            self.writer.add_scalar(name, value, record.round, walltime=record.time_ms / 1000)

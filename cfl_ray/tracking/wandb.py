@@ -24,18 +24,7 @@ class Wandb:
         self.run_dir, self.info, self.run = run_dir, info, None
 
     def log(self, record: RoundRecord) -> None:
-        self._open_run().log(dict(record.metrics), step=record.round)  # W&B ignores a step that it already has
-
-    def close(self, end: RunEnd | None) -> None:
-        if self.run is None:
-            return
-        if end is not None:
-            self.run.summary.update(dict(end.summary.metrics))
-        self.run.finish(exit_code=0 if end is not None and end.status == "FINISHED" else 1)
-
-    def _open_run(self) -> Any:
-        """The run, made for the first record, since the parent of a comparison has none. A resumed run continues."""
-        if self.run is None:
+        if self.run is None:  # made for the first record, since the parent of a comparison has no records
             self.run = self.wandb.init(
                 project=self.project,
                 name=self.info.name,
@@ -47,4 +36,11 @@ class Wandb:
                 resume="allow",
                 reinit="create_new",  # the end of a method overlaps with the start of the next method
             )
-        return self.run
+        self.run.log(dict(record.metrics), step=record.round)  # W&B ignores a step that it already has
+
+    def close(self, end: RunEnd | None) -> None:
+        if self.run is None:
+            return
+        if end is not None:
+            self.run.summary.update(dict(end.summary.metrics))
+        self.run.finish(exit_code=0 if end is not None and end.status == "FINISHED" else 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from cfl_ray.results.ranks import ranks_of
+from cfl_ray.report.ranks import ranks_of
 from jobs.official.page import table as markdown
 from jobs.results.cells import ROOT
 

@@ -15,6 +15,14 @@ def curve(top, clusters=None):
     return [RoundRecord(round, {"accuracy": top * round / 9, "mbit_up": float(round), **extra}) for round in range(10)]
 
 
+@pytest.fixture
+def plotted(monkeypatch):
+    """The figures that are plotted, in place of their files."""
+    found = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: found.append(figure) or path.touch())
+    return found
+
+
 def test_figures_are_drawn_for_what_was_recorded(tmp_path):
     written = write_figures(tmp_path / "figures", {"fedavg": curve(0.5), "ifca": curve(0.9, clusters=4)})
     assert [path.name for path in written] == ["accuracy_by_round.png", "accuracy_by_mbit.png", "clusters_by_round.png"]
@@ -24,22 +32,18 @@ def test_figures_are_drawn_for_what_was_recorded(tmp_path):
         assert height >= 4.2 * 100
 
 
-def test_runs_with_a_clock_have_a_figure_over_virtual_time(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure) or path.touch())
+def test_runs_with_a_clock_have_a_figure_over_virtual_time(tmp_path, plotted):
     records = [RoundRecord(round, {"accuracy": 0.1 * round, "virtual_seconds": 7.0 * round}) for round in (1, 2, 3)]
     written = write_figures(tmp_path, {"fedavg": records})
     at = [path.name for path in written].index("accuracy_by_virtual_seconds.png")
-    (axes,) = drawn[at].axes
+    (axes,) = plotted[at].axes
     assert axes.get_xlabel() == "virtual time, s" and axes.lines[0].get_xdata().tolist() == [7.0, 14.0, 21.0]
 
 
-def test_the_legend_names_the_methods_that_are_drawn_in_their_order(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure) or path.touch())
+def test_the_legend_names_the_methods_that_are_drawn_in_their_order(tmp_path, plotted):
     empty = [RoundRecord(1, {})]
     write_figures(tmp_path, {"fedavg": curve(0.5), "empty": empty, "ifca": curve(0.9, clusters=4)})
-    named = [[text.get_text() for text in figure.legends[0].get_texts()] for figure in drawn]
+    named = [[text.get_text() for text in figure.legends[0].get_texts()] for figure in plotted]
     assert named == [["fedavg", "ifca"], ["fedavg", "ifca"], ["ifca"]]
 
 
@@ -57,12 +61,10 @@ def test_every_method_shows_in_its_colour(tmp_path):
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 7, 300])
-def test_ticks_are_at_whole_rounds(rounds, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure) or path.touch())
+def test_ticks_are_at_whole_rounds(rounds, tmp_path, plotted):
     records = [RoundRecord(round, {"accuracy": 0.5, "num_clusters": 2}) for round in range(1, rounds + 1)]
     write_figures(tmp_path, {"ifca": records})
-    by_round = [drawn[0], drawn[2]]
+    by_round = [plotted[0], plotted[2]]
     for axes in (axes for figure in by_round for axes in figure.axes):
         low, high = axes.get_xlim()
         shown = [tick for tick in axes.get_xticks() if low <= tick <= high]

@@ -4,7 +4,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from pages import HOSTILE, report
 
-from cfl_ray.report.page import write_page
+from cfl_ray.report.page import render
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 NARROW = 360  # pixels of a small phone
@@ -19,7 +19,7 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    write_page(report(name=f"digits {HOSTILE}", other=HOSTILE), path)
+    path.write_text(render(report(name=f"digits {HOSTILE}", other=HOSTILE)), encoding="utf-8")
     return path
 
 

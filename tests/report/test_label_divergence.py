@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from pages import per_client
 from scipy.stats import entropy, spearmanr
 
 from cfl_ray.report.label_divergence import against_labels, divergences
@@ -68,7 +69,7 @@ def test_every_pair_is_a_point_and_the_caption_has_the_rank_correlation():
 
 def test_colours_say_whether_the_true_group_is_the_same():
     group_of = {100 + client: client % 2 for client in range(CLIENTS - 1)}  # that of the last one is not known
-    figure = against_labels("title", "a", "distance", matrix(symmetric(), counts()), PerClient.of(group_of))
+    figure = against_labels("title", "a", "distance", matrix(symmetric(), counts()), per_client(group_of))
     found = {trace["name"]: trace for trace in figure.plot["data"]}
     assert list(found) == ["different true groups", "same true group", "true group not known"]
     assert len({trace["marker"]["color"] for trace in found.values()}) == 3

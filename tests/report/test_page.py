@@ -8,19 +8,18 @@ from dataclasses import replace
 import numpy as np
 import plotly.graph_objects as go
 import pytest
-from pages import CLIENTS, HOSTILE, experiment, report
+from pages import CLIENTS, HOSTILE, experiment, per_client, report
 
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.report.clients import client_figures
 from cfl_ray.report.clusters import cluster_figures
 from cfl_ray.report.curves import curves
-from cfl_ray.report.drawing import as_json, look, with_spread
+from cfl_ray.report.drawing import as_json, look
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.mixtures import mixture_figures
 from cfl_ray.report.page import render
-from cfl_ray.report.rank_diagram import alike, rank_diagram
-from cfl_ray.report.report_data import MethodRun, Ranks, ReportedExperiment
+from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import PerClient, RecordedMatrix
 from cfl_ray.tracking import RoundRecord
 
@@ -73,10 +72,10 @@ def test_phases_are_bands_of_the_curves_and_events_are_on_the_time_axis():
     change = ClusterEvent(2, "phase", before="cluster", phase="federate")
     shown = experiment()
     for run in shown.methods["ifca"]:
-        for at, record in enumerate(run.records):
-            events = {2: (change,), 3: (split,)}.get(record.round, ())
-            phase = "cluster" if record.round < 3 else "federate"
-            run.records[at] = replace(record, phase=phase, events=events)
+        run.records[:] = [
+            replace(record, phase="cluster" if record.round < 3 else "federate", events=events)
+            for record, events in zip(run.records, ((), (change,), (split,), ()), strict=True)
+        ]
     figures = {figure.title: figure for figure in curves(shown)}
     for title in ("Clusters that have members", "Accuracy, P-server: the model that the server gives next"):
         band = figures[title].plot["layout"]["shapes"][0]
@@ -95,9 +94,8 @@ def test_runs_with_a_clock_have_a_curve_over_virtual_time():
     shown = experiment()
     for factor, runs in enumerate(shown.methods.values(), 1):
         for run in runs:
-            for at, record in enumerate(run.records):
-                metrics = {**record.metrics, "virtual_seconds": 10.0 * factor * record.round}
-                run.records[at] = replace(record, metrics=metrics)
+            for record in run.records:
+                record.metrics["virtual_seconds"] = 10.0 * factor * record.round
     figure = next(figure for figure in curves(shown) if figure.title == "Accuracy, P-server, against virtual time")
     first, last = list(shown.methods)[0], list(shown.methods)[-1]
     assert figure.caption.startswith(f"The last evaluation is after: {first} 40.0 s for")
@@ -227,25 +225,6 @@ def test_large_federations_are_sampled_and_the_caption_says_so():
     assert "600 of 10000 clients are drawn" in text
 
 
-def test_the_critical_difference_diagram_joins_methods_that_do_not_differ():
-    ranks = Ranks("accuracy", {"a": 1.0, "b": 1.5, "c": 2.5, "d": 3.0, "e": 6.0}, 8, 0.001, 1.6)
-    *bars, points = rank_diagram(ranks).plot["data"]
-    assert [bar["x"].tolist() for bar in bars] == [[1.0, 2.5], [1.5, 3.0]]
-    assert points["x"].tolist() == [1.0, 1.5, 2.5, 3.0, 6.0] and points["y"].tolist() == [4, 3, 2, 1, 0]
-    assert alike([1.0, 4.0], 2.9) == [] and alike([1.0, 1.0, 1.0], 0.0) == [(0, 2)]
-    assert "Critical difference of mean ranks" in render(replace(report(), ranks=ranks))
-
-
-def test_ranks_are_a_table_under_their_tests():
-    assert "Ranks over settings" not in render(report())
-    ranks = Ranks("accuracy", {"two": 1.0, "one": 2.25, "three": 2.75}, 8, 1e-5, 1.3)
-    text = render(replace(report(), ranks=ranks))
-    assert "Mean ranks of 3 methods by accuracy over 8 pairs of setting and seed." in text and "p &lt; 0.001" in text
-    assert [ranks.is_near_best(method) for method in ranks.mean_rank] == [True, True, False]
-    section = text[text.index("Ranks over settings") :]
-    assert section.index(">two<") < section.index(">2.2<") < section.index(">three<")
-
-
 def test_without_an_evaluation_there_is_still_a_page():
     text = render(replace(report(), experiments=[], rows=[], comparisons=[], columns=[]))
     assert "No method has been evaluated yet." in text
@@ -266,16 +245,11 @@ def test_signatures_that_are_not_defined_leave_the_others_where_they_are():
     assert matrix_figures(ReportedExperiment("small", {}, "", "", {"m": [empty]})) == []
 
 
-def test_small_values_keep_their_digits():
-    assert with_spread(1.34e-5, 1.41e-6) == "1.3e-05 ±\u00a01.4e-06" and with_spread(-2e-4, float("nan")) == "-0.0002"
-    assert with_spread(0.0, 0.0) == "0.000 ±\u00a00.000" and with_spread(1e-5, 0.1) == "0.000 ±\u00a00.100"
-
-
 def test_mixture_weights_are_stacked_bars_by_round_with_clients_of_a_group_side_by_side():
     weights = {1: [[0.5, 0.5], [0.6, 0.4], [0.5, 0.5]], 9: [[0.9, 0.1], [0.2, 0.8], [1.0, 0.0]]}
     mixtures = [(round, np.array([0, 1, 2]), np.array(weight_SK)) for round, weight_SK in weights.items()]
     one = ReportedExperiment(
-        "small", {}, "", "", {"fedem": [MethodRun(0, [], mixtures=mixtures)]}, PerClient.of({0: 0, 1: 1, 2: 0})
+        "small", {}, "", "", {"fedem": [MethodRun(0, [], mixtures=mixtures)]}, per_client({0: 0, 1: 1, 2: 0})
     )
     (figure,) = mixture_figures(one)
     first, second = figure.plot["data"]

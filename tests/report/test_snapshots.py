@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pages import per_client
 
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.report.snapshots import ClusterHistory, PerClient
@@ -61,8 +62,8 @@ def test_without_reassignments():
 
 
 def test_numbers_of_clients():
-    groups = PerClient.of({3: 1, 1: 0, 7: 1})
+    groups = per_client({3: 1, 1: 0, 7: 1})
     assert groups[[7, 0, 1, 9]].tolist() == [1, -1, 0, -1] and PerClient()[[1]].tolist() == [-1]
-    both = groups.updated(PerClient.of({1: 2, 8: 2}))
+    both = groups.updated(per_client({1: 2, 8: 2}))
     assert both.client_C.tolist() == [1, 3, 7, 8] and both.value_C.tolist() == [2, 1, 1, 2]
     assert sorted(both.sizes.tolist()) == [2, 2] and len(both) == 4

@@ -10,6 +10,7 @@ from scipy.stats import ttest_rel
 
 import cfl_ray
 from cfl_ray.errors import ConfigError
+from cfl_ray.report.drawing import with_spread
 from cfl_ray.results import comparison
 from cfl_ray.results.comparison import by_experiment, compare_runs, format_table, mean_and_spread, table_of
 
@@ -84,15 +85,9 @@ def test_experiments_of_one_name_are_named_by_the_keys_in_which_they_differ():
     assert names({"name": "a", "seed": 1}, {"output": "elsewhere"}) == ["x", "x (2)"], "keys that decide no figures"
     long = names({}, {"methods": ["local"], "local": {"lr": 0.5}, "evaluation": {"metrics": ["macro_f1"] * 9}})[1]
     assert long.startswith("x (local.lr=0.5, evaluation.metrics=[") and long.endswith("...)") and len(long) < 90
-
-
-def test_a_name_that_begins_like_another_one_has_no_number():
     equal = cfl_ray.Experiment()
-    assert comparison.names_of([("smaller", equal), ("small", equal), ("small", equal)]) == [
-        "smaller",
-        "small",
-        "small (2)",
-    ]
+    named = [("smaller", equal), ("small", equal), ("small", equal)]
+    assert comparison.names_of(named) == ["smaller", "small", "small (2)"], "the start of a name is not the name"
 
 
 def test_what_figures_depend_on_makes_an_experiment():
@@ -113,7 +108,7 @@ def test_metrics_by_name(runs):
 
 
 def test_the_same_seed_twice_is_refused(runs):
-    with pytest.raises(ConfigError, match="another run has the same settings and seed 0"):
+    with pytest.raises(ConfigError, match="another run has the same settings, method fedavg and seed 0; name one"):
         compare_runs([runs[0], runs[0]])
 
 
@@ -184,4 +179,5 @@ def test_names_end_no_cell_of_a_table():
 
 def test_small_values_keep_their_digits():
     assert mean_and_spread(1.34e-5, 1.41e-6) == "1.3e-05 ± 1.4e-06" and mean_and_spread(-2e-4, np.nan) == "-0.0002"
+    assert mean_and_spread(1234.56, 0.25) == "1234.6 ± 0.2" and with_spread(1234.56, 0.25) == "1,234.6 ±\u00a00.2"
     assert mean_and_spread(0.0, 0.0) == "0.000 ± 0.000" and mean_and_spread(1e-5, 0.1) == "0.000 ± 0.100"

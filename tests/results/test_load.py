@@ -10,14 +10,10 @@ import torch
 import cfl_ray
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import REGISTRY
-from cfl_ray.results.client_metrics import ClientMetrics
 from cfl_ray.results.export import export_model
 from cfl_ray.results.reporting import write_report
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.trained import Newcomer
-from cfl_ray.run_directory import RunDirectory
-
-CLIENT_METRICS = RunDirectory.client_metrics.name
 
 KEPT = ["fedavg", "ifca", "ditto", "fedper", "ifca_cam", "per_fedavg", "autocfl", "fedem"]  # every way of predicting
 
@@ -170,34 +166,6 @@ def test_a_run_that_was_stopped_has_what_was_saved(experiment_, kept, tmp_path):
     with pytest.raises(ConfigError, match="signature.json is of another folder"):
         run["ifca"].trained  # noqa: B018
     assert cfl_ray.load_run(tmp_path / "run", trust=True)["ifca"].trained.round == 2
-
-
-class TestClientMetrics:
-    @staticmethod
-    def add(writer, round):
-        writer.add(round, np.array([(4, 0.5, 0.25, 2.0), (7, 1.0, 1.0, 0.0)]))
-
-    def test_rounds_are_kept_once_also_after_a_crash_in_the_middle_of_a_write(self, tmp_path):
-        writer = ClientMetrics(tmp_path)
-        for round in (1, 2, 2):
-            self.add(writer, round)
-        file = tmp_path / CLIENT_METRICS
-        whole = file.read_bytes()
-        for torn in (whole[:-1], whole[: len(whole) - 40]):
-            file.write_bytes(torn)
-            again = ClientMetrics(tmp_path)
-            assert again.last == 1
-            self.add(again, 1)
-            self.add(again, 2)
-            assert file.read_bytes() == whole
-
-    def test_a_file_of_another_form_is_named(self, tmp_path):
-        import pyarrow as pa
-
-        with pa.ipc.new_stream(str(tmp_path / CLIENT_METRICS), pa.schema([("x", pa.int8())])):
-            pass
-        with pytest.raises(DataError, match=r"client_metrics.arrow has columns \['x'\]"):
-            ClientMetrics(tmp_path)
 
 
 class TestExport:

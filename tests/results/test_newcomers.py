@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cfl_ray
-from cfl_ray.core.method import Method
+from cfl_ray.core.method import VOTE, Method
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.results import newcomers
@@ -46,7 +46,7 @@ def rules_of(trained):
     if serving.weight_MK is not None:
         return (
             method.placement,
-            newcomers._mixture_without_labels(method),
+            VOTE if method.placement == VOTE else newcomers._MEAN_MIXTURE,
             f"one local training of {newcomers._LARGEST}",
         )
     if serving.client_state is not None and method.untrained:

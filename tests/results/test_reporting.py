@@ -17,7 +17,7 @@ from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.results import reporting
 from cfl_ray.results.comparison import compare_runs
 from cfl_ray.results.diagnostics_log import DiagnosticsLog, read_diagnostics
-from cfl_ray.results.found_runs import find_runs
+from cfl_ray.results.load import find_runs
 from cfl_ray.results.published import compare_with
 from cfl_ray.results.reporting import report_of, write_report
 from cfl_ray.run_directory import RunDirectory
@@ -135,7 +135,7 @@ def test_a_page_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, drawn):
     def fails(*arguments):
         raise ZeroDivisionError("of the page")
 
-    monkeypatch.setattr(reporting, "write_report_of", fails)
+    monkeypatch.setattr(reporting, "report_of", fails)
     warnings = []
     watcher = Watcher()
     watcher.warn = warnings.append
@@ -152,49 +152,34 @@ def test_credentials_are_not_in_the_page(tmp_path):
     assert "hunter2" not in text and "https://***@mlflow.example" in text
 
 
-def test_another_task_has_its_own_columns(tmp_path, drawn):
-    draw = np.random.default_rng(0)
-    x, client = draw.normal(size=(80, 3)).astype("float32"), np.repeat(np.arange(4), 20)
-    federation = cfl_ray.federation_from_arrays(x, x[:, :1], client, targets="real")
-    one = experiment(
-        tmp_path, data=federation, task="regression", methods=["fedavg"], evaluation={}, local={"lr": 0.01}
-    )
-    cfl_ray.simulate(one, tmp_path / "run")
-    page = (tmp_path / "run" / "artifacts" / "report.html").read_text()
-    for words in ("mse P-server", "mse worst decile", "Mse, P-local: the model that a client holds"):
-        assert words in page, words
-
-
-def test_runs_of_two_tasks_have_the_scores_of_both(runs, tmp_path):
+@pytest.fixture(scope="module")
+def regression(tmp_path_factory, drawing):
+    """A run of another task."""
+    folder = tmp_path_factory.mktemp("regression")
     draw = np.random.default_rng(0)
     x, client = draw.normal(size=(80, 3)).astype("float32"), np.repeat(np.arange(4), 20)
     federation = cfl_ray.federation_from_arrays(x, x[:, :1], client, targets="real")
     changes = {"task": "regression", "methods": ["fedavg"], "evaluation": {}, "local": {"lr": 0.01}}
-    cfl_ray.simulate(experiment(tmp_path, data=federation, **changes), tmp_path / "real")
-    for paths in ([runs / "run-0", tmp_path / "real"], [tmp_path / "real", runs / "run-0"]):
+    with drawing():
+        cfl_ray.simulate(experiment(folder, data=federation, **changes), folder / "real")
+    return folder / "real"
+
+
+def test_another_task_has_its_own_columns(regression):
+    page = (regression / "artifacts" / "report.html").read_text()
+    for words in ("mse P-server", "mse worst decile", "Mse, P-local: the model that a client holds"):
+        assert words in page, words
+
+
+def test_runs_of_two_tasks_have_the_scores_of_both(runs, regression, tmp_path):
+    for paths in ([runs / "run-0", regression], [regression, runs / "run-0"]):
         report = report_of(find_runs(paths))
         assert {"accuracy", "accuracy_local", "mse", "mse_local"} <= {*report.columns}
         assert {"accuracy", "mse"} <= {*compare_runs(paths).columns}
         page = write_report(paths, tmp_path / "page.html").read_text()
         assert "mse P-server" in page and "accuracy P-server" in page
-    frame = compare_runs([tmp_path / "real"])
+    frame = compare_runs([regression])
     assert frame.columns[3] == "mse", "the score of the task, which methods are compared by"
-
-
-def test_a_study_that_is_named_in_two_ways_is_one(tmp_path, monkeypatch):
-    cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1), tmp_path / "run")
-    settings = (tmp_path / "run" / "config.yaml").read_text()
-    for seed in (0, 1):
-        folder = tmp_path / "study" / "slow" / "fedavg" / f"seed-{seed}"
-        shutil.copytree(tmp_path / "run", folder)
-        (folder / "config.yaml").write_text(settings.replace("\nseed: 0\n", f"\nseed: {seed}\n"))
-    (tmp_path / "study" / "study.yaml").write_text(
-        "name: study\nseeds: [0, 1]\nexperiment: {methods: [fedavg]}\nsettings: {slow: {}}\n"
-    )
-    monkeypatch.chdir(tmp_path / "study")
-    report = report_of(find_runs(["slow/fedavg/seed-0", ".", tmp_path / "study"]))
-    assert report.title == "study" and [one.name for one in report.experiments] == ["slow"]
-    assert [row["runs"] for row in report.rows] == [2]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +213,7 @@ def test_the_folder_of_a_page_is_made_and_a_folder_is_no_page(runs, tmp_path):
         write_report([runs], tmp_path / "new")
 
 
-def test_settings_of_a_study_are_experiments_and_its_labels_methods(tmp_path):
+def test_settings_of_a_study_are_experiments_and_its_labels_methods(tmp_path, monkeypatch):
     cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1), tmp_path / "run")
     settings = (tmp_path / "run" / "config.yaml").read_text()
     study = tmp_path / "study"
@@ -239,12 +224,14 @@ def test_settings_of_a_study_are_experiments_and_its_labels_methods(tmp_path):
     (study / "study.yaml").write_text(
         "name: study\nseeds: [0, 1]\nexperiment: {methods: [fedavg]}\nsettings: {slow: {}, fast: {}}\n"
     )
-    report = report_of(find_runs([study]))
-    assert report.title == "study" and [one.name for one in report.experiments] == ["slow", "fast"]
+    monkeypatch.chdir(study)
+    for paths in ([study], ["slow/fedavg/seed-0", ".", study]):  # a study that is named in two ways is one
+        report = report_of(find_runs(paths))
+        assert report.title == "study" and [one.name for one in report.experiments] == ["slow", "fast"]
+        assert [row["runs"] for row in report.rows] == [2, 2, 2, 2]
     for one in report.experiments:
         assert list(one.methods) == ["fedavg", "fedavg-again"] and one.seeds == [0, 1]
     assert report.experiments[0].command == "cfl-ray compare study.yaml --setting slow"
-    assert [row["runs"] for row in report.rows] == [2, 2, 2, 2]
     assert report_of(find_runs([study / "slow" / "fedavg" / "seed-0"])).experiments[0].name == "slow"
 
 

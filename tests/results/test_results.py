@@ -1,4 +1,4 @@
-"""Changes of clusters, as a run records them."""
+"""The record files of a method that grow with its rounds: changes of clusters, and metrics of clients."""
 
 import tracemalloc
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ import pytest
 
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.errors import DataError
+from cfl_ray.results import reassignments as module
 from cfl_ray.results.arrow_log import ArrowLog
 from cfl_ray.results.client_metrics import ClientMetrics, read_client_metrics
 from cfl_ray.results.reassignments import Reassignments, read_reassignments
@@ -57,6 +58,29 @@ def test_reassignments_come_back_from_the_file_without_a_round_twice(tmp_path):
     ]
     with pytest.raises(DataError, match="has client 7, and the federation 7 clients"):
         writer.write(tmp_path / "assignments.parquet", SimpleNamespace(num_clients=7, group_N=None))
+
+
+def test_no_change_at_all_is_an_empty_table_with_its_types(tmp_path):
+    Reassignments(None).write(tmp_path / "a.parquet", SimpleNamespace(num_clients=8, group_N=None))
+    table = pq.read_table(tmp_path / "a.parquet")
+    assert table.num_rows == 0 and table.column_names == ["client", "name", "group", "cluster", "round"]
+    assert table.schema.types == [pa.int64(), pa.string(), pa.int32(), pa.int32(), pa.int32()]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def test_rows_are_written_in_groups_of_about_the_same_size(tmp_path, monkeypatch):
+    """Large rounds are divided, and small rounds share a group."""
+    monkeypatch.setattr(module, "_ROWS", 10)
+    rounds = [(1, Reassigned.of([(client, 0) for client in range(25)]))]
+    rounds += [(round, Reassigned.of([(0, round), (1, round), (2, round)])) for round in range(2, 11)]
+    writer = Reassignments(None)
+    for one in rounds:
+        writer.add(*one)
+    writer.write(tmp_path / "a.parquet", SimpleNamespace(num_clients=25, group_N=None))
+    file = pq.ParquetFile(tmp_path / "a.parquet")
+    assert [file.metadata.row_group(at).num_rows for at in range(file.num_row_groups)] == [10, 10, 11, 12, 9]
+    expected = [(client, cluster, round) for round, one in rounds for client, cluster in one]
+    assert [(row["client"], row["cluster"], row["round"]) for row in file.read().to_pylist()] == expected
 
 
 def test_an_incomplete_batch_is_left_out_by_readers_and_cut_off_by_the_next_writer(tmp_path):
@@ -134,3 +158,30 @@ def test_client_metrics_of_a_type_that_does_not_exist_are_damage_and_are_not_cut
         with pytest.raises(DataError, match="client_metrics.arrow is damaged .Integers with more than 64 bits"):
             read()
     assert file.stat().st_size == len(header)
+
+
+def test_client_metrics_of_another_form_are_named(tmp_path):
+    with pa.ipc.new_stream(str(tmp_path / "client_metrics.arrow"), pa.schema([("x", pa.int8())])):
+        pass
+    for read in (lambda: read_client_metrics(tmp_path / "client_metrics.arrow"), lambda: ClientMetrics(tmp_path)):
+        with pytest.raises(DataError, match=r"client_metrics.arrow has columns \['x'\]"):
+            read()
+
+
+def test_a_run_that_goes_on_does_not_read_what_it_has_recorded(tmp_path):
+    scores_MV = np.zeros((100_000, 4))
+    scores_MV[:, 0] = np.arange(100_000)
+    writer = ClientMetrics(tmp_path)
+    for round in (1, 2, 3):
+        writer.add(round, scores_MV)
+    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        resumed = ClientMetrics(tmp_path)
+        peaks = pool.max_memory(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        pa.set_memory_pool(before)
+    assert resumed.last == 3 and max(peaks) < 500_000, peaks
+    assert (tmp_path / "client_metrics.arrow").stat().st_size > 5_000_000

@@ -8,7 +8,7 @@ from mlflow import MlflowClient
 from cfl_ray import simulate
 from cfl_ray.errors import ConfigError
 from cfl_ray.lifecycle.driver import Watcher
-from cfl_ray.tracking import deliver_pending, mlflow_models, mlflow_tracker
+from cfl_ray.tracking import deliver_pending, mlflow_tracker
 from cfl_ray.tracking.mlflow import DEFAULTS
 
 NET = """
@@ -122,9 +122,9 @@ def test_models_are_delivered_once_by_a_later_command(tracked, tmp_path, monkeyp
             raise ConnectionError("lost")
 
         broken.setattr(MlflowClient, "finalize_logged_model", fail)
-        assert [one.run_dir.name for one in deliver_pending(tmp_path, seconds=60)] == ["run"], "the parent"
-    assert [one.run_dir.name for one in deliver_pending(tmp_path, seconds=60)] == ["fedavg"]
-    assert deliver_pending(tmp_path, seconds=60) == []
+        assert [run_dir.name for run_dir in deliver_pending(tmp_path, seconds=60)] == ["run"], "the parent"
+    assert [run_dir.name for run_dir in deliver_pending(tmp_path, seconds=60)] == ["fedavg"]
+    assert deliver_pending(tmp_path, seconds=60) == {}
     mlflow.set_tracking_uri(tracked.uri)
     ((name, model),) = models_in(tracked.uri, "fedavg").items()
     x = torch.rand(3, 8)
@@ -134,7 +134,7 @@ def test_models_are_delivered_once_by_a_later_command(tracked, tmp_path, monkeyp
 
 
 def test_an_older_mlflow_is_refused_before_the_run(tracked, tmp_path, monkeypatch):
-    monkeypatch.setattr(mlflow_models, "version", lambda name: "3.10.1")
+    monkeypatch.setattr("cfl_ray.tracking.mlflow.version", lambda name: "3.10.1")
     with pytest.raises(ConfigError, match=r"tracking.log_models needs MLflow 3.11 or newer, got 3.10.1"):
         simulate(tracked(), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"log_models: true needs the tracker mlflow, got trackers \['csv'\]"):

@@ -11,7 +11,7 @@ from studies import InlinePool, figures_of, files_of
 import cfl_ray
 from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.results.comparison import by_experiment, compare_runs, format_table
-from cfl_ray.results.found_runs import find_runs
+from cfl_ray.results.load import find_runs
 from cfl_ray.results.reporting import report_of
 from cfl_ray.results.study_folder import run_folders
 from cfl_ray.run_directory import RunDirectory

@@ -18,7 +18,7 @@ from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import Delivery, Mlflow, RoundRecord, RunInfo, RunLog, deliver_pending, delivery, mlflow_tracker
 from cfl_ray.tracking import mlflow as adapter
-from cfl_ray.tracking.mlflow_tracker import is_pending
+from cfl_ray.tracking.mlflow_tracker import Destination
 
 CURSOR = RunDirectory.mlflow.name
 LOCK = RunDirectory.mlflow_lock.name
@@ -28,18 +28,23 @@ def mlflow(run_dir, uri, experiment="cut"):
     return Delivery(run_dir, "mlflow", Mlflow(uri, experiment))
 
 
+def log_to(folder, info, records, status=None, trackers=None, summary=None):
+    """Records rounds, and an end if a status is given, as a run that begins or goes on does."""
+    log = RunLog(folder, trackers, lambda line: None, finish_seconds=120)
+    log.start(info)
+    for one in records:
+        log.log(one)
+    if status:
+        log.finish(status, {"rounds_to_target": 3} if summary is None else summary)
+    log.close()
+
+
 @pytest.fixture
 def deliver(tmp_path, info, record):
     """Returns a function that records rounds, and an end if a status is given, and delivers them like a new process."""
 
     def record_and_deliver(uri, experiment, rounds, status=None):
-        tracker = RunLog(tmp_path)
-        tracker.start(info)
-        for round in rounds:
-            tracker.log(record(round))
-        if status:
-            tracker.finish(status, {"rounds_to_target": 3})
-        tracker.close()
+        log_to(tmp_path, info, map(record, rounds), status)
         return mlflow(tmp_path, uri, experiment).bring_up_to_date()
 
     return record_and_deliver
@@ -95,20 +100,18 @@ def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, recor
 def test_a_description_by_the_user_stays(sqlite, tmp_path):
     client, experiment_id = adapter.connect(sqlite, "described")
     client.set_experiment_tag(experiment_id, "mlflow.note.content", "mine")
-    parent = RunLog(tmp_path, {"mlflow": Mlflow(sqlite, "described")}, finish_seconds=120)
-    parent.start(RunInfo("comparison"))
-    parent.finish("FINISHED", {"fedavg/accuracy": 0.5})
+    trackers = {"mlflow": Mlflow(sqlite, "described")}
+    log_to(tmp_path, RunInfo("comparison"), [], "FINISHED", trackers, {"fedavg/accuracy": 0.5})
     assert client.get_experiment(experiment_id).tags["mlflow.note.content"] == "mine"
 
 
 def test_phases_are_a_tag_and_a_metric_and_the_last_event_is_a_tag(sqlite, tmp_path, runs):
     split = ClusterEvent(2, "split", 0, (0, 1), {"mean": 0.25})
     change = ClusterEvent(1, "phase", before="cluster", phase="federate")
-    tracker = RunLog(tmp_path, {"mlflow": Mlflow(sqlite, "phases")}, finish_seconds=120)
-    tracker.start(RunInfo("mine", "mine", tags={"phases": "cluster, federate"}))
-    tracker.log(RoundRecord(1, {"accuracy": 0.5}, 11, phase="cluster", events=(change,)))
-    tracker.log(RoundRecord(2, {"accuracy": 0.6}, 12, phase="federate", events=(split,)))
-    tracker.finish("FINISHED", {})
+    first = RoundRecord(1, {"accuracy": 0.5}, 11, phase="cluster", events=(change,))
+    second = RoundRecord(2, {"accuracy": 0.6}, 12, phase="federate", events=(split,))
+    info = RunInfo("mine", "mine", tags={"phases": "cluster, federate"})
+    log_to(tmp_path, info, [first, second], "FINISHED", {"mlflow": Mlflow(sqlite, "phases")})
     (run,) = runs(sqlite, "phases")
     assert run.histories["phase"] == [(1, 0.0, 11), (2, 1.0, 12)]
     assert run.data.tags["phase"] == "federate"
@@ -191,10 +194,7 @@ def test_a_new_destination_receives_the_whole_run(sqlite, deliver, runs, expecte
 
 def test_limits_of_mlflow(sqlite, tmp_path, runs, record):
     info = RunInfo("large", params={f"key{place}": "v" * 7000 for place in range(150)})
-    tracker = RunLog(tmp_path)
-    tracker.start(info)
-    for round in range(1200):
-        tracker.log(replace(record(round), metrics={"accuracy": 0.5, "ari": 0.1}))
+    log_to(tmp_path, info, (replace(record(round), metrics={"accuracy": 0.5, "ari": 0.1}) for round in range(1200)))
     assert mlflow(tmp_path, sqlite, "large").bring_up_to_date() == 1200
     (run,) = runs(sqlite, "large")
     assert len(run.histories["accuracy"]) == 1200
@@ -259,54 +259,49 @@ def test_with_nothing_pending_mlflow_is_not_imported(sqlite, tmp_path, tmp_path_
         "print(deliver_pending(sys.argv[1]), 'mlflow' in sys.modules, 'ray' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script, root], capture_output=True, text=True)
-    assert done.stdout == "[] False False\n", done.stderr
+    assert done.stdout == "{} False False\n", done.stderr
 
 
 def test_a_run_that_another_process_delivers_is_skipped(sqlite, tmp_path, info, record):
     run_dir = tmp_path / "run"
-    tracker = RunLog(run_dir)
-    tracker.start(info)
-    tracker.log(record(1))
+    log_to(run_dir, info, [record(1)])
     Mlflow(sqlite, "locked").set_destination(run_dir)
     with FileLock(run_dir / LOCK):
-        assert deliver_pending(tmp_path, seconds=120) == []
-    assert [(done.run_dir, done.rounds) for done in deliver_pending(tmp_path, seconds=120)] == [(run_dir, 1)]
-    assert not is_pending(run_dir)
+        assert deliver_pending(tmp_path, seconds=120) == {}
+    assert deliver_pending(tmp_path, seconds=120) == {run_dir: 1}
+    assert not delivery.lacks(run_dir, "mlflow") and deliver_pending(tmp_path, seconds=120) == {}
 
 
 def test_a_damaged_run_directory_is_named_and_the_others_are_delivered(sqlite, tmp_path, info, record):
     for name in ("a", "b"):
-        tracker = RunLog(tmp_path / name)
-        tracker.start(info)
+        log_to(tmp_path / name, info, [record(1)])
         Mlflow(sqlite, "damaged").set_destination(tmp_path / name)
-        tracker.log(record(1))
     (tmp_path / "a" / CURSOR).write_text("{")
     warnings = []
-    assert [done.run_dir.name for done in deliver_pending(tmp_path, seconds=120, warn=warnings.append)] == ["b"]
-    assert len(warnings) == 1
-    assert str(tmp_path / "a" / CURSOR) in warnings[0]
+    assert [run_dir.name for run_dir in deliver_pending(tmp_path, seconds=120, warn=warnings.append)] == ["b"]
+    (warning,) = warnings
+    assert str(tmp_path / "a" / CURSOR) in warning
 
 
 def test_a_run_deleted_in_mlflow_stays_deleted_and_the_others_are_delivered(sqlite, tmp_path, info, record, runs):
-    trackers = {name: RunLog(tmp_path / name) for name in ("a", "b")}
-    for name, tracker in trackers.items():
-        tracker.start(replace(info, name=name, uid=name))
+    for name in ("a", "b"):
+        log_to(tmp_path / name, replace(info, name=name, uid=name), [])
         Mlflow(sqlite, "deleted").set_destination(tmp_path / name)
     assert len(deliver_pending(tmp_path, seconds=120)) == 2
     client, _ = adapter.connect(sqlite, "deleted")
     client.delete_run(next(run.info.run_id for run in runs(sqlite, "deleted") if run.info.run_name == "a"))
-    for tracker in trackers.values():
-        tracker.log(record(1))
+    for name in ("a", "b"):
+        log_to(tmp_path / name, info, [record(1)])
     warnings = []
-    assert [done.run_dir.name for done in deliver_pending(tmp_path, seconds=120, warn=warnings.append)] == ["b"]
-    assert len(warnings) == 1
-    assert "was deleted in MLflow: restore it there, or remove mlflow.json" in warnings[0]
+    assert [run_dir.name for run_dir in deliver_pending(tmp_path, seconds=120, warn=warnings.append)] == ["b"]
+    (warning,) = warnings
+    assert "was deleted in MLflow: restore it there, or remove mlflow.json" in warning
     assert [run.info.run_name for run in runs(sqlite, "deleted")] == ["b"]
 
 
 def test_a_run_without_a_destination_is_an_error(tmp_path):
     with pytest.raises(DataError, match="was not started with MLflow"):
-        is_pending(tmp_path)
+        Destination.read(tmp_path)
 
 
 @pytest.mark.parametrize("store", ["sqlite", "files"])
@@ -343,15 +338,6 @@ class Store:
         self.entries += [(one.round, one.metrics["accuracy"]) for one in records if one.round not in there]
 
 
-def log_to(folder, info, records):
-    """Records rounds as a run that begins or goes on does."""
-    tracker = RunLog(folder)
-    tracker.start(info)
-    for one in records:
-        tracker.log(one)
-    tracker.close()
-
-
 def test_a_log_that_a_power_failure_cut_is_delivered_again_and_no_round_twice(tmp_path, info, record, monkeypatch):
     """Cut at every fifth byte of its last two lines and around their ends; two longer lines and two more follow."""
     monkeypatch.setattr(mlflow_tracker, "accepts_connection", lambda uri: True)
@@ -366,11 +352,11 @@ def test_a_log_that_a_power_failure_cut_is_delivered_again_and_no_round_twice(tm
         os.truncate(log, log.stat().st_size - cut)
         again = [replace(record(round), time_ms=10**14) for round in range(4, 8)]
         log_to(folder, info, again)
-        assert delivery.waiting_rounds(folder, "mlflow") == 2 and is_pending(folder)
+        assert delivery.waiting_rounds(folder, "mlflow") == 2 and delivery.lacks(folder, "mlflow")
         assert mlflow(folder, "sqlite:///x.db").bring_up_to_date() == 2
         assert mlflow(folder, "sqlite:///x.db").bring_up_to_date() == 0
         assert [step for step, _ in store.entries] == list(range(8)), cut
-        assert not is_pending(folder)
+        assert not delivery.lacks(folder, "mlflow")
 
 
 def test_a_request_to_mlflow_has_at_most_1000_metrics(tmp_path, info):
@@ -419,9 +405,7 @@ class TestDestinations:
         """Returns a function: a run below `output` that waits for this destination, chosen by this user or not."""
 
         def make(name, uri, own=True):
-            tracker = RunLog(tmp_path / name)
-            tracker.start(info)
-            tracker.log(record(1))
+            log_to(tmp_path / name, info, [record(1)])
             Mlflow(uri, "destinations").set_destination(tmp_path / name)
             if not own:
                 cursor = json.loads((tmp_path / name / CURSOR).read_text())
@@ -442,7 +426,7 @@ class TestDestinations:
     def test_of_a_run_from_elsewhere_is_not_sent_anything(self, pending, reached, tmp_path):
         pending("thief", "http://user:word@thief", own=False)
         warnings = []
-        assert deliver_pending(tmp_path, "http://server", warn=warnings.append) == reached == []
+        assert not deliver_pending(tmp_path, "http://server", warn=warnings.append) and not reached
         (warning,) = warnings
         assert f"{tmp_path / 'thief'} names MLflow at http://***@thief, where nothing is sent" in warning
         command = shlex.split(warning.partition("to send their results there: ")[2])
@@ -484,8 +468,6 @@ class TestDestinations:
         run_dir = pending("run", sqlite)
         (tmp_path / "private").write_text("a key")
         (run_dir / "artifacts/figure.png").symlink_to(tmp_path / "private")
-        tracker = RunLog(run_dir)
-        tracker.start(RunInfo("run"))
-        tracker.finish("FINISHED", {})
+        log_to(run_dir, RunInfo("run"), [], "FINISHED")
         with pytest.raises(DataError, match="figure.png is a link, and is not sent to MLflow"):
             mlflow(run_dir, sqlite).bring_up_to_date()

@@ -94,10 +94,10 @@ def test_results_are_delivered_when_the_server_is_back(server, tmp_path, info, r
         tracker.log(record(round))
     tracker.finish("FINISHED", {})
     server.start()
-    assert deliver_pending(tmp_path, seconds=120, warn=warnings.append) == []
+    assert deliver_pending(tmp_path, seconds=120, warn=warnings.append) == {}
     assert "set MLFLOW_TRACKING_URI" in warnings[-1]
-    assert [run.rounds for run in deliver_pending(tmp_path, uri, seconds=120, warn=warnings.append)] == [20]
-    assert deliver_pending(tmp_path, uri) == []
+    assert deliver_pending(tmp_path, uri, seconds=120, warn=warnings.append) == {run_dir: 20}
+    assert deliver_pending(tmp_path, uri) == {}
 
     (run,) = runs(server.uri, "later")
     assert (run.info.status, run.histories) == ("FINISHED", expected(range(20)))
@@ -122,10 +122,10 @@ def test_without_a_server_the_run_ends_after_one_attempt_and_shows_no_credential
     assert "lacks 20 rounds" in warnings[1]
 
     started = time.monotonic()
-    assert deliver_pending(tmp_path, uri, seconds=600, warn=warnings.append) == []
+    assert deliver_pending(tmp_path, uri, seconds=600, warn=warnings.append) == {}
     assert time.monotonic() - started < 60, "far below the limit"
     assert "no connection" in warnings[-1]
-    assert deliver_pending(tmp_path, seconds=600, warn=warnings.append) == []
+    assert deliver_pending(tmp_path, seconds=600, warn=warnings.append) == {}
     assert "set MLFLOW_TRACKING_URI" in warnings[-1]
     assert_no_secret(*warnings, *capfd.readouterr(), *(path.read_text() for path in run_dir.glob("*.json")))
 

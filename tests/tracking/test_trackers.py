@@ -35,6 +35,10 @@ class Recording:
     def close(self, end):
         self.calls.append(("close", end and end.status, end and dict(end.summary.metrics)))
 
+    @property
+    def rounds(self):
+        return [call[1] for call in self.calls if call[0] == "log"]
+
 
 def record(round: int) -> RoundRecord:
     return RoundRecord(round, {"accuracy": round / 10}, time_ms=1000 * round)
@@ -83,7 +87,7 @@ def test_the_cursor_of_an_earlier_version_is_known(tmp_path):
     tracked(tmp_path, Recording(), [1, 2], end=False)
     size = (tmp_path / "metrics.jsonl").stat().st_size
     (tmp_path / "tracker-mine.json").write_text(f'{{"delivered": {size}, "round": 2}}')
-    assert [call[1] for call in tracked(tmp_path, Recording(), [3]).calls if call[0] == "log"] == [3]
+    assert tracked(tmp_path, Recording(), [3]).rounds == [3]
 
 
 def test_no_round_is_sent_twice_after_a_power_failure_has_cut_the_log(tmp_path):
@@ -92,13 +96,13 @@ def test_no_round_is_sent_twice_after_a_power_failure_has_cut_the_log(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(lines[0] + lines[1].replace("2000", "2000000"))
     assert tracked(tmp_path, Recording(), [3], end=False).calls == [("open", "run", 3), ("close", None, None)]
     again = tracked(tmp_path, Recording(), [4])
-    assert [call[1] for call in again.calls if call[0] == "log"] == [4]
+    assert again.rounds == [4]
 
 
 def test_what_failed_follows_and_is_warned_of_once(tmp_path):
     warnings = []
     tracker = tracked(tmp_path, Recording(fails=2), [1, 2, 3], warn=warnings.append)
-    assert [call[1] for call in tracker.calls if call[0] == "log"] == [1, 2, 3]
+    assert tracker.rounds == [1, 2, 3]
     assert [call[0] for call in tracker.calls].count("open") == 1
     assert len(warnings) == 1
     assert warnings[0].startswith("tracker mine (Recording (") and re.search(
@@ -112,7 +116,7 @@ def test_one_that_always_fails_ends_nothing_and_what_it_lacks_is_said(tmp_path):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert "lacks 2 rounds and the end of" in warnings[1] and tracker.calls[-1] == ("close", None, None)
     resumed = tracked(tmp_path, Recording(), [2, 3])
-    assert [call[1] for call in resumed.calls if call[0] == "log"] == [1, 2, 3]
+    assert resumed.rounds == [1, 2, 3]
 
 
 def test_one_that_failed_before_the_end_is_tried_twice_more(tmp_path, monkeypatch):
@@ -146,7 +150,7 @@ def test_no_round_waits_for_a_tracker_and_the_end_waits_while_there_is_progress(
     tracker.waits.set()
     log.finish("FINISHED", {})
     for one in (tracker, other):
-        assert [call[1] for call in one.calls if call[0] == "log"] == list(range(1, 100))
+        assert one.rounds == list(range(1, 100))
 
 
 def test_a_tracker_may_take_the_rounds_that_wait_together(tmp_path):

@@ -1,10 +1,14 @@
 """Ranks of methods over settings and seeds: means, Friedman test and critical difference."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from pages import report
 from scipy.stats import chi2
 
-from cfl_ray.results.ranks import ranks_of, ranks_table
+from cfl_ray.report.page import render
+from cfl_ray.report.ranks import Ranks, alike, rank_diagram, ranks_of, ranks_table
 
 # Table 6 of J. Demsar, JMLR 2006: AUC of C4.5 and its variants on 14 data sets
 VARIANTS = ("C4.5", "C4.5+m", "C4.5+cf", "C4.5+m+cf")
@@ -55,3 +59,22 @@ def test_without_enough_methods_or_pairs_there_are_none():
     equal = {key: {seed: {"auc": 0.5} for seed in range(3)} for key in found}
     same = ranks_of(equal, "auc")
     assert same.p == 1 and set(same.mean_rank.values()) == {2.5}
+
+
+def test_the_critical_difference_diagram_joins_methods_that_do_not_differ():
+    ranks = Ranks("accuracy", {"a": 1.0, "b": 1.5, "c": 2.5, "d": 3.0, "e": 6.0}, 8, 0.001, 1.6)
+    *bars, points = rank_diagram(ranks).plot["data"]
+    assert [bar["x"].tolist() for bar in bars] == [[1.0, 2.5], [1.5, 3.0]]
+    assert points["x"].tolist() == [1.0, 1.5, 2.5, 3.0, 6.0] and points["y"].tolist() == [4, 3, 2, 1, 0]
+    assert alike([1.0, 4.0], 2.9) == [] and alike([1.0, 1.0, 1.0], 0.0) == [(0, 2)]
+    assert "Critical difference of mean ranks" in render(replace(report(), ranks=ranks))
+
+
+def test_ranks_are_a_table_under_their_tests():
+    assert "Ranks over settings" not in render(report())
+    ranks = Ranks("accuracy", {"two": 1.0, "one": 2.25, "three": 2.75}, 8, 1e-5, 1.3)
+    text = render(replace(report(), ranks=ranks))
+    assert "Mean ranks of 3 methods by accuracy over 8 pairs of setting and seed." in text and "p &lt; 0.001" in text
+    assert [ranks.is_near_best(method) for method in ranks.mean_rank] == [True, True, False]
+    section = text[text.index("Ranks over settings") :]
+    assert section.index(">two<") < section.index(">2.2<") < section.index(">three<")
