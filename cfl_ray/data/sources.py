@@ -191,27 +191,31 @@ def femnist_leaf(data: FilesDataConfig) -> Source:
         "run LEAF's data/femnist/preprocess.sh and point data.root at LEAF's data/femnist/data (the folder that holds "
         "train/*.json), or use source femnist for the parquet files of flwrlabs/femnist"
     )
-    return _leaf("femnist", data, leaf.Handwriting(), get)
+    return _leaf(
+        "femnist", data, partial(leaf.read, convert=leaf.handwriting, num_classes=leaf.CLASSES, vocabulary=None), get
+    )
 
 
-def _leaf(name: str, data: FilesDataConfig, kind: leaf.LeafKind, get: str = "") -> Source:
+def _leaf(name: str, data: FilesDataConfig, read: Callable[..., Images], get: str = "") -> Source:
     """Returns the data set in LEAF's folder data/NAME. get: how to obtain it, if there is more to say."""
     get = get or f"run LEAF's data/{name}/preprocess.sh and point data.root at LEAF's data/{name}/data"
     usual = ["", f"{name}/data", f"data/{name}/data", f"leaf/data/{name}/data"]
     source, subfolders = f"{name}_leaf", [data.train_files] if data.train_files else usual
     root, train = find(data, subfolders, ["train/*.json"], source, get)
     test = sorted(root.glob("test/*.json"))
-    return Source(source, (*train, *test), lambda pixels, progress: leaf.read(train, test, kind, progress))
+    return Source(source, (*train, *test), lambda pixels, progress: read(train, test, progress=progress))
 
 
 def shakespeare_leaf(data: FilesDataConfig) -> Source:
     """Returns LEAF's Shakespeare: the character after 80 characters; each role of a play is a client."""
-    return _leaf("shakespeare", data, leaf.Characters())
+    tokens = len(leaf.ALPHABET) + 1
+    read = partial(leaf.read, convert=leaf.characters, num_classes=tokens, vocabulary=tokens)
+    return _leaf("shakespeare", data, read)
 
 
 def sent140_leaf(data: Sent140LeafConfig) -> Source:
     """Returns LEAF's Sentiment140: two classes of tweets; each user is a client."""
-    return _leaf("sent140", data, leaf.Words(data.vocabulary or leaf.VOCABULARY))
+    return _leaf("sent140", data, partial(leaf.read_tweets, vocabulary=data.vocabulary or leaf.VOCABULARY))
 
 
 # --- the user's own files -----------------------------------------------------------------------
