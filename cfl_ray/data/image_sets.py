@@ -14,7 +14,7 @@ from cfl_ray.config import ColumnsConfig, DataConfig
 from cfl_ray.config.data import FilesDataConfig
 from cfl_ray.data import parquet
 from cfl_ray.data.columns import read_npz
-from cfl_ray.data.images import Images, Progress, Source, find, roots
+from cfl_ray.data.images import Images, Source, find, roots
 from cfl_ray.errors import DataError
 
 _SILENCE_SECONDS = 60.0  # of a server from which a data set is downloaded; torchvision waits without limit
@@ -81,20 +81,18 @@ def _find(name: str, data: DataConfig) -> Source:
     get = (
         f"set data.download: true, or point data.root at a folder with the files of torchvision.datasets.{dataset.kind}"
     )
-    if hub is None:
-        return _of_torchvision(name, *find(data, ["", "torchvision"], [dataset.files], name, get))
-    get += f", or at a folder with {hub.folder}/*.parquet of the Hugging Face data set {hub.repository}"
-    patterns = [dataset.files, f"{hub.folder}/train-*.parquet"]
-    root, files = find(data, ["", "torchvision", f"hf/{name}"], patterns, name, get)
-    of_hub = files[0].suffix == ".parquet"
-    return _of_hub(name, hub, root, files) if of_hub else _of_torchvision(name, root, files)
+    patterns, subfolders = [dataset.files], ["", "torchvision"]
+    if hub is not None:
+        get += f", or at a folder with {hub.folder}/*.parquet of the Hugging Face data set {hub.repository}"
+        patterns.append(f"{hub.folder}/train-*.parquet")
+        subfolders.append(f"hf/{name}")
+    root, files = find(data, subfolders, patterns, name, get)
+    if hub is not None and files[0].suffix == ".parquet":
+        return _of_hub(name, hub, root, files)
+    return Source(name, tuple(files), lambda pixels, progress: _read_torchvision(name, root))
 
 
 # --- torchvision --------------------------------------------------------------------------------
-
-
-def _of_torchvision(name: str, root: Path, files: list[Path]) -> Source:
-    return Source(name, tuple(files), lambda pixels, progress: _read_torchvision(name, root))
 
 
 def _open_torchvision(name: str, root: Path, train: bool, download: bool = False) -> Any:
@@ -147,10 +145,7 @@ def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
             f"get all files of {hub.repository}/{hub.folder}"
         )
     columns = ColumnsConfig(image=hub.image, label=hub.label)
-
-    def read(pixels: bool, progress: Progress | None) -> Images:
-        return parquet.read(train, test, columns, _TORCHVISION[name].num_classes, pixels, progress)
-
+    read = partial(parquet.read, train, test, columns, _TORCHVISION[name].num_classes)
     return Source(name, (*train, *test), read)
 
 

@@ -132,13 +132,9 @@ def _join_writers(images: Images, file: Path) -> Images:
 def images(data: ColumnsDataConfig) -> Source:
     """Returns images in the user's Parquet files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
-    data = with_file_as_root(data)
-    patterns = (
-        [data.train_files]
-        if data.train_files
-        else ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
-    )
-    return _parquet("images", data, [""], patterns, data.columns, None, get)
+    usual = ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
+    train, test = _parts(data, [""], usual, "images", get)
+    return _parquet("images", train, test, data.columns, None)
 
 
 def femnist(data: ColumnsDataConfig) -> Source:
@@ -147,34 +143,25 @@ def femnist(data: ColumnsDataConfig) -> Source:
         "download the data set flwrlabs/femnist from Hugging Face and point data.root at it, "
         "or use source femnist_leaf for LEAF's JSON"
     )
+    usual = ["hf/femnist/data/*.parquet", "data/*.parquet", "*.parquet"]
+    train, test = _parts(data, ["", "femnist"], usual, "femnist", get)
+    columns = {"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
+    return _parquet("femnist", train, test, ColumnsConfig(**columns), leaf.CLASSES)
+
+
+def _parquet(name: str, train: list[Path], test: list[Path], columns: ColumnsConfig, num_classes: int | None) -> Source:
+    return Source(name, (*train, *test), partial(parquet.read, train, test, columns, num_classes))
+
+
+def _parts(
+    data: PartsDataConfig, subfolders: list[str], usual: list[str], name: str, get: str
+) -> tuple[list[Path], list[Path]]:
+    """Returns the training files that are not test files, and the test files.
+
+    usual: glob patterns of the training files if `data.train_files` is null. get: as in `find`.
+    """
     data = with_file_as_root(data)
-    patterns = [data.train_files] if data.train_files else ["hf/femnist/data/*.parquet", "data/*.parquet", "*.parquet"]
-    columns = ColumnsConfig(
-        **{"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
-    )
-    return _parquet("femnist", data, ["", "femnist"], patterns, columns, 62, get)
-
-
-def _parquet(
-    name: str,
-    data: PartsDataConfig,
-    subfolders: list[str],
-    patterns: list[str],
-    columns: ColumnsConfig,
-    num_classes: int | None,
-    get: str,
-) -> Source:
-    folder, train = find(data, subfolders, patterns, name, get)
-    train, test = _without_test(data, folder, train)
-    return Source(
-        name,
-        (*train, *test),
-        lambda pixels, progress: parquet.read(train, test, columns, num_classes, pixels, progress),
-    )
-
-
-def _without_test(data: PartsDataConfig, folder: Path, train: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Returns the training files that are not test files, and the test files."""
+    folder, train = find(data, subfolders, [data.train_files] if data.train_files else usual, name, get)
     test = sorted(path for path in folder.glob(data.test_files) if path.is_file()) if data.test_files else []
     if data.test_files and not test:
         raise DataError(f"data.test_files: no file matches {data.test_files!r} in {folder.absolute()}")
@@ -224,16 +211,13 @@ def sent140_leaf(data: Sent140LeafConfig) -> Source:
 def csv(data: ColumnsDataConfig, targets: str = "class") -> Source:
     """Returns the samples of CSV files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.csv'"
-    data = with_file_as_root(data)
-    folder, train = find(data, [""], [data.train_files or "*.csv"], "csv", get)
-    train, test = _without_test(data, folder, train)
+    train, test = _parts(data, [""], ["*.csv"], "csv", get)
     return Source("csv", (*train, *test), lambda pixels, progress: tables.read_csv(train, test, data.columns, targets))
 
 
 def image_folder(data: PartsDataConfig) -> Source:
     """Returns images in a folder for each class."""
-    root = roots(data)[0]
-    train, test = root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
+    train, test = _folders(data)
     files = image_folder_files.files_of(train) + ([] if test is None else image_folder_files.files_of(test))
     clients_file = train / image_folder_files.CLIENTS_FILE
     files += [clients_file] if clients_file.is_file() else []
@@ -242,8 +226,7 @@ def image_folder(data: PartsDataConfig) -> Source:
 
 def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
     """Returns a data set that Hugging Face's `save_to_disk` has written."""
-    root = roots(data)[0]
-    train, test = root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
+    train, test = _folders(data)
     for key, folder in (("root or data.train_files", train), ("test_files", test)):
         if folder is not None and not folder.is_dir():
             raise DataError(f"data.{key}: there is no folder {folder.absolute()} of Dataset.save_to_disk")
@@ -253,6 +236,12 @@ def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
         tuple(files),
         lambda pixels, progress: tables.read_hf(train, test, data.columns, data.vocabulary, targets),
     )
+
+
+def _folders(data: PartsDataConfig) -> tuple[Path, Path | None]:
+    """Returns the folders of the training part and of the test part."""
+    root = roots(data)[0]
+    return root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
 
 
 SOURCES: dict[str, Callable[[Any], Source]] = {  # by the names of `SOURCE_KINDS`, each with its section

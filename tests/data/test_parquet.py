@@ -66,9 +66,9 @@ def test_clients_and_groups(tmp_path):
     "columns, message",
     [
         ({"label": [0, 1, 2, 3, 4, None]}, "column 'label' is empty in row 5"),
-        ({"label": list("abcdef")}, "label column 'label' must hold integers, it holds string"),
+        ({"label": [0.5] * 6}, "label column 'label' must hold integers or words, it holds double"),
         ({"label": [0, 1, 2, 3, 4, -1]}, "must lie in 0..32767, got -1..4"),
-        ({"label": [0, 1, 2, 3, 4, 62]}, "hold label 62 in column 'label'; labels run from 0 to 61"),
+        ({"label": [0, 1, 2, 3, 4, 62]}, "holds label 62 in column 'label'; labels run from 0 to 61"),
     ],
 )
 def test_labels_that_do_not_fit(tmp_path, columns, message):
