@@ -19,7 +19,7 @@ Files = TypeVar("Files", bound=FilesDataConfig)
 Progress = Callable[[str, int, int], None]  # (name of the task, number done, number in all)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity
 class Images:
     """A data set in memory. If pixels are not needed, as in a summary, the inputs are a broadcast 0 of their shape."""
 
@@ -47,13 +47,17 @@ class Images:
         """The shape of a sample, e.g. (C, H, W) for an image."""
         return self.train_x.shape[1:]
 
-    def pooled(self) -> "Images":
+    def pooled(self, source: str) -> "Images":
         """Returns a data set whose training part has all samples, those of the test part last; it has no test part.
 
-        It has no clients, since the clients of test samples are not known. Raises DataError if only the training part
-        has true groups.
+        It has no clients, since the clients of test samples are not known. Raises DataError without a test part, and if
+        only the training part has true groups. source: name of the data set.
         """
-        assert self.test_x is not None and self.test_y is not None  # checked by the caller
+        if self.test_x is None or self.test_y is None:
+            raise DataError(
+                f"data.test.pool needs a test part, which {source!r} does not have; "
+                "set data.test.pool: false (or name data.test_files)"
+            )
         group = None
         if self.group is not None:
             if self.test_group is None:
