@@ -161,7 +161,8 @@ def test_what_allows_amplification(sections, kind, reason):
 def test_an_extrapolation_has_the_noise_of_a_larger_cohort():
     privacy = {"noise_multiplier": 1.0, "extrapolate": {"cohort": 600, "population": 10**6}}
     plan = prepare(experiment(privacy=privacy)).privacy["ifca"]
-    assert plan.privacy.noise_scale == 6 / 600 and plan.extrapolated and plan.sampling.population == 10**6
+    assert plan.privacy.noise_scale == 6 / 600 and plan.sampling.population == 10**6
+    assert any("an extrapolation to a larger federation" in line for line in describe(plan, "ifca", 4))
 
 
 def test_an_override_makes_the_section():
