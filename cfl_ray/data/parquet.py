@@ -34,8 +34,8 @@ def read(
     if test:
         has_groups = columns.group and all(columns.group in pq.read_schema(file).names for file in test)
         parts.append(_part(test, [*label_names(columns.label), *([columns.group] if has_groups else [])]))
-    first = next(_encoded(train[0], columns.image, 1))[0].as_py()
-    shape = decode_row(first, str(train[0]), 0).shape
+    first = next(file for file in train if pq.read_metadata(file).num_rows)  # a training part has a row
+    shape = decode_row(next(_encoded(first, columns.image, 1))[0].as_py(), str(first), 0).shape
     inputs = (
         _pixels(files, columns.image, shape, table.num_rows, pixels, progress)
         for files, (_, table) in zip((train, test), parts, strict=False)

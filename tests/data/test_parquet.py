@@ -54,6 +54,11 @@ def test_a_summary_decodes_only_the_first_image(tmp_path):
     assert images.train_x.shape == (2, 3, 5, 7) and images.train_x.strides == (0, 0, 0, 0)
 
 
+def test_a_file_without_a_row_may_come_first(tmp_path):
+    files = write(tmp_path / "a.parquet", [], as_struct=False) + write(tmp_path / "b.parquet", as_struct=False)
+    assert len(read(files).train_x) == 6
+
+
 def test_clients_and_groups(tmp_path):
     train = write(tmp_path / "a.parquet", writer=list("aabbcc"), site=list("yyxxyy"))
     test = write(tmp_path / "t.parquet", site=list("xxxxxy"))
