@@ -69,9 +69,8 @@ def _located(name: str, data: DataConfig) -> Source:
     except DataError:
         if not data.download:
             raise
-    _open_torchvision(name, roots(data)[0], train=True, download=True)
-    if _TORCHVISION[name].by_split:  # the test part is a separate file
-        _open_torchvision(name, roots(data)[0], train=False, download=True)
+    for train in (True, False):  # the parts of SVHN are separate files
+        _open_torchvision(name, roots(data)[0], train, download=True)
     return _find(name, data)
 
 
@@ -169,34 +168,27 @@ def medmnist(data: FilesDataConfig) -> Source:
 def _read_medmnist(file: Path) -> Images:
     names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels")]
     arrays = read_npz(file, names, (), f"a file of medmnist has {', '.join(names)}")
-    train_x, train_y, test_x, test_y = (
-        _medical_images(arrays[name], file, name)
-        if name.endswith("images")
-        else _single_label(arrays[name], file, name)
-        for name in names
-    )
-    for part, x, y in (("train", train_x, train_y), ("test", test_x, test_y)):
-        if len(x) != len(y):
-            raise DataError(f"{file} has {len(x)} {part}_images and {len(y)} {part}_labels, expected as many")
-    return Images(train_x, train_y, test_x, test_y, num_classes=int(max(train_y.max(), test_y.max())) + 1)
+    parts = [
+        _medmnist_part(file, name, arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")
+    ]
+    return Images(*parts[0], *parts[1], num_classes=max(int(y.max()) for _, y in parts) + 1)
 
 
-def _medical_images(x: np.ndarray, file: Path, name: str) -> np.ndarray:
+def _medmnist_part(file: Path, part: str, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if x.dtype != np.uint8 or not (x.ndim == 3 or (x.ndim == 4 and x.shape[-1] == 3)):
         raise DataError(
-            f"{file}: {name} is {x.dtype} of shape {x.shape}, expected uint8 (n, height, width) or "
+            f"{file}: {part}_images is {x.dtype} of shape {x.shape}, expected uint8 (n, height, width) or "
             "(n, height, width, 3); the 3-D data sets of medmnist are not supported"
         )
-    return x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
-
-
-def _single_label(y: np.ndarray, file: Path, name: str) -> np.ndarray:
     if y.ndim == 2 and y.shape[1] != 1:
         raise DataError(
-            f"{file}: {name} has {y.shape[1]} labels per image, expected 1; for data sets with several labels "
+            f"{file}: {part}_labels has {y.shape[1]} labels per image, expected 1; for data sets with several labels "
             "(chestmnist) use source arrays and task multi_label"
         )
-    return y.reshape(len(y)).astype(np.int16)
+    if len(x) != len(y):
+        raise DataError(f"{file} has {len(x)} {part}_images and {len(y)} {part}_labels, expected as many")
+    x = x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+    return x, y.reshape(len(y)).astype(np.int16)
 
 
 SETS: dict[str, Callable[[Any], Source]] = {

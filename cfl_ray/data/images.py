@@ -1,11 +1,9 @@
 """Data sets before their division among clients: inputs, labels and, if known, the client of each sample."""
 
-import glob
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -15,7 +13,6 @@ from cfl_ray.data.federation import DataShape
 from cfl_ray.data.mapped import mapped_array
 from cfl_ray.errors import DataError
 
-Files = TypeVar("Files", bound=FilesDataConfig)
 Progress = Callable[[str, int, int], None]  # (name of the task, number done, number in all)
 
 
@@ -101,14 +98,6 @@ def roots(data: DataConfig) -> list[Path]:
     named = os.environ.get("CFL_RAY_DATA")
     here = [Path()] if isinstance(data, FilesDataConfig) and data.train_files else []
     return ([Path(named).expanduser()] if named else []) + [Path("data")] + here
-
-
-def with_file_as_root(data: Files) -> Files:
-    """The section; if `data.root` names a file, with the file's folder as root and the file as `train_files`."""
-    root = Path(data.root or "").expanduser()
-    if data.root is None or not root.is_file() or data.train_files is not None:
-        return data
-    return data.model_copy(update={"root": str(root.parent), "train_files": glob.escape(root.name)})
 
 
 def find(

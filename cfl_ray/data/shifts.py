@@ -6,7 +6,7 @@ A group consists of row numbers and a transformation; pixels are computed only w
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from cfl_ray.data.images import Images
 from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
 
-T = TypeVar("T")
 ARGUMENTS = ("x", "y", "group", "draw")  # positional arguments of a shift function
 
 
@@ -224,7 +223,7 @@ def _label_sets(shift: PathologicalConfig, images: Images) -> list[list[int]]:
     return shift.label_sets
 
 
-def _nonempty(values: list[T], key: str) -> list[T]:
+def _nonempty(values: list[Any], key: str) -> list[Any]:
     if not values:
         raise DataError(f"data.shift.{key} has an empty list; give every group its value")
     return values

@@ -1,6 +1,8 @@
 """The data sets by name: in which folders their files are searched, and how they are read."""
 
+import glob
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +23,7 @@ from cfl_ray.config.data import (
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_folder as image_folder_files
 from cfl_ray.data import image_sets, leaf, parquet, tables
-from cfl_ray.data.images import Images, Progress, Source, find, roots, with_file_as_root
+from cfl_ray.data.images import Images, Progress, Source, find, roots
 from cfl_ray.errors import DataError, did_you_mean
 
 
@@ -114,12 +116,8 @@ def _join_writers(images: Images, file: Path) -> Images:
 
     assert images.test_y is not None  # MNIST has a test part
     n, n_test = len(images.train_y), len(images.test_y)
-    return Images(
-        images.train_x,
-        images.train_y,
-        images.test_x,
-        images.test_y,
-        images.num_classes,
+    return replace(
+        images,
         client=in_row_order("train", writer, n),
         group=in_row_order("train", group, n),
         test_group=in_row_order("test", group, n_test),
@@ -158,9 +156,12 @@ def _parts(
 ) -> tuple[list[Path], list[Path]]:
     """Returns the training files that are not test files, and the test files.
 
-    usual: glob patterns of the training files if `data.train_files` is null. get: as in `find`.
+    usual: glob patterns of the training files if `data.train_files` is null. get: as in `find`. If `data.root` is a
+    file, it is the training file.
     """
-    data = with_file_as_root(data)
+    file = Path(data.root or "").expanduser()
+    if data.root is not None and file.is_file() and data.train_files is None:
+        data = data.model_copy(update={"root": str(file.parent), "train_files": glob.escape(file.name)})
     folder, train = find(data, subfolders, [data.train_files] if data.train_files else usual, name, get)
     test = sorted(path for path in folder.glob(data.test_files) if path.is_file()) if data.test_files else []
     if data.test_files and not test:
