@@ -29,10 +29,7 @@ def experiment(**sections) -> Experiment:
 
 
 def figures(results, label="ifca"):
-    return [
-        {key: value for key, value in record.metrics.items() if key != "round_seconds"}
-        for record in results[label].records
-    ]
+    return [{k: v for k, v in one.metrics.items() if k != "round_seconds"} for one in results[label].records]
 
 
 def test_epsilon_grows_by_the_round_and_the_plan_says_its_end():
