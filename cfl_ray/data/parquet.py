@@ -29,11 +29,12 @@ def read(
 
     num_classes: None for the largest label + 1. pixels: False decodes only the first image, for its shape.
     """
-    names = [*label_names(columns.label), *(name for name in (columns.client, columns.group) if name)]
-    parts = [_part(train, names)]
+    labels, others = label_names(columns.label), [name for name in (columns.client, columns.group) if name]
+    parts = [_part(train, [*labels, *others])]
     if test:
-        has_groups = columns.group and all(columns.group in pq.read_schema(file).names for file in test)
-        parts.append(_part(test, [*label_names(columns.label), *([columns.group] if has_groups else [])]))
+        group = columns.group or ""
+        has_groups = group and all(group in _open(file, labels).schema_arrow.names for file in test)
+        parts.append(_part(test, [*labels, group] if has_groups else labels))
     first = next(file for file in train if pq.read_metadata(file).num_rows)  # a training part has a row
     shape = decode_row(next(_encoded(first, columns.image, 1))[0].as_py(), str(first), 0).shape
     inputs = (

@@ -75,10 +75,10 @@ def images_of(
             )
         labels, class_names = _labels(parts, columns.label)
         num_classes = num_classes or max(int(y.max()) for y in labels) + 1
-        for (name, _), y in zip(parts, labels, strict=True):
+        for (file, _), y in zip(parts, labels, strict=True):
             if y.max() >= num_classes:
                 raise DataError(
-                    f"{name} holds label {y.max()} in column {columns.label!r}; labels run from 0 to {num_classes - 1}"
+                    f"{file} holds label {y.max()} in column {columns.label!r}; labels run from 0 to {num_classes - 1}"
                 )
     else:
         labels = [_targets(part, columns.label, targets) for part in parts]
