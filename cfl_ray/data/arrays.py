@@ -142,7 +142,7 @@ class ArrayFederation(IndexedFederation):
         names: list[str],
     ) -> None:
         super().__init__(shape, view, recipe, index, scaling)
-        self.index, self.scaling, self.samples, self.test_samples, self._names = index, scaling, samples, test, names
+        self.samples, self.test_samples, self._names = samples, test, names
 
     def client_name(self, client: int) -> str:
         return self._names[client]

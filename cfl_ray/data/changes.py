@@ -33,11 +33,6 @@ class DerivedData:
     labels: tuple[int, ...] = ()  # label y becomes labels[y]; empty: unchanged
     domain: Domain | None = None  # after the rotation; None: the values are unchanged
 
-    @property
-    def sort_key(self) -> tuple[Any, ...]:
-        """Orders data that differ."""
-        return self.source, self.turns, self.labels, self.domain or ()
-
 
 @dataclass(frozen=True)
 class DataChange:
@@ -98,14 +93,8 @@ class ChangedFederation(FederationView):
         super().__init__(base)
         self._is_one_group = is_one_group
         self._derived = {client: data for client, data in derived.items() if data != DerivedData(client)}
-
-    @property
-    def _ids(self) -> np.ndarray:
-        return np.fromiter(self._derived, np.int64, len(self._derived))
-
-    @property
-    def _sources(self) -> np.ndarray:
-        return np.fromiter((data.source for data in self._derived.values()), np.int64, len(self._derived))
+        self._ids = np.array(list(self._derived), np.int64)
+        self._sources = np.array([data.source for data in self._derived.values()], np.int64)
 
     @cached_property
     def num_samples_N(self) -> np.ndarray:  # type: ignore[override]  # computed on first use, never assigned
@@ -194,7 +183,7 @@ class ChangedFederation(FederationView):
             for test_set, data in zip(test_set_of_source, self._derived.values(), strict=True)
             if replace(data, source=-1) != DerivedData(-1)
         }
-        ordered = sorted(origins, key=lambda origin: origin.sort_key)
+        ordered = sorted(origins, key=lambda origin: (origin.source, origin.turns, origin.labels, origin.domain or ()))
         return {origin: self._base.num_test_sets() + number for number, origin in enumerate(ordered)}
 
     def num_test_sets(self) -> int:
@@ -203,27 +192,26 @@ class ChangedFederation(FederationView):
     def test_set(self, index: int) -> TensorSamples:
         if index < self._base.num_test_sets():
             return self._base.test_set(index)
-        for origin, number in self._new_test_sets.items():
-            if number == index:
-                return self._transform(self._base.test_set(origin.source), origin, "test set")
-        raise IndexError(f"test set {index} of {self.num_test_sets()}")
+        if index >= self.num_test_sets():
+            raise IndexError(f"test set {index} of {self.num_test_sets()}")
+        origin = list(self._new_test_sets)[index - self._base.num_test_sets()]
+        return self._transform(self._base.test_set(origin.source), origin, "test set")
 
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
-        test_set_M = np.array(self._base.test_set_of(clients))
+        test_set_M = np.array(self._base.test_set_of(self._with_sources(clients)))
         for position, data in self._changed_among(clients):
-            test_set = int(self._base.test_set_of(np.array([data.source]))[0])
+            test_set = int(test_set_M[position])
             test_set_M[position] = self._new_test_sets.get(replace(data, source=test_set), test_set)
         return test_set_M
 
     def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
-        labels_MC = self._base.labels_of(clients)
+        labels_MC = self._base.labels_of(self._with_sources(clients))
         if labels_MC is None:
             return None
         labels_MC = np.array(labels_MC)
         for position, data in self._changed_among(clients):
-            source_labels = self._base.labels_of(np.array([data.source]))
-            assert source_labels is not None  # a federation has labels for all clients or for none
-            labels_MC[position, data.labels or slice(None)] = source_labels[0]
+            if data.labels:
+                labels_MC[position, data.labels] = labels_MC[position].copy()
         return labels_MC
 
     def _changed_among(self, clients: np.ndarray) -> list[tuple[int, DerivedData]]:

@@ -55,13 +55,13 @@ def build(
     shards: the folder for shards if `data.shards` is null. `data.shards` may also be a federation's folder that
     `cfl-ray prepare` wrote; then the raw data are not needed. targets: kind of the task's targets (`core.tasks`).
     """
-    federation, source = _undivided(data, seed, targets)
-    if federation is not None:
-        return federation
+    loaded = _loaded(data, seed, targets)
+    if isinstance(loaded, Federation):
+        return loaded
     folder = Folder(str(shards if data.shards is None else data.shards))
     if read_manifest(folder) is not None:
         return _reuse(folder, data, _recipe(data, seed, None, targets))
-    sources = _sources(data, source, targets)
+    sources = _sources(data, loaded, targets)
     recipe = _recipe(data, seed, sources, targets)
     name = data.source.rpartition(":")[2]
     folder = folder.child(f"{name}-{data.test.view or 'own'}-{_hash(_recipe(data, seed, None, targets))}")
@@ -81,12 +81,12 @@ def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardF
 
 def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationSummary:
     """Returns the sizes of the federation that `build` would return. Reads labels but no pixels, and writes nothing."""
-    federation, source = _undivided(data, seed, targets)
-    if federation is not None:
-        num_samples_N, shape, view = federation.num_samples_N, federation.shape, federation.view
-        groups, test_sets, size = federation.num_groups, federation.num_test_sets(), 0
+    loaded = _loaded(data, seed, targets)
+    if isinstance(loaded, Federation):
+        num_samples_N, shape, view = loaded.num_samples_N, loaded.shape, loaded.view
+        groups, test_sets, size = loaded.num_groups, loaded.num_test_sets(), 0
     else:
-        plan = _plan(data, seed, _sources(data, source, targets), pixels=False, progress=None)
+        plan = _plan(data, seed, _sources(data, loaded, targets), pixels=False, progress=None)
         num_samples_N = np.array([len(client.train) for client in plan.clients])
         shape, view = plan.images.data_shape, plan.view
         groups = len({client.group for client in plan.clients if client.group >= 0})
@@ -95,19 +95,16 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
     return FederationSummary(len(num_samples_N), samples, groups, shape, test_sets, view, size, num_samples_N)
 
 
-def _undivided(data: DataConfig, seed: int, targets: str) -> tuple[Federation | None, Source | None]:
-    """Returns the federation if the source's samples have clients, or the source of a function without clients.
+def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | None:
+    """Returns the federation if the samples have clients, or the source of a function without clients.
 
-    The other is None; both are None for the sources that `locate` returns.
+    None for the sources that `locate` returns.
     """
     if isinstance(data, GeneratedConfig):
-        return _generated(data, seed), None
+        return _generated(data, seed)
     if isinstance(data, ArraysConfig):
-        return _arrays(data, seed, targets), None
-    if not isinstance(data, PluginDataConfig):
-        return None, None
-    loaded = load_function(data, seed, targets)
-    return (None, loaded) if isinstance(loaded, Source) else (loaded, None)
+        return _arrays(data, seed, targets)
+    return load_function(data, seed, targets) if isinstance(data, PluginDataConfig) else None
 
 
 def _sources(data: DataConfig, first: Source | None, targets: str) -> list[Source]:

@@ -13,8 +13,7 @@ from cfl_ray.data.images import Source
 from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.plugins.calling import call_plugin, check_options, place_of
 
-DIVIDED = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary")  # keys of data without clients
-KEYS = (*DIVIDED, "clients", "test_clients")
+KEYS = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary", "clients", "test_clients")
 
 
 def load_function(data: PluginDataConfig, seed: int, targets: str = "class") -> Federation | Source:

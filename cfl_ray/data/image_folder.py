@@ -64,10 +64,7 @@ def _part(
         return np.broadcast_to(np.uint8(0), (len(files), *shape)), y
     x = mapped_array((len(files), *shape))
     for row, file in enumerate(files):
-        image = decode(file, str(file))
-        if image.shape != shape:
-            raise DataError(f"{file} has shape {image.shape}, the first image has {shape}; resize them to one size")
-        x[row] = image
+        x[row] = decode(file, str(file), shape)
         if progress and (row + 1) % 1000 == 0:
             progress("decoding images", row + 1, len(files))
     return x, y

@@ -14,7 +14,7 @@ from cfl_ray.config import ColumnsConfig, DataConfig
 from cfl_ray.config.data import FilesDataConfig
 from cfl_ray.data import parquet
 from cfl_ray.data.columns import read_npz
-from cfl_ray.data.images import Images, Progress, Source, find, roots
+from cfl_ray.data.images import Images, Source, find, roots
 from cfl_ray.errors import DataError
 
 _SILENCE_SECONDS = 60.0  # of a server from which a data set is downloaded; torchvision waits without limit
@@ -69,9 +69,8 @@ def _located(name: str, data: DataConfig) -> Source:
     except DataError:
         if not data.download:
             raise
-    _open_torchvision(name, roots(data)[0], train=True, download=True)
-    if _TORCHVISION[name].by_split:  # the test part is a separate file
-        _open_torchvision(name, roots(data)[0], train=False, download=True)
+    for train in (True, False):  # the parts of SVHN are separate files
+        _open_torchvision(name, roots(data)[0], train, download=True)
     return _find(name, data)
 
 
@@ -81,20 +80,18 @@ def _find(name: str, data: DataConfig) -> Source:
     get = (
         f"set data.download: true, or point data.root at a folder with the files of torchvision.datasets.{dataset.kind}"
     )
-    if hub is None:
-        return _of_torchvision(name, *find(data, ["", "torchvision"], [dataset.files], name, get))
-    get += f", or at a folder with {hub.folder}/*.parquet of the Hugging Face data set {hub.repository}"
-    patterns = [dataset.files, f"{hub.folder}/train-*.parquet"]
-    root, files = find(data, ["", "torchvision", f"hf/{name}"], patterns, name, get)
-    of_hub = files[0].suffix == ".parquet"
-    return _of_hub(name, hub, root, files) if of_hub else _of_torchvision(name, root, files)
+    patterns, subfolders = [dataset.files], ["", "torchvision"]
+    if hub is not None:
+        get += f", or at a folder with {hub.folder}/*.parquet of the Hugging Face data set {hub.repository}"
+        patterns.append(f"{hub.folder}/train-*.parquet")
+        subfolders.append(f"hf/{name}")
+    root, files = find(data, subfolders, patterns, name, get)
+    if hub is not None and files[0].suffix == ".parquet":
+        return _of_hub(name, hub, root, files)
+    return Source(name, tuple(files), lambda pixels, progress: _read_torchvision(name, root))
 
 
 # --- torchvision --------------------------------------------------------------------------------
-
-
-def _of_torchvision(name: str, root: Path, files: list[Path]) -> Source:
-    return Source(name, tuple(files), lambda pixels, progress: _read_torchvision(name, root))
 
 
 def _open_torchvision(name: str, root: Path, train: bool, download: bool = False) -> Any:
@@ -147,10 +144,7 @@ def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
             f"get all files of {hub.repository}/{hub.folder}"
         )
     columns = ColumnsConfig(image=hub.image, label=hub.label)
-
-    def read(pixels: bool, progress: Progress | None) -> Images:
-        return parquet.read(train, test, columns, _TORCHVISION[name].num_classes, pixels, progress)
-
+    read = partial(parquet.read, train, test, columns, _TORCHVISION[name].num_classes)
     return Source(name, (*train, *test), read)
 
 
@@ -174,34 +168,27 @@ def medmnist(data: FilesDataConfig) -> Source:
 def _read_medmnist(file: Path) -> Images:
     names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels")]
     arrays = read_npz(file, names, (), f"a file of medmnist has {', '.join(names)}")
-    train_x, train_y, test_x, test_y = (
-        _medical_images(arrays[name], file, name)
-        if name.endswith("images")
-        else _single_label(arrays[name], file, name)
-        for name in names
-    )
-    for part, x, y in (("train", train_x, train_y), ("test", test_x, test_y)):
-        if len(x) != len(y):
-            raise DataError(f"{file} has {len(x)} {part}_images and {len(y)} {part}_labels, expected as many")
-    return Images(train_x, train_y, test_x, test_y, num_classes=int(max(train_y.max(), test_y.max())) + 1)
+    parts = [
+        _medmnist_part(file, name, arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")
+    ]
+    return Images(*parts[0], *parts[1], num_classes=max(int(y.max()) for _, y in parts) + 1)
 
 
-def _medical_images(x: np.ndarray, file: Path, name: str) -> np.ndarray:
+def _medmnist_part(file: Path, part: str, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if x.dtype != np.uint8 or not (x.ndim == 3 or (x.ndim == 4 and x.shape[-1] == 3)):
         raise DataError(
-            f"{file}: {name} is {x.dtype} of shape {x.shape}, expected uint8 (n, height, width) or "
+            f"{file}: {part}_images is {x.dtype} of shape {x.shape}, expected uint8 (n, height, width) or "
             "(n, height, width, 3); the 3-D data sets of medmnist are not supported"
         )
-    return x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
-
-
-def _single_label(y: np.ndarray, file: Path, name: str) -> np.ndarray:
     if y.ndim == 2 and y.shape[1] != 1:
         raise DataError(
-            f"{file}: {name} has {y.shape[1]} labels per image, expected 1; for data sets with several labels "
+            f"{file}: {part}_labels has {y.shape[1]} labels per image, expected 1; for data sets with several labels "
             "(chestmnist) use source arrays and task multi_label"
         )
-    return y.reshape(len(y)).astype(np.int16)
+    if len(x) != len(y):
+        raise DataError(f"{file} has {len(x)} {part}_images and {len(y)} {part}_labels, expected as many")
+    x = x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+    return x, y.reshape(len(y)).astype(np.int16)
 
 
 SETS: dict[str, Callable[[Any], Source]] = {

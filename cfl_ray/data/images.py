@@ -1,11 +1,9 @@
 """Data sets before their division among clients: inputs, labels and, if known, the client of each sample."""
 
-import glob
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -15,11 +13,10 @@ from cfl_ray.data.federation import DataShape
 from cfl_ray.data.mapped import mapped_array
 from cfl_ray.errors import DataError
 
-Files = TypeVar("Files", bound=FilesDataConfig)
 Progress = Callable[[str, int, int], None]  # (name of the task, number done, number in all)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity
 class Images:
     """A data set in memory. If pixels are not needed, as in a summary, the inputs are a broadcast 0 of their shape."""
 
@@ -47,13 +44,17 @@ class Images:
         """The shape of a sample, e.g. (C, H, W) for an image."""
         return self.train_x.shape[1:]
 
-    def pooled(self) -> "Images":
+    def pooled(self, source: str) -> "Images":
         """Returns a data set whose training part has all samples, those of the test part last; it has no test part.
 
-        It has no clients, since the clients of test samples are not known. Raises DataError if only the training part
-        has true groups.
+        It has no clients, since the clients of test samples are not known. Raises DataError without a test part, and if
+        only the training part has true groups. source: name of the data set.
         """
-        assert self.test_x is not None and self.test_y is not None  # checked by the caller
+        if self.test_x is None or self.test_y is None:
+            raise DataError(
+                f"data.test.pool needs a test part, which {source!r} does not have; "
+                "set data.test.pool: false (or name data.test_files)"
+            )
         group = None
         if self.group is not None:
             if self.test_group is None:
@@ -97,14 +98,6 @@ def roots(data: DataConfig) -> list[Path]:
     named = os.environ.get("CFL_RAY_DATA")
     here = [Path()] if isinstance(data, FilesDataConfig) and data.train_files else []
     return ([Path(named).expanduser()] if named else []) + [Path("data")] + here
-
-
-def with_file_as_root(data: Files) -> Files:
-    """The section; if `data.root` names a file, with the file's folder as root and the file as `train_files`."""
-    root = Path(data.root or "").expanduser()
-    if data.root is None or not root.is_file() or data.train_files is not None:
-        return data
-    return data.model_copy(update={"root": str(root.parent), "train_files": glob.escape(root.name)})
 
 
 def find(

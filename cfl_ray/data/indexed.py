@@ -76,7 +76,7 @@ class IndexedFederation(Federation):
 
     def __init__(self, shape: DataShape, view: str, recipe: dict[str, Any], index: Index, scaling: Scaling) -> None:
         self.shape, self.view, self.recipe = shape, view, recipe
-        self._index, self._scaling = index, scaling
+        self.index, self.scaling = index, scaling
         self.scale, self.normalize = scaling.scale, scaling.normalize
         self._target_type = str(shape.target_dtype).removeprefix("torch.")
         self.num_samples_N = index.train_N
@@ -91,16 +91,16 @@ class IndexedFederation(Federation):
         """Returns all rows of a shared test set."""
 
     def train(self, client: int) -> TensorSamples:
-        start = self._index.offset_N[client]
-        rows = slice(start, start + self._index.train_N[client])
-        return self._tensors(self._file(int(self._index.file_N[client])), rows)
+        start = self.index.offset_N[client]
+        rows = slice(start, start + self.index.train_N[client])
+        return self._tensors(self._file(int(self.index.file_N[client])), rows)
 
     def holdout(self, client: int) -> TensorSamples:
         if self.view != "holdout":
             raise DataError(f"client {client} has no held-out samples: the test view is {self.view}, not holdout")
-        start = self._index.offset_N[client] + self._index.train_N[client]
-        rows = slice(start, start + self._index.held_out_N[client])
-        return self._tensors(self._file(int(self._index.file_N[client])), rows)
+        start = self.index.offset_N[client] + self.index.train_N[client]
+        rows = slice(start, start + self.index.held_out_N[client])
+        return self._tensors(self._file(int(self.index.file_N[client])), rows)
 
     def test_set(self, index: int) -> TensorSamples:
         if not 0 <= index < self.num_test_sets():
@@ -108,18 +108,18 @@ class IndexedFederation(Federation):
         return self._tensors(self._test_file(index), slice(None))
 
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
-        return self._index.test_set_N[clients]
+        return self.index.test_set_N[clients]
 
     def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
-        return None if self._index.labels_NC is None else self._index.labels_NC[clients]
+        return None if self.index.labels_NC is None else self.index.labels_NC[clients]
 
     def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
         """Returns the same samples as the base class, but converts only these."""
         if self.view == "holdout":
             return self.holdout(client)
-        samples = self._test_file(int(self._index.test_set_N[client]))
+        samples = self._test_file(int(self.index.test_set_N[client]))
         return self._tensors(samples, self._test_rows(client, samples[1], max_images, seed))
 
     def _tensors(self, samples: StoredSamples, rows: slice | np.ndarray) -> TensorSamples:
         x, y = samples
-        return self._scaling.to_tensor(x[rows]), torch.from_numpy(y[rows].astype(self._target_type))
+        return self.scaling.to_tensor(x[rows]), torch.from_numpy(y[rows].astype(self._target_type))

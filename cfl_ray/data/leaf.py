@@ -5,10 +5,8 @@ Each file holds {"users": [...], "num_samples": [...], "user_data": {user: {"x":
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +18,33 @@ from cfl_ray.errors import DataError
 SIDE = 28  # pixels
 CLASSES = 62
 
-
-Samples = tuple[np.ndarray, np.ndarray]  # x (n, *input), y int16 (n,)
-
-
-class LeafKind(ABC):
-    """How the data of a user become samples."""
-
-    num_classes: int
-    vocabulary: int | None = None  # number of tokens; None: the samples are images
-
-    def learn(self, files: list[Path]) -> None:
-        """Learns from the training files, e.g. a vocabulary. By default it does nothing."""
-        del files
-
-    @abstractmethod
-    def samples(self, file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
-        """Returns the samples of a user: uint8 (n, C, H, W) or token ids int32 (n, length), and labels int16 (n,).
-
-        Raises DataError for unusable data.
-        """
+Samples = tuple[np.ndarray, np.ndarray]  # x: uint8 (n, C, H, W) or token ids int32 (n, length); y: int16 (n,)
+Convert = Callable[[Path, str, int, Any, Any], Samples]  # (file, user, number of samples, x, y) -> Samples
 
 
-def read(train: list[Path], test: list[Path], kind: LeafKind, progress: Progress | None) -> Images:
-    """Returns the samples of LEAF's files, with their users as clients."""
-    kind.learn(train)
-    train_x, train_y, client = _part(train, kind, progress)
-    test_x, test_y, _ = _part(test, kind, progress) if test else (None, None, None)
-    scale = 255 if kind.vocabulary is None else 1
-    return Images(train_x, train_y, test_x, test_y, kind.num_classes, scale, client, vocabulary=kind.vocabulary)
+def read(
+    train: list[Path],
+    test: list[Path],
+    convert: Convert,
+    num_classes: int,
+    vocabulary: int | None,
+    progress: Progress | None,
+) -> Images:
+    """Returns the samples of LEAF's files, with their users as clients.
+
+    convert: makes the samples of a user, or raises DataError for unusable data. vocabulary: None: they are images.
+    """
+    train_x, train_y, client = _part(train, convert, progress)
+    test_x, test_y, _ = _part(test, convert, progress) if test else (None, None, None)
+    scale = 255 if vocabulary is None else 1
+    return Images(train_x, train_y, test_x, test_y, num_classes, scale, client, vocabulary=vocabulary)
 
 
-def _part(files: list[Path], kind: LeafKind, progress: Progress | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _part(files: list[Path], convert: Convert, progress: Progress | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     xs, ys, names = [], [], []
     for done, file in enumerate(files, 1):
         for user, count, x_of_user, y_of_user in _users(file):
-            x, y = kind.samples(file, user, count, x_of_user, y_of_user)
+            x, y = convert(file, user, count, x_of_user, y_of_user)
             xs.append(x)
             ys.append(y)
             names += [user] * len(y)
@@ -84,32 +73,29 @@ def _users(file: Path) -> Iterator[tuple[str, int, Any, Any]]:
             yield str(user), count, x, y
 
 
-class Handwriting(LeafKind):
+def handwriting(file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
     """FEMNIST: images as uint8, without loss, since LEAF's pixels are 8-bit values divided by 255."""
-
-    num_classes = CLASSES
-
-    def samples(self, file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
-        try:
-            x, y = np.asarray(x, np.float64), np.asarray(y, np.int64)
-        except (ValueError, TypeError) as error:
-            raise DataError(f"{file}: data of user {user!r} cannot be read: {error!r}") from error
-        if x.shape != (count, SIDE * SIDE) or y.shape != (count,):
-            raise DataError(
-                f"{file}: user {user!r} needs x of shape ({count}, {SIDE * SIDE}) and y of ({count},), "
-                f"got {x.shape} and {y.shape}"
-            )
-        if not (x.min() >= 0 and x.max() <= 1):
-            raise DataError(f"{file}: pixels of user {user!r} must lie in [0, 1], got {x.min()}..{x.max()}")
-        if not 0 <= y.min() <= y.max() < CLASSES:
-            raise DataError(f"{file}: labels of user {user!r} must lie in 0..{CLASSES - 1}, got {y.min()}..{y.max()}")
-        return np.rint(x * 255).astype(np.uint8).reshape(-1, 1, SIDE, SIDE), y.astype(np.int16)
+    try:
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.int64)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{file}: data of user {user!r} cannot be read: {error!r}") from error
+    if x.shape != (count, SIDE * SIDE) or y.shape != (count,):
+        raise DataError(
+            f"{file}: user {user!r} needs x of shape ({count}, {SIDE * SIDE}) and y of ({count},), "
+            f"got {x.shape} and {y.shape}"
+        )
+    if not (x.min() >= 0 and x.max() <= 1):
+        raise DataError(f"{file}: pixels of user {user!r} must lie in [0, 1], got {x.min()}..{x.max()}")
+    if not 0 <= y.min() <= y.max() < CLASSES:
+        raise DataError(f"{file}: labels of user {user!r} must lie in 0..{CLASSES - 1}, got {y.min()}..{y.max()}")
+    return np.rint(x * 255).astype(np.uint8).reshape(-1, 1, SIDE, SIDE), y.astype(np.int16)
 
 
 # --- text ---------------------------------------------------------------------------------------
 
 # The characters of Shakespeare's plays in LEAF's models/utils/language_utils.py, which has no number for others.
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+_TOKEN_OF = {letter: place for place, letter in enumerate(ALPHABET)}
 LENGTH = 80  # characters before the character to predict
 MAX_WORDS = 25  # words of a tweet that LEAF's stacked LSTM reads
 VOCABULARY = 10_000  # number of tokens for tweets: the most frequent words, FILL and UNKNOWN
@@ -117,49 +103,34 @@ FILL, UNKNOWN = 0, 1  # tokens after the last word, and for words outside the vo
 TEXT_OF_TWEET = 4  # position of the text in [id, date, query, user, text, ...]
 
 
-@dataclass
-class Characters(LeafKind):
+def characters(file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
     """Shakespeare: inputs of 80 characters, labelled with the next character. Unknown characters get the last token."""
-
-    vocabulary: int = len(ALPHABET) + 1
-    num_classes: int = len(ALPHABET) + 1
-
-    def samples(self, file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
-        _check_text(file, user, count, x, y)
-        for text, expected in (*((text, LENGTH) for text in x), *((text, 1) for text in y)):
-            if not isinstance(text, str) or len(text) != expected:
-                actual = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
-                raise DataError(f"{file}: user {user!r} needs texts of {expected} characters, got {actual}")
-        labels = np.array([self._tokens(text)[0] for text in y], np.int16)
-        return np.array([self._tokens(text) for text in x], np.int32), labels
-
-    def _tokens(self, text: str) -> list[int]:
-        return [place if (place := ALPHABET.find(letter)) >= 0 else len(ALPHABET) for letter in text]
+    _check_text(file, user, count, x, y)
+    for text, expected in (*((text, LENGTH) for text in x), *((text, 1) for text in y)):
+        if not isinstance(text, str) or len(text) != expected:
+            actual = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
+            raise DataError(f"{file}: user {user!r} needs texts of {expected} characters, got {actual}")
+    tokens, labels = ([[_TOKEN_OF.get(letter, len(ALPHABET)) for letter in text] for text in texts] for texts in (x, y))
+    return np.array(tokens, np.int32), np.array(labels, np.int16)[:, 0]
 
 
-@dataclass
-class Words(LeafKind):
-    """Sentiment140: the first 25 words of a tweet; the label is its sentiment, 0 or 1.
+def read_tweets(train: list[Path], test: list[Path], vocabulary: int, progress: Progress | None) -> Images:
+    """Returns Sentiment140: the first 25 words of each tweet, labelled with its sentiment, 0 or 1.
 
     The vocabulary has the most frequent words of the training files; equally frequent words in alphabetical order.
     """
+    counts = Counter(
+        word for file in train for _, _, x, _ in _users(file) for tweet in x for word in _words(_text(tweet))
+    )
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 2]
+    token_of = {word: number for number, word in enumerate(frequent, 2)}
 
-    vocabulary: int
-    num_classes: int = 2
-
-    def learn(self, files: list[Path]) -> None:
-        counts = Counter(
-            word for file in files for _, _, x, _ in _users(file) for tweet in x for word in _words(_text(tweet))
-        )
-        frequent = sorted(counts, key=lambda word: (-counts[word], word))[: self.vocabulary - 2]
-        self.token_of = {word: number for number, word in enumerate(frequent, 2)}
-
-    def samples(self, file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
+    def words(file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
         _check_text(file, user, count, x, y)
         tokens = np.full((count, MAX_WORDS), FILL, np.int32)
         for row, tweet in enumerate(x):
             for place, word in enumerate(_words(_text(tweet))[:MAX_WORDS]):
-                tokens[row, place] = self.token_of.get(word, UNKNOWN)
+                tokens[row, place] = token_of.get(word, UNKNOWN)
         try:
             labels = np.array([int(value) for value in y])
         except (ValueError, TypeError) as error:
@@ -170,6 +141,8 @@ class Words(LeafKind):
                 f"{file}: labels of user {user!r} must lie in 0..1 (or be 4), got {labels.min()}..{labels.max()}"
             )
         return tokens, labels.astype(np.int16)
+
+    return read(train, test, words, 2, vocabulary, progress)
 
 
 def _words(text: str) -> list[str]:

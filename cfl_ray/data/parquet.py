@@ -8,9 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cfl_ray.config import ColumnsConfig
-from cfl_ray.data.columns import Named, column_of, decode_row, groups_of, ids_of, integer_labels
+from cfl_ray.data.columns import Named, column_of, decode_row
 from cfl_ray.data.images import Images, Progress
 from cfl_ray.data.mapped import mapped_array
+from cfl_ray.data.tables import concatenated, images_of, label_names
 from cfl_ray.errors import DataError, did_you_mean
 
 BATCH_ROWS = 2048  # encoded images in memory at a time
@@ -28,69 +29,41 @@ def read(
 
     num_classes: None for the largest label + 1. pixels: False decodes only the first image, for its shape.
     """
-    parts = [part for part in (train, test) if part]
-    if not isinstance(columns.label, str):
-        raise DataError(f"data.columns.label names {len(columns.label)} columns, a class has 1; name a single column")
-    labels = [np.concatenate([_labels(file, columns.label) for file in part]) for part in parts]
-    limit = num_classes if num_classes is not None else max(int(y.max(initial=0)) for y in labels) + 1
-    for y, part in zip(labels, parts, strict=True):
-        names = ", ".join(map(str, part))
-        if len(y) == 0:
-            raise DataError(f"{names} hold no row")
-        if y.max() >= limit:
-            raise DataError(
-                f"{names} hold label {y.max()} in column {columns.label!r}; labels run from 0 to {limit - 1}"
-            )
-    first = next(_encoded(train[0], columns.image, 1))[0].as_py()
-    shape = decode_row(first, str(train[0]), 0).shape
-    train_x = _pixels(train, columns.image, shape, len(labels[0]), pixels, progress)
-    test_x = _pixels(test, columns.image, shape, len(labels[1]), pixels, progress) if test else None
-    client = _ids(train, columns.client, "client") if columns.client else None
-    group, test_group = _groups(train, test, columns.group) if columns.group else (None, None)
-    return Images(
-        train_x,
-        labels[0],
-        test_x,
-        labels[1] if test else None,
-        limit,
-        client=client,
-        group=group,
-        test_group=test_group,
+    labels, others = label_names(columns.label), [name for name in (columns.client, columns.group) if name]
+    parts = [_part(train, [*labels, *others])]
+    if test:
+        group = columns.group or ""
+        has_groups = group and all(group in _open(file, labels).schema_arrow.names for file in test)
+        parts.append(_part(test, [*labels, group] if has_groups else labels))
+    first = next(file for file in train if pq.read_metadata(file).num_rows)  # a training part has a row
+    shape = decode_row(next(_encoded(first, columns.image, 1))[0].as_py(), str(first), 0).shape
+    inputs = (
+        _pixels(files, columns.image, shape, table.num_rows, pixels, progress)
+        for files, (_, table) in zip((train, test), parts, strict=False)
     )
+    return images_of(parts, inputs, columns, num_classes=num_classes)
 
 
-def _open(file: Path, column: str) -> pq.ParquetFile:
+def _part(files: list[Path], names: list[str]) -> Named:
+    """Returns these columns of all files."""
+    tables = []
+    for file in files:
+        with _open(file, names) as opened:
+            tables.append(opened.read(columns=list(dict.fromkeys(names))))
+        for name in names:
+            column_of((str(file), tables[-1]), name)  # an error names the file, and the row in it
+    return concatenated(files, tables)
+
+
+def _open(file: Path, names: list[str]) -> pq.ParquetFile:
     try:
         opened = pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file} is not a readable parquet file: {error}") from error
-    if column not in opened.schema_arrow.names:
-        raise DataError(
-            f"{file} has no column {column!r}{did_you_mean(column, opened.schema_arrow.names)}; set data.columns"
-        )
+    known = opened.schema_arrow.names
+    if missing := [name for name in names if name not in known]:
+        raise DataError(f"{file} has no column {missing[0]!r}{did_you_mean(missing[0], known)}; set data.columns")
     return opened
-
-
-def _part(file: Path, name: str) -> Named:
-    with _open(file, name) as opened:
-        return str(file), opened.read(columns=[name])
-
-
-def _labels(file: Path, name: str) -> np.ndarray:
-    part = _part(file, name)
-    if not pa.types.is_integer(kind := column_of(part, name).type):
-        raise DataError(f"{file}: label column {name!r} must hold integers, it holds {kind}; set data.columns.label")
-    return integer_labels(part, name)
-
-
-def _ids(files: list[Path], name: str, what: str) -> np.ndarray:
-    return np.concatenate([ids_of(_part(file, name), name, what) for file in files])
-
-
-def _groups(train: list[Path], test: list[Path], name: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the groups of both parts; None for the test part if a test file has no such column."""
-    has_groups = test and all(name in pq.read_schema(file).names for file in test)
-    return groups_of(_ids(train, name, "group"), _ids(test, name, "group") if has_groups else None, f"column {name!r}")
 
 
 # --- pixels ------------------------------------------------------------------------------------
@@ -98,7 +71,7 @@ def _groups(train: list[Path], test: list[Path], name: str) -> tuple[np.ndarray,
 
 def _encoded(file: Path, name: str, batch_rows: int) -> Iterator[pa.Array]:
     """Yields the column's encoded images, batch by batch, as Arrow binary arrays."""
-    with _open(file, name) as opened:
+    with _open(file, [name]) as opened:
         kind = opened.schema_arrow.field(name).type
         is_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
         if not (is_struct or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):

@@ -11,7 +11,7 @@ from cfl_ray.config.shift import HybridConfig
 from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
 from cfl_ray.data.images import Images
-from cfl_ray.data.shifts import Change, Group, Variant, make_groups
+from cfl_ray.data.shifts import Group, Variant, make_groups
 from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import reference_of
 
@@ -74,7 +74,7 @@ def make_plan(images: Images, other: Images | None, data: DataConfig, seed: int)
     _check_classes(images, data)
     if data.test.pool:
         second = data.shift.other if isinstance(data.shift, HybridConfig) else ""
-        images, other = _pooled(images, data.source), None if other is None else _pooled(other, second)
+        images, other = images.pooled(data.source), None if other is None else other.pooled(second)
     if view != "holdout" and (images.test_y is None or (other is not None and other.test_y is None)):
         raise DataError(
             f"data.test.view: {view} needs a test part, which {data.source!r} does not have; "
@@ -107,15 +107,6 @@ def _check_classes(images: Images, data: DataConfig) -> None:
             raise DataError(
                 f"{key}: {value} needs classes, the targets of the task are {images.targets!r}; set {others}"
             )
-
-
-def _pooled(images: Images, source: str) -> Images:
-    if images.test_y is None:
-        raise DataError(
-            f"data.test.pool needs a test part, which {source!r} does not have; "
-            "set data.test.pool: false (or name data.test_files)"
-        )
-    return images.pooled()
 
 
 def _divide(groups: list[Group], data: DataConfig, seed: int) -> list[ClientRows]:
@@ -229,7 +220,7 @@ def _test_sets(
 ) -> tuple[list[TestSet], dict[tuple[int, int], int]]:
     """Returns the shared test sets, without duplicates, and the test set's number for each (group, true group)."""
     test_sets: list[TestSet] = []
-    number_by_content: dict[tuple[int, int, int, Change | None, bytes], int] = {}
+    number_by_content: dict[tuple[Variant, bytes], int] = {}
     number_by_group: dict[tuple[int, int], int] = {}
     for group, true_group in dict.fromkeys((client.group, client.true_group) for client in divided):
         rows, variant = _test_rows(groups[group], true_group, data, seed), groups[group].variant
@@ -237,7 +228,7 @@ def _test_sets(
             raise DataError(
                 f"no test image for group {max(true_group, group)}; set data.test.view: holdout, or change data.shift"
             )
-        content = (id(variant.images), variant.turns, variant.offset, variant.change, rows.tobytes())
+        content = variant, rows.tobytes()
         if content not in number_by_content:
             number_by_content[content] = len(test_sets)
             test_sets.append(TestSet(variant, rows))

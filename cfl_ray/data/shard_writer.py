@@ -84,26 +84,25 @@ def _write(
     progress: Progress | None,
 ) -> list[str]:
     """Writes all files, the manifest last. Returns their names in the order of writing."""
-    dtype = plan.images.train_x.dtype.name
-    targets, target_shape = plan.images.targets, plan.images.train_y.shape[1:]
-    schema = sample_schema(plan.images.shape, dtype, targets, target_shape)
+    shape, dtype = plan.images.data_shape, plan.images.train_x.dtype.name
+    schema = sample_schema(shape, dtype)
     train, places = _write_clients(staging, plan, schema, progress)
     test = [
         _save(staging, f"test-{number:05d}.arrow", schema, _columns([test_set.variant.test(test_set.rows)], schema))
         for number, test_set in enumerate(plan.test_sets)
     ]
-    schema = index_schema(plan.images.num_classes, plan.view == "label")
+    schema = index_schema(shape.num_classes, plan.view == "label")
     index = _save(staging, "clients.arrow", schema, _index_columns(plan, places))
     manifest = ShardManifest(
         view=plan.view,
-        input=list(plan.images.shape),
-        num_classes=plan.images.num_classes,
+        input=list(shape.input),
+        num_classes=shape.num_classes,
         scale=plan.images.scale,
         dtype=dtype,
-        vocabulary=plan.images.vocabulary,
-        targets=targets,
-        target_shape=list(target_shape),
-        class_names=list(plan.images.class_names),
+        vocabulary=shape.vocabulary,
+        targets=shape.targets,
+        target_shape=list(shape.target_shape),
+        class_names=list(shape.class_names),
         normalize=normalize,
         index=index,
         train=train,
@@ -111,8 +110,8 @@ def _write(
         recipe=recipe,
     )
     unused = {"dtype", "vocabulary"} if dtype == "uint8" else set()  # left out, as in earlier manifests of images
-    unused |= {"targets", "target_shape"} if targets == "class" else set()
-    unused |= set() if plan.images.class_names else {"class_names"}
+    unused |= {"targets", "target_shape"} if shape.targets == "class" else set()
+    unused |= set() if shape.class_names else {"class_names"}
     (staging / MANIFEST).write_text(manifest.model_dump_json(indent=1, exclude=unused))
     sync(staging / MANIFEST)
     sync(staging)

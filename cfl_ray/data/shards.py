@@ -59,6 +59,18 @@ class ShardManifest(BaseModel):
     test: list[ShardFile]
     recipe: dict[str, Any]
 
+    @property
+    def shape(self) -> DataShape:
+        """The shapes of inputs and targets."""
+        return DataShape(
+            tuple(self.input),
+            self.num_classes,
+            self.vocabulary,
+            self.targets,
+            tuple(self.target_shape),
+            tuple(self.class_names),
+        )
+
     @field_validator("input", "target_shape")
     @classmethod
     def _fits(cls, shape: list[int]) -> list[int]:
@@ -67,20 +79,13 @@ class ShardManifest(BaseModel):
         return shape
 
 
-def sample_schema(
-    input_shape: list[int] | tuple[int, ...],
-    dtype: str = "uint8",
-    targets: str = "class",
-    target_shape: list[int] | tuple[int, ...] = (),
-) -> pa.Schema:
-    """Returns the columns of train and test files."""
-    target = pa.from_numpy_dtype(TARGETS[targets].stored)
-    return pa.schema(
-        [
-            pa.field("x", pa.list_(pa.from_numpy_dtype(dtype), math.prod(input_shape)), nullable=False),
-            pa.field("y", pa.list_(target, math.prod(target_shape)) if target_shape else target, nullable=False),
-        ]
-    )
+def sample_schema(shape: DataShape, dtype: str) -> pa.Schema:
+    """Returns the columns of train and test files. dtype: type of the stored inputs."""
+    target = pa.from_numpy_dtype(TARGETS[shape.targets].stored)
+    if shape.target_shape:
+        target = pa.list_(target, math.prod(shape.target_shape))
+    inputs = pa.list_(pa.from_numpy_dtype(dtype), math.prod(shape.input))
+    return pa.schema([pa.field("x", inputs, nullable=False), pa.field("y", target, nullable=False)])
 
 
 def index_schema(num_classes: int, label_view: bool) -> pa.Schema:
@@ -139,15 +144,7 @@ class ShardFederation(IndexedFederation):
         self._samples = functools.cache(functools.partial(_map_samples, self._folder, manifest))
         self._names, index = _map_index(self._folder, manifest)
         scaling = Scaling(manifest.scale, manifest.normalize, manifest.vocabulary is not None)
-        shape = DataShape(
-            tuple(manifest.input),
-            manifest.num_classes,
-            manifest.vocabulary,
-            manifest.targets,
-            tuple(manifest.target_shape),
-            tuple(manifest.class_names),
-        )
-        super().__init__(shape, manifest.view, manifest.recipe, index, scaling.check(shape.input))
+        super().__init__(manifest.shape, manifest.view, manifest.recipe, index, scaling.check(manifest.shape.input))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardFederation, (self._folder.uri,)
@@ -186,10 +183,10 @@ class ShardFederation(IndexedFederation):
         return super().group_transform(group)
 
     def files_of(self, clients: np.ndarray) -> np.ndarray | None:
-        return None if self._folder.local is not None else self._index.file_N[clients]
+        return None if self._folder.local is not None else self.index.file_N[clients]
 
     def fetch(self, clients: np.ndarray) -> None:
-        for number in dict.fromkeys(self._index.file_N[clients].tolist()):
+        for number in dict.fromkeys(self.index.file_N[clients].tolist()):
             file = self.manifest.train[number]
             self._folder.get(file.name, file.bytes, file.sha256, verify=False)
 
@@ -231,8 +228,7 @@ def _map(folder: Folder, file: ShardFile, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _map_samples(folder: Folder, manifest: ShardManifest, file: ShardFile) -> StoredSamples:
-    schema = sample_schema(manifest.input, manifest.dtype, manifest.targets, manifest.target_shape)
-    batch = _map(folder, file, schema)
+    batch = _map(folder, file, sample_schema(manifest.shape, manifest.dtype))
     y = batch["y"].flatten() if manifest.target_shape else batch["y"]
     return (
         np.from_dlpack(batch["x"].flatten()).reshape(-1, *manifest.input),

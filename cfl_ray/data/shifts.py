@@ -3,10 +3,10 @@
 A group consists of row numbers and a transformation; pixels are computed only when a client's samples are written.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from cfl_ray.data.images import Images
 from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
 
-T = TypeVar("T")
 ARGUMENTS = ("x", "y", "group", "draw")  # positional arguments of a shift function
 
 
@@ -128,20 +127,15 @@ def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natura
     if isinstance(shift, PluginShiftConfig):
         function = with_options(SHIFT_KINDS.resolve(shift.kind), shift.options, "data.shift", ARGUMENTS)
         return [_group(Variant(images, change=Change(function, group, seed))) for group in range(shift.groups)]
-    if isinstance(shift, NoiseConfig):
-        return _of_pixels(images, shift.kind, _nonempty(shift.sigmas, "sigmas"), seed)
-    if isinstance(shift, BlurConfig):
-        return _of_pixels(images, shift.kind, _nonempty(shift.radii, "radii"), seed)
-    if isinstance(shift, BrightnessConfig):
-        return _of_pixels(images, shift.kind, _nonempty(shift.factors, "factors"), seed)
-    if isinstance(shift, RotatedLabelsConfig):
-        return [
-            _group(_rotated(images, angle, seed), labels)
-            for angle in _nonempty(shift.angles, "angles")
-            for labels in _label_sets(shift, images)
-        ]
+    for config, key in ((NoiseConfig, "sigmas"), (BlurConfig, "radii"), (BrightnessConfig, "factors")):
+        if isinstance(shift, config):
+            return _of_pixels(images, shift.kind, _nonempty(getattr(shift, key), key), seed)
     if isinstance(shift, RotatedConfig):
-        return [_group(_rotated(images, angle, seed)) for angle in _nonempty(shift.angles, "angles")]
+        variants = [_rotated(images, angle, seed) for angle in _nonempty(shift.angles, "angles")]
+        label_sets: Sequence[list[int] | None] = (
+            _label_sets(shift, images) if isinstance(shift, RotatedLabelsConfig) else [None]
+        )
+        return [_group(variant, labels) for variant in variants for labels in label_sets]
     if isinstance(shift, ShiftedConfig):
         offsets = [offset % images.num_classes for offset in _nonempty(shift.offsets, "offsets")]
         return [_group(Variant(images, offset=offset)) for offset in offsets]
@@ -229,7 +223,7 @@ def _label_sets(shift: PathologicalConfig, images: Images) -> list[list[int]]:
     return shift.label_sets
 
 
-def _nonempty(values: list[T], key: str) -> list[T]:
+def _nonempty(values: list[Any], key: str) -> list[Any]:
     if not values:
         raise DataError(f"data.shift.{key} has an empty list; give every group its value")
     return values

@@ -1,6 +1,8 @@
 """The data sets by name: in which folders their files are searched, and how they are read."""
 
+import glob
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +23,7 @@ from cfl_ray.config.data import (
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_folder as image_folder_files
 from cfl_ray.data import image_sets, leaf, parquet, tables
-from cfl_ray.data.images import Images, Progress, Source, find, roots, with_file_as_root
+from cfl_ray.data.images import Images, Progress, Source, find, roots
 from cfl_ray.errors import DataError, did_you_mean
 
 
@@ -114,12 +116,8 @@ def _join_writers(images: Images, file: Path) -> Images:
 
     assert images.test_y is not None  # MNIST has a test part
     n, n_test = len(images.train_y), len(images.test_y)
-    return Images(
-        images.train_x,
-        images.train_y,
-        images.test_x,
-        images.test_y,
-        images.num_classes,
+    return replace(
+        images,
         client=in_row_order("train", writer, n),
         group=in_row_order("train", group, n),
         test_group=in_row_order("test", group, n_test),
@@ -132,13 +130,9 @@ def _join_writers(images: Images, file: Path) -> Images:
 def images(data: ColumnsDataConfig) -> Source:
     """Returns images in the user's Parquet files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
-    data = with_file_as_root(data)
-    patterns = (
-        [data.train_files]
-        if data.train_files
-        else ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
-    )
-    return _parquet("images", data, [""], patterns, data.columns, None, get)
+    usual = ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
+    train, test = _parts(data, [""], usual, "images", get)
+    return _parquet("images", train, test, data.columns, None)
 
 
 def femnist(data: ColumnsDataConfig) -> Source:
@@ -147,34 +141,28 @@ def femnist(data: ColumnsDataConfig) -> Source:
         "download the data set flwrlabs/femnist from Hugging Face and point data.root at it, "
         "or use source femnist_leaf for LEAF's JSON"
     )
-    data = with_file_as_root(data)
-    patterns = [data.train_files] if data.train_files else ["hf/femnist/data/*.parquet", "data/*.parquet", "*.parquet"]
-    columns = ColumnsConfig(
-        **{"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
-    )
-    return _parquet("femnist", data, ["", "femnist"], patterns, columns, 62, get)
+    usual = ["hf/femnist/data/*.parquet", "data/*.parquet", "*.parquet"]
+    train, test = _parts(data, ["", "femnist"], usual, "femnist", get)
+    columns = {"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
+    return _parquet("femnist", train, test, ColumnsConfig(**columns), leaf.CLASSES)
 
 
-def _parquet(
-    name: str,
-    data: PartsDataConfig,
-    subfolders: list[str],
-    patterns: list[str],
-    columns: ColumnsConfig,
-    num_classes: int | None,
-    get: str,
-) -> Source:
-    folder, train = find(data, subfolders, patterns, name, get)
-    train, test = _without_test(data, folder, train)
-    return Source(
-        name,
-        (*train, *test),
-        lambda pixels, progress: parquet.read(train, test, columns, num_classes, pixels, progress),
-    )
+def _parquet(name: str, train: list[Path], test: list[Path], columns: ColumnsConfig, num_classes: int | None) -> Source:
+    return Source(name, (*train, *test), partial(parquet.read, train, test, columns, num_classes))
 
 
-def _without_test(data: PartsDataConfig, folder: Path, train: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Returns the training files that are not test files, and the test files."""
+def _parts(
+    data: PartsDataConfig, subfolders: list[str], usual: list[str], name: str, get: str
+) -> tuple[list[Path], list[Path]]:
+    """Returns the training files that are not test files, and the test files.
+
+    usual: glob patterns of the training files if `data.train_files` is null. get: as in `find`. If `data.root` is a
+    file, it is the training file.
+    """
+    file = Path(data.root or "").expanduser()
+    if data.root is not None and file.is_file() and data.train_files is None:
+        data = data.model_copy(update={"root": str(file.parent), "train_files": glob.escape(file.name)})
+    folder, train = find(data, subfolders, [data.train_files] if data.train_files else usual, name, get)
     test = sorted(path for path in folder.glob(data.test_files) if path.is_file()) if data.test_files else []
     if data.test_files and not test:
         raise DataError(f"data.test_files: no file matches {data.test_files!r} in {folder.absolute()}")
@@ -191,27 +179,31 @@ def femnist_leaf(data: FilesDataConfig) -> Source:
         "run LEAF's data/femnist/preprocess.sh and point data.root at LEAF's data/femnist/data (the folder that holds "
         "train/*.json), or use source femnist for the parquet files of flwrlabs/femnist"
     )
-    return _leaf("femnist", data, leaf.Handwriting(), get)
+    return _leaf(
+        "femnist", data, partial(leaf.read, convert=leaf.handwriting, num_classes=leaf.CLASSES, vocabulary=None), get
+    )
 
 
-def _leaf(name: str, data: FilesDataConfig, kind: leaf.LeafKind, get: str = "") -> Source:
+def _leaf(name: str, data: FilesDataConfig, read: Callable[..., Images], get: str = "") -> Source:
     """Returns the data set in LEAF's folder data/NAME. get: how to obtain it, if there is more to say."""
     get = get or f"run LEAF's data/{name}/preprocess.sh and point data.root at LEAF's data/{name}/data"
     usual = ["", f"{name}/data", f"data/{name}/data", f"leaf/data/{name}/data"]
     source, subfolders = f"{name}_leaf", [data.train_files] if data.train_files else usual
     root, train = find(data, subfolders, ["train/*.json"], source, get)
     test = sorted(root.glob("test/*.json"))
-    return Source(source, (*train, *test), lambda pixels, progress: leaf.read(train, test, kind, progress))
+    return Source(source, (*train, *test), lambda pixels, progress: read(train, test, progress=progress))
 
 
 def shakespeare_leaf(data: FilesDataConfig) -> Source:
     """Returns LEAF's Shakespeare: the character after 80 characters; each role of a play is a client."""
-    return _leaf("shakespeare", data, leaf.Characters())
+    tokens = len(leaf.ALPHABET) + 1
+    read = partial(leaf.read, convert=leaf.characters, num_classes=tokens, vocabulary=tokens)
+    return _leaf("shakespeare", data, read)
 
 
 def sent140_leaf(data: Sent140LeafConfig) -> Source:
     """Returns LEAF's Sentiment140: two classes of tweets; each user is a client."""
-    return _leaf("sent140", data, leaf.Words(data.vocabulary or leaf.VOCABULARY))
+    return _leaf("sent140", data, partial(leaf.read_tweets, vocabulary=data.vocabulary or leaf.VOCABULARY))
 
 
 # --- the user's own files -----------------------------------------------------------------------
@@ -220,16 +212,13 @@ def sent140_leaf(data: Sent140LeafConfig) -> Source:
 def csv(data: ColumnsDataConfig, targets: str = "class") -> Source:
     """Returns the samples of CSV files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.csv'"
-    data = with_file_as_root(data)
-    folder, train = find(data, [""], [data.train_files or "*.csv"], "csv", get)
-    train, test = _without_test(data, folder, train)
+    train, test = _parts(data, [""], ["*.csv"], "csv", get)
     return Source("csv", (*train, *test), lambda pixels, progress: tables.read_csv(train, test, data.columns, targets))
 
 
 def image_folder(data: PartsDataConfig) -> Source:
     """Returns images in a folder for each class."""
-    root = roots(data)[0]
-    train, test = root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
+    train, test = _folders(data)
     files = image_folder_files.files_of(train) + ([] if test is None else image_folder_files.files_of(test))
     clients_file = train / image_folder_files.CLIENTS_FILE
     files += [clients_file] if clients_file.is_file() else []
@@ -238,8 +227,7 @@ def image_folder(data: PartsDataConfig) -> Source:
 
 def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
     """Returns a data set that Hugging Face's `save_to_disk` has written."""
-    root = roots(data)[0]
-    train, test = root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
+    train, test = _folders(data)
     for key, folder in (("root or data.train_files", train), ("test_files", test)):
         if folder is not None and not folder.is_dir():
             raise DataError(f"data.{key}: there is no folder {folder.absolute()} of Dataset.save_to_disk")
@@ -249,6 +237,12 @@ def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
         tuple(files),
         lambda pixels, progress: tables.read_hf(train, test, data.columns, data.vocabulary, targets),
     )
+
+
+def _folders(data: PartsDataConfig) -> tuple[Path, Path | None]:
+    """Returns the folders of the training part and of the test part."""
+    root = roots(data)[0]
+    return root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
 
 
 SOURCES: dict[str, Callable[[Any], Source]] = {  # by the names of `SOURCE_KINDS`, each with its section

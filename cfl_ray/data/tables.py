@@ -1,5 +1,6 @@
 """Tables: CSV files with a column for each feature, and Hugging Face data sets saved to disk as Arrow files."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,19 +27,19 @@ from cfl_ray.errors import DataError
 
 def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, targets: str = "class") -> Images:
     """Returns the samples of CSV files. Inputs are float32 (n, F), a number for each feature column."""
-    parts = [_concatenated(files, [_csv(file) for file in files]) for files in (train, test) if files]
+    parts = [concatenated(files, [_csv(file) for file in files]) for files in (train, test) if files]
     for part in parts:
-        for name in _names(columns.label):
+        for name in label_names(columns.label):
             column_of(part, name)
     for column in (columns.client, columns.group):
         if column is not None:
             column_of(parts[0], column)
-    special = {*_names(columns.label), columns.client, columns.group}
+    special = {*label_names(columns.label), columns.client, columns.group}
     features = columns.features or [name for name in parts[0][1].column_names if name not in special]
     if not features:
         raise DataError(f"{parts[0][0]} has no column except {columns.label!r}; set data.columns.features")
-    inputs = [np.stack([_numbers(part, name) for name in features], 1) for part in parts]
-    return images_of(parts, inputs, columns, None, targets)
+    inputs = (np.stack([_numbers(part, name) for name in features], 1) for part in parts)
+    return images_of(parts, inputs, columns, targets=targets)
 
 
 def read_hf(
@@ -49,31 +50,36 @@ def read_hf(
     The input column contains images, or lists of equal length: of numbers, or of token ids if `vocabulary` is given.
     """
     parts = [_saved(folder) for folder in (train, test) if folder is not None]
-    inputs = [_lists_or_images(part, columns.image, vocabulary) for part in parts]
+    inputs = (_lists_or_images(part, columns.image, vocabulary) for part in parts)
     return images_of(parts, inputs, columns, vocabulary, targets)
 
 
 def images_of(
     parts: list[Named],
-    inputs: list[np.ndarray],
+    inputs: Iterable[np.ndarray],
     columns: ColumnsConfig,
-    vocabulary: int | None,
+    vocabulary: int | None = None,
     targets: str = "class",
+    num_classes: int | None = None,
 ) -> Images:
-    """Returns the samples of a training part and, if given, a test part, with labels, clients and groups."""
-    if len(parts) == 2 and inputs[0].shape[1:] != inputs[1].shape[1:]:
-        raise DataError(
-            f"{parts[1][0]} holds inputs of shape {inputs[1].shape[1:]}, {parts[0][0]} of {inputs[0].shape[1:]}; "
-            "they must agree"
-        )
+    """Returns the samples of a training part and, if given, a test part, with labels, clients and groups.
+
+    inputs: of each part; they are computed after the labels are checked. num_classes: None for the largest label + 1.
+    """
     class_names: tuple[str, ...] = ()
     if targets == "class":
         if not isinstance(columns.label, str):
             raise DataError(
-                f"data.columns.label names {len(columns.label)} columns, a class has 1; set task: multi_label"
+                f"data.columns.label names {len(columns.label)} columns, a class has 1; name a single column, or set "
+                "task: multi_label (csv, hf_disk)"
             )
         labels, class_names = _labels(parts, columns.label)
-        num_classes = max(int(y.max()) for y in labels) + 1
+        num_classes = num_classes or max(int(y.max()) for y in labels) + 1
+        for (file, _), y in zip(parts, labels, strict=True):
+            if y.max() >= num_classes:
+                raise DataError(
+                    f"{file} holds label {y.max()} in column {columns.label!r}; labels run from 0 to {num_classes - 1}"
+                )
     else:
         labels = [_targets(part, columns.label, targets) for part in parts]
         if targets == "tokens":
@@ -85,13 +91,16 @@ def images_of(
     if (name := columns.group) is not None:
         values = [ids_of(part, name, "group") for part in parts if part is parts[0] or name in part[1].column_names]
         group, test_group = groups_of(values[0], values[1] if len(values) == 2 else None, f"{parts[-1][0]}: {name!r}")
+    x, *test_x = inputs
+    if test_x and (shape := test_x[0].shape[1:]) != x.shape[1:]:
+        raise DataError(f"{parts[1][0]} holds inputs of shape {shape}, {parts[0][0]} of {x.shape[1:]}; they must agree")
     return Images(
-        inputs[0],
+        x,
         labels[0],
-        inputs[1] if len(parts) == 2 else None,
-        labels[1] if len(parts) == 2 else None,
+        test_x[0] if test_x else None,
+        labels[1] if test_x else None,
         num_classes,
-        scale=255 if inputs[0].dtype == np.uint8 else 1,
+        scale=255 if x.dtype == np.uint8 else 1,
         client=client,
         group=group,
         test_group=test_group,
@@ -134,10 +143,11 @@ def _saved(folder: Path) -> Named:
                 tables.append(pa.ipc.open_stream(source).read_all())
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{file} is not a readable Arrow stream file: {error}") from error
-    return _concatenated(files, tables)
+    return concatenated(files, tables)
 
 
-def _concatenated(files: list[Path], tables: list[pa.Table]) -> Named:
+def concatenated(files: list[Path], tables: list[pa.Table]) -> Named:
+    """Returns the rows of all tables, with a name. Raises DataError for different columns, and without a row."""
     for file, table in zip(files, tables, strict=True):
         if table.column_names != tables[0].column_names:
             raise DataError(f"{file} has columns {table.column_names}, {files[0]} has {tables[0].column_names}")
@@ -174,7 +184,8 @@ def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[st
     return [np.searchsorted(known, part_words).astype(np.int16) for part_words in words], tuple(known.tolist())
 
 
-def _names(columns: str | list[str]) -> list[str]:
+def label_names(columns: str | list[str]) -> list[str]:
+    """Returns the names of the label columns."""
     return [columns] if isinstance(columns, str) else columns
 
 
@@ -186,7 +197,7 @@ def _targets(part: Named, columns: str | list[str], targets: str) -> np.ndarray:
             y = np.asarray(column_of(part, columns).to_pylist())
         else:
             advice = "; correct the cell, or set data.columns.label"
-            parts = [check_numbers(part, name, "label column", advice).to_numpy() for name in _names(columns)]
+            parts = [check_numbers(part, name, "label column", advice).to_numpy() for name in label_names(columns)]
             y = parts[0] if isinstance(columns, str) and targets == "real" else np.stack(parts, 1)
         return targets_of(place, y, targets).astype(TARGETS[targets].stored)
     except ValueError as error:
@@ -220,12 +231,7 @@ def _lists_or_images(part: Named, column: str, vocabulary: int | None) -> np.nda
 
 
 def _decoded(part: Named, values: pa.ChunkedArray) -> np.ndarray:
-    images = []
+    images: list[np.ndarray] = []
     for row, value in enumerate(values.to_pylist()):
-        images.append(decode_row(value["bytes"], part[0], row))
-        if images[-1].shape != images[0].shape:
-            raise DataError(
-                f"{part[0]}: the image in row {row} has shape {images[-1].shape}, the first image {images[0].shape}; "
-                "resize them to one size"
-            )
+        images.append(decode_row(value["bytes"], part[0], row, images[0].shape if images else None))
     return np.stack(images)

@@ -45,14 +45,10 @@ class Population:
         self.num_clients, self.seed = num_clients, seed
         self.cohort_seed = seed  # of cohorts by Poisson sampling; a private run has a secret one
         self.changes = sorted(changes, key=lambda change: change.round)
-        mentions = [
-            (client, joins)
-            for change in self.changes
-            for ids, joins in ((change.join, True), (change.leave, False))
-            for client in ids
-        ]
-        first_mention = dict(reversed(mentions))
-        newcomers = {client for client, joins in first_mention.items() if joins}
+        joins_first: dict[int, bool] = {}  # whether the first change of a client is that it joins
+        for change in reversed(self.changes):
+            joins_first |= dict.fromkeys(change.leave, False) | dict.fromkeys(change.join, True)
+        newcomers = (client for client, joins in joins_first.items() if joins)
         self.newcomers = np.array(sorted(newcomers), np.int64)
         self.is_online_N = np.ones(num_clients, bool)
         self.is_online_N[self.newcomers] = False
@@ -72,15 +68,14 @@ class Population:
 
         Raises ConfigError if no client is left.
         """
-        joining: set[int] = set()
-        leaving: set[int] = set()
-        for change in self.changes:  # a client may leave and return; its last change counts
+        joins: dict[int, bool] = {}  # a client may leave and return; its last change counts
+        for change in self.changes:
             if self.round < change.round <= round:
-                joining, leaving = joining | {*change.join}, leaving - {*change.join}
-                joining, leaving = joining - {*change.leave}, leaving | {*change.leave}
+                joins |= dict.fromkeys(change.join, True) | dict.fromkeys(change.leave, False)
         self.round = round
-        joined, left = (np.array(sorted(ids), np.int64) for ids in (joining, leaving))
-        joined, left = joined[~self.is_online_N[joined]], left[self.is_online_N[left]]
+        changed = [client for client in sorted(joins) if joins[client] != self.is_online_N[client]]
+        joined = np.array([client for client in changed if joins[client]], np.int64)
+        left = np.array([client for client in changed if not joins[client]], np.int64)
         if len(joined) or len(left):
             self.is_online_N = self.is_online_N.copy()  # a shallow copy of this population shares the array
             self.is_online_N[joined], self.is_online_N[left] = True, False

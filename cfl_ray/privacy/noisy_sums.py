@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cfl_ray.config.privacy import SignatureConfig
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.rng import secret_stream
@@ -60,14 +61,6 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Signatures:
-    """Release of vectors of single clients: each is clipped to `norm`, with noise N(0, (noise_multiplier norm)^2)."""
-
-    noise_multiplier: float
-    norm: float
-
-
-@dataclass(frozen=True)
 class AdaptiveClip:
     """C follows a quantile of the norms."""
 
@@ -85,7 +78,7 @@ class Privacy:
     cohort: float  # expected number of clients of a round, q N
     per_layer: bool = False
     adaptive: AdaptiveClip | None = None
-    signatures: Signatures | None = None
+    signatures: SignatureConfig | None = None  # noise on vectors of single clients
     noise_scale: float = 1.0  # factor of the added noise; below 1 in an extrapolation to larger cohorts
 
     @property
@@ -233,8 +226,8 @@ class PrivateRun:
             )
         vectors = vectors_MF.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         norm_M1 = vectors.norm(dim=1, keepdim=True).clamp(min=1e-300)
-        vectors *= (signatures.norm / norm_M1).clamp(max=1.0)
-        scale = signatures.noise_multiplier * signatures.norm
+        vectors *= (signatures.clip / norm_M1).clamp(max=1.0)
+        scale = signatures.noise_multiplier * signatures.clip
         for row, client in zip(vectors, ids_M.tolist(), strict=True):
             row.add_(torch.from_numpy(self.noise.normal(address, client, len(row), "signature")), alpha=scale)
         more = int(ids_M.max(initial=-1)) + 1 - len(self.releases.signatures_N)

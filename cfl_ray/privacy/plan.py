@@ -12,7 +12,7 @@ from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.errors import ConfigError
 from cfl_ray.population.population import count_of
 from cfl_ray.privacy.accounting import Sampling, epsilon, last_round, solved_multiplier
-from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun, Releases, Signatures
+from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun, Releases
 
 _ROUNDING = 1e-9  # relative tolerance of epsilon
 
@@ -24,10 +24,8 @@ class PrivacyPlan:
     privacy: Privacy
     sampling: Sampling
     delta: float
-    target: float | None
+    config: PrivacyConfig
     rounds: tuple[Releases, ...]  # of the first rounds; every later round has the releases of the last of these
-    reproducible: bool
-    extrapolated: bool
 
     def after(self, rounds: int) -> Releases:
         """The releases of a run of `rounds` rounds."""
@@ -41,9 +39,9 @@ class PrivacyPlan:
 
     def last_round(self, releases: Releases, done: int, rounds: int) -> int:
         """The last round, at most `rounds`, that the budget allows to a run that has completed `done` rounds."""
-        if self.target is None:
+        if self.config.target_epsilon is None:
             return rounds
-        limit = self.target * (1 + _ROUNDING)
+        limit = self.config.target_epsilon * (1 + _ROUNDING)
         return done + last_round(limit, rounds - done, lambda more: self.epsilon(self._more(releases, done, more)))
 
     def _more(self, releases: Releases, done: int, rounds: int) -> Releases:
@@ -74,32 +72,20 @@ def plan_of(experiment: Experiment, num_clients: int, label: str, dry_run: Any) 
             f"{delta:g}: a larger one allows to publish the data of a client"
         )
     cohort = _expected_cohort(experiment, num_clients)
-    given = config.signatures
-    signatures = None if given is None else Signatures(given.noise_multiplier, given.clip)
-    unit = Privacy(1.0, config.clip, cohort, signatures=signatures)
+    unit = Privacy(
+        1.0,
+        config.clip,
+        cohort,
+        per_layer=config.clipping == "per_layer",
+        signatures=config.signatures,
+        noise_scale=cohort / config.extrapolate.cohort if config.extrapolate else 1.0,
+    )
     rounds = _releases(unit, label, dry_run)
-    extrapolated = config.extrapolate is not None
 
     def with_noise(z: float) -> PrivacyPlan:
-        count_noise = config.count_noise or max(cohort / 20, z)
-        privacy = replace(
-            unit,
-            noise_multiplier=z,
-            per_layer=config.clipping == "per_layer",
-            adaptive=AdaptiveClip(config.quantile, config.clip_lr, count_noise)
-            if config.clipping == "adaptive"
-            else None,
-            noise_scale=cohort / config.extrapolate.cohort if config.extrapolate else 1.0,
-        )
-        return PrivacyPlan(
-            privacy,
-            sampling,
-            delta,
-            config.target_epsilon,
-            tuple(part.scaled(z) for part in rounds),
-            config.noise == "reproducible",
-            extrapolated,
-        )
+        adaptive = AdaptiveClip(config.quantile, config.clip_lr, config.count_noise or max(cohort / 20, z))
+        privacy = replace(unit, noise_multiplier=z, adaptive=adaptive if config.clipping == "adaptive" else None)
+        return PrivacyPlan(privacy, sampling, delta, config, tuple(part.scaled(z) for part in rounds))
 
     def epsilon_of(z: float) -> float:
         plan = with_noise(z)
@@ -169,19 +155,20 @@ def _sampling(experiment: Experiment, config: PrivacyConfig, num_clients: int) -
 def describe(plan: PrivacyPlan, label: str, rounds: int) -> list[str]:
     """The plan as lines of text, for `cfl-ray check`."""
     last = plan.last_round(Releases(), 0, rounds)
-    privacy, sampling = plan.privacy, plan.sampling
+    privacy, sampling, config = plan.privacy, plan.sampling, plan.config
     first = (
         f"privacy of {label}: epsilon {plan.epsilon(plan.after(last)):.3g} at delta {plan.delta:.3g} after "
         f"{last} rounds ({sampling.relation}); noise multiplier {privacy.noise_multiplier:.4g}, clip {privacy.norm:g}, "
         f"expected cohort {privacy.cohort:g}"
     )
     notes = {
-        f"ends after round {last} of {rounds}: the next one would exceed epsilon {plan.target or 0:g}": last < rounds,
+        f"ends after round {last} of {rounds}: the next one would exceed epsilon {config.target_epsilon or 0:g}": last
+        < rounds,
         f"no amplification by sampling: {sampling.reason}": sampling.kind == "all",
-        "an extrapolation to a larger federation, no guarantee for these clients": plan.extrapolated,
-        "noise is drawn from the seed: reproducible, not private": plan.reproducible,
+        "an extrapolation to a larger federation, no guarantee for these clients": config.extrapolate is not None,
+        "noise is drawn from the seed: reproducible, not private": config.noise == "reproducible",
         "clients add the noise, in shares that are enough if secure_aggregation.threshold of them report: it holds "
-        "against the server, too": plan.sampling.discrete,
+        "against the server, too": sampling.discrete,
         "clip is that of round 1, and then follows a quantile of the norms": privacy.adaptive is not None,
         "vectors of single clients have noise of their own, and each is charged": privacy.signatures is not None,
         "all clients have equal weights": True,

@@ -39,7 +39,7 @@ class RunPrivacy:
 
     def __init__(self, plan: PrivacyPlan, seed: int, store: CheckpointStore | None):
         self.plan = plan
-        key = key_of("reproducible" if plan.reproducible else "secret", seed, store)
+        key = key_of(plan.config.noise, seed, store)
         self.run = PrivateRun(plan.privacy, Noise(key))
 
     def draw_cohorts(self, population: Population, requests: Requests) -> None:
@@ -60,7 +60,7 @@ class RunPrivacy:
         self.run.end_round()
         if not plan.evaluates(draft.round):
             return
-        epsilon, target = self.plan.epsilon(self.run.releases), self.plan.target
+        epsilon, target = self.plan.epsilon(self.run.releases), self.plan.config.target_epsilon
         draft.metrics |= {"epsilon": epsilon, "clip_norm": self.run.norm}
         if target is not None and epsilon > target * 1.0001:
             raise RunError(

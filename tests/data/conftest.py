@@ -11,6 +11,7 @@ import torch
 from cfl_ray.config import DataConfig
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data.images import Images
+from cfl_ray.data.plan import make_plan
 from cfl_ray.data.sources import locate
 
 torch.set_num_threads(1)
@@ -92,5 +93,15 @@ def config():
             partition={"kind": kind, "clients": clients, **partition},
             test={"view": view, "max_images": max_images, "fraction": fraction, "pool": pool},
         )
+
+    return make
+
+
+@pytest.fixture
+def planned(toy, config):
+    """Makes the plan of a toy data set: planned("iid", 4, view="label", images=toy(n=40), seed=1)."""
+
+    def make(*division, images: Images | None = None, other: Images | None = None, seed: int = 0, **options):
+        return make_plan(images or toy(), other, config(*division, **options), seed)
 
     return make

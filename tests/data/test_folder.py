@@ -13,7 +13,6 @@ from cfl_ray.data import folder as folder_module
 from cfl_ray.data import open_shards
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.folder import Folder
-from cfl_ray.data.plan import make_plan
 from cfl_ray.data.shard_writer import write_shards
 from cfl_ray.errors import DataError
 
@@ -25,11 +24,11 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def remote(toy, config, cache, tmp_path):
+def remote(planned, cache, tmp_path):
     """A federation on a filesystem that is not this machine's, and the same one beside it on disk."""
     pytest.importorskip("fsspec")
     uri = f"fsspec+memory://bucket/{tmp_path.name}"
-    plan = make_plan(toy(), None, config(clients=5), seed=0)
+    plan = planned(clients=5)
     for folder in (uri, tmp_path / "local"):
         write_shards(folder, plan, {})
     yield uri, tmp_path / "local"
@@ -147,8 +146,8 @@ def test_missing_files(remote):
         open_shards(uri + "/nothing")
 
 
-def test_file_uris_are_local(toy, config, tmp_path):
-    write_shards(f"file://{tmp_path}/shards", make_plan(toy(), None, config(), 0), {})
+def test_file_uris_are_local(planned, tmp_path):
+    write_shards(f"file://{tmp_path}/shards", planned(), {})
     assert open_shards(f"file://{tmp_path}/shards").uri == str(tmp_path / "shards")
 
 

@@ -158,7 +158,7 @@ def test_pooled_images_are_those_of_both_parts(tmp_path):
 
 
 def test_pooling_reads_no_pixels_where_only_sizes_are_wanted(real):
-    pooled = real("images").pooled()
+    pooled = real("images").pooled("images")
     assert pooled.train_x.shape == (60_000, 3, 32, 32) and not any(pooled.train_x.strides)
     assert len(pooled.train_y) == 60_000
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cfl_ray.config.data import SOURCE_KINDS
+from cfl_ray.data.leaf import ALPHABET
 from cfl_ray.data.sources import locate
 from cfl_ray.errors import DataError
 
@@ -20,8 +21,8 @@ def write(folder, name, **users):
     (folder / name).write_text(json.dumps(content))
 
 
-def read(root, **data):
-    return locate("femnist_leaf", SOURCE_KINDS.of(source="femnist_leaf", root=str(root), **data)).read(True, None)
+def read(root, source="femnist_leaf", **data):
+    return locate(source, SOURCE_KINDS.of(source=source, root=str(root), **data)).read(True, None)
 
 
 def test_json_is_read_as_the_bytes_it_was_made_from(tmp_path):
@@ -36,23 +37,50 @@ def test_json_is_read_as_the_bytes_it_was_made_from(tmp_path):
     assert np.array_equal(read(tmp_path, train_files="femnist/data").train_x, images.train_x)
 
 
+def test_shakespeare_is_the_next_character(tmp_path):
+    write(tmp_path, "train/a.json", HAMLET={"x": ["a" * 80, "b" * 79 + "~"], "y": ["b", "\n"]})
+    images = read(tmp_path, "shakespeare_leaf")
+    assert len(ALPHABET) == 80 and images.num_classes == images.vocabulary == 81
+    assert images.train_x.shape == (2, 80) and (images.train_x[0] == ALPHABET.index("a")).all()
+    assert images.train_x[1, -1] == 80 and images.train_y.tolist() == [ALPHABET.index("b"), 0]
+    assert images.client.tolist() == ["HAMLET"] * 2
+
+
+def test_sent140_is_words(tmp_path):
+    def tweet(text):
+        return ["1", "Mon", "NO_QUERY", "ann", text, "training"]
+
+    ann = {"x": [tweet("Good good day"), tweet("day !")], "y": [1, 0]}
+    write(tmp_path, "train/a.json", ann=ann, bob={"x": [tweet("bad")], "y": ["4"]})
+    images = read(tmp_path, "sent140_leaf", vocabulary=5)
+    # by frequency, then alphabet: day 2, good 3, ! 4; "bad" is outside the vocabulary
+    assert images.train_x[:, :4].tolist() == [[3, 3, 2, 0], [2, 4, 0, 0], [1, 0, 0, 0]]
+    assert images.train_y.tolist() == [1, 0, 1] and images.train_x.shape == (3, 25) and images.num_classes == 2
+
+
 @pytest.mark.parametrize(
-    "content, message",
+    "source, ann, message",
     [
-        (
-            {"u": {"x": [[0.5] * 783], "y": [1]}},
-            r"user 'u' needs x of shape \(1, 784\) and y of \(1,\), got \(1, 783\)",
-        ),
-        ({"u": {"x": [[1.5] * 784], "y": [1]}}, r"must lie in \[0, 1\], got 1.5..1.5"),
-        ({"u": {"x": [[float("nan")] * 784], "y": [1]}}, r"must lie in \[0, 1\], got nan"),
-        ({"u": user([0], y=[62])}, "must lie in 0..61, got 62..62"),
-        ({"u": {"x": [[0.5] * 784, [0.5]], "y": [1, 2]}}, "data of user 'u' cannot be read"),
-        ({"u": user([])}, "no user of its 1 JSON files has a sample"),
+        ("femnist", {"x": [[0.5] * 783], "y": [1]}, r"needs x of shape \(1, 784\) and y of \(1,\), got \(1, 783\)"),
+        ("femnist", {"x": [[1.5] * 784], "y": [1]}, r"must lie in \[0, 1\], got 1.5..1.5"),
+        ("femnist", {"x": [[float("nan")] * 784], "y": [1]}, r"must lie in \[0, 1\], got nan"),
+        ("femnist", user([0], y=[62]), "must lie in 0..61, got 62..62"),
+        ("femnist", {"x": [[0.5] * 784, [0.5]], "y": [1, 2]}, "cannot be read"),
+        ("shakespeare", {"x": ["short"], "y": ["a"]}, "needs texts of 80 characters, got 5 characters"),
+        ("shakespeare", {"x": ["a" * 80], "y": ["ab"]}, "needs texts of 1 characters, got 2 characters"),
+        ("shakespeare", {"x": [], "y": ["a"]}, "needs lists x and y of 1 entries, got 0 and 1"),
+        ("sent140", {"x": ["hm"], "y": [3]}, r"must lie in 0..1 \(or be 4\), got 3..3"),
     ],
 )
-def test_unusable_content_is_named(tmp_path, content, message):
-    write(tmp_path, "train/a.json", **content)
-    with pytest.raises(DataError, match=message):
+def test_unusable_content_is_named(tmp_path, source, ann, message):
+    write(tmp_path, "train/a.json", ann=ann)
+    with pytest.raises(DataError, match=f"a.json: .*user 'ann' {message}"):
+        read(tmp_path, f"{source}_leaf")
+
+
+def test_files_without_a_sample(tmp_path):
+    write(tmp_path, "train/a.json", ann=user([]))
+    with pytest.raises(DataError, match="no user of its 1 JSON files has a sample"):
         read(tmp_path)
 
 

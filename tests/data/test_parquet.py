@@ -54,6 +54,11 @@ def test_a_summary_decodes_only_the_first_image(tmp_path):
     assert images.train_x.shape == (2, 3, 5, 7) and images.train_x.strides == (0, 0, 0, 0)
 
 
+def test_a_file_without_a_row_may_come_first(tmp_path):
+    files = write(tmp_path / "a.parquet", [], as_struct=False) + write(tmp_path / "b.parquet", as_struct=False)
+    assert len(read(files).train_x) == 6
+
+
 def test_clients_and_groups(tmp_path):
     train = write(tmp_path / "a.parquet", writer=list("aabbcc"), site=list("yyxxyy"))
     test = write(tmp_path / "t.parquet", site=list("xxxxxy"))
@@ -66,9 +71,9 @@ def test_clients_and_groups(tmp_path):
     "columns, message",
     [
         ({"label": [0, 1, 2, 3, 4, None]}, "column 'label' is empty in row 5"),
-        ({"label": list("abcdef")}, "label column 'label' must hold integers, it holds string"),
+        ({"label": [0.5] * 6}, "label column 'label' must hold integers or words, it holds double"),
         ({"label": [0, 1, 2, 3, 4, -1]}, "must lie in 0..32767, got -1..4"),
-        ({"label": [0, 1, 2, 3, 4, 62]}, "hold label 62 in column 'label'; labels run from 0 to 61"),
+        ({"label": [0, 1, 2, 3, 4, 62]}, "holds label 62 in column 'label'; labels run from 0 to 61"),
     ],
 )
 def test_labels_that_do_not_fit(tmp_path, columns, message):

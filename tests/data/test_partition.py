@@ -74,19 +74,6 @@ def test_dirichlet_that_cannot_succeed_names_the_client_and_what_to_change(monke
         draw(kind="dirichlet", alpha=0.01, min_samples=50)
 
 
-def test_classes_gives_client_i_class_i_mod_c_and_others():
-    for client, part in enumerate(draw(kind="classes", classes_per_client=3, clients=25)):
-        labels = np.unique(LABELS[part])
-        assert len(labels) == 3 and client % 10 in labels
-
-
-def test_each_class_is_split_evenly_among_its_owners():
-    parts = draw(kind="classes", classes_per_client=2)
-    for label in range(10):
-        shares = [count for part in parts if (count := (LABELS[part] == label).sum())]
-        assert max(shares) - min(shares) <= 1
-
-
 def test_random_shares_of_classes_spread_sizes_and_leave_each_owner_a_sample():
     even, random, wild = (
         table(draw(y=MNIST, clients=100, kind="classes", share_alpha=alpha), MNIST) for alpha in (None, 1.0, 0.05)

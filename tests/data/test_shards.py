@@ -179,6 +179,12 @@ def test_holdout_and_shared_test_sets_exclude_each_other(write):
             shared.test_set(index)
 
 
+def change_manifest(folder, **changes):
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | changes))
+    return manifest
+
+
 class TestDamage:
     @pytest.mark.parametrize("name", ["train-00000.arrow", "test-00000.arrow", "clients.arrow"])
     def test_missing(self, write, name):
@@ -234,16 +240,13 @@ class TestDamage:
     )
     def test_manifests_are_not_trusted(self, write, change, where):
         folder, _ = write()
-        manifest = json.loads((folder / MANIFEST).read_text())
-        (folder / MANIFEST).write_text(json.dumps({**manifest, **change}))
+        change_manifest(folder, **change)
         with pytest.raises(DataError, match=f"manifest.json is damaged or of another version: {where}"):
             open_shards(folder)
 
     def test_an_index_that_leads_out_of_its_files(self, write):
         folder, _ = write()
-        manifest = json.loads((folder / MANIFEST).read_text())
-        manifest["train"] = manifest["test"]  # 100 rows, where the clients need 400
-        (folder / MANIFEST).write_text(json.dumps(manifest))
+        change_manifest(folder, train=change_manifest(folder)["test"])  # 100 rows, where the clients need 400
         with pytest.raises(DataError, match="clients.arrow is damaged: it names rows or files that do not exist"):
             open_shards(folder)
 
@@ -274,9 +277,8 @@ class TestDamage:
         columns = [change(batch[one]) if one == column else batch[one] for one in batch.schema.names]
         with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=batch.schema))
-        manifest = json.loads((folder / MANIFEST).read_text())
-        manifest["index"] |= {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
-        (folder / MANIFEST).write_text(json.dumps(manifest))
+        described = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+        change_manifest(folder, index=change_manifest(folder)["index"] | described)
 
     @pytest.mark.parametrize(
         "shift",
@@ -289,16 +291,12 @@ class TestDamage:
     )
     def test_a_recipe_that_describes_no_group(self, write, shift):
         folder, _ = write()
-        manifest = json.loads((folder / MANIFEST).read_text())
-        manifest["recipe"] = {"data": {"shift": shift}}
-        (folder / MANIFEST).write_text(json.dumps(manifest))
+        change_manifest(folder, recipe={"data": {"shift": shift}})
         with pytest.raises(DataError, match="the shift in its recipe has no group 0"):
             open_shards(folder).group_transform(0)
 
     def test_other_arrow_files(self, write):
         folder, _ = write()
-        manifest = json.loads((folder / MANIFEST).read_text())
-        manifest["input"] = [1, 4, 5]
-        (folder / MANIFEST).write_text(json.dumps(manifest))
+        change_manifest(folder, input=[1, 4, 5])
         with pytest.raises(DataError, match="has columns .* expected .*; delete the folder"):
             open_shards(folder).train(0)

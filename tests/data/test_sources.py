@@ -67,31 +67,24 @@ def test_every_image_has_its_writer(data_root):
 
 
 @pytest.mark.parametrize(
-    "name, repository",
-    [("cifar10", "uoft-cs/cifar10"), ("cifar100", "uoft-cs/cifar100"), ("svhn", "ufldl-stanford/svhn")],
-)
-def test_missing_sets_of_torchvision_name_all_ways_to_get_them(tmp_path, name, repository):
-    with pytest.raises(DataError) as error:
-        read(name, root=str(tmp_path))
-    for part in (str(tmp_path), str(tmp_path / "torchvision"), f"hf/{name}", "data.download: true", repository):
-        assert part in str(error.value)
-
-
-@pytest.mark.parametrize(
     "name, advice",
     [
-        ("mnist", "data.download"),
-        ("mnist_by_writer", "data.download"),
-        ("femnist", "flwrlabs/femnist"),
-        ("femnist_leaf", "preprocess.sh"),
-        ("images", "data.train_files"),
-        ("medmnist", "pathmnist.npz"),
+        ("mnist", ["data.download"]),
+        ("mnist_by_writer", ["data.download"]),
+        ("femnist", ["flwrlabs/femnist"]),
+        ("femnist_leaf", ["preprocess.sh"]),
+        ("images", ["data.train_files"]),
+        ("medmnist", ["pathmnist.npz"]),
+        ("cifar10", ["torchvision", "hf/cifar10", "data.download: true", "uoft-cs/cifar10"]),
+        ("cifar100", ["torchvision", "hf/cifar100", "data.download: true", "uoft-cs/cifar100"]),
+        ("svhn", ["torchvision", "hf/svhn", "data.download: true", "ufldl-stanford/svhn"]),
     ],
 )
 def test_missing_data_name_the_places_and_how_to_get_them(tmp_path, name, advice):
     with pytest.raises(DataError, match="not found") as error:
         locate(name, SOURCE_KINDS.of(source=name, root=str(tmp_path)))
-    assert str(tmp_path) in str(error.value) and advice in str(error.value) and "\n" not in str(error.value)
+    text = str(error.value)
+    assert all(part in text for part in (str(tmp_path), *advice)) and "\n" not in text
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -109,33 +102,27 @@ def test_globs_stay_below_the_root(tmp_path):
         locate("images", SOURCE_KINDS.of(source="images", root=str(tmp_path), train_files="/etc/*.parquet"))
 
 
-def test_cifar10_in_torchvisions_layout(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, folder, train, test, classes, kind",
+    [
+        ("cifar10", "torchvision/cifar-10-batches-py", [f"data_batch_{n}" for n in range(1, 6)], "test_batch", 10, ""),
+        ("cifar100", "cifar-100-python", ["train"], "test", 100, "fine_"),
+    ],
+)
+def test_cifar_in_torchvisions_layout(tmp_path, monkeypatch, name, folder, train, test, classes, kind):
     pixels = np.random.default_rng(0).integers(0, 256, (6, 3072), dtype=np.uint8)
-    folder = tmp_path / "torchvision/cifar-10-batches-py"
-    folder.mkdir(parents=True)
-    for row, name in enumerate([*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"]):
-        (folder / name).write_bytes(pickle.dumps({"data": pixels[row : row + 1], "labels": [row]}))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
-    # Torchvision expects the checksums of the real files.
+    (tmp_path / folder).mkdir(parents=True)
+    for file, rows in zip([*train, test], [*np.split(np.arange(5), len(train)), np.array([5])]):
+        content = {"data": pixels[rows], f"{kind}labels": (classes - 1 - rows).tolist(), "coarse_labels": [0]}
+        (tmp_path / folder / file).write_bytes(pickle.dumps(content))
+    meta = tmp_path / folder / ("meta" if kind else "batches.meta")
+    meta.write_bytes(pickle.dumps({f"{kind}label_names": [str(label) for label in range(classes)]}))
+    # torchvision expects the checksums of the real files
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: True)
-    images = read("cifar10", root=str(tmp_path))
-    assert np.array_equal(images.train_x, pixels[:5].reshape(5, 3, 32, 32))
-    assert images.train_y.tolist() == [0, 1, 2, 3, 4]
-    assert np.array_equal(images.test_x, pixels[5:].reshape(1, 3, 32, 32)) and images.test_y.tolist() == [5]
-
-
-def test_cifar100_in_torchvisions_layout(tmp_path, monkeypatch):
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 3072), dtype=np.uint8)
-    folder = tmp_path / "cifar-100-python"
-    folder.mkdir()
-    for name, rows in (("train", slice(0, 2)), ("test", slice(2, 3))):
-        labels = list(range(99, 96, -1))[rows]
-        (folder / name).write_bytes(pickle.dumps({"data": pixels[rows], "fine_labels": labels, "coarse_labels": [0]}))
-    (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": [str(label) for label in range(100)]}))
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: True)
-    images = read("cifar100", root=str(tmp_path))
-    assert np.array_equal(images.train_x, pixels[:2].reshape(2, 3, 32, 32)) and images.num_classes == 100
-    assert images.train_y.tolist() == [99, 98] and images.test_y.tolist() == [97]
+    images = read(name, root=str(tmp_path))
+    assert np.array_equal(images.train_x, pixels[:5].reshape(5, 3, 32, 32)) and images.num_classes == classes
+    assert np.array_equal(images.test_x, pixels[5:].reshape(1, 3, 32, 32))
+    assert [*images.train_y, *images.test_y] == [classes - 1 - row for row in range(6)]
 
 
 def test_svhn_in_torchvisions_layout(tmp_path, monkeypatch):

@@ -89,11 +89,7 @@ def test_nothing_released_is_nothing():
     assert epsilon(Releases(), Sampling("poisson", 100, 10), 1e-3) == 0
 
 
-def test_the_least_noise_for_a_target():
-    """2.343 for epsilon 2 with 1,000 clients, 100 a round, 200 rounds."""
-    sampling = Sampling("poisson", 1000, 100)
-    found = solved_multiplier(2.0, lambda z: epsilon(rounds(z, 200), sampling, 1000**-1.1))
-    assert found == pytest.approx(2.343, abs=0.004)
+def test_a_target_that_no_noise_reaches():
     with pytest.raises(ConfigError, match="target_epsilon: 1e-09 is not reached"):
         solved_multiplier(1e-9, lambda z: 1.0)
 

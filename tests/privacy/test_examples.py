@@ -78,14 +78,6 @@ def test_the_known_value_of_dp_sgd():
     assert account.epsilon_N()[0] == pytest.approx(2.5617157, abs=1e-6)
 
 
-@pytest.mark.parametrize("z, expected", [(0.5, 52.6), (1.0, 8.25), (2.0, 2.65)])
-def test_of_moments(z, expected):
-    """200 steps with q = .1 at delta 1e-3 by the RDP accountant of dp-accounting 0.6."""
-    account = ExampleAccount(z, 1e-3, 1)
-    account.charge(np.array([0]), LocalSGD(batch_size=2), np.array([20]), np.array([200]))
-    assert account.epsilon_N()[0] == pytest.approx(expected, rel=2e-3)
-
-
 def test_records_carry_it_and_the_plan_bounds_it():
     setup = prepare(experiment())
     values = [one["example_epsilon"] for one in figures(simulate(experiment()))]

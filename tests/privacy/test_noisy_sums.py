@@ -10,6 +10,7 @@ import torch
 from federations import Spoiled, Stage
 from torch import nn
 
+from cfl_ray.config.privacy import SignatureConfig
 from cfl_ray.core.clients import ClientState, LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.privacy import PrivacyError
@@ -19,7 +20,7 @@ from cfl_ray.core.work import AverageDeferred, Train
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
-from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun, Signatures, rounded_norm
+from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun, rounded_norm
 
 NORM, COHORT = 0.05, 4.0
 SUMS_ONLY = "apfl ditto fedavg fedavg_plus fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg pfedme"
@@ -118,14 +119,14 @@ def test_every_engine_clips(engine):
 def test_a_server_that_reads_single_uploads_needs_signatures(name):
     with pytest.raises(PrivacyError, match="of single clients, which noise on sums does not protect; give"):
         sums_of(name, range(8), private())
-    run = private(signatures=Signatures(1.0, 0.5), secret=b"key")
+    run = private(signatures=SignatureConfig(noise_multiplier=1.0, clip=0.5), secret=b"key")
     sums_of(name, range(8), run)
     assert run.releases.signatures == 1, "each client uploaded one vector in this round"
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_uploads_are_refused(name):
-    run = private(signatures=Signatures(1.0, 0.5), secret=b"key")
+    run = private(signatures=SignatureConfig(noise_multiplier=1.0, clip=0.5), secret=b"key")
     with pytest.raises(PrivacyError, match=REFUSED[name]):
         sums_of(name, range(8), run)
 
@@ -238,7 +239,7 @@ class TestClipping:
 
 class TestSignatures:
     def test_are_clipped_with_noise_and_counted_by_client(self):
-        run = private(secret=b"key", signatures=Signatures(3.0, 0.5))
+        run = private(secret=b"key", signatures=SignatureConfig(noise_multiplier=3.0, clip=0.5))
         clients = replace(stage().clients([1, 5]), private=run)
         found, _ = clients.describe(lambda client, anchor_P: 100 * torch.ones(4000))
         assert (found - 0.5 / 4000**0.5).std().item() == pytest.approx(3.0 * 0.5, rel=0.03)

@@ -29,10 +29,7 @@ def experiment(**sections) -> Experiment:
 
 
 def figures(results, label="ifca"):
-    return [
-        {key: value for key, value in record.metrics.items() if key != "round_seconds"}
-        for record in results[label].records
-    ]
+    return [{k: v for k, v in one.metrics.items() if k != "round_seconds"} for one in results[label].records]
 
 
 def test_epsilon_grows_by_the_round_and_the_plan_says_its_end():
@@ -161,7 +158,8 @@ def test_what_allows_amplification(sections, kind, reason):
 def test_an_extrapolation_has_the_noise_of_a_larger_cohort():
     privacy = {"noise_multiplier": 1.0, "extrapolate": {"cohort": 600, "population": 10**6}}
     plan = prepare(experiment(privacy=privacy)).privacy["ifca"]
-    assert plan.privacy.noise_scale == 6 / 600 and plan.extrapolated and plan.sampling.population == 10**6
+    assert plan.privacy.noise_scale == 6 / 600 and plan.sampling.population == 10**6
+    assert any("an extrapolation to a larger federation" in line for line in describe(plan, "ifca", 4))
 
 
 def test_an_override_makes_the_section():
