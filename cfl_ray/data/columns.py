@@ -121,7 +121,8 @@ def decode_row(content: bytes | None, file: str, row: int, shape: tuple[int, ...
 def decode(content: io.BytesIO | Path, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
     """Returns an image as uint8 (C, H, W); C is 1 for a grey image and 3 for other images.
 
-    shape: that of the first image, which decides C. Raises DataError for an image of another height or width.
+    shape: that of the first image, which decides C. Raises DataError for an image of another height or width, and for
+    colours if the first image is grey.
     """
     try:
         with Image.open(content, formats=("PNG", "JPEG")) as image:
@@ -131,8 +132,11 @@ def decode(content: io.BytesIO | Path, name: str, shape: tuple[int, ...] | None 
                     f"{name} is {image.height}x{image.width}, the first image is {shape[1]}x{shape[2]}; "
                     "resize all to the same size"
                 )
-            grey = image.mode in ("1", "L", "LA") if shape is None else shape[0] == 1
+            is_grey = image.mode in ("1", "L", "LA")
+            grey = is_grey if shape is None else shape[0] == 1
             pixels = np.asarray(image.convert("L" if grey else "RGB"))
+            if grey and not is_grey and (np.asarray(image.convert("RGB")) != pixels[..., None]).any():
+                raise DataError(f"{name} has colours, the first image is grey; convert all images to one mode")
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"{name} is neither PNG nor JPEG, or damaged: {error}") from error
     return pixels[None] if grey else pixels.transpose(2, 0, 1)

@@ -80,7 +80,9 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     plain = [open_run(Path(run), trust) for run in runs if Path(run) not in studies]
     for (experiment, label), of_seeds in numbers_of(experiments_of(plain)).items():
         if (experiment, label) in run_metrics:
-            raise ConfigError(f"a study and a run both have method {label} in experiment {experiment!r}; name one of them")
+            raise ConfigError(
+                f"a study and a run both have method {label} in experiment {experiment!r}; name one of them"
+            )
         run_metrics[experiment, label] = of_seeds
     return table_of(run_metrics, metrics)
 

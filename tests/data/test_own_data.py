@@ -235,6 +235,18 @@ class TestImageFolder:
         with pytest.raises(DataError, match="9.png is neither PNG nor JPEG"):
             self.read(folder, train_files="train")
 
+    def test_grey_images_among_colours_and_colours_among_grey_images(self, folder):
+        last = folder / "train" / "dog" / "9.png"
+        Image.new("L", (5, 4), 200).save(last)
+        assert (self.read(folder, train_files="train").train_x[-1] == 200).all()
+        for file in sorted((folder / "train").rglob("*.png")):
+            Image.new("L", (5, 4), 3).save(file)
+        Image.new("RGB", (5, 4), (8, 8, 8)).save(last)  # without colours
+        assert self.read(folder, train_files="train").train_x[:, 0, 0, 0].tolist() == [3] * 6 + [8]
+        Image.new("RGB", (5, 4), (8, 8, 9)).save(last)
+        with pytest.raises(DataError, match="9.png has colours, the first image is grey; convert all images"):
+            self.read(folder, train_files="train")
+
 
 class TestHfDisk:
     def save(self, folder, **columns):
