@@ -6,9 +6,7 @@ Every key has a single place, default and description; the error for an unknown 
 import hashlib
 import json
 import shlex
-import typing
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,17 +19,19 @@ from cfl_ray.config.clock import CLOCK_KINDS, AsynchronousConfig, ClockConfig, R
 from cfl_ray.config.cohort import CohortConfig, TraceConfig
 from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, DataConfig, OfficialDataConfig
 from cfl_ray.config.evaluation import EvaluationConfig
+from cfl_ray.config.explanation import explain
 from cfl_ray.config.local import LocalConfig
 from cfl_ray.config.model import ModelConfig, StartConfig
-from cfl_ray.config.part import Kinds, keys_of, kinds_of
+from cfl_ray.config.part import keys_of, kinds_of
 from cfl_ray.config.paths import from_record, moves_of, resolved_in, root_resolved_in, to_record, with_replaced
 from cfl_ray.config.privacy import PrivacyConfig, SecureAggregationConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
-from cfl_ray.config.section import ConfigSection, as_yaml
+from cfl_ray.config.section import ConfigSection
 from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.config.unused import unused_warnings
-from cfl_ray.errors import ConfigError, did_you_mean, what_is_wrong
+from cfl_ray.config.yaml_text import parse_yaml
+from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.security.credentials import redact_values, with_known_credentials
 from cfl_ray.system.files import read_text, sha256
 
@@ -42,8 +42,6 @@ from cfl_ray.system.files import read_text, sha256
 # purpose and is hashed.
 NOT_HASHED = {"runtime", "tracking", "output", "name"}
 _FORMAT = 2  # of the config hash; a new number for a changed default
-_MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may be repeated
-_DEEPEST, _LARGEST = 100, 10_000_000  # levels and values of a YAML file
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
 
@@ -307,7 +305,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
         if str(file).partition(".")[0] in Experiment.model_fields and file.suffix not in (".yaml", ".yml"):
             advice = f"if the key {file} is meant, write {file}=VALUE"
         raise ConfigError(f"there is no config file {file}; {advice}")
-    values = _parse(text, str(file)) or {}
+    values = parse_yaml(text, str(file)) or {}
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold keys and values, e.g. `rounds: 30`, got {type(values).__name__}")
     for key in values:
@@ -316,76 +314,12 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return values
 
 
-class _Loader(yaml.SafeLoader):
-    """A loader that raises ValueError for a repeated key; PyYAML itself uses the last value."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
-                continue
-            line, name = key.start_mark.line + 1, (key.tag, key.value)
-            if name in lines:
-                where = f"line {line}" if line == lines[name] else f"lines {lines[name]} and {line}"
-                raise ValueError(f"key {key.value!r} is given twice, in {where}; leave one out")
-            lines[name] = line
-        return node
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        value = _Loader(text).get_single_data()
-        _size_of(value, {}, _DEEPEST)
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{where} is not valid YAML: {_in_one_line(error)}") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two for an invalid number or date
-        raise ConfigError(f"{where} is not valid YAML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{where} is not valid YAML: it is nested too deep") from None
-    return value
-
-
-_CURES = {  # words of PyYAML's message -> the cure
-    "mapping values are not allowed": "indent the keys of a section alike, and put a text with ': ' into quotes",
-    "block end": "indent the entries of a section or a list alike",
-    "'\\t'": "indent with spaces, not with tabs",
-    "cannot start any token": "put the text into quotes",
-    "undefined alias": "put the text into quotes",
-    "unexpected end of stream": "close the quotes",
-    "expected ',' or": "close the bracket, and separate its entries by commas",
-    "found '<stream end>'": "close the bracket",
-}
-
-
-def _in_one_line(error: yaml.MarkedYAMLError) -> str:
-    """Place, problem and cure of a PyYAML error, on a single line."""
-    problem, mark = str(error.problem), error.problem_mark
-    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
-    cure = next((f"; {cure}" for words, cure in _CURES.items() if words in problem), "")
-    return f"{place}{problem}{cure}"
-
-
-def _size_of(value: Any, known: dict[int, int], levels: int) -> int:
-    """Number of nested values, each alias counted in full. Raises ValueError beyond the limits."""
-    if not isinstance(value, dict | list):
-        return 1
-    if levels == 0:
-        raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
-    if id(value) not in known:
-        inner = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_size_of(entry, known, levels - 1) for entry in inner)
-        if known[id(value)] > _LARGEST:
-            raise ValueError(f"it has more than {_LARGEST:,} values, as its aliases repeat them")
-    return known[id(value)]
-
-
 def split_override(override: str) -> tuple[list[str], Any]:
     """Returns the path and the value of SECTION.KEY=VALUE. Raises ConfigError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {override!r} must look like section.key=value, e.g. local.lr=0.05")
-    return key.split("."), _parse(text, override)
+    return key.split("."), parse_yaml(text, override)
 
 
 def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> None:
@@ -484,90 +418,3 @@ def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) ->
 
 # the kinds of each part, by path, e.g. ("data", "shift")
 PARTS = {path: kinds for path, info in keys_of(Experiment) if (kinds := kinds_of(info)) is not None}
-
-
-def explain(error: ValidationError, config: type[ConfigSection]) -> str:
-    """Returns a line per problem: the key, what is wrong, and the valid range or the nearest valid key."""
-    lines = []
-    for problem in error.errors():
-        path, section, kinds, kind = _place(config, problem["loc"])
-        where = ".".join(map(str, path)) or "config"
-        if problem["type"] == "extra_forbidden":
-            keys = [name for name, info in section.model_fields.items() if not info.exclude]
-            if kinds is not None and (others := kinds.with_key(str(path[-1]))):
-                own = ", ".join(name for name in keys if name != kinds.key) or "none"
-                lines.append(
-                    f"{where} is a key of {kinds.key} {' | '.join(others)}, and {kinds.key} is {kind}; "
-                    f"its keys are: {own}"
-                )
-                continue
-            if kinds is not None:
-                keys += [
-                    name for other in kinds.all.values() for name in other.section.model_fields if name not in keys
-                ]
-            advice = did_you_mean(str(path[-1]), keys)
-            if config is Experiment and len(path) == 1 and isinstance(problem["input"], dict):
-                advice += f"; options of a method are set as methods.{where}.OPTION=VALUE"
-            lines.append(f"unknown key {where!r}{advice}")
-        elif problem["type"] == "list_type" and path[-1] not in section.model_fields:  # a list of sections
-            item = _example(section, kinds, problem["input"])
-            lines.append(f"{where}: expected a list, e.g. [{item}], got {problem['input']!r}")
-        elif problem["type"] == "model_type":
-            given, more = problem["input"], f"; its keys: cfl-ray config {where}" if config is Experiment else ""
-            lines.append(
-                f"{where}: expected a section of keys, e.g. {_example(section, kinds, given)}, "
-                f"got {'null' if given is None else repr(given)}{more}"
-            )
-        else:
-            lines.append(f"{where}: {what_is_wrong(problem)}"[:500])
-    return "\n".join(lines)
-
-
-def _example(section: type[ConfigSection], kinds: Kinds[Any] | None, given: Any) -> str:
-    """An example of a section: a key that accepts the given value, with this value, or else a key at its default."""
-    if kinds is not None:
-        is_kind = isinstance(given, str) and given in kinds.builtin
-        return as_yaml({kinds.key: given if is_kind else kinds.default})
-    fields = {name: info for name, info in section.model_fields.items() if not info.exclude}
-    for name in fields if isinstance(given, int | float) else ():  # a text fits many keys
-        with suppress(ValidationError, ConfigError, yaml.YAMLError):
-            section.model_validate({name: given}, strict=True)
-            return as_yaml({name: given})
-    simple = {name: info.default for name, info in fields.items() if isinstance(info.default, str | int | float)}
-    return as_yaml(dict([next(iter(simple.items()))])) if simple else f"{{{next(iter(fields))}: ...}}"
-
-
-def _place(
-    config: type[ConfigSection], loc: Iterable[int | str]
-) -> tuple[list[int | str], Any, Kinds[Any] | None, str]:
-    """Returns the path of a problem, the section of its last key and, if this section is a part, its kinds and kind.
-
-    loc: pydantic's location, which also has the names of kinds; they are left out of the path. Numbers and names in it
-    that are not keys of a section are positions in lists and mappings.
-    """
-    path: list[int | str] = []
-    section: Any = config
-    kinds, kind = None, ""
-    alternatives: list[type[ConfigSection]] = []  # of the last key; several have different literals as their `kind`
-    for key in loc:
-        if isinstance(section, Kinds):
-            kinds, kind = section, str(key)
-            section = kinds.all[kind].section
-            continue
-        path.append(key)
-        info = section.model_fields.get(key)
-        if info is not None:
-            alternatives = _sections_in(info.annotation)
-            if (inner := kinds_of(info) or next(iter(alternatives), None)) is not None:
-                section, kinds = inner, None
-        elif len(alternatives) > 1:
-            section = next(one for one in alternatives if key in typing.get_args(one.model_fields["kind"].annotation))
-            alternatives = []
-    return path, section, kinds, kind
-
-
-def _sections_in(annotation: Any) -> list[type[ConfigSection]]:
-    """The sections in a type, such as a list of sections or an optional section."""
-    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
-        return [annotation]
-    return [section for inner in typing.get_args(annotation) for section in _sections_in(inner)]

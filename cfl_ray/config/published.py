@@ -8,7 +8,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from cfl_ray.config.experiment import explain, read_yaml
+from cfl_ray.config.experiment import read_yaml
+from cfl_ray.config.explanation import explain
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError, did_you_mean
 

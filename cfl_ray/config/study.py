@@ -24,7 +24,8 @@ from pydantic import (
     model_validator,
 )
 
-from cfl_ray.config.experiment import PARTS, Experiment, explain, read_yaml, set_key, split_override
+from cfl_ray.config.experiment import PARTS, Experiment, read_yaml, set_key, split_override
+from cfl_ray.config.explanation import explain
 from cfl_ray.config.paths import from_record, paths_as_written, record_line, resolved_in, root_resolved_in
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError
