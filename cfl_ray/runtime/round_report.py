@@ -99,19 +99,19 @@ class RoundDraft:
     def report(self, status: Status, stop: bool, diagnostics: tuple[ReportedDiagnostic, ...]) -> RoundReport:
         """The report of the complete round."""
         return RoundReport(
-            status,
-            self.round,
-            self.metrics,
-            tuple(self.notes),
-            self.reassigned,
-            self.scores_MV,
-            self.time_ms,
-            stop,
-            tuple(self.numbers),
-            diagnostics if self.scores_MV is not None else (),
-            self.phase,
-            tuple(self.stats.events),
-            tuple(self.fallbacks),
+            status=status,
+            round=self.round,
+            metrics=self.metrics,
+            notes=tuple(self.notes),
+            reassigned=self.reassigned,
+            scores_MV=self.scores_MV,
+            time_ms=self.time_ms,
+            stop=stop,
+            numbers=tuple(self.numbers),
+            diagnostics=diagnostics if self.scores_MV is not None else (),
+            phase=self.phase,
+            events=tuple(self.stats.events),
+            fallbacks=tuple(self.fallbacks),
         )
 
 
