@@ -257,7 +257,7 @@ def show_study(
     for warning in metric_warnings(study, [run for run, _ in estimates]):
         say(f"warning: {warning}", console)
     runs = len(estimates) * seeds
-    if study.sweep is not None and study.sweep.sampler == "tpe":
+    if study.sweep is not None and study.learns:
         ends, trials = 2, study.sweep.trials or 0
         say(f"shown: the ends of the ranges; {trials} trials, {runs // ends * trials} runs", console)
     else:

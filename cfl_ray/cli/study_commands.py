@@ -105,14 +105,13 @@ def run_all(
 
     selection = selection_of(only)
     folder, extend = (None if path is None else (output_base() or Path()) / path for path in (folder, extend))
-    learns = study.sweep is not None and study.sweep.sampler == "tpe"
     if dry_run:
         runs, root = plan_study(study, folder, selection)
         for run in runs:
             say(f"{run.name}{': finished' if run.is_finished(root) else ''}")
-        say(f"{len(runs)} runs{' at the ends of the ranges' * learns}; folder: {root}")
+        say(f"{len(runs)} runs{' at the ends of the ranges' * study.learns}; folder: {root}")
         return
-    with StudyDisplay(out, learns) as display:
+    with StudyDisplay(out, study.learns) as display:
         results = run_study(study, folder, selection, at_once, display, extend)
     display.finish(results)
     if results.failed:

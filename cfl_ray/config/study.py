@@ -240,6 +240,11 @@ class Study(ConfigSection):
         """Names of the settings; `ALL_SETTINGS` alone if the study has none."""
         return list(self.settings) or [ALL_SETTINGS]
 
+    @property
+    def learns(self) -> bool:
+        """Whether later trials of the sweep depend on the results of earlier ones."""
+        return self.sweep is not None and self.sweep.sampler == "tpe"
+
     def to_yaml(self, credentials: bool = True) -> str:
         """Returns the study as YAML; loading it gives an equal study, whose runs have the same config hashes.
 

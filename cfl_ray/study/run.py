@@ -289,7 +289,7 @@ class _Launch:
         if not RunDirectory(earlier).is_study:
             raise ConfigError(f"extend: {earlier} holds no study: there is no {RunDirectory(earlier).study}")
         begun = [run for run in self.runs if RunDirectory(run.folder(earlier)).is_run]
-        if not begun and not self._learns:
+        if not begun and not self.study.learns:
             raise ConfigError(f"extend: {earlier} has none of the runs of this study, such as {self.runs[0].name}")
         for run in begun:
             if not RunDirectory(run.folder(self.root)).is_run:
@@ -308,7 +308,7 @@ class _Launch:
             run, seed = runs.get((setting, method)), seed_of(folder)
             if run is not None and setting in selected:
                 check_hash_of_run(RunDirectory(folder), run.experiment.model_copy(update={"seed": seed}))
-            if (run is None and not self._learns) or seed not in self.study.seeds:
+            if (run is None and not self.study.learns) or seed not in self.study.seeds:
                 others.append(f"{setting}, {method}, seed {seed}")
         if others:
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -316,10 +316,6 @@ class _Launch:
                 f"the folder has runs that the study no longer names: {others[0]}{more}; tables and reports show them "
                 "too; move them away to leave them out"
             )
-
-    @property
-    def _learns(self) -> bool:
-        return self.study.sweep is not None and self.study.sweep.sampler == "tpe"
 
     def _all_runs(self) -> None:
         of_trial = len(plan(self.study, self.only, self.trials.first()[:1]))

@@ -67,20 +67,18 @@ class PlannedRuns:
     """The runs of the present study; its folder may also hold runs of an earlier version of the study."""
 
     def __init__(self, study: Study):
-        learns = study.sweep is not None and study.sweep.sampler == "tpe"
         self.seeds = frozenset(study.seeds)
         self.labels: dict[str, frozenset[str] | None] = {}  # of the methods by setting; None: not known without torch
         # names of trials that depend on results are not known, only their settings
-        self.bases = {f"{setting},": setting for setting in study.settings} if learns else None
-        trials = [{}] if study.sweep is None or learns else study.sweep.drawn()
+        self.bases = {f"{setting},": setting for setting in study.settings} if study.learns else None
+        trials = [{}] if study.sweep is None or study.learns else study.sweep.drawn()
         count = 0
         for setting, trial in itertools.product(study.setting_names, trials):
             values = study.values(setting, trial)
-            self.labels[setting if learns else place_of(study, setting, name_of(trial) if trial else "")] = _labels(
-                values
-            )
+            place = setting if study.learns else place_of(study, setting, name_of(trial) if trial else "")
+            self.labels[place] = _labels(values)
             count += len(methods_in(values))
-        more = (study.sweep.trials or 0) if study.sweep is not None and learns else 1
+        more = (study.sweep.trials or 0) if study.sweep is not None and study.learns else 1
         self.count = count * more * len(study.seeds)
 
     def has(self, setting: str, method: str, seed: int) -> bool:
