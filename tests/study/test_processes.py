@@ -105,8 +105,10 @@ from cfl_ray.study import worker_pool
 sent, interrupts = [], 0
 
 def send():
-    for _ in range(20000):
+    count = 0
+    while count < 20000 or not interrupts:
         os.kill(os.getpid(), signal.SIGINT)
+        count += 1
     sent.append(True)
 
 signal.signal(signal.SIGINT, worker_pool._interrupt)
