@@ -174,7 +174,7 @@ def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[st
     if not all(is_text(values.type) for values in columns):
         raise DataError(
             f"{parts[0][0]}: label column {column!r} must hold integers or words, it holds {columns[0].type}; "
-            + ("set task: regression to learn numbers, or " if pa.types.is_floating(columns[0].type) else "")
+            + ("set task: regression to learn numbers (csv, hf_disk), or " if pa.types.is_floating(columns[0].type) else "")
             + "set data.columns.label"
         )
     words = [np.asarray(values.to_pylist(), np.str_) for values in columns]
