@@ -274,6 +274,15 @@ def test_modules_named_in_the_documentation_exist():
                 assert (ROOT / "cfl_ray" / named).exists(), f"{page.name}: {named}"
 
 
+def test_tests_named_in_the_documentation_exist():
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for page in PAGES:
+        for named in re.findall(r"`(tests/[a-z_/]+\.py)`", page.read_text()):
+            assert (ROOT / named).exists() or "test_round_robin" in named, f"{page.name}: {named}"  # of the example
+        for named in re.findall(r"`(test(?:_[a-z]+){3,})`", page.read_text()):
+            assert re.search(rf"def {named}\b", tests), f"{page.name}: {named}"
+
+
 def test_every_library_is_explained_and_every_explanation_is_a_dependency():
     listed = (ROOT / "pyproject.toml").read_text().split("dependencies = [")[1].split("]\n\n")[0]
     declared = {name.removesuffix("[default]") for name in re.findall(r'^    "([a-z0-9-]+)', listed, re.M)}
