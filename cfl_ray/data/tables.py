@@ -172,10 +172,10 @@ def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[st
     if all(pa.types.is_integer(values.type) for values in columns):
         return [integer_labels(part, column) for part in parts], ()
     if not all(is_text(values.type) for values in columns):
+        is_real = pa.types.is_floating(columns[0].type)
         raise DataError(
             f"{parts[0][0]}: label column {column!r} must hold integers or words, it holds {columns[0].type}; "
-            + ("set task: regression to learn numbers (csv, hf_disk), or " if pa.types.is_floating(columns[0].type) else "")
-            + "set data.columns.label"
+            f"{'set task: regression to learn numbers (csv, hf_disk), or ' * is_real}set data.columns.label"
         )
     words = [np.asarray(values.to_pylist(), np.str_) for values in columns]
     known = np.unique(words[0])

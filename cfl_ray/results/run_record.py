@@ -78,11 +78,17 @@ def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
     defaults = flatten(Experiment().to_dict())
     here, written = flatten(now.to_dict()), flatten(now.to_dict_as_written())
     known = {".".join(path) for path, _ in keys_of(Experiment)}  # those that are not in `here` belong to other kinds
-    keys = [key for key in sorted({*there, *here}) if key.partition(".")[0] not in {*NOT_HASHED, "session"}]
-    keys = [key for key in keys if key in here or key not in known]
-    unused, off = unused_keys(now), OFF | NEUTRAL  # info.json lacks keys without effect
+    unused, off = unused_keys(now), OFF | NEUTRAL
     given = not_default(now, unused)
-    keys = [key for key in keys if key in there or (key in given if key in unused else here[key] not in off)]
+
+    def is_compared(key: str) -> bool:
+        if key.partition(".")[0] in {*NOT_HASHED, "session"} or (key not in here and key in known):
+            return False
+        if key in there:
+            return True
+        return key in given if key in unused else here[key] not in off  # info.json lacks keys without effect
+
+    keys = [key for key in sorted({*there, *here}) if is_compared(key)]
     before = {key: there.get(key, defaults.get(key, "null")) for key in keys}
     return [
         f"{key} ({_short(before[key])} there, {_short(redact(here.get(key, 'null')))} here)"
