@@ -88,7 +88,7 @@ def measure(names: list[str], rounds: int) -> None:
                 return processes.submit(seconds_of_rounds, name, on, rounds)
 
             found = [started(on).result() for on in (cores[:1], cores, cores[:1], cores)]
-            beside = [one.result() for one in [started([core]) for core in cores]]
+            beside = [future.result() for future in [started([core]) for core in cores]]
         one, two = statistics.median(found[0] + found[2]), statistics.median(found[1] + found[3])
         allowed = 2 * one / statistics.median(beside[0] + beside[1])
         spread = ", ".join(f"{min(a + b):.2f} to {max(a + b):.2f} s" for a, b in (found[::2], found[1::2]))

@@ -166,8 +166,8 @@ def ours(
         if look:
             look(result, rounds)
     by_round = [record.metrics for record in result.records]
-    course.accuracy = [one[metric] for one in by_round]
-    course.clusters = [int(one["num_clusters"]) for one in by_round]
+    course.accuracy = [metrics[metric] for metrics in by_round]
+    course.clusters = [int(metrics["num_clusters"]) for metrics in by_round]
     return course
 
 

@@ -127,7 +127,8 @@ def find_recipe(folder: Path) -> Path:
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> str:
     """The keys in which a run differs from its recipe: KEY=VALUE, joined by spaces."""
     here, there = (
-        {key: _without_checkout(value) for key, value in flatten(_compared(one)).items()} for one in (found, expected)
+        {key: _without_checkout(value) for key, value in flatten(_compared(values)).items()}
+        for values in (found, expected)
     )
     keys = [key for key in {**there, **here} if here.get(key) != there.get(key) and key != "data.root"]
     return " ".join(f"{key}={here.get(key)}" for key in keys)

@@ -118,7 +118,7 @@ def page(cells: list[Compared]) -> str:
         lines += _figures(name)
         missing = [t for t in published.tables if not any(c.is_run for c in cells if (c.paper, c.table) == (name, t))]
         if missing:
-            lines += [f"Not run: {', '.join(_title(one) for one in missing)}.", ""]
+            lines += [f"Not run: {', '.join(map(_title, missing))}.", ""]
     lines += _without_numbers(set(papers))
     lines += _missing()
     return "\n".join(lines).rstrip() + "\n"
@@ -279,10 +279,10 @@ def _rates(costs: pd.DataFrame) -> dict[str, float]:
             seconds[study] = float(runs["seconds"].sum())
     found = {}
     for study in costs["study"].unique():
-        of_paper = [one for one in amounts if one.partition("-")[0] == study.partition("-")[0]]
+        of_paper = [name for name in amounts if name.partition("-")[0] == study.partition("-")[0]]
         measured = [study] if study in amounts else of_paper or list(amounts)
-        time = sum(seconds[one] for one in measured)
-        found[study] = sum(amounts[one] for one in measured) / time if time else 20.0
+        time = sum(seconds[name] for name in measured)
+        found[study] = sum(amounts[name] for name in measured) / time if time else 20.0
     return found
 
 
@@ -396,8 +396,8 @@ def _table(name: str, table: PublishedTable, cells: list[Compared], is_first: bo
     """
     run = [cell for column in table.columns for cell in cells if cell.column == column and cell.is_run]
     metrics = {cell.number.metric for cell in run}
-    beside = {column: metric for one in _BESIDE if one in metrics for metric, column in _BESIDE[one].items()}
-    for metric in [one for one in ("accuracy", "accuracy_local") if one in metrics]:
+    beside = {column: metric for main in _BESIDE if main in metrics for metric, column in _BESIDE[main].items()}
+    for metric in [name for name in ("accuracy", "accuracy_local") if name in metrics]:
         for suffix, column in _OTHER_ROUNDS.items():
             if any(metric + suffix in cell.runs and cell.runs[metric + suffix].notna().all() for cell in run):
                 beside[f"{_PROTOCOLS[metric]}, {column}"] = metric + suffix
@@ -443,17 +443,17 @@ def _commands(recipe: str, runs: pd.DataFrame) -> list[str]:
     everything = [list(dict.fromkeys(getattr(cell, name) for cell in cells)) for name in ("base", "method", "seed")]
     selected: dict[tuple[str, tuple[str, ...], tuple[int, ...]], list[str]] = {}  # settings by changes, methods, seeds
     of_setting = runs["setting"].map({cell.setting: cell.base for cell in cells})
-    for setting in (one for one in everything[0] if one in set(of_setting)):
+    for setting in (name for name in everything[0] if name in set(of_setting)):
         for changed, group in runs[of_setting == setting].groupby(runs["changed"].fillna("")):
-            methods = tuple(one for one in everything[1] if one in set(group["method"]))
-            seeds = tuple(one for one in everything[2] if one in set(group["seed"]))
+            methods = tuple(name for name in everything[1] if name in set(group["method"]))
+            seeds = tuple(seed for seed in everything[2] if seed in set(group["seed"]))
             selected.setdefault((str(changed), methods, seeds), []).append(setting)
     lines = ["```bash"]
     for (changed, methods, seeds), settings in selected.items():
         words = ["cfl-ray", "compare" if study.sweep is None else "sweep", f"jobs/experiments/{recipe}"]
         for option, chosen, of_all in zip(("--setting", "--method", "--seed"), (settings, methods, seeds), everything):
             if len(chosen) < len(of_all):
-                words += [word for one in chosen for word in (option, str(one))]
+                words += [word for value in chosen for word in (option, str(value))]
         lines.append(" \\\n    ".join(textwrap.wrap(" ".join([*words, *changed.split()]), 110, break_long_words=False)))
     count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
     measured = runs["seconds"].notna().all()
