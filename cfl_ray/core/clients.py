@@ -296,12 +296,9 @@ class Clients:
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
         if how.trace:
             self.reads("the losses of local steps")
-        steps_M = how.steps_M
-        if steps_M is None:
-            batches = how.local_step.batches_per_step if how.local_step else 1
-            steps_M = local.steps_of(self.num_samples_M, batches_per_step=batches)
+        steps_M = self._steps_of(how, local)
         if self._protects_examples:
-            local = self._with_example_noise(local, how, np.asarray(steps_M, np.int64))
+            local = self._with_example_noise(local, how, steps_M)
         private = client_state.columns if client_state and client_state.private else None
         if how.chained and self.received is not None:
             raise NotAsynchronous("its clients start from each other's results (chained)")
@@ -325,7 +322,7 @@ class Clients:
             companion=None if how.companion is None else tables.rows(how.companion),
             trace=how.trace,
             local=local,
-            steps_M=np.asarray(steps_M, np.int64),
+            steps_M=steps_M,
             averaging=None if robust else averaging,
             secure=secure,
             client_state=client_state,
@@ -348,12 +345,19 @@ class Clients:
             outcome = self._with_noise_on_features(outcome, work)
         valid_M, scores = outcome.arrays["valid"] & keep_as_local_model, outcome.arrays.get("local_scores")
         self.stats.note_training(self.ids_M, outcome.arrays["train_loss"], scores, valid_M)
-        if not isinstance(self.aggregation, Mean) and averaging is not None:
+        if averaging is not None and not isinstance(self.aggregation, Mean):
             aggregated = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
             outcome = replace(outcome, means=aggregated.means, arrived_R=aggregated.arrived_R)
         if averaging is not None:
             outcome = self._with_noise(outcome, averaging, address, models)
         return self._updates(outcome, averaging, private, work, average_number)
+
+    def _steps_of(self, how: LocalTraining, local: LocalSGD) -> np.ndarray:
+        """Number of local steps of each client, int64 (M,)."""
+        if how.steps_M is not None:
+            return np.asarray(how.steps_M, np.int64)
+        batches = how.local_step.batches_per_step if how.local_step else 1
+        return np.asarray(local.steps_of(self.num_samples_M, batches_per_step=batches), np.int64)
 
     @property
     def _protects_examples(self) -> bool:

@@ -161,9 +161,9 @@ def describe(plan: PrivacyPlan, label: str, rounds: int) -> list[str]:
         f"{last} rounds ({sampling.relation}); noise multiplier {privacy.noise_multiplier:.4g}, clip {privacy.norm:g}, "
         f"expected cohort {privacy.cohort:g}"
     )
+    target = config.target_epsilon or 0
     notes = {
-        f"ends after round {last} of {rounds}: the next one would exceed epsilon {config.target_epsilon or 0:g}": last
-        < rounds,
+        f"ends after round {last} of {rounds}: the next one would exceed epsilon {target:g}": last < rounds,
         f"no amplification by sampling: {sampling.reason}": sampling.kind == "all",
         "an extrapolation to a larger federation, no guarantee for these clients": config.extrapolate is not None,
         "noise is drawn from the seed: reproducible, not private": config.noise == "reproducible",

@@ -43,7 +43,7 @@ RUNS = {
 
 @dataclass
 class Mixtures:
-    """What a run did with the mixture weights; NaN: a client has none yet."""
+    """The mixture weights in the rounds of a run; NaN: a client without weights yet."""
 
     course: Course = field(default_factory=Course)  # its weights are those of the K models, (K, P)
     pi: dict[int, np.ndarray] = field(default_factory=dict)  # (N, K) after these rounds
