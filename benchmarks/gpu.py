@@ -359,10 +359,13 @@ def _note(error: BaseException) -> str:
 def figures_of(case: Case, precision: str) -> Iterator[Figure]:
     """The rows of one workload in one precision."""
     arguments, row = case.arguments, Figure(case.name, precision, "bare loop")
-    yield measure(case, row, lambda: case.bare_rounds(precision), arguments.rounds)
-    for count in arguments.processes:
-        yield _of_processes(case, replace(row, way=f"{count} processes"), count)
+    if arguments.engines is None:
+        yield measure(case, row, lambda: case.bare_rounds(precision), arguments.rounds)
+        for count in arguments.processes:
+            yield _of_processes(case, replace(row, way=f"{count} processes"), count)
     for name, engine in ENGINES.items():
+        if name not in (arguments.engines or ENGINES):
+            continue
         row = Figure(case.name, precision, name)
         if reason := case.refusal(engine, precision):
             yield replace(row, note=reason)
@@ -417,6 +420,7 @@ def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     batches = "most clients of a vmap batch, beside what fits and all"
     parser.add_argument("--vmap-batches", type=int, nargs="*", help=batches)
     parser.add_argument("--stacks", type=int, nargs="*", dest="vmap_batches", action=_OldName, help=argparse.SUPPRESS)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="only these, without bare loops (default: all)")
     parser.add_argument("--processes", type=int, nargs="*", help="numbers of processes that share the device")
     parser.add_argument(
         "--precision",

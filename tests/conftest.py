@@ -47,6 +47,22 @@ def pytest_unconfigure():
         shutil.rmtree(OWN_HOME, ignore_errors=True)
 
 
+def pytest_addoption(parser):
+    help = "device of the networks whose test names none (default: cpu); for tests/engine, tests/nn and tests/methods"
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help=help)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device(request):
+    """The device of the networks whose test names none."""
+    from cfl_ray.nn.network import Network
+
+    device, defaults = request.config.getoption("--device"), Network.__init__.__defaults__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Network.__init__, "__defaults__", (device, *defaults[1:]))
+        yield device
+
+
 @pytest.fixture(scope="session", autouse=True)
 def single_thread():
     """One, as hosts have it: with several, sums in this process have other last bits."""

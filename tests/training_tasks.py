@@ -63,7 +63,13 @@ def tasks_of(
 
 
 def results(engine, network: Network, tasks: Iterable[TrainingTask]) -> list[TrainingResult]:
-    return [replace(result, row_P=result.row_P.clone()) for result in engine.train(network, tasks)]
+    """The results, on the CPU; rows are copies, because an engine reuses their memory."""
+    return [_copied(result) for result in engine.train(network, tasks)]
+
+
+def _copied(result: TrainingResult) -> TrainingResult:
+    tensors = {name: value.cpu() for name, value in vars(result).items() if isinstance(value, Tensor)}
+    return replace(result, **tensors | {"row_P": tensors["row_P"].clone()})
 
 
 def rows(engine, network: Network, tasks: Iterable[TrainingTask]) -> Tensor:

@@ -72,8 +72,12 @@ def _product(a: np.ndarray, factor: int) -> tuple[np.ndarray, np.ndarray]:
 
 def torch_stream(seed: int, round: int, exchange: int, client: int, purpose: str) -> torch.Generator:
     """A PyTorch generator on the CPU for a random key, as `stream`."""
-    key = _key(seed, round, exchange, client, purpose)
-    return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    return torch.Generator().manual_seed(word(seed, round, exchange, client, purpose) >> 1)
+
+
+def word(seed: int, round: int, exchange: int, client: int, purpose: str) -> int:
+    """A number below 2^64 for a random key."""
+    return int.from_bytes(_key(seed, round, exchange, client, purpose)[:8], "little")
 
 
 @dataclass(frozen=True)

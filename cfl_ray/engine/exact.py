@@ -22,21 +22,25 @@ from torch import Tensor
 
 LIMIT = 2.0**22  # of the absolute value of any partial sum; `engine.validation` excludes clients with larger updates
 MAX_TERMS = 2**20
-_BLOCK = 1 << 16  # elements at a time, so that the temporaries stay in cache
+_BLOCK = 1 << 16  # elements at a time on a CPU, so that the temporaries stay in cache
+_BLOCK_THERE = 1 << 24  # and on another device, to limit their memory
 # Adding and subtracting 1.5 * 2^52 steps of a grid rounds a float64 to a multiple of that step.
 _TO_COARSE, _TO_FINE = 1.5 * 2.0 ** (52 - 30), 1.5 * 2.0 ** (52 - 63)
 
 
-def zeros(size: int) -> Tensor:
+def zeros(size: int, device: torch.device | None = None) -> Tensor:
     """An empty total, float64 (2, size): the coarse and the fine bin."""
-    return torch.zeros(2, size, dtype=torch.float64)
+    return torch.zeros(2, size, dtype=torch.float64, device=device)
 
 
 def add_(total_2P: Tensor, term_P: Tensor) -> Tensor:
-    """Adds a term (P,), float32 or float64 and below LIMIT / 2, to a total in place."""
-    blocks = zip(total_2P[0].split(_BLOCK), total_2P[1].split(_BLOCK), term_P.split(_BLOCK), strict=True)
-    for coarse, fine, term in blocks:
-        rest = term.to(torch.float64, copy=True)
+    """Adds a term (P,), float32 or float64 and below LIMIT / 2, to a total in place.
+
+    All devices give the same bits: the operations are single additions of float64, which IEEE 754 defines.
+    """
+    block = _BLOCK if total_2P.device.type == "cpu" else _BLOCK_THERE
+    for coarse, fine, term in zip(*(part.split(block) for part in (*total_2P, term_P)), strict=True):
+        rest = term.to(coarse, copy=True)
         rounded = (rest + _TO_COARSE).sub_(_TO_COARSE)
         coarse.add_(rounded)
         fine.add_(rest.sub_(rounded).add_(_TO_FINE).sub_(_TO_FINE))

@@ -16,8 +16,8 @@ from torch import Tensor
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.work import Proximal
 from cfl_ray.engine.task import BatchIndex, TrainingResult, TrainingTask
-from cfl_ray.nn.device_memory import copied_to
 from cfl_ray.nn.network import Network
+from cfl_ray.nn.splitmix import keys_on
 
 
 class LocalGradient(ABC):
@@ -28,7 +28,9 @@ class LocalGradient(ABC):
 
     def __init__(self, network: Network, task: TrainingTask):
         self.network, self.task = network, task
-        self.noise = task.noise() if network.dropouts or network.random_forward else None
+        self.noise = task.noise() if network.random_forward else None
+        self.mask_keys = keys_on(network.device, [task.mask_key]) if network.dropouts else None
+        self.first = -task.batches_per_step  # number of the first batch of the current step
         self.losses: list[Any] = []  # one per step
         self.batches: list[BatchIndex] = []  # of the current step
         self._masks: dict[int, list[Tensor]] = {}  # by batch of the current step, one per dropout layer
@@ -39,6 +41,7 @@ class LocalGradient(ABC):
     def begin(self, batches: list[BatchIndex]) -> None:
         """Begins a step that uses these batches."""
         self.batches, self._masks, self._seeds = batches, {}, {}
+        self.first += len(batches)
 
     def w_P(self) -> Tensor:
         """The current trained parameters."""
@@ -80,11 +83,11 @@ class LocalGradient(ABC):
 
     def masks(self, batch: int, samples: int) -> list[Tensor]:
         """The masks of the dropout layers for a batch with this number of samples."""
-        if self.noise is None:
+        if self.mask_keys is None:
             return []
         if batch not in self._masks:
-            layers = self.network.dropouts.values()
-            self._masks[batch] = [copied_to(self.network.device, layer.draw(samples, self.noise)) for layer in layers]
+            masks = self.network.masks(self.mask_keys, self.first + batch, samples)
+            self._masks[batch] = [mask[0] for mask in masks]
         return self._masks[batch]
 
     def draws(self, batch: int) -> AbstractContextManager[object]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, Clip, Com
 from cfl_ray.engine import exact
 
 _BLOCK = 1 << 22  # values of deferred results that are stacked at a time
+_BYTES_THERE = 1 << 29  # of totals on a GPU; larger ones are formed in the memory of the host
 
 
 class ChunkSums:
@@ -81,30 +83,54 @@ def clip_together(clip: Clip, changes: Sequence[Tensor]) -> bool:
 class HostSums:
     """Exact sums of the chunks of an exchange, on one host or all hosts: `exact` totals by output row.
 
+    Sums of chunks that are on a GPU are added there, with the same bits.
     Totals of masked uploads are int64 (P + 1,). They are added modulo 2^64, so they are correct modulo 2^b.
     """
 
     def __init__(self) -> None:
-        self.totals: dict[int, Tensor] = {}  # float64 (2, P), or int64
+        self._here: dict[int, Tensor] = {}  # float64 (2, P), or int64, on the CPU
+        self._there: dict[int, Tensor] = {}  # float64 (2, P) on a GPU, to be added to those here
+
+    @property
+    def totals(self) -> dict[int, Tensor]:
+        """The totals by output row, on the CPU: float64 (2, P), or int64."""
+        there, self._there = self._there, {}
+        self.merge({out: total_2P.cpu() for out, total_2P in there.items()})
+        return self._here
 
     def add(self, chunk: ChunkSums) -> None:
         """Adds the sums of a chunk."""
         for out, change_P in chunk.changes.items():
-            change_P = change_P.cpu()
             if not change_P.is_floating_point():
-                self.merge({out: change_P})
+                self.merge({out: change_P.cpu()})
                 continue
-            total_2P = self.totals.setdefault(out, exact.zeros(len(change_P)))
-            exact.add_(total_2P, change_P)
+            total_2P = self._total(out, change_P)
+            exact.add_(total_2P, change_P.to(total_2P.device))
+
+    def _total(self, out: int, change_P: Tensor) -> Tensor:
+        """The total to which a change is added: on its device if there is room."""
+        if change_P.device.type != "cpu":
+            if out in self._there:
+                return self._there[out]
+            size = (1 + len(self._there)) * 16 * len(change_P)
+            with suppress(torch.OutOfMemoryError):
+                if size <= _BYTES_THERE:
+                    return self._there.setdefault(out, exact.zeros(len(change_P), change_P.device))
+        return self._here.setdefault(out, exact.zeros(len(change_P)))
 
     def values(self) -> dict[int, Tensor]:
         """The sums, float32 (P,) by output row; totals of masked uploads are unchanged."""
-        return {out: exact.value(total) if total.is_floating_point() else total for out, total in self.totals.items()}
+        only_there = {out: self._there.pop(out) for out in list(self._there) if out not in self._here}
+        sums = {out: exact.value(total_2P).cpu() for out, total_2P in only_there.items()}
+        for out, total in self.totals.items():
+            sums[out] = exact.value(total) if total.is_floating_point() else total
+        self._there |= only_there
+        return sums
 
     def merge(self, totals: Mapping[int, Tensor]) -> None:
         """Adds the totals of another host."""
         for out, total_2P in totals.items():
-            self.totals[out] = self.totals[out] + total_2P if out in self.totals else total_2P
+            self._here[out] = self._here[out] + total_2P if out in self._here else total_2P
 
 
 def weighted_means(

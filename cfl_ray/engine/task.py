@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
-from cfl_ray.core.rng import secret_stream, stream, torch_stream
+from cfl_ray.core.rng import secret_stream, stream, torch_stream, word
 from cfl_ray.core.work import Address, Proximal
 
 BatchIndex = np.ndarray | Tensor | None  # samples of a batch; None: all
@@ -68,8 +68,13 @@ class TrainingTask:
         return iter(whole.split([len(batch) for batch in listed if batch is not None]))
 
     def noise(self) -> torch.Generator:
-        """Random generator of this client's dropout masks."""
+        """Random generator for draws of the network itself, such as functional dropout."""
         return torch_stream(self.address.seed, self.address.round, self.address.exchange, self.client, "dropout")
+
+    @property
+    def mask_key(self) -> int:
+        """Key of this client's dropout masks, below 2^64."""
+        return word(self.address.seed, self.address.round, self.address.exchange, self.client, "dropout")
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class DeviceMemory:
         self.needs: dict[Hashable, int] = {}  # bytes of one client, by kind
         self.limits: dict[Hashable, int] = {}  # most clients of a vmap batch, by kinds of which one did not fit
         self._before = 0
+        self.measuring = False  # whether the need of clients is being measured
+        self.held = 0  # bytes in use that PyTorch counts as free for reuse: of CUDA graphs
         self.largest = 0  # clients of the largest vmap batch that was trained
         self.caches: list[Callable[[], None]] = []  # functions that clear caches on the device
         self.samples: dict[str, int] = {}  # most samples of a forward pass that fitted, by its name
@@ -51,11 +53,12 @@ class DeviceMemory:
             return 0
         free, total = torch.cuda.mem_get_info(self.device)
         used = torch.cuda.memory_allocated(self.device)
-        reusable = torch.cuda.memory_reserved(self.device) - used
-        return max(min(free + reusable, int(self.share * total) - used), 0)
+        reusable = max(torch.cuda.memory_reserved(self.device) - used - self.held, 0)
+        return max(min(free + reusable, int(self.share * total) - used - self.held), 0)
 
     def begin_peak(self) -> None:
         """Begins a measurement of the peak."""
+        self.measuring = True
         if not self.measurable:
             return
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -108,10 +111,12 @@ class DeviceMemory:
 
     def fitted(self, kind: Hashable, size: int) -> None:
         """Records the peak of a vmap batch of `size` clients as the need of such clients."""
+        self.measuring = False
         self.needs[kind] = max(self.peak() // size, 1)
 
     def did_not_fit(self, kind: Hashable, size: int) -> None:
         """Limits vmap batches to half of `size`, after `size` clients ran out of memory."""
+        self.measuring = False
         self.needs.setdefault(kind, max(self.free() // size, 1))
         self.limits[kind] = max(size // 2, 1)
         self.release()

@@ -1,9 +1,12 @@
 """Replacements for layers of PyTorch: dropout with random draws by key, and faster max pooling on a CPU."""
 
 from collections.abc import Collection
+from math import prod
 
 import torch
 from torch import Tensor, nn
+
+from cfl_ray.nn.splitmix import Keys, words
 
 
 class AddressedDropout(nn.Module):
@@ -39,12 +42,19 @@ class AddressedDropout(nn.Module):
             len({shape[1:] for shape in shapes}) <= 1 and len({shape[:1] for shape in shapes}) in (0, len(batches))
         )
 
-    def draw(self, batch: int, generator: torch.Generator) -> Tensor:
-        """A mask (batch, *sample shape) of 0 and 1 / (1 - p). If whole channels drop: (batch, channels, 1, ...)."""
+    def draw(self, key_m: Keys, batch: int) -> Tensor:
+        """Masks (m, batch, *sample shape) of 0 and 1 / (1 - p), on the device of the keys.
+
+        If whole channels drop: (m, batch, channels, 1, ...). A smaller batch has the first rows of a larger one.
+        """
         shape = self.sample_shape
         if self.whole_channels:
             shape = (shape[0], *[1] * (len(shape) - 1))
-        return torch.rand(batch, *shape, generator=generator).ge_(self.p).div_(1 - self.p)
+        count = batch * prod(shape)
+        # 32 bits a value; a word has two
+        bits = words(key_m, -(-count // 2)).view(torch.int32)[:, :count].reshape(len(key_m), batch, *shape)
+        kept = bits.ge(round(self.p * 2**32) - 2**31) if self.p < 1 else torch.zeros_like(bits)
+        return kept.float().div_(1 - self.p if self.p < 1 else 1)
 
 
 class HalvingMaxPool(nn.MaxPool2d):

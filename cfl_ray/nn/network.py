@@ -15,6 +15,7 @@ from cfl_ray.nn import precision as precisions
 from cfl_ray.nn.device_memory import DeviceMemory, copied_to, device_of
 from cfl_ray.nn.layers import AddressedDropout, replace_layers
 from cfl_ray.nn.shared import FrozenParameter
+from cfl_ray.nn.splitmix import Keys, split
 
 _WIDE = 32  # channels from which oneDNN is faster channels-last (measured: 1.25 times on a CNN with 32 and 64)
 _TRIAL_BATCHES = (2, 3)  # two sizes: they show which axis of an activation is the batch
@@ -257,6 +258,11 @@ class Network:
         """Samples on the network's device, in the memory layout of its weights."""
         x = copied_to(self.device, x)
         return _channels_last(x) if self.channels_last and x.ndim == 4 else x
+
+    def masks(self, key_m: Keys, number: int | Tensor, samples: int) -> list[Tensor]:
+        """Masks (m, samples, ...) of the dropout layers for batch `number` of the clients with these keys."""
+        first = number * len(self.dropouts)
+        return [layer.draw(split(key_m, first + i), samples) for i, layer in enumerate(self.dropouts.values())]
 
     def autocast(self) -> AbstractContextManager[object]:
         """Context for a forward pass in training, which computes in the network's precision."""

@@ -32,7 +32,7 @@ from cfl_ray.config import EvaluationConfig
 from cfl_ray.core.backend import SavedState
 from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.rng import stream, torch_stream
+from cfl_ray.core.rng import stream, word
 from cfl_ray.core.serving import Serving
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.engine import sequential, span, vectorised
@@ -102,6 +102,21 @@ def batches(client: int, size: int, batch: int) -> Iterator[torch.Tensor]:
         yield from torch.from_numpy(draw.permutation(size)).split(batch)
 
 
+def splitmix(key: int, number: int) -> int:
+    """Word `number` of a key, by the published formula."""
+    z = (key + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def mask_of(key: int, rows: int, width: int, p: float) -> torch.Tensor:
+    """0 and 1 / (1 - p), from the halves of the words, the lower half first, each as a signed number."""
+    halves = [splitmix(key, i // 2) >> 32 * (i % 2) & 0xFFFFFFFF for i in range(rows * width)]
+    drawn = torch.tensor([(half + 2**31) % 2**32 for half in halves], dtype=torch.float64).view(rows, width) / 2**32
+    return ((drawn >= p) / (1 - p)).float()
+
+
 def by_torch(
     factory, network: Network, task: TrainingTask, batch: int, parts: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -111,7 +126,7 @@ def by_torch(
     for name, value in network.spec.tensors(task.start_P).items():
         module.state_dict()[name].copy_(value)
     params, masked = list(module.parameters()), [m for m in module if isinstance(m, Masked)]
-    noise = torch_stream(SEED, ROUND, EXCHANGE, task.client, "dropout")
+    key = word(SEED, ROUND, EXCHANGE, task.client, "dropout")
     drawn, term = batches(task.client, len(task.y), batch), task.proximal[0] if task.proximal else None
     anchor = None if term is None else term.anchor[: network.spec.trained].clone()
     w = torch.cat([p.detach().reshape(-1) for p in params])
@@ -124,9 +139,10 @@ def by_torch(
                 p.data = part.reshape(p.shape).clone()
             if number not in masks:  # one mask per batch and step
                 widths = [m.in_features for m in module if isinstance(m, nn.Linear)][1:]
+                first = ((step - 1) * parts + number) * len(masked)
                 masks[number] = [
-                    (torch.rand(len(chosen[number]), width, generator=noise) >= m.p) / (1 - m.p)
-                    for m, width in zip(masked, widths)
+                    mask_of(splitmix(key, first + i), len(chosen[number]), width, m.p)
+                    for i, (m, width) in enumerate(zip(masked, widths))
                 ]
             for m, mask in zip(masked, masks[number]):
                 m.mask = mask

@@ -104,3 +104,18 @@ def test_the_means_of_all_rows_are_the_next_table_without_a_copy():
     private = replace(updates, private=Columns(((0, 1),))).averaged(MODELS[:2])
     assert torch.equal(private, torch.cat([MODELS[:2, :1], averaged_RP[:, 1:]], 1)), "the means are as they were"
     assert torch.equal(updates.averaged(MODELS)[2], MODELS[2]), "a third row keeps its model"
+
+
+def test_sums_on_a_device_have_the_bits_of_those_on_the_cpu(device):
+    """Totals, values and merged totals; with `--device cuda` they are formed on the GPU, large ones on the CPU."""
+    draw, averaging = torch.Generator().manual_seed(0), Averaging.of(np.ones((1, 3)), 3)
+    terms = [torch.randn(70_000, generator=draw) * 10.0**power for power in (-9, 0, 2)]
+    here, there = HostSums(), HostSums()
+    for term_P in terms:
+        for sums, place in ((here, "cpu"), (there, device)):
+            chunk = ChunkSums(averaging)
+            chunk.changes = {0: term_P.to(place), 1: term_P.to(place) if term_P.max() < 5 else term_P}
+            sums.add(chunk)
+    assert all(torch.equal(there.values()[out], value) for out, value in here.values().items())
+    assert all(torch.equal(there.totals[out], total_2P) for out, total_2P in here.totals.items())
+    assert all(torch.equal(there.values()[out], value) for out, value in here.values().items())

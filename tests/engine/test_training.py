@@ -28,6 +28,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
 from cfl_ray.engine import sequential, span, vectorised
 from cfl_ray.nn.network import Network
+from cfl_ray.nn.splitmix import keys_on
 
 
 def cnn():
@@ -152,21 +153,20 @@ class TestDropout:
 
     def test_keeps_the_mean_and_drops_the_share(self):
         network = Network(with_dropout, FLAT)
-        layer = network.module[2]
-        mask = layer.draw(5000, torch.Generator().manual_seed(0))
+        (mask,) = network.module[2].draw(keys_on(network.device, [3]), 5000)
         assert mask.shape == (5000, 16) and set(mask.unique().tolist()) == {0.0, 2.0}
         assert abs((mask == 0).float().mean().item() - 0.5) < 5 * 0.5 / np.sqrt(mask.numel())
 
     def test_of_channels_drops_whole_channels(self):
         network = Network(channel_dropout, IMAGE)
-        mask = network.module[1].draw(100, torch.Generator().manual_seed(0))
+        (mask,) = network.module[1].draw(keys_on(network.device, [3]), 100)
         whole = mask.expand(100, 4, 4, 4)
         assert torch.equal(whole.amin((2, 3)), whole.amax((2, 3))) and set(mask.unique().tolist()) == {0.0, 2.0}
 
     def test_does_nothing_when_testing(self):
         network = Network(with_dropout, FLAT)
         for layer in network.dropouts.values():
-            layer.mask = layer.draw(1, torch.Generator().manual_seed(0))
+            (layer.mask,) = layer.draw(keys_on(network.device, [3]), 1)
         x = torch.ones(3, 6)
         plain = network._build(0, 0).eval()
         network.load(network.spec.row_of(plain))

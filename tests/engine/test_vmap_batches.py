@@ -21,6 +21,7 @@ from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.engines import ENGINES
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.engine.vmap_batches import DeviceMemoryError, kind_of
+from cfl_ray.engine.vmap_steps import VmapSteps
 from cfl_ray.nn.device_memory import DeviceMemory, device_of
 from cfl_ray.nn.network import Network
 
@@ -261,13 +262,14 @@ class TestStepsOnTheDevice:
         network, start_P = Network(cnn, (1, 6, 6), "meta"), Network(cnn, (1, 6, 6)).new_model(0, 0)
         federation, local = uneven([10, 7], (1, 6, 6)), LocalSGD(epochs=3, batch_size=4, momentum=0.9, weight_decay=0.1)
         tasks = [TrainingTask(i, start_P, *federation.train(i), 6 + i, local, Address(0, 1, 1)) for i in range(2)]
-        plan = vectorised._Plan(network, tasks)
-        rows_mP = vectorised.rows_on(network.device, [start_P, start_P])
-        velocity_mP = vectorised._initial_velocity(network, tasks)
-        assert vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, [], []).is_meta
-        plan.weight = torch.ones(plan.weight.shape)
+        steps = VmapSteps(network, tasks)
+        steps.take_all()
+        assert steps.rows_mP.is_meta and steps.loss_m.is_meta and steps.plan.mask_key.is_meta
+        steps.begin()
+        steps.take(torch.zeros(1, dtype=torch.long, device="meta"))
+        steps.plan.weight = torch.ones(steps.plan.weight.shape)
         with pytest.raises(RuntimeError, match="device"):
-            vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, [], [])
+            steps.take_all()
 
     def test_of_span_use_nothing_of_the_host(self):
         network, here = Network(long_mlp, LONG, "meta"), Network(long_mlp, LONG)

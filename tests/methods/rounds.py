@@ -47,7 +47,7 @@ def row_accuracy(one: Stage, row_P: torch.Tensor, client: int) -> float:
     """Accuracy of one model on the client's test images, by PyTorch alone."""
     one.network.load(row_P)
     x, y = one.federation.test(client)
-    return (one.network.module.eval()(x).argmax(1) == y).float().mean().item()
+    return (one.network.logits(x).cpu().argmax(1) == y).float().mean().item()
 
 
 def assert_survives_an_interruption(make: Callable[[], Stage], method: Method, cohorts: Sequence, folder: Path):
