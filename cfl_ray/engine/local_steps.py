@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.work import Proximal
 from cfl_ray.engine.task import BatchIndex, TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
-from cfl_ray.nn.splitmix import keys_on
+from cfl_ray.nn.splitmix import keys_on, split_each
+
+_DRAWN = 1 << 13  # values of masks that are drawn together, for several batches
 
 
 class LocalGradient(ABC):
@@ -33,14 +36,17 @@ class LocalGradient(ABC):
         self.first = -task.batches_per_step  # number of the first batch of the current step
         self.losses: list[Any] = []  # one per step
         self.batches: list[BatchIndex] = []  # of the current step
-        self._masks: dict[int, list[Tensor]] = {}  # by batch of the current step, one per dropout layer
+        self._masks: list[
+            Tensor
+        ] = []  # of some batches from `_drawn` on, one (batches, samples, ...) per dropout layer
+        self._drawn = 0
         self._seeds: dict[int, int] = {}  # by batch of the current step
         parts = companion_parts(network, task)
         self.companion = [part.to(network.device, copy=True) for part in parts]
 
     def begin(self, batches: list[BatchIndex]) -> None:
         """Begins a step that uses these batches."""
-        self.batches, self._masks, self._seeds = batches, {}, {}
+        self.batches, self._seeds = batches, {}
         self.first += len(batches)
 
     def w_P(self) -> Tensor:
@@ -85,10 +91,22 @@ class LocalGradient(ABC):
         """The masks of the dropout layers for a batch with this number of samples."""
         if self.mask_keys is None:
             return []
-        if batch not in self._masks:
-            masks = self.network.masks(self.mask_keys, self.first + batch, samples)
-            self._masks[batch] = [mask[0] for mask in masks]
-        return self._masks[batch]
+        at = self.first + batch - self._drawn
+        if not self._masks or not (0 <= at < len(self._masks[0]) and samples <= self._masks[0].shape[1]):
+            self._draw(self.first + batch, samples)
+            at = 0
+        return [mask[at, :samples] for mask in self._masks]
+
+    def _draw(self, first: int, samples: int) -> None:
+        """Draws the masks of this batch and, if they are small, of those after it."""
+        assert self.mask_keys is not None
+        layers = list(self.network.dropouts.values())
+        widest = max(prod(layer.sample_shape) for layer in layers)
+        stop = first + max(_DRAWN // max(samples * widest, 1), 1)
+        numbers = range(first * len(layers), stop * len(layers))  # of the masks: layer by layer in every batch
+        keys = [split_each(self.mask_keys, numbers[i :: len(layers)]) for i in range(len(layers))]
+        self._masks = [layer.draw(keys_of, samples) for layer, keys_of in zip(layers, keys, strict=True)]
+        self._drawn = first
 
     def draws(self, batch: int) -> AbstractContextManager[object]:
         """Context for a forward pass, which seeds PyTorch's generators if the pass draws from them."""

@@ -12,6 +12,7 @@ from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, Clip, Com
 from cfl_ray.engine import exact
 
 _BLOCK = 1 << 22  # values of deferred results that are stacked at a time
+_COLUMNS = 1 << 16  # of a mean at a time, so that the temporaries stay in cache
 _BYTES_THERE = 1 << 29  # of totals on a GPU; larger ones are formed in the memory of the host
 
 
@@ -165,12 +166,14 @@ def weighted_means(
             shares.setdefault(out, []).append((row, weight / arrived_R[out]))
     means_RP = torch.empty(len(shares), table_KP.shape[1])  # a single table, so that `Updates` need not copy
     means = dict(zip(sorted(shares), means_RP, strict=True))
-    for out, ((first, _), *others) in shares.items():
-        first_P = table_KP[first].double()
-        mean_P = first_P.clone()
-        for row, share in others:
-            mean_P.add_(table_KP[row] - first_P, alpha=share)
-        means[out].copy_(mean_P.add_(changes[out], alpha=1 / arrived_R[out]))
+    for start in range(0, table_KP.shape[1], _COLUMNS):
+        part = slice(start, start + _COLUMNS)
+        for out, ((first, _), *others) in shares.items():
+            first_p = table_KP[first, part].double()
+            mean_p = first_p.clone()
+            for row, share in others:
+                mean_p.add_(table_KP[row, part] - first_p, alpha=share)
+            means[out][part] = mean_p.add_(changes[out][part], alpha=1 / arrived_R[out])
     return means, arrived_R
 
 

@@ -42,7 +42,7 @@ class AddressedDropout(nn.Module):
             len({shape[1:] for shape in shapes}) <= 1 and len({shape[:1] for shape in shapes}) in (0, len(batches))
         )
 
-    def draw(self, key_m: Keys, batch: int) -> Tensor:
+    def draw(self, keys: Keys, batch: int) -> Tensor:
         """Masks (m, batch, *sample shape) of 0 and 1 / (1 - p), on the device of the keys.
 
         If whole channels drop: (m, batch, channels, 1, ...). A smaller batch has the first rows of a larger one.
@@ -51,10 +51,11 @@ class AddressedDropout(nn.Module):
         if self.whole_channels:
             shape = (shape[0], *[1] * (len(shape) - 1))
         count = batch * prod(shape)
-        # 32 bits a value; a word has two
-        bits = words(key_m, -(-count // 2)).view(torch.int32)[:, :count].reshape(len(key_m), batch, *shape)
-        kept = bits.ge(round(self.p * 2**32) - 2**31) if self.p < 1 else torch.zeros_like(bits)
-        return kept.float().div_(1 - self.p if self.p < 1 else 1)
+        bits = words(keys, -(-count // 2)).view(torch.int32)[:, :count]  # 32 bits a value; a word has two
+        if self.p == 1:
+            return torch.zeros_like(bits, dtype=torch.float32).view(len(keys), batch, *shape)
+        kept = bits >= round(self.p * 2**32) - 2**31
+        return (kept * (1 / (1 - self.p))).view(len(keys), batch, *shape)
 
 
 class HalvingMaxPool(nn.MaxPool2d):

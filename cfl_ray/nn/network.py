@@ -259,10 +259,10 @@ class Network:
         x = copied_to(self.device, x)
         return _channels_last(x) if self.channels_last and x.ndim == 4 else x
 
-    def masks(self, key_m: Keys, number: int | Tensor, samples: int) -> list[Tensor]:
+    def masks(self, keys: Keys, number: int | Tensor, samples: int) -> list[Tensor]:
         """Masks (m, samples, ...) of the dropout layers for batch `number` of the clients with these keys."""
         first = number * len(self.dropouts)
-        return [layer.draw(split(key_m, first + i), samples) for i, layer in enumerate(self.dropouts.values())]
+        return [layer.draw(split(keys, first + i), samples) for i, layer in enumerate(self.dropouts.values())]
 
     def autocast(self) -> AbstractContextManager[object]:
         """Context for a forward pass in training, which computes in the network's precision."""
