@@ -15,7 +15,8 @@ from cfl_ray.core.schedules import RateSchedule
 class LocalStep(Protocol):
     """A local step that uses more than the gradient of one batch.
 
-    It is written for one client; an engine that trains m clients at once passes rows (m, P) instead of (P,).
+    It is written for one client; an engine that trains m clients at once passes rows (m, P) instead of (P,). One with
+    an attribute `only_tensors = True` is a function of its tensors alone, which an engine may record on a GPU.
     """
 
     @property

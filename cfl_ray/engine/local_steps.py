@@ -130,7 +130,7 @@ def whole_companion(network: Network, parts: Sequence[Tensor], row_P: Tensor) ->
     return torch.cat([parts[0], row_P[network.spec.trained :], *parts[1:]])
 
 
-def companion_arguments(parts: Sequence[Tensor], number: int) -> list[Any]:
+def companion_arguments(parts: Sequence[Tensor], number: int | Tensor) -> list[Any]:
     """The arguments of local step `number` after the row: see `core.local_sgd.LocalStep`."""
     return [*parts, number] if len(parts) > 1 else [*parts]
 

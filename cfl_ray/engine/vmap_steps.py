@@ -109,7 +109,7 @@ class VmapSteps:
         if self.local_step is None:
             return self.gradient(now_mP, 0)
         before = [rows.clone() for rows in self.companion]
-        direction = self.local_step(self.gradient, now_mP, *companion_arguments(self.companion, int(number)))
+        direction = self.local_step(self.gradient, now_mP, *companion_arguments(self.companion, number))
         for rows, stay in zip(self.companion, before, strict=True):
             rows.copy_(torch.where(active_m[:, None], rows, stay))
         return direction
@@ -127,15 +127,18 @@ class VmapSteps:
         """Key of the operations of a step; None if a step does something on the host. Room for samples and steps may
         differ from that of another batch of the kind.
         """
-        on_host = self.local.optimizer is not None or self.local_step is not None or self.trace or self.companion
-        if on_host or any(term.term.follow for term in self.proximal):
+        step = self.local_step
+        replayed = step is None or (getattr(step, "only_tensors", False) and isinstance(step, Hashable))
+        if not replayed or len(self.companion) > 1 or self.local.optimizer is not None or self.trace:
+            return None
+        if any(term.term.follow for term in self.proximal):
             return None
         local = replace(self.local, schedule=None, step_schedule=None)
         local = local if self.plan.rate is None else replace(local, lr=0.0)
         of_plan = zip(self._of_plan(), _Plan.TENSORS.values(), strict=True)
         plan = [None if tensor is None else (_with_room(tensor, axis), tensor.dtype) for tensor, axis in of_plan]
         terms = [(term.ranges, None if isinstance(term.weight, Tensor) else term.weight) for term in self.proximal]
-        return local, self.rows_mP.shape, tuple(plan), tuple(terms)
+        return local, self.local_step, len(self.companion), self.rows_mP.shape, tuple(plan), tuple(terms)
 
     def _of_plan(self) -> list[Tensor | None]:
         return [getattr(self.plan, name) for name in _Plan.TENSORS]
@@ -144,7 +147,8 @@ class VmapSteps:
         """All tensors on the device that a step reads or changes, in a fixed order."""
         weights = [term.weight for term in self.proximal if isinstance(term.weight, Tensor)]
         anchors = [term.anchor_mP for term in self.proximal]
-        found = [*self._of_plan(), self.rows_mP, self.velocity_mP, self.total_m, *weights, *anchors]
+        changed = [self.rows_mP, self.velocity_mP, self.total_m, *self.companion]
+        found = [*self._of_plan(), *changed, *weights, *anchors]
         return [tensor for tensor in found if tensor is not None]
 
     def on_tensors_that_stay(self) -> "VmapSteps":
@@ -159,6 +163,7 @@ class VmapSteps:
             term.weight = torch.empty_like(term.weight) if isinstance(term.weight, Tensor) else term.weight
         other.rows_mP, other.total_m = torch.empty_like(self.rows_mP), torch.empty_like(self.total_m)
         other.velocity_mP = None if self.velocity_mP is None else torch.empty_like(self.velocity_mP)
+        other.companion = [torch.empty_like(rows) for rows in self.companion]
         return other
 
     def fill(self, other: "VmapSteps") -> None:
@@ -170,6 +175,8 @@ class VmapSteps:
         """Copies the results into other steps."""
         other.rows_mP.copy_(self.rows_mP)
         other.total_m.copy_(self.total_m)
+        for theirs, mine in zip(other.companion, self.companion, strict=True):
+            theirs.copy_(mine)
         if self.velocity_mP is not None and other.velocity_mP is not None:
             other.velocity_mP.copy_(self.velocity_mP)
 

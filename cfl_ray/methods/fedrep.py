@@ -15,6 +15,7 @@ clients; here only the cohort trains heads. Each of the two trainings has a sepa
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class OnlyColumns:
     columns: Columns
     weight_decay: float  # of these columns: decay of the whole row would also move the others
     batches_per_step: int = 1
+    only_tensors: ClassVar = True
 
     def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor) -> Tensor:
         step = torch.zeros_like(w)

@@ -16,6 +16,7 @@ and evaluates without adaptation.)
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -33,6 +34,7 @@ class FirstOrder:
 
     alpha: float
     batches_per_step: int = 2
+    only_tensors: ClassVar = True
 
     def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor) -> Tensor:
         return gradient(w - self.alpha * gradient(w, 0), 1)
@@ -45,6 +47,7 @@ class HessianFree:
     alpha: float
     delta: float
     batches_per_step: int = 3
+    only_tensors: ClassVar = True
 
     def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor) -> Tensor:
         g = gradient(w - self.alpha * gradient(w, 0), 1)

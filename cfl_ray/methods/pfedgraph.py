@@ -21,6 +21,7 @@ the cosines. Clients are served their aggregates (official code: the model with 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import scipy
@@ -48,6 +49,7 @@ class Aligned:
 
     lam: float
     batches_per_step: int = 1
+    only_tensors: ClassVar = True
 
     def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor, a: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp(min=1e-12)

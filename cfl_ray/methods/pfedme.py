@@ -21,6 +21,7 @@ not shuffle batches.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class MoreauStep:
     eta: float  # rate of the step of w
     keeps_w: bool
     batches_per_step: int = 1
+    only_tensors: ClassVar = True
 
     def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor, kept: Tensor) -> Tensor:
         theta = w.clone()

@@ -16,6 +16,9 @@ from cfl_ray.core.params import Columns
 from cfl_ray.engine import step_graphs
 from cfl_ray.engine.step_graphs import StepGraphs
 from cfl_ray.engine.vmap_steps import VmapSteps
+from cfl_ray.methods.per_fedavg import FirstOrder
+from cfl_ray.methods.pfedgraph import Aligned
+from cfl_ray.methods.pfedme import MoreauStep
 from cfl_ray.nn.network import Network
 
 SGD = LocalSGD(epochs=4, batch_size=4, lr=0.1)
@@ -59,9 +62,9 @@ def assert_as_without(graphs: StepGraphs, network: Network, tasks) -> None:
     start_mP = expected.rows_mP.clone()
     expected.take_all()
     assert (expected.rows_mP - start_mP).abs().max() > 1e-3, "nothing was trained"
-    for name in ("rows_mP", "velocity_mP", "total_m"):
-        value, other = getattr(found, name), getattr(expected, name)
-        assert (value is None) == (other is None) and (value is None or torch.equal(value, other)), name
+    values = ((steps.rows_mP, steps.velocity_mP, steps.total_m, *steps.companion) for steps in (found, expected))
+    for value, other in zip(*values, strict=True):
+        assert (value is None) == (other is None) and (value is None or torch.equal(value, other))
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,21 @@ def test_proximal_terms_and_frozen_models(graphs):
     tasks[0] = replace(tasks[0], proximal=(replace(tasks[0].proximal[0], weight=0.5), tasks[0].proximal[1]))
     assert_as_without(recorded, network, tasks)
     assert graphs.recorded == 2, "weights that differ between clients are another kind"
+
+
+@pytest.mark.parametrize(
+    "local_step, companion",
+    [(FirstOrder(0.1), False), (MoreauStep(1.0, 2, 0.1, 0.0, 0.1, False), True), (Aligned(0.3), True)],
+    ids=["per_fedavg", "pfedme", "pfedgraph"],
+)
+def test_steps_of_methods_and_second_models(local_step, companion, graphs):
+    network = Network(mlp, FLAT)
+    recorded = graphs(network)
+    for seed in (1, 2):
+        fields = {"local_step": local_step} | ({"companion_P": network.new_model(seed, 5)} if companion else {})
+        tasks = tasks_of(network, SIZES, replace(SGD, epochs=16), **fields)
+        assert_as_without(recorded, network, tasks)
+    assert graphs.recorded == 1
 
 
 def test_a_few_steps_are_recorded_when_their_kind_comes_again(graphs):
