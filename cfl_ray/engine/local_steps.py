@@ -20,7 +20,7 @@ from cfl_ray.engine.task import BatchIndex, TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.splitmix import keys_on, split_each
 
-_DRAWN = 1 << 13  # values of masks that are drawn together, for several batches
+_DRAWN = 1 << 15  # values of masks that are drawn together, for several batches
 
 
 class LocalGradient(ABC):
