@@ -43,7 +43,8 @@ class VmapSteps:
         self.proximal = [ProximalRows(network, [task.proximal[which] for task in tasks]) for which in terms]
         companions = zip(*(companion_parts(network, task) for task in tasks), strict=True)
         self.companion = [rows_on(network.device, parts, copies=True) for parts in companions]
-        self.total_m = torch.zeros(len(tasks), device=network.device)
+        # mean loss (m,) over each client's last local epoch, after the last step
+        self.loss_m = torch.zeros(len(tasks), device=network.device)
         self.traced: list[Tensor] = []  # losses (m,) of the first steps
         self.count = len(self.plan.index) // self.batches_per_step  # steps of the client with the most
 
@@ -65,11 +66,6 @@ class VmapSteps:
     def end(self) -> None:
         """After the last step."""
         del self.gradient.gradient  # it refers to `gradient`: samples and rows would stay until the garbage collector
-
-    @property
-    def loss_m(self) -> Tensor:
-        """Mean loss (m,) over each client's last local epoch, after the last step."""
-        return self.total_m
 
     def take(self, number: Number) -> None:
         """Takes step `number`, counted from 0."""
@@ -102,7 +98,7 @@ class VmapSteps:
         if self.trace > len(self.traced):
             self.traced.append(gradient.loss_m)
         in_tail = active & (number >= plan.steps - plan.tail)
-        self.total_m += torch.where(in_tail, gradient.loss_m, 0) / plan.tail
+        self.loss_m += torch.where(in_tail, gradient.loss_m, 0) / plan.tail
 
     def _direction(self, now_mP: Tensor, active_m: Tensor, number: Number) -> Tensor:
         """Direction (m, trained columns) of a step. Second models of clients without a further step are kept."""
@@ -124,9 +120,7 @@ class VmapSteps:
     # ---- the same steps on tensors that stay, for a recorded step
 
     def kind(self) -> Hashable | None:
-        """Key of the operations of a step; None if a step does something on the host. Room for samples and steps may
-        differ from that of another batch of the kind.
-        """
+        """Key of the operations of a step and of the room for samples and steps; None if a step works on the host."""
         step = self.local_step
         replayed = step is None or (getattr(step, "only_tensors", False) and isinstance(step, Hashable))
         if not replayed or len(self.companion) > 1 or self.local.optimizer is not None or self.trace:
@@ -147,7 +141,7 @@ class VmapSteps:
         """All tensors on the device that a step reads or changes, in a fixed order."""
         weights = [term.weight for term in self.proximal if isinstance(term.weight, Tensor)]
         anchors = [term.anchor_mP for term in self.proximal]
-        changed = [self.rows_mP, self.velocity_mP, self.total_m, *self.companion]
+        changed = [self.rows_mP, self.velocity_mP, self.loss_m, *self.companion]
         found = [*self._of_plan(), *changed, *weights, *anchors]
         return [tensor for tensor in found if tensor is not None]
 
@@ -161,7 +155,7 @@ class VmapSteps:
         for term in other.proximal:
             term.anchor_mP = torch.empty_like(term.anchor_mP, memory_format=torch.contiguous_format)
             term.weight = torch.empty_like(term.weight) if isinstance(term.weight, Tensor) else term.weight
-        other.rows_mP, other.total_m = torch.empty_like(self.rows_mP), torch.empty_like(self.total_m)
+        other.rows_mP, other.loss_m = torch.empty_like(self.rows_mP), torch.empty_like(self.loss_m)
         other.velocity_mP = None if self.velocity_mP is None else torch.empty_like(self.velocity_mP)
         other.companion = [torch.empty_like(rows) for rows in self.companion]
         return other
@@ -174,7 +168,7 @@ class VmapSteps:
     def give(self, other: "VmapSteps") -> None:
         """Copies the results into other steps."""
         other.rows_mP.copy_(self.rows_mP)
-        other.total_m.copy_(self.total_m)
+        other.loss_m.copy_(self.loss_m)
         for theirs, mine in zip(other.companion, self.companion, strict=True):
             theirs.copy_(mine)
         if self.velocity_mP is not None and other.velocity_mP is not None:

@@ -62,7 +62,7 @@ def assert_as_without(graphs: StepGraphs, network: Network, tasks) -> None:
     start_mP = expected.rows_mP.clone()
     expected.take_all()
     assert (expected.rows_mP - start_mP).abs().max() > 1e-3, "nothing was trained"
-    values = ((steps.rows_mP, steps.velocity_mP, steps.total_m, *steps.companion) for steps in (found, expected))
+    values = ((steps.rows_mP, steps.velocity_mP, steps.loss_m, *steps.companion) for steps in (found, expected))
     for value, other in zip(*values, strict=True):
         assert (value is None) == (other is None) and (value is None or torch.equal(value, other))
 
