@@ -27,9 +27,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 LONGEST_FIRST = ("tests", "jobs", "on_ray", "study", "runtime", "results", "benchmarks", "cli", "methods", "tracking")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     place = {folder: at for at, folder in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.parent.name, len(place)))
+    for item in items if config.getoption("--device") == "cuda" else []:
+        if item.get_closest_marker("cpu"):
+            item.add_marker(pytest.mark.skip(reason="about what happens on a CPU"))
 
 
 gc.disable()  # until all tests are collected: what is imported and collected until then stays
@@ -56,9 +59,11 @@ def pytest_addoption(parser):
 def device(request):
     """The device of the networks whose test names none."""
     from cfl_ray.nn.network import Network
+    from cfl_ray.nn.precision import products_in
 
     device, defaults = request.config.getoption("--device"), Network.__init__.__defaults__
-    with pytest.MonkeyPatch.context() as patch:
+    as_in_a_run = products_in("float32") if device == "cuda" else contextlib.nullcontext()
+    with pytest.MonkeyPatch.context() as patch, as_in_a_run:
         patch.setattr(Network.__init__, "__defaults__", (device, *defaults[1:]))
         yield device
 

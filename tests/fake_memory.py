@@ -11,7 +11,7 @@ from cfl_ray.nn.network import Network
 
 
 class FakeMemory(DeviceMemory):
-    """Memory of `size` bytes on the CPU, of which every client of a stack needs `need`, and `hidden` times that."""
+    """Memory of `size` bytes, of which every client of a stack needs `need`, and `hidden` times that."""
 
     measurable = True
 
@@ -45,7 +45,7 @@ def install(
 ) -> None:
     """Makes vmap batches of this network use this memory."""
     train_batch, init = vectorised.train_batch, span.SpanBatch.__init__
-    network.memory = memory
+    network.memory, memory.device = memory, network.device
     if worker is not None:
         worker.samples = SampleCache(memory, limit=0)
 

@@ -1,6 +1,6 @@
 """Small federations whose answer is known, and a stage on which a method plays rounds without a server."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,9 @@ class Spoiled(SyntheticFederation):
     def __init__(self, spoiled: Sequence[int], clients: int = 8, groups: int = 2, samples: int = 200):
         super().__init__(clients, input=(1, 4, 4), classes=4, groups=groups, samples=samples)
         self.spoiled = set(spoiled)
+
+    def data_version(self, client: int) -> Hashable:
+        return super().data_version(client), client in self.spoiled
 
     def train(self, client: int) -> tuple[Tensor, Tensor]:
         x, y = super().train(client)

@@ -55,7 +55,7 @@ class ChunkSums:
         for client, change_P in self._waiting.items():
             for out, weight in self.terms_of[client]:
                 if out in self.changes:
-                    self.changes[out].add_(change_P, alpha=weight)
+                    self.changes[out].add_(change_P.to(self.changes[out].device), alpha=weight)
                 else:
                     self.changes[out] = change_P * weight
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -272,7 +272,10 @@ class Network:
     def draws_from(self, seed: int) -> Iterator[None]:
         """Context in which PyTorch's global generators have this seed; their states are restored at its end."""
         on_gpu = self.device.type == "cuda"
-        with torch.random.fork_rng(devices=[self.device] if on_gpu else []):
+        without_cudnn: AbstractContextManager[None] = nullcontext()
+        if on_gpu and any(isinstance(m, nn.RNNBase) and m.dropout for m in self.module.modules()):
+            without_cudnn = torch.backends.cudnn.flags(enabled=False)  # no seed resets its dropout between layers
+        with torch.random.fork_rng(devices=[self.device] if on_gpu else []), without_cudnn:
             torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for CUDA, for 0.8 ms
             if on_gpu:
                 torch.cuda.manual_seed_all(seed)

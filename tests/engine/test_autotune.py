@@ -26,6 +26,7 @@ def mlp(rest=nn.ReLU):
 CHUNKS = autotune.Division(3)  # of one client each
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     "rest, local, expected",
     [
@@ -45,6 +46,7 @@ def test_engines_that_apply_are_timed(rest, local, expected, monkeypatch):
     assert ("not vectorised: no gain on a CPU" in choice.reason) != statistics
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     "seconds, clients, timed",
     [(5e-4, 12, True), (5e-4, 6, False), (2e-3, 12, False), (1e-4, 12, False)],
@@ -72,6 +74,7 @@ def test_the_vectorised_engine_is_timed_where_it_may_win(seconds, clients, timed
     assert choice.engine == ("vectorised" if timed else "manual")
 
 
+@pytest.mark.cpu
 def test_the_fastest_is_chosen_if_it_is_clearly_faster(monkeypatch):
     for seconds, engine in ((0.5, "manual"), (0.99, "sequential"), (2.0, "sequential")):
         times = {"sequential": 1.0, "manual": seconds}
@@ -123,6 +126,7 @@ def test_on_a_gpu_times_end_when_it_is_done(monkeypatch):
     assert found == pytest.approx({"fast": 0.01, "slow": 0.03})
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     "division, expected",
     [
@@ -158,6 +162,7 @@ def test_the_key_names_the_device_of_the_hosts(monkeypatch):
     assert keys[0] == autotune.cache_key(network, LocalSGD(), CHUNKS) and keys[1].startswith(f"{names[1]}, torch ")
 
 
+@pytest.mark.cpu
 def test_precision_is_part_of_the_key_and_of_what_applies(monkeypatch):
     timed, networks = [], {p: Network(mlp(), (36,), precision=p) for p in ("float32", "tf32", "bf16")}
     assert len({autotune.cache_key(network, LocalSGD(), CHUNKS) for network in networks.values()}) == 3
@@ -210,6 +215,7 @@ def test_all_engines_are_timed_on_the_same_sum():
     assert torch.allclose(one, other, rtol=0, atol=1e-5) and one.abs().max() > 0.01
 
 
+@pytest.mark.cpu
 def test_an_engine_that_does_not_fit_into_the_memory_is_not_chosen(monkeypatch):
     """Of the sequential engine it is an error that names the client."""
 
@@ -225,6 +231,7 @@ def test_an_engine_that_does_not_fit_into_the_memory_is_not_chosen(monkeypatch):
         autotune.measure(network, federation, LocalSGD(batch_size=4), 0, CHUNKS)
 
 
+@pytest.mark.cpu
 def test_only_samples_that_fit_are_on_the_device(monkeypatch):
     """A share of the free memory, .3, holds the samples of two of these clients."""
     network, federation = Network(mlp(), (36,)), uneven([10] * 4, (36,))

@@ -25,7 +25,7 @@ def test_are_those_of_the_configuration():
     assert set(ENGINES) == set(get_args(RuntimeConfig.model_fields["engine"].annotation)) - {"auto"}
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", [pytest.param(e, marks=pytest.mark.cpu) if e == "manual" else e for e in ENGINES])
 def test_train_the_same_rows_in_order(name):
     network, engine = Network(long_mlp, LONG), ENGINES[name]
     assert 1 <= engine.chunk_size(3) <= 3
@@ -39,7 +39,7 @@ def test_sums_are_those_of_the_rows(name):
     change_mP = rows(sequential, network, tasks) - torch.stack([task.start_P for task in tasks])
     found = torch.zeros(network.spec.size)
     for first, batch in ENGINES[name].train_sums(network, iter(tasks)):
-        found += batch.change(dict.fromkeys(range(len(batch.tasks)), 2.0))
+        found += batch.change(dict.fromkeys(range(len(batch.tasks)), 2.0)).cpu()
         assert [task.client for task in batch.tasks] == [0, 1, 2][first : first + len(batch.tasks)]
     assert torch.allclose(found, 2 * change_mP.sum(0), rtol=0, atol=1e-5)
 
@@ -47,7 +47,7 @@ def test_sums_are_those_of_the_rows(name):
 @pytest.mark.parametrize(
     "engine, factory, local, reason",
     [
-        ("manual", long_mlp, LocalSGD(batch_size=300), "a batch has more than 256 samples"),
+        pytest.param("manual", long_mlp, LocalSGD(batch_size=300), "more than 256 samples", marks=pytest.mark.cpu),
         ("span", long_mlp, LocalSGD(batch_size=4), "batches are smaller than a client's data"),
         ("vectorised", long_batch_norm, LocalSGD(), "batches of one size and equal steps"),
     ],

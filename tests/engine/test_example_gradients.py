@@ -41,7 +41,7 @@ def case(factory=flat, shape=(6,), classes=3, samples=12, **local):
 
 def change(network, task) -> torch.Tensor:
     (result,) = train(network, [task])
-    return result.row_P.clone() - task.start_P
+    return result.row_P.cpu().clone() - task.start_P
 
 
 @pytest.mark.parametrize("factory, shape, classes", [(flat, (6,), 3), (convolutions, (1, 4, 4), 4)])
@@ -54,8 +54,9 @@ def test_is_the_mean_of_clipped_gradients_of_single_samples(factory, shape, clas
     network.load(task.start_P)
     expected_P, norms = torch.zeros(network.spec.trained, dtype=torch.float64), []
     for x, y in zip(task.x, task.y, strict=True):
-        loss = nn.functional.cross_entropy(network.module(x[None]), y[None])
-        row_P = torch.cat([g.flatten() for g in torch.autograd.grad(loss, network.params)]).double()
+        logits = network.module(network.input(x[None]))
+        loss = nn.functional.cross_entropy(logits, y[None].to(network.device))
+        row_P = torch.cat([g.cpu().flatten() for g in torch.autograd.grad(loss, network.params)]).double()
         norms.append(row_P.norm().item())
         expected_P -= row_P * min(1.0, CLIP / norms[-1]) / len(task.y)
     assert max(norms) > CLIP, "some gradients are clipped"

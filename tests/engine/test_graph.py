@@ -16,6 +16,8 @@ from cfl_ray.engine import manual
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.network import Network
 
+pytestmark = pytest.mark.cpu
+
 SGD = LocalSGD(epochs=2, batch_size=4, lr=0.05, momentum=0.9, weight_decay=0.01)
 GREY, SMALL, COLOUR, TOKENS = (1, 28, 28), (1, 16, 16), (3, 16, 16), (7,)
 CLASSES, WORDS = 3, 11

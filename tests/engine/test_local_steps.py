@@ -264,7 +264,8 @@ class TestLocalStep:
             at, _ = by_torch(mlp, network, replace(task, steps=steps), 4, 2)
             first, _ = next(drawn), next(drawn)
             network.load(at)
-            losses.append(cross_entropy(network.module(task.x[first]), task.y[first]).item())
+            logits = network.module(network.input(task.x[first])).cpu()
+            losses.append(cross_entropy(logits, task.y[first]).item())
         (result,) = results(sequential, network, [task])
         assert task.steps == 4 and result.train_loss == pytest.approx(np.mean(losses[2:]), abs=1e-6)
 

@@ -18,6 +18,8 @@ from cfl_ray.nn.network import Network
 from cfl_ray.nn.operations import MaxPool
 from cfl_ray.nn.passes import passes_of
 
+pytestmark = pytest.mark.cpu
+
 IMAGE, COLOUR = (1, 16, 16), (3, 17, 16)
 UNSUPPORTED_MODELS = {"resnet9"}
 LARGER_IMAGES = {"vgg16"}  # of at least 32x32

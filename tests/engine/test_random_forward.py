@@ -138,9 +138,9 @@ def test_functional_dropout_drops_the_share_and_keeps_the_mean():
     network = Network(Identity, (10_000,))
     network.module.train()
     with network.draws_from(7):
-        first = network.module(torch.ones(2, 10_000))
+        first = network.module(network.input(torch.ones(2, 10_000)))
     with network.draws_from(7):
-        again = network.module(torch.ones(2, 10_000))
+        again = network.module(network.input(torch.ones(2, 10_000)))
     assert torch.equal(first, again)
     # mean 1; standard error of 20,000 draws of 0 and 4/3: sqrt(1/3 / 20000) = 0.004
     assert abs(first.mean().item() - 1) < 0.02 and abs((first == 0).float().mean().item() - 0.25) < 0.015

@@ -27,7 +27,9 @@ def linear():
 def stage_of(federation, limit: int | None, engine: str = "sequential") -> tuple[Stage, Counter]:
     """A stage whose worker keeps samples, and how often each client's samples were read."""
     stage, reads = Stage(federation, linear, LocalSGD(lr=0.1), engine), Counter()
-    stage.backend.worker.samples = SampleCache(FakeMemory(10**9), limit)
+    memory = FakeMemory(10**9)
+    memory.device = stage.network.device
+    stage.backend.worker.samples = SampleCache(memory, limit)
     part = getattr(federation, "_base", federation)
     read = part.train
     part.train = lambda client: (reads.update([client]), read(client))[1]
@@ -165,6 +167,7 @@ def test_samples_that_a_network_changes_in_place_are_read_anew():
     assert all(map(torch.equal, *found)) and set(reads.values()) == {2}
 
 
+@pytest.mark.cpu
 def test_nothing_is_kept_on_a_cpu():
     stage = Stage(planted(2), linear)
     play(stage, 1)

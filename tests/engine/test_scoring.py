@@ -28,12 +28,12 @@ def predicted():
         torch.from_numpy(draw.integers(0, 3, 3000)),
     )  # class 3 never occurs
     network.load(network.new_model(0, 0))
-    return network, x, y, network.module(x).detach()
+    return network, x, y, network.module(network.input(x)).detach().cpu()
 
 
 def test_confusion_counts_against_scikit_learn(predicted):
     network, x, y, logits = predicted
-    counts, loss_C = confusion(network.logits(x), y, 4)
+    counts, loss_C = confusion(network.logits(x).cpu(), y, 4)
     assert np.array_equal(counts, confusion_matrix(y, logits.argmax(1), labels=range(4)))
     losses = cross_entropy(logits, y, reduction="none").numpy()
     assert np.allclose(loss_C, [losses[y == c].sum() for c in range(4)], rtol=1e-5)
@@ -46,7 +46,7 @@ def test_scores_against_scikit_learn(predicted, labels):
     keep = np.isin(y, range(4) if labels is None else labels)
     true, found = y[keep], logits.argmax(1)[keep]
     accuracy, macro_f1, loss = scores(
-        *confusion(network.logits(x), y, 4), None if labels is None else np.isin(range(4), labels)
+        *confusion(network.logits(x).cpu(), y, 4), None if labels is None else np.isin(range(4), labels)
     )
     assert accuracy == pytest.approx(accuracy_score(true, found))
     assert macro_f1 == pytest.approx(f1_score(true, found, average="macro", zero_division=0))
@@ -55,7 +55,7 @@ def test_scores_against_scikit_learn(predicted, labels):
 
 def test_scores_without_images_are_no_numbers(predicted):
     network, x, y, _ = predicted
-    assert np.isnan(scores(*confusion(network.logits(x), y, 4), np.array([False, False, False, True]))).all()
+    assert np.isnan(scores(*confusion(network.logits(x).cpu(), y, 4), np.array([False, False, False, True]))).all()
 
 
 def label_view():
@@ -103,7 +103,7 @@ def test_own_test_uses_the_client_state_and_at_most_so_many_samples():
         stage.network.load(stage.model(model))
         x, y = stage.federation.test(client, 100)
         assert len(y) == 100 and found[client, 0] == pytest.approx(
-            (stage.network.module(x).argmax(1) == y).float().mean().item()
+            (stage.network.logits(x).cpu().argmax(1) == y).float().mean().item()
         )
 
 

@@ -34,7 +34,7 @@ def tasks_of(network: Network, local: LocalSGD = LOCALS["SGD"], starts=(0, 1, 0,
     return [replace(t, start_P=models[start], steps=n) for t, start, n in zip(tasks, starts, [4, 2, 3, 5])]
 
 
-@pytest.fixture(params=["one by one", "together"])
+@pytest.fixture(params=[pytest.param("one by one", marks=pytest.mark.cpu), "together"])
 def steps(request, monkeypatch) -> str:
     """How the steps of a stack are made: as on a CPU, and as on a GPU."""
     monkeypatch.setattr(span, "_together", lambda network: request.param == "together")
@@ -57,7 +57,7 @@ class TestStack:
         for weights in ({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}, {1: 2.0, 3: 0.5}, {2: 1.0}):
             expected = sum(weight * change_mP[index] for index, weight in weights.items())
             assert expected.abs().max() > 1e-2
-            assert torch.allclose(stack.change(weights), expected, rtol=0, atol=1e-5)
+            assert torch.allclose(stack.change(weights).cpu(), expected, rtol=0, atol=1e-5)
 
     @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
     @pytest.mark.parametrize("columns", ["all", "head", "base"])
@@ -162,6 +162,7 @@ class TestOwnModules:
         network = Network(own, IMAGE)
         assert_same(network, tasks_of(network, LOCALS["momentum and weight decay"], proximal=[(0.3,)]), span)
 
+    @pytest.mark.cpu
     def test_buffers_are_those_after_the_last_step(self):
         network = Network(Normalised, LONG)
         assert network.spec.size == network.spec.trained + 16

@@ -16,6 +16,7 @@ from training_tasks import (
     by_torch,
     long_mlp,
     mlp,
+    results,
     rows,
     tasks_of,
     wide_cnn,
@@ -65,7 +66,7 @@ class TestSequentialIsTorchSGD:
         expected, losses = by_torch(mlp, network, task)
         plain, _ = by_torch(mlp, network, replace(task, proximal=()))
         assert torch.allclose(expected, plain, atol=1e-3) == (not proximal), "the proximal terms have an effect"
-        (result,) = sequential.train(network, [task])
+        (result,) = results(sequential, network, [task])
         assert torch.allclose(result.row_P, expected, rtol=0, atol=1e-6)
         per_epoch = -(-10 // (local.batch_size or 10))
         assert result.train_loss == pytest.approx(np.mean(losses[-per_epoch:]), abs=1e-6), "that of the data alone"
@@ -168,9 +169,9 @@ class TestDropout:
         for layer in network.dropouts.values():
             (layer.mask,) = layer.draw(keys_on(network.device, [3]), 1)
         x = torch.ones(3, 6)
-        plain = network._build(0, 0).eval()
+        plain = network._build(0, 0).eval().to(network.device)
         network.load(network.spec.row_of(plain))
-        assert torch.equal(network.logits(x), plain(x))
+        assert torch.equal(network.logits(x), plain(network.input(x)))
 
 
 class TestNetwork:
@@ -181,7 +182,8 @@ class TestNetwork:
         assert not torch.equal(*rows)
         for row_P in rows:
             network.load(row_P)
-            assert torch.equal(network.row(), row_P) and torch.equal(network.spec.row_of(network.module), row_P)
+            assert torch.equal(network.row().cpu(), row_P)
+            assert torch.equal(network.spec.row_of(network.module).cpu(), row_P)
 
     def test_initial_models_have_addresses(self):
         state = torch.random.get_rng_state()

@@ -79,6 +79,7 @@ class TestSize:
         assert len(list(vectorised.train(network, tasks))) == 5
         assert memory.batches == [4, 2, 2]
 
+    @pytest.mark.cpu
     def test_has_no_limit_on_a_cpu(self):
         network = Network(long_mlp, LONG)
         assert network.memory.batch_size("any") is None and not network.memory.measurable
@@ -94,8 +95,8 @@ class TestSize:
         tasks = training_tasks.tasks_of(network, sizes, local, start_P=network.new_model(0, 0), steps=6)
         expected = rows(vectorised, network, tasks)
         for most in (1, 2, 5):
-            network.memory = FakeMemory(10**9)
-            network.memory.most = most
+            network.memory = memory = FakeMemory(10**9)
+            memory.most, memory.device = most, network.device
             found = rows(vectorised, network, tasks)
             assert network.memory.largest == most and close(found, expected)
 
@@ -158,8 +159,8 @@ class TestOneClient:
         clients = stage.clients()
         with pytest.raises(
             DeviceMemoryError,
-            match=r"client 0 does not fit into the memory of cpu: training this one client, with 10 samples and a "
-            r"model of 0.0 MiB, needs more than the 2.0 MiB that it had reached, and 1.0 MiB were free for this "
+            match=r"client 0 does not fit into the memory of (cpu|cuda:0): training this one client, with 10 samples "
+            r"and a model of 0.0 MiB, needs more than the 2.0 MiB that it had reached, and 1.0 MiB were free for this "
             r"process \(CUDA out of memory",
         ):
             clients.train(clients.send(stage.model()[None]), average=torch.ones(1, 16))
@@ -310,6 +311,7 @@ class TestSamplesOfAPass:
         network.module.forward = limited
         return sizes
 
+    @pytest.mark.cpu
     def test_in_a_test_are_halved_and_remembered(self):
         network = Network(long_mlp, LONG)
         network.memory.caches.append(lambda: dropped.append(True))

@@ -48,7 +48,7 @@ class TestChain:
         features_MF, row_P = chain(stage).features_MF, stage.model()
         for client in range(4):
             task = TrainingTask(client, row_P, *stage.federation.train(client), 6, stage.local, Address(0, 1, 1))
-            row_P = next(sequential.train(stage.network, [task])).row_P.clone()
+            row_P = next(sequential.train(stage.network, [task])).row_P.cpu().clone()
             assert torch.equal(features_MF[client], row_P)
 
     @pytest.mark.parametrize("engine", ["manual", "vectorised", "span"])
@@ -142,7 +142,7 @@ class TestClientView:
         one = self.one(net, uneven([10, 7]))
         start_P = one.network.new_model(3, 0)
         task = TrainingTask(1, start_P, one.x, one.y, 3, replace(one.local, epochs=3, batch_size=None), one.address)
-        expected = next(sequential.train(one.network, [task])).row_P.clone()
+        expected = next(sequential.train(one.network, [task])).row_P.cpu().clone()
         assert torch.equal(one.train(start_P, epochs=3, batch_size=None), expected)
         assert not torch.equal(one.train(start_P), expected)
 

@@ -39,7 +39,7 @@ def test_the_models_vote_by_their_mean_probabilities(voting):
     x, y = one.federation.test_set(1)
     for row_P in state.models_KP:
         one.network.load(row_P)
-        votes.append(one.network.module.eval()(x).detach().softmax(1))
+        votes.append(one.network.module.eval()(one.network.input(x)).detach().cpu().softmax(1))
     together = (torch.stack(votes).mean(0).argmax(1) == y).float().mean().item()
     alone = [(vote.argmax(1) == y).float().mean().item() for vote in votes]
     assert accuracy(one, method, state, [1, 3]) == pytest.approx([together] * 2, abs=1e-6)

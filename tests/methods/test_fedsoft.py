@@ -82,7 +82,8 @@ def test_newcomers_have_the_centre_that_fits_most_of_their_samples_best():
         loss_nK = []
         for row_P in torch.cat(rows):
             one.network.load(row_P)
-            loss_nK.append(torch.nn.functional.cross_entropy(one.network.module(x), y, reduction="none"))
+            logits = one.network.module(one.network.input(x)).cpu()
+            loss_nK.append(torch.nn.functional.cross_entropy(logits, y, reduction="none"))
         share = (loss_nK[0] < loss_nK[1]).float().mean().item()
         joined = method.join(state, one.clients([client]))
         assert joined.weight_NK[client, 0] == pytest.approx(share, abs=1e-6)

@@ -162,7 +162,7 @@ def test_fedrc_with_equal_shares_is_fedem():
         assert np.allclose(found.weight_NK, expected.weight_NK, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["manual", "span", "vectorised"])
+@pytest.mark.parametrize("engine", [pytest.param("manual", marks=pytest.mark.cpu), "span", "vectorised"])
 @pytest.mark.parametrize("local", [{}, {"batch_size": 25, "steps": 5}])
 def test_engines_weigh_samples_alike(engine, local):
     one, other = (groups(name, **local) for name in ("sequential", engine))
@@ -296,7 +296,7 @@ def test_the_train_loss_is_that_of_the_mixture():
     method.round(state, clients, None)
     for client in (0, 1):
         x, y = one.federation.train(client)
-        rows = [one.network.logits_of(row_P, x) for row_P in state.models_KP]
+        rows = [one.network.logits_of(row_P, x).cpu() for row_P in state.models_KP]
         loss_nK = torch.stack([nn.functional.cross_entropy(logits, y, reduction="none") for logits in rows], 1)
         expected = ((-loss_nK).softmax(1) * loss_nK).sum(1).mean().item()
         assert np.isclose(clients.stats.train_loss[client], expected, atol=1e-5)

@@ -84,7 +84,7 @@ def test_without_adaptation_it_is_fedavg_on_the_second_batch_of_every_pair(batch
     state = one.play(PerFedAvg(alpha=0.0, beta=BETA), [0, 3, 5])
     batch, results = min(batch_size or 200, 150 if batch_size == 150 else 100), []
     for client in (0, 3, 5):
-        x, y = one.federation.train(client)
+        x, y = (part.to(one.network.device) for part in one.federation.train(client))
         draw, batches = stream(0, 1, 1, client, "batches"), []
         for _ in range(3):
             batches += torch.from_numpy(draw.permutation(200)).split(batch)
@@ -95,7 +95,7 @@ def test_without_adaptation_it_is_fedavg_on_the_second_batch_of_every_pair(batch
             optimiser.zero_grad()
             cross_entropy(module(x[chosen]), y[chosen]).backward()
             optimiser.step()
-        results.append(one.network.row().clone())
+        results.append(one.network.row().cpu().clone())
     assert torch.allclose(state.models_KP[0], torch.stack(results).mean(0), rtol=0, atol=1e-6)
 
 
@@ -114,7 +114,7 @@ def test_clients_adapt_on_their_training_data_before_they_predict():
     state = one.play(method, *COHORTS)
     expected = []
     for client in (0, 1, 5):
-        x, y = one.federation.train(client)
+        x, y = (part.to(one.network.device) for part in one.federation.train(client))
         order = stream(0, 1, -1, client, "batches").permutation(200)
         one.network.load(state.models_KP[0])
         module = one.network.module.train()
@@ -123,7 +123,7 @@ def test_clients_adapt_on_their_training_data_before_they_predict():
             optimiser.zero_grad()
             cross_entropy(module(x[chosen]), y[chosen]).backward()
             optimiser.step()
-        x, y = one.federation.test(client)
+        x, y = (part.to(one.network.device) for part in one.federation.test(client))
         expected.append((module.eval()(x).argmax(1) == y).float().mean().item())
     assert accuracy(one, method, state, [0, 1, 5]) == pytest.approx(expected, abs=1e-6)
 

@@ -119,7 +119,8 @@ def test_a_client_of_a_mixture_has_an_optimiser_for_each_model(engine):
         trained = []
         for client in ids:
             x, y = one.federation.train(client)
-            loss_nK = torch.stack([cross_entropy(one.network.logits_of(row, x), y, reduction="none") for row in w], 1)
+            logits = [one.network.logits_of(row, x).cpu() for row in w]
+            loss_nK = torch.stack([cross_entropy(each, y, reduction="none") for each in logits], 1)
             q_nK = (pi[client].log() - loss_nK).softmax(1)
             pi[client] = q_nK.mean(0)
             trained.append([clients.train(client, w[k], model=k, weight_n=q_nK[:, k]) for k in range(count)])
