@@ -48,7 +48,7 @@ def describe(chunk: OpenChunk[Describe]) -> Arrays:
             anchor_P = None if work.anchor is None else chunk.model(work.anchor, index)
             if anchor_P is not None:
                 anchor_P = with_client_state(anchor_P, work.client_state, chunk.stored_value(index))
-            vector = torch.as_tensor(work.function(view, anchor_P)).float().reshape(-1)
+            vector = torch.as_tensor(work.function(view, anchor_P)).float().cpu().reshape(-1)
             vector = chunk.attack.upload(client, vector, torch.zeros_like(vector), work.address)
         arrays["floats"][index] = len(vector)
         features[index] = vector if work.sketch is None else sketch(vector, work.sketch, work.address.seed)
