@@ -1,0 +1,58 @@
+"""Every method on a simulated CUDA device: no operation is on tensors of two devices, and figures are equal."""
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda import fake_cuda
+from test_runs import EARLY, LOCALS, figures, make_experiment
+
+import cfl_ray
+from cfl_ray.core.work import Averaging
+from cfl_ray.engine.reduce import ChunkSums, HostSums
+from cfl_ray.methods import REGISTRY
+
+
+def test_the_simulated_device_refuses_what_a_gpu_refuses():
+    with fake_cuda():
+        there, here = torch.ones(3, device="cuda"), torch.ones(3)
+        assert there.device.type == (there + 1).device.type == there[:2].device.type == "cuda"
+        assert there.cpu().device.type == here.to(there).cpu().device.type == "cpu"
+        assert torch.equal(there[torch.tensor([0, 2])].cpu(), torch.ones(2))
+        for operation in (lambda: there + here, lambda: here.add_(there), lambda: here[there.long()]):
+            with pytest.raises(RuntimeError, match="on the same device"):
+                operation()
+        with pytest.raises(TypeError, match="numpy"):
+            there.numpy()
+
+
+@pytest.mark.parametrize("first, second", [("cpu", "cuda"), ("cuda", "cpu")])
+def test_uploads_on_both_devices_have_one_sum(first, second):
+    """A vmap batch whose rows are used leaves them on the CPU; the client that is left alone has its row on the GPU."""
+    with fake_cuda():
+        sums, total = ChunkSums(Averaging.of(np.ones((1, 2)), 2)), HostSums()
+        for client, device in enumerate((first, second)):
+            sums.add(client, torch.full((3,), client + 1.0, device=device), torch.zeros(3))
+        sums.finish()
+        total.add(sums)
+        total.add(sums)
+        assert total.values()[0].tolist() == [3.0] * 3 and total.totals[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "local", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("span")) for name in LOCALS]
+)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_run_on_a_gpu_has_the_figures_of_the_cpu(name, local, tmp_path):
+    """Up to rounding, as vmap batches are larger there; with recorded steps, samples and sums on the device."""
+    data, evaluation = {"synthetic_samples": 7}, {"local_images": 1000, "tuned_epochs": 1}
+    sections = {"local": LOCALS[local], "data": data, "evaluation": evaluation}
+    runtime = {"engine": local.partition(",")[0]}
+    run = make_experiment(tmp_path, [{name: EARLY.get(name, {})}], 3, runtime=runtime, **sections)
+    expected = figures(cfl_ray.simulate(run)[name])
+    with fake_cuda():
+        found = figures(cfl_ray.simulate(run)[name])
+    for (_, metrics), (_, others) in zip(expected, found, strict=True):
+        assert others.keys() == metrics.keys()
+        for metric, value in metrics.items():
+            tolerance = 2e-3 if metric.startswith(("accuracy", "macro")) else 1e-4
+            assert others[metric] == pytest.approx(value, abs=tolerance), metric
