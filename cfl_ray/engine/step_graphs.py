@@ -34,9 +34,12 @@ def record(step: Callable[[], None], memory: DeviceMemory) -> tuple[Callable[[],
         step()  # libraries allocate their workspaces in a first call
     current.wait_stream(stream)
     graph, before = torch.cuda.CUDAGraph(), 0
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        before = torch.cuda.memory_reserved(memory.device)
-        step()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            before = torch.cuda.memory_reserved(memory.device)
+            step()
+    finally:
+        torch.cuda.set_stream(current)  # after an error, PyTorch before 2.15 stays on the other
     return graph.replay, torch.cuda.memory_reserved(memory.device) - before
 
 
