@@ -57,7 +57,8 @@ class ClientView:
     def _gradient(self, x: Tensor, y: Tensor, batch: int) -> Tensor:
         total: Tensor | None = None
         for x_B, y_B in zip(x.split(batch), y.split(batch), strict=True):
-            logits_BC = self.network.module(self.network.input(x_B))
+            with self.network.without_cudnn():
+                logits_BC = self.network.module(self.network.input(x_B))
             loss = self.network.task.total_loss(logits_BC, y_B.to(self.network.device)) / len(y)
             grads = torch.autograd.grad(loss, self.network.params, materialize_grads=True)
             part = torch.cat([g.reshape(-1) for g in grads])

@@ -79,7 +79,7 @@ class ExampleGradient(LocalGradient):
         y: Tensor,
         frozen_C: Tensor | None,
     ) -> Tensor:
-        with self.network.autocast():
+        with self.network.autocast(), self.network.without_cudnn():
             logits_1C = functional_call(self.network.module, (params, masks), (x[None],)).float()
         logits_1C = logits_1C if frozen_C is None else logits_1C + frozen_C
         return self.network.task.loss(logits_1C, y[None]).sum()

@@ -304,7 +304,7 @@ class _Gradient:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of one client on one batch, and the buffers after it."""
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}  # the network updates buffers in place
-        with self.network.autocast():
+        with self.network.autocast(), self.network.without_cudnn():
             logits_BC = functional_call(self.network.module, (params, buffers), (x_B,)).float()
         logits_BC = logits_BC if frozen_BC is None else logits_BC + frozen_BC
         return (self.network.task.loss(logits_BC, y_B) * weight_B).sum(), buffers

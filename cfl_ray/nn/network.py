@@ -110,6 +110,7 @@ class Network:
         self._check_layout(self.module, "after a forward pass")
         self.module.to(self.device)
         self.counters = {name: initial.to(self.device) for name, initial in self.counters.items()}
+        self.recurrent = any(isinstance(m, nn.RNNBase) for m in self.module.modules())
         self.flat = row_P.to(self.device)
         self.params: list[Tensor] = [p for p in self.module.parameters() if p.requires_grad]
         self.channels_last = self.device.type == "cpu" and _suits_channels_last(self.module)
@@ -267,6 +268,15 @@ class Network:
     def autocast(self) -> AbstractContextManager[object]:
         """Context for a forward pass in training, which computes in the network's precision."""
         return precisions.autocast(self.precision, self.device)
+
+    def without_cudnn(self) -> AbstractContextManager[None]:
+        """Context for a forward pass whose gradient cuDNN's recurrent layers lack: in evaluation mode, or under vmap.
+
+        No effect on a CPU and on networks without recurrent layers.
+        """
+        if self.recurrent and self.device.type == "cuda":
+            return torch.backends.cudnn.flags(enabled=False)
+        return nullcontext()
 
     @contextmanager
     def draws_from(self, seed: int) -> Iterator[None]:

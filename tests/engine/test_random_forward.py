@@ -1,18 +1,21 @@
 """Networks whose forward pass draws random numbers: functional dropout, attention, noise; and layers without sizes."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import training_tasks
+from fake_cuda import fake_cuda
 from torch import nn
 from torch.nn.functional import dropout
 from training_tasks import assert_same, rows
 
-from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import manual, sequential, span, vectorised
+from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.network import Network
 
@@ -158,3 +161,35 @@ def test_masks_by_sample_stay_where_they_suit():
     network = Network(lambda: Transformer(0.1), SHAPE)
     assert set(network.dropouts) == {"layer.dropout", "layer.dropout1", "layer.dropout2"}
     assert not Network(two_sizes, SHAPE).dropouts and np.prod(SHAPE) == 20
+
+
+def test_cudnn_is_not_used_where_its_recurrent_layers_have_no_gradient(monkeypatch):
+    """It refuses a backward pass in evaluation mode, and vmap has no rule for it."""
+
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 3)
+
+        def forward(self, x):
+            used.append(torch.backends.cudnn.enabled)
+            return self.head(self.lstm(x)[0][:, -1])
+
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda self: None)  # of cuDNN
+    used, found = [], {}
+    for device, context in (("cpu", nullcontext()), ("cuda", fake_cuda())):
+        with context:
+            network = Network(Plain, SHAPE, device)
+            tasks = tasks_of(network)
+            noisy = replace(tasks[0].local, examples=ExampleNoise(1.0, 1.0))
+            view = ClientView(0, tasks[0].x, tasks[0].y, network, tasks[0].address, tasks[0].local, lambda task: task)
+            used.clear()
+            gradient = view.gradient(tasks[0].start_P)
+            trained = rows(vectorised, network, tasks)
+            private = rows(sequential, network, [replace(tasks[0], local=noisy)])
+            assert set(used) == {device == "cpu"}
+            rows(sequential, network, tasks)
+            assert used[-1]
+            found[device] = [gradient, trained.cpu(), private.cpu()]
+    for here, there in zip(found["cpu"], found["cuda"], strict=True):
+        assert torch.allclose(here, there, atol=1e-6)
