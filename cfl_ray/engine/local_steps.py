@@ -93,7 +93,7 @@ class LocalGradient(ABC):
             return []
         at = self.first + batch - self._drawn
         if not self._masks or not (0 <= at < len(self._masks[0]) and samples <= self._masks[0].shape[1]):
-            self._draw(self.first + batch, samples)
+            self._draw(self.first + batch, max(samples, 1))  # a Poisson sample may be empty
             at = 0
         return [mask[at, :samples] for mask in self._masks]
 

@@ -127,8 +127,9 @@ def test_batches_are_poisson_samples():
     assert list(replace(local, batch_size=None).batches(20, 2, None)) == [None, None]
 
 
-def test_an_empty_batch_is_a_step_of_noise():
-    network, task = case(batch_size=1, examples=ExampleNoise(1.0, CLIP, b"key"), samples=40)
+@pytest.mark.parametrize("factory", [flat, with_dropout])
+def test_an_empty_batch_is_a_step_of_noise(factory):
+    network, task = case(factory, batch_size=1, examples=ExampleNoise(1.0, CLIP, b"key"), samples=40)
     rows = [train(network, [replace(task, client=client)]) for client in range(12)]
     results = [next(result) for result in rows]
     empty = [len(next(replace(task, client=client).batches())) == 0 for client in range(12)]
