@@ -36,9 +36,8 @@ class LocalGradient(ABC):
         self.first = -task.batches_per_step  # number of the first batch of the current step
         self.losses: list[Any] = []  # one per step
         self.batches: list[BatchIndex] = []  # of the current step
-        self._masks: list[
-            Tensor
-        ] = []  # of some batches from `_drawn` on, one (batches, samples, ...) per dropout layer
+        # (batches, samples, ...) of each dropout layer, for some batches from number `_drawn` on
+        self._masks: list[Tensor] = []
         self._drawn = 0
         self._seeds: dict[int, int] = {}  # by batch of the current step
         parts = companion_parts(network, task)

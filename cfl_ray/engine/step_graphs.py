@@ -107,7 +107,11 @@ class StepGraphs:
     def _recorded(self, kind: Hashable, steps: VmapSteps) -> _Graph | None:
         assert self.record is not None
         free = self.memory.free()
-        own = steps.on_tensors_that_stay()
+        try:
+            own = steps.on_tensors_that_stay()
+        except torch.OutOfMemoryError as error:  # the batch itself fits
+            self.refused[kind] = str(error).splitlines()[0]
+            return None
         number = torch.zeros(1, dtype=torch.long, device=own.rows_mP.device)
         own.fill(steps)
         own.begin()

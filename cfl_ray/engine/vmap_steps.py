@@ -28,8 +28,8 @@ def at(tensor: Tensor, number: Number) -> Tensor:
 class VmapSteps:
     """The steps of all clients of a vmap batch, which change rows, momentum buffers and second models in place.
 
-    A step reads no value on the host, except with an optimiser of `torch.optim`, a moving anchor, traced losses, or the
-    method's own step.
+    A step reads no value on the host, except with an optimiser of `torch.optim`, a moving anchor, traced losses, or a
+    method's own step that is not one of tensors alone.
     """
 
     def __init__(self, network: Network, tasks: Sequence[TrainingTask]):

@@ -270,7 +270,8 @@ class Network:
         return precisions.autocast(self.precision, self.device)
 
     def without_cudnn(self) -> AbstractContextManager[None]:
-        """Context for a forward pass whose gradient cuDNN's recurrent layers lack: in evaluation mode, or under vmap.
+        """Context for a forward pass that cuDNN's recurrent layers do not support: with a gradient in evaluation mode
+        or under vmap, or with a seed, which does not reset their dropout.
 
         No effect on a CPU and on networks without recurrent layers.
         """
@@ -282,10 +283,7 @@ class Network:
     def draws_from(self, seed: int) -> Iterator[None]:
         """Context in which PyTorch's global generators have this seed; their states are restored at its end."""
         on_gpu = self.device.type == "cuda"
-        without_cudnn: AbstractContextManager[None] = nullcontext()
-        if on_gpu and any(isinstance(m, nn.RNNBase) and m.dropout for m in self.module.modules()):
-            without_cudnn = torch.backends.cudnn.flags(enabled=False)  # no seed resets its dropout between layers
-        with torch.random.fork_rng(devices=[self.device] if on_gpu else []), without_cudnn:
+        with torch.random.fork_rng(devices=[self.device] if on_gpu else []), self.without_cudnn():
             torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for CUDA, for 0.8 ms
             if on_gpu:
                 torch.cuda.manual_seed_all(seed)

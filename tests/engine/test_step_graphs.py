@@ -200,3 +200,16 @@ def test_engines_use_them_on_a_gpu_alone():
     graphs = step_graphs.graphs_of(network)
     assert graphs is step_graphs.graphs_of(network)
     assert graphs.record is (step_graphs.record if network.device.type == "cuda" else None)
+
+
+def test_a_batch_whose_copy_does_not_fit_is_trained_without(graphs, monkeypatch):
+    """It is not halved: the batch itself fits."""
+    network = Network(mlp, FLAT)
+    recorded = graphs(network)
+
+    def full(steps):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(VmapSteps, "on_tensors_that_stay", full)
+    assert_as_without(recorded, network, tasks_of(network, SIZES, replace(SGD, epochs=8)))
+    assert list(recorded.refused.values()) == ["CUDA out of memory."] and graphs.recorded == 0
