@@ -14,6 +14,7 @@ from cfl_ray.core.backend import Backend, ClientStateKey
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
+from cfl_ray.core.privacy import Protection
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.state import State
@@ -62,6 +63,11 @@ def clients_of(setup: Setup, backend: Backend, ids: Sequence[int], round: int = 
     ids_M = np.array(list(ids))
     samples_M, spec = setup.federation.num_samples_N[ids_M], setup.network().spec
     return Clients(ids_M, samples_M, spec, setup.local, backend, 0, round, RoundStats(), **changes)
+
+
+def protected(clients: Clients, **protection: Any) -> Clients:
+    """The same clients with these fields of `Protection`."""
+    return replace(clients, protection=Protection(**protection))
 
 
 @dataclass

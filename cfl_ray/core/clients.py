@@ -18,8 +18,8 @@ from cfl_ray.core.events import births_and_deaths, cluster_event
 from cfl_ray.core.exchange import LocalTraining, ModelTables, Sent, with_momentum_kept
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns, ParamSpec
-from cfl_ray.core.privacy import PrivacyError, PrivateSums
-from cfl_ray.core.secure_aggregation import SecureAggregation, missing, traffic
+from cfl_ray.core.privacy import PrivacyError, Protection
+from cfl_ray.core.secure_aggregation import missing
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED
@@ -90,10 +90,7 @@ class Clients:
     aggregation: AggregationRule = Mean()  # used in every average
     server: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
     num_scores: int = 3  # of a test: the metrics of the task, then the loss
-    private: PrivateSums | None = field(repr=False, default=None)  # None: the server sees what it asks for
-    secure: SecureAggregation | None = None  # None: sums are those of uploads that are not masked
-    absent: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, np.int64))  # selected, do not report
-    sampled: bool = True  # True: the cohort that was drawn; False: all reachable clients
+    protection: Protection = field(repr=False, default=Protection())  # what hides uploads of single clients
     # returns the scores (M, num_scores) of the clients with the models of a Serving; None: outside of an evaluation
     tester: "Callable[[Clients, Serving], np.ndarray] | None" = field(repr=False, default=None)
     received: Received | None = field(repr=False, default=None)  # of asynchronous rounds; None: a synchronous round
@@ -125,12 +122,12 @@ class Clients:
         if self.reachable is None:
             return self
         ids, num_samples = self.reachable()
-        absent = np.zeros(0, np.int64)
-        return replace(self, ids_M=ids, num_samples_M=num_samples, replay=None, sampled=False, absent=absent)
+        protection = self.protection.of_all_reachable()
+        return replace(self, ids_M=ids, num_samples_M=num_samples, replay=None, protection=protection)
 
     def weights(self, kind: str = "samples") -> np.ndarray:
         """Weight of each client in an average, float64 (M,): n_i for "samples", 1 for "uniform" and in private runs."""
-        by_samples = kind == "samples" and self.private is None
+        by_samples = kind == "samples" and self.protection.noise is None
         return self.num_samples_M.astype(np.float64) if by_samples else np.ones(len(self))
 
     def first_row(self) -> np.ndarray:
@@ -256,9 +253,7 @@ class Clients:
         """Why the server must not read anything of single clients; empty: it may."""
         if self.evaluated:
             return ""
-        if self.private is None and self.secure is None:
-            return "privacy.examples does not protect" if self._protects_examples else ""
-        return "secure aggregation hides" if self.private is None else "privacy does not protect"
+        return self.protection.hides or ("privacy.examples does not protect" if self._protects_examples else "")
 
     def count_download(self, floats: int) -> None:
         """Counts `floats` numbers per client as downloaded, besides models."""
@@ -290,29 +285,71 @@ class Clients:
         average_number: identifies this average among those of a round. A server optimiser continues with the moments
             of the same number in the previous round. None: numbered in the order of the calls.
         """
-        keeps_any = bool(np.any(keep_as_local_model))
-        keeps_momentum = keeps_any or how.mixture is not None
-        local, client_state = with_momentum_kept(how.sgd or self.local, client_state, keeps_momentum)
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
+        self._check_permitted(how, features)
+        keeps_any, mixes = bool(np.any(keep_as_local_model)), how.mixture is not None
+        local, client_state = with_momentum_kept(how.sgd or self.local, client_state, keeps_any or mixes)
+        private = client_state.columns if client_state and client_state.private else None
+        work, averaging, secure = self._training(start, how, local), None, None
+        if average is not None:
+            averaging, secure = self._averaging(average, work.address, private, work.models_per_client)
+        robust = averaging is not None and not isinstance(self.aggregation, Mean)  # needs the results, not their sums
+        clients = len(self) // work.models_per_client
+        work = replace(
+            work,
+            client_state=client_state,
+            averaging=None if robust else averaging,
+            secure=secure,
+            features=features,
+            defer_aggregation=defer_aggregation or robust,
+            deferred_cuts=range_cuts(self.aggregation, self.spec.size, client_state, clients),
+            upload_distances=isinstance(self.aggregation, ClippingRule),
+            clip=self.protection.clip(self.spec, private),
+            local_test_samples=self.local_test_samples if keeps_any or mixes else 0,
+        )
+        if self.protection.masks is None and (
+            averaging is not None or defer_aggregation
+        ):  # those of secure sums are counted
+            self._count_upload(self.spec.size - (private.count if private else 0))
+        elif features is not None:
+            self._count_upload(features.columns.count)
+        outcome = self._run(work)
+        if features is not None:
+            outcome = self.protection.noisy_features(outcome, self.ids_M, work.address)
+        valid_M, scores = outcome.arrays["valid"] & keep_as_local_model, outcome.arrays.get("local_scores")
+        self.stats.note_training(self.ids_M, outcome.arrays["train_loss"], scores, valid_M)
+        if averaging is not None and not isinstance(self.aggregation, Mean):
+            aggregated = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
+            outcome = replace(outcome, means=aggregated.means, arrived_R=aggregated.arrived_R)
+        return self._updates(outcome, averaging, private, work, work.address, average_number)
+
+    def _check_permitted(self, how: LocalTraining, features: UpdateFeatures | None) -> None:
+        """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have."""
         if how.trace:
             self.reads("the losses of local steps")
-        steps_M = self._steps_of(how, local)
-        if self._protects_examples:
-            local = self._with_example_noise(local, how, steps_M)
-        private = client_state.columns if client_state and client_state.private else None
+        if features is not None and self.protection.masks is not None:
+            self.reads("the updates")
+        if self._protects_examples:  # noise protects the gradient of one batch
+            unlike = {
+                "results of steps of several gradients": how.local_step is not None,
+                "results of a loss on features": how.objective is not None,
+                "results of weighted samples": how.mixture is not None,
+                "results of clients one after another": how.chained,
+            }
+            for what in (what for what, holds in unlike.items() if holds):
+                self.reads(what)
         if how.chained and self.received is not None:
             raise NotAsynchronous("its clients start from each other's results (chained)")
-        if features is not None and self.secure is not None:
-            self.reads("the updates")
-        address = self._next_address()
-        models = 1 if how.mixture is None else how.mixture.num_models
-        averaging, secure = None, None
-        if average is not None:
-            averaging, secure = self._averaging(average, address, private, models)
+
+    def _training(self, start: Sent, how: LocalTraining, local: LocalSGD) -> Train:
+        """The order for local training, without what becomes of its results."""
+        steps_M = self._steps_of(how, local)
+        if self._protects_examples:
+            local = replace(local, examples=self.local.examples)
+            self.stats.example_steps.append((self.ids_M, self.num_samples_M, steps_M))
         tables = ModelTables()
-        robust = not isinstance(self.aggregation, Mean)  # needs the results themselves: they are not summed on hosts
-        work = Train(
-            address,
+        return Train(
+            self._next_address(),
             self.ids_M,
             start=tables.rows(start),
             proximal=tuple(term.with_anchor(tables.rows(term.anchor)) for term in how.proximal if term.acts),
@@ -323,34 +360,10 @@ class Clients:
             trace=how.trace,
             local=local,
             steps_M=steps_M,
-            averaging=None if robust else averaging,
-            secure=secure,
-            client_state=client_state,
-            features=features,
-            defer_aggregation=defer_aggregation or (robust and averaging is not None),
-            deferred_cuts=range_cuts(self.aggregation, self.spec.size, client_state, len(self.ids_M) // models),
-            upload_distances=isinstance(self.aggregation, ClippingRule),
-            clip=None if self.private is None else self.private.clip(self.spec, private),
             chained=how.chained,
             mixture=how.mixture,
-            local_test_samples=self.local_test_samples if keeps_any or how.mixture else 0,
             tables=tables.as_tuple(),
         )
-        if self.secure is None and (averaging is not None or defer_aggregation):  # those of secure sums are counted
-            self._count_upload(self.spec.size - (private.count if private else 0))
-        elif features is not None:
-            self._count_upload(features.columns.count)
-        outcome = self._run(work)
-        if features is not None:
-            outcome = self._with_noise_on_features(outcome, work)
-        valid_M, scores = outcome.arrays["valid"] & keep_as_local_model, outcome.arrays.get("local_scores")
-        self.stats.note_training(self.ids_M, outcome.arrays["train_loss"], scores, valid_M)
-        if averaging is not None and not isinstance(self.aggregation, Mean):
-            aggregated = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
-            outcome = replace(outcome, means=aggregated.means, arrived_R=aggregated.arrived_R)
-        if averaging is not None:
-            outcome = self._with_noise(outcome, averaging, address, models)
-        return self._updates(outcome, averaging, private, work, average_number)
 
     def _steps_of(self, how: LocalTraining, local: LocalSGD) -> np.ndarray:
         """Number of local steps of each client, int64 (M,)."""
@@ -363,19 +376,6 @@ class Clients:
     def _protects_examples(self) -> bool:
         """Whether uploads must not tell about single samples beyond what the noise of local steps allows."""
         return self.local.examples is not None and not self.evaluated
-
-    def _with_example_noise(self, local: LocalSGD, how: LocalTraining, steps_M: np.ndarray) -> LocalSGD:
-        """The local training with noise, whose steps are counted. Raises PrivacyError for steps that cannot have it."""
-        unlike = {
-            "results of steps of several gradients": how.local_step is not None,
-            "results of a loss on features": how.objective is not None,
-            "results of weighted samples": how.mixture is not None,
-            "results of clients one after another": how.chained,
-        }
-        for what in (what for what, holds in unlike.items() if holds):
-            self.reads(what)
-        self.stats.example_steps.append((self.ids_M, self.num_samples_M, steps_M))
-        return replace(local, examples=self.local.examples)
 
     def _averaging(
         self, average: Tensor | np.ndarray, address: Address, private: Columns | None, models: int
@@ -390,36 +390,16 @@ class Clients:
             of_changes = not self.received.mix_models  # their sums, which `Received.moved` divides
             averaging = replace(weighted, of_changes=of_changes, fixed=of_changes)
         else:
-            averaging = Averaging.of(average, len(self))
-            if self.private is not None:
-                averaging = self.private.fixed(averaging, models, None if self.sampled else len(self))
-        if self.secure is None:
+            averaging = self.protection.sums(Averaging.of(average, len(self)), len(self), models)
+        if self.protection.masks is None:
             return averaging, None
-        averaging, secure = self.secure.of(averaging, address, self.ids_M, private, self.absent)
-        columns, clients = self.spec.size - (private.count if private else 0), len(np.unique(self.ids_M))
-        if self.private is not None:
-            secure = self.private.in_ring(secure, models * columns)
-        down, up = traffic(secure, averaging.num_rows, columns)
+        averaging, secure, (down, up) = self.protection.masked(
+            averaging, address, self.ids_M, self.spec, private, models
+        )
+        clients = len(np.unique(self.ids_M))
         self.stats.traffic.down_bits += down * clients
         self.stats.traffic.up_bits += up * clients
         return averaging, secure
-
-    def _with_noise(self, outcome: Outcome, averaging: Averaging, address: Address, models: int) -> Outcome:
-        if self.private is None:
-            return outcome
-        if self.secure is not None:  # the clients added the noise
-            self.private.charge(self.sampled)
-            return outcome
-        return self.private.noised(outcome, averaging, address, self.spec.size, models, self.sampled)
-
-    def _with_noise_on_features(self, outcome: Outcome, work: Train) -> Outcome:
-        if self.private is None:
-            return outcome
-        noisy_MF = self.private.signatures_of(
-            torch.from_numpy(outcome.arrays["features"]), self.ids_M, work.address, "the updates"
-        )
-        norm_M = noisy_MF.double().norm(dim=1).numpy()
-        return replace(outcome, arrays=outcome.arrays | {"features": noisy_MF.numpy(), "norm": norm_M})
 
     def train_mixture(
         self, received: Sent, mixture: Mixture, *, average: np.ndarray, how: LocalTraining = LocalTraining()
@@ -467,9 +447,18 @@ class Clients:
         return self._run(work).arrays["mixture"]
 
     def _updates(
-        self, outcome: Outcome, averaging: Averaging | None, private: Columns | None, work: Train, number: int | None
+        self,
+        outcome: Outcome,
+        averaging: Averaging | None,
+        private: Columns | None,
+        work: Train,
+        address: Address,
+        number: int | None,
     ) -> Updates:
+        """The updates of the exchange `work`, with noise on the sums of the exchange `address` in a private run."""
         server = None if averaging is None else self.server
+        if averaging is not None:
+            outcome = self.protection.noisy_sums(outcome, averaging, address, self.spec, work.models_per_client)
         if server is not None and number is None:
             number = server.next_average()
         given = (server, number or 0, self.spec.trained, self.received, self.ids_M, self._hidden)
@@ -487,8 +476,7 @@ class Clients:
             outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, averaging)
         else:
             outcome = self._run(replace(AverageDeferred.of(work, address, self.ids_M, averaging), secure=secure))
-        outcome = self._with_noise(outcome, averaging, address, 1)
-        return self._updates(outcome, averaging, updates.private, work, average_number)
+        return self._updates(outcome, averaging, updates.private, work, address, average_number)
 
     def restart_moments(self, models_KP: Tensor) -> None:
         """Resets the moments of these models of merged clusters in the server optimiser, if the run has one."""
@@ -537,7 +525,7 @@ class Clients:
         loss_MK = self._losses(sent, max_samples, frozen_model)
         if diagnostic and not self.evaluated:
             self.record(diagnostic, np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
-        if upload and self.secure is None:
+        if upload and self.protection.masks is None:
             self._count_upload(1)
         return least_loss(loss_MK)
 
@@ -613,7 +601,7 @@ class Clients:
         local: local training that the function uses; None: the experiment's.
         client_state: columns of the client's state, which replace those of the anchor.
         """
-        if self.secure is not None or self._protects_examples:
+        if self.protection.masks is not None or self._protects_examples:
             self.reads("descriptions")
         if not len(self):
             return torch.zeros(0, sketch or 0), np.zeros(0, bool)
@@ -631,8 +619,8 @@ class Clients:
         arrays = self._run(work).arrays
         self.stats.traffic.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
         found_MF = torch.from_numpy(arrays["features"])
-        if self.private is not None and not self.evaluated:
-            found_MF = self.private.signatures_of(found_MF, self.ids_M, work.address, "descriptions")
+        if self.protection.noise is not None and not self.evaluated:
+            found_MF = self.protection.noise.signatures_of(found_MF, self.ids_M, work.address, "descriptions")
         return found_MF, arrays["valid"]
 
     def _next_address(self) -> Address:
@@ -640,7 +628,7 @@ class Clients:
         return Address(self.seed, self.round, -1 - self.stats.exchanges if self.evaluated else self.stats.exchanges)
 
     def _run(self, work: Work) -> Outcome:
-        if not len(self) and self.private is not None:  # the sums have noise all the same
+        if not len(self) and self.protection.noise is not None:  # the sums have noise all the same
             arrived_R = None if work.averaging is None else np.zeros(work.averaging.num_rows)
             return Outcome(work.empty_result(0), arrived_R=arrived_R)
         outcome = self.backend.run(work if self.replay is None else replace(work, replay=self.replay))

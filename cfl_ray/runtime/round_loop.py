@@ -21,6 +21,7 @@ from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
 from cfl_ray.core.events import births_and_deaths
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.privacy import Protection
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.versions import Received
@@ -259,7 +260,7 @@ class RoundLoop:
         if len(cohort.ids_M) or self.privacy is not None:
             test_locally = self.experiment.evaluation.local
             clients = self.clients_of(cohort.ids_M, draft.round, draft.stats, test_locally=test_locally)
-            clients = replace(clients, received=received, absent=cohort.absent)
+            clients = replace(clients, received=received, protection=replace(clients.protection, absent=cohort.absent))
             self.state = self.steps.round(self.state, clients, Draws(self.experiment.seed, draft.round))
         else:
             late = "finished before the deadline" if cohort.past_deadline else "could be reached"
@@ -338,8 +339,7 @@ class RoundLoop:
             aggregation=self.method.aggregation_rule,
             server=self.server,
             num_scores=self.num_scores,
-            private=self.private,
-            secure=self.setup.secure,
+            protection=Protection(self.private, self.setup.secure),
         )
 
     def _local(self, round: int) -> LocalSGD:

@@ -18,6 +18,7 @@ from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.privacy import Protection
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.state import State
@@ -117,8 +118,7 @@ def dry_rounds(
             round=round,
             stats=stats,
             reachable=lambda: (np.arange(num_clients), np.ones(num_clients, np.int64)),
-            private=private,
-            secure=secure,
+            protection=Protection(private, secure),
         )
         state = steps.round(state, clients, Draws(0, round))
         yield state, stats

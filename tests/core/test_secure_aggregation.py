@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from federations import Stage
+from federations import Stage, protected
 from scipy import stats
 from torch import nn
 
@@ -108,7 +108,7 @@ def played(name, rounds=1, secure=SECURE, absent=(), engine="sequential"):
     method = REGISTRY[name]()
     state = method.init(one.start())
     for round in range(1, rounds + 1):
-        clients = replace(one.clients(range(8), round), secure=secure, absent=np.array(absent, np.int64))
+        clients = protected(one.clients(range(8), round), masks=secure, absent=np.array(absent, np.int64))
         state = method.round(state, clients, Draws(0, round))
     return one.backend.found, state
 
@@ -143,7 +143,7 @@ def test_every_engine_masks(engine):
 def test_methods_that_need_single_uploads_are_refused(name):
     sentence = f"its server reads {REFUSED[name]} of single clients, which secure aggregation hides; choose a method"
     one, method = stage(), REGISTRY[name]()
-    clients = replace(one.clients(range(8)), secure=SECURE)
+    clients = protected(one.clients(range(8)), masks=SECURE)
     with pytest.raises(PrivacyError, match=sentence):
         state = method.round(method.init(one.start()), clients, Draws(0, 1))
         method.round(method.drift(state, clients), clients, Draws(0, 2))
@@ -155,7 +155,7 @@ def test_every_method_is_in_one_of_these_lists():
 
 
 def test_losses_of_single_clients_are_refused():
-    clients = replace(stage().clients([0, 1, 2]), secure=SECURE)
+    clients = protected(stage().clients([0, 1, 2]), masks=SECURE)
     updates = clients.train(clients.send(torch.zeros(1, COLUMNS)), average=torch.ones(1, 3))
     with pytest.raises(PrivacyError, match="the training losses of single clients, which secure aggregation hides"):
         updates.train_loss_M  # noqa: B018
@@ -169,7 +169,7 @@ class TestMasks:
         totals, real = [], HostSums.values
         monkeypatch.setattr(HostSums, "values", lambda self: totals.append(dict(self.totals)) or real(self))
         one = stage(lr=lr)
-        clients = replace(one.clients(ids), secure=replace(SECURE, bits=32))
+        clients = protected(one.clients(ids), masks=replace(SECURE, bits=32))
         weight_RM = torch.zeros(40, len(ids))
         weight_RM[0] = 1
         clients.train(clients.send(torch.zeros(1, COLUMNS)), average=weight_RM)
@@ -205,7 +205,7 @@ class TestDropout:
     def sums(self, ids, absent, threshold):
         one = stage()
         secure = replace(SECURE, threshold=threshold)
-        clients = replace(one.clients(ids), secure=secure, absent=np.array(absent, np.int64))
+        clients = protected(one.clients(ids), masks=secure, absent=np.array(absent, np.int64))
         start = torch.zeros(1, COLUMNS)
         updates = clients.train(clients.send(start), average=torch.ones(1, len(ids)))
         return updates.averaged(start), one.stats.lost_sums, updates
@@ -267,7 +267,7 @@ class TestRing:
 
     def test_weights_are_part_of_the_sum(self):
         """1 : 3 as u = L / 3 and L; the share of what arrived follows from their sum."""
-        clients = replace(stage().clients([0, 1, 2]), secure=replace(SECURE, clip=4.0, levels=2**14))
+        clients = protected(stage().clients([0, 1, 2]), masks=replace(SECURE, clip=4.0, levels=2**14))
         start = torch.zeros(1, COLUMNS)
         updates = clients.train(clients.send(start), average=torch.tensor([[1.0, 3.0, 0.0]]))
         plain = stage().clients([0, 1, 2])
@@ -279,7 +279,7 @@ class TestRing:
 def test_private_columns_are_not_uploaded():
     one = stage()
     head, start = one.network.spec.head, one.model()[None]
-    clients = replace(one.clients([0, 1, 2]), secure=SECURE)
+    clients = protected(one.clients([0, 1, 2]), masks=SECURE)
     updates = clients.train(clients.send(start), client_state=ClientState("head", head), average=torch.ones(1, 3))
     assert not head.of(updates.outcome.means[0]).any()
     assert head.of(updates.averaged(start)).equal(head.of(start))
@@ -291,7 +291,7 @@ def test_deferred_results_are_summed_securely():
     start = plain.send(one.model()[None])
     expected = plain.train(start, average=torch.ones(1, 4)).averaged(start.models_KP)
     secure = replace(SECURE, clip=4.0)
-    clients = replace(one.clients([0, 1, 2, 3]), secure=secure)
+    clients = protected(one.clients([0, 1, 2, 3]), masks=secure)
     updates = clients.train(start, defer_aggregation=True)
     assert not one.stats.traffic.up_bits, "nothing is uploaded before it is added up"
     found = clients.average(updates, torch.ones(1, 4)).averaged(start.models_KP)
@@ -302,7 +302,7 @@ def test_deferred_results_are_summed_securely():
 def test_traffic_is_that_of_the_protocol():
     """2 x 53 numbers and 2 weights of 24 bits; keys and shares for 4 neighbours; the models as ever."""
     one = stage()
-    clients = replace(one.clients(range(8)), secure=SECURE)
+    clients = protected(one.clients(range(8)), masks=SECURE)
     start = clients.send(torch.zeros(2, COLUMNS))
     clients.train(start, average=torch.ones(2, 8))
     _, secure = SECURE.of(Averaging.of(np.ones((2, 8)), 8), Address(0, 1, 1), np.arange(8))
@@ -314,6 +314,6 @@ def test_traffic_is_that_of_the_protocol():
 def test_a_choice_is_not_uploaded():
     one = stage()
     for secure, expected in ((None, 8 * 32), (SECURE, 0)):
-        clients = replace(one.clients(range(8)), secure=secure)
+        clients = protected(one.clients(range(8)), masks=secure)
         clients.choose(clients.broadcast(torch.zeros(2, COLUMNS)), upload=True)
         assert one.stats.traffic.up_bits == expected

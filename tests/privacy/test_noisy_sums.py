@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage
+from federations import Spoiled, Stage, protected
 from torch import nn
 
 from cfl_ray.config.privacy import SignatureConfig
@@ -75,7 +75,7 @@ def sums_of(name, ids, run, engine="sequential", first=1, secure=None):
     one = stage(engine)
     one.backend = Recording(one.backend, [])
     method = REGISTRY[name]()
-    clients = replace(one.clients(ids, first), private=run, secure=secure)
+    clients = protected(one.clients(ids, first), noise=run, masks=secure)
     state = method.round(method.init(one.start()), clients, Draws(0, first))
     if name == "feddrift":
         method.round(method.drift(state, clients), clients, Draws(0, first + 1))
@@ -137,7 +137,7 @@ def test_every_method_is_in_one_of_these_lists():
 
 
 def test_equal_weights_are_needed():
-    clients = replace(stage().clients([0, 1]), private=private())
+    clients = protected(stage().clients([0, 1]), noise=private())
     start = clients.send(torch.zeros(1, 53))
     with pytest.raises(PrivacyError, match=r"privacy needs equal weights of all clients, got 1 \.\. 3"):
         clients.train(start, average=torch.tensor([[1.0, 3.0]]))
@@ -151,7 +151,7 @@ def test_equal_weights_are_needed():
 class TestNoise:
     def test_has_the_standard_deviation_of_the_plan_in_rows_with_and_without_clients(self):
         """z C over the expected number of clients of a row, COHORT / 2; the sum itself is the same."""
-        clients = replace(stage(lr=1e-9).clients([0, 1, 2]), private=private(2.0, b"key"))
+        clients = protected(stage(lr=1e-9).clients([0, 1, 2]), noise=private(2.0, b"key"))
         start_KP = torch.zeros(2, 53)
         rows = []
         for _ in range(100):
@@ -179,7 +179,7 @@ class TestNoise:
         averages = []
         for ids in ([0, 0], [0, 0, 0]):
             one = stage()
-            clients = replace(one.clients(ids), private=private())
+            clients = protected(one.clients(ids), noise=private())
             start = clients.send(torch.zeros(1, 53))
             averages.append(clients.train(start, average=torch.ones(1, len(ids))).averaged(torch.zeros(1, 53)))
         torch.testing.assert_close(averages[1], 1.5 * averages[0], rtol=1e-5, atol=1e-9)
@@ -188,7 +188,7 @@ class TestNoise:
 class TestClipping:
     def trained(self, run, **options):
         one = stage()
-        clients = replace(one.clients([0]), private=run)
+        clients = protected(one.clients([0]), noise=run)
         options, start_1P = {"average": torch.ones(1, 1)} | options, one.model()[None]
         updates = clients.train(clients.send(start_1P), **options)
         return (updates.averaged(start_1P) - start_1P)[0] * COHORT
@@ -218,7 +218,7 @@ class TestClipping:
     def test_adaptive_goes_to_the_quantile(self):
         """All updates are larger than C, so it grows by exp(eta gamma) a round; its release is part of z."""
         run = private(1.0, adaptive=AdaptiveClip(quantile=0.5, lr=0.2, count_noise=5.0))
-        clients = replace(stage().clients([0, 1, 2, 3]), private=run)
+        clients = protected(stage().clients([0, 1, 2, 3]), noise=run)
         clients.train(clients.send(torch.zeros(1, 53)), average=torch.ones(1, 4))
         assert run.norm == pytest.approx(NORM * np.exp(0.2 * 0.5))
         run.end_round()
@@ -227,7 +227,7 @@ class TestClipping:
 
     def test_adaptive_counts_all_clients_if_all_take_part(self):
         run = private(1.0, adaptive=AdaptiveClip(quantile=0.5, lr=0.2, count_noise=5.0))
-        clients = replace(stage().clients(range(8)), private=run, sampled=False)
+        clients = protected(stage().clients(range(8)), noise=run, sampled=False)
         how = LocalTraining(sgd=LocalSGD(lr=1e-9, epochs=1))
         clients.train(clients.send(torch.zeros(1, 53)), how=how, average=torch.ones(1, 8))
         assert run.norm == pytest.approx(NORM * np.exp(-0.2 * 0.5)), "all 8 of 8 are within C, not 8 of a cohort of 4"
@@ -240,14 +240,14 @@ class TestClipping:
 class TestSignatures:
     def test_are_clipped_with_noise_and_counted_by_client(self):
         run = private(secret=b"key", signatures=SignatureConfig(noise_multiplier=3.0, clip=0.5))
-        clients = replace(stage().clients([1, 5]), private=run)
+        clients = protected(stage().clients([1, 5]), noise=run)
         found, _ = clients.describe(lambda client, anchor_P: 100 * torch.ones(4000))
         assert (found - 0.5 / 4000**0.5).std().item() == pytest.approx(3.0 * 0.5, rel=0.03)
         clients.select([1]).describe(lambda client, anchor_P: torch.ones(4))
         assert run.releases.signatures_N.tolist() == [0, 1, 0, 0, 0, 2]
 
     def test_an_evaluation_reads_what_it_wants(self):
-        clients = replace(stage().clients([1, 5]), private=private(), evaluated=True)
+        clients = replace(protected(stage().clients([1, 5]), noise=private()), evaluated=True)
         assert clients.losses(clients.known_models(torch.zeros(2, 53))).shape == (2, 2)
 
 
@@ -285,7 +285,7 @@ class TestSecureSums:
         for round in range(1, 101):
             run = private(2.0, b"key")
             one = stage(lr=1e-30)
-            clients = replace(one.clients(ids, round), private=run, secure=secure, absent=np.array(absent, np.int64))
+            clients = protected(one.clients(ids, round), noise=run, masks=secure, absent=np.array(absent, np.int64))
             start_KP = torch.zeros(2, 53)
             updates = clients.train(clients.send(start_KP), average=torch.ones(2, len(ids)) * torch.tensor([[1], [0]]))
             rows.append(updates.averaged(start_KP) * (COHORT / 2) / NORM * 16)
@@ -313,7 +313,7 @@ class TestSecureSums:
         one.federation = Spoiled([1], 4)
         network = Stage(one.federation, lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
         secure = replace(self.SECURE, threshold=1.0)
-        clients = replace(network.clients([0, 1, 2]), private=private(2.0, b"key"), secure=secure)
+        clients = protected(network.clients([0, 1, 2]), noise=private(2.0, b"key"), masks=secure)
         updates = clients.train(clients.send(torch.zeros(1, 68)), average=torch.ones(1, 3))
         assert updates.valid_M.tolist() == [True, False, True] and not network.stats.lost_sums
         assert updates.outcome.arrays["reported"].all() and updates.outcome.means[0].abs().min() >= 0
@@ -347,7 +347,7 @@ class TestSecureSums:
 
 def test_rounds_with_several_sums_are_one_release_of_less_noise():
     run = private(2.0)
-    clients = replace(stage().clients([0, 1]), private=run)
+    clients = protected(stage().clients([0, 1]), noise=run)
     for _ in range(4):
         clients.train(clients.send(torch.zeros(1, 53)), average=torch.ones(1, 2))
     everyone = replace(clients, reachable=lambda: (np.arange(8), np.ones(8, np.int64))).all_reachable()

@@ -1,10 +1,9 @@
 """Secure sums over hosts are those of this process, bit for bit, in calls, collected by the server and in a tree."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from federations import protected
 
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.secure_aggregation import SecureAggregation
@@ -40,7 +39,7 @@ def test_sums_do_not_depend_on_hosts(way, setup, backends, monkeypatch):
     for backend in backends:
         clients = Clients(ids, np.ones(6, np.int64), network.spec, setup.local, backend, seed=0, round=1)
         secure = SecureAggregation(neighbours=2)
-        clients = replace(clients, secure=secure, absent=np.array([7]), private=private)
+        clients = protected(clients, masks=secure, absent=np.array([7]), noise=private)
         start_KP = torch.stack([network.new_model(0, k) for k in range(2)])
         found.append(clients.train(clients.send(start_KP, ids % 2), average=weight_RM).averaged(start_KP))
         assert not clients.stats.lost_sums
