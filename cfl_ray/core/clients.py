@@ -307,9 +307,8 @@ class Clients:
             clip=self.protection.clip(self.spec, private),
             local_test_samples=self.local_test_samples if keeps_any or mixes else 0,
         )
-        if self.protection.masks is None and (
-            averaging is not None or defer_aggregation
-        ):  # those of secure sums are counted
+        sends_models = averaging is not None or defer_aggregation
+        if sends_models and self.protection.masks is None:  # `_averaging` counts masked uploads
             self._count_upload(self.spec.size - (private.count if private else 0))
         elif features is not None:
             self._count_upload(features.columns.count)

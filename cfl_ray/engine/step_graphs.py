@@ -86,6 +86,14 @@ class StepGraphs:
         while self._kept:
             self._drop()
 
+    @property
+    def remarks(self) -> set[str]:
+        """A line for each reason why the steps of a kind could not be recorded."""
+        given = (
+            "vectorised starts the operations of some steps one by one, which takes longer, as no CUDA graph of them"
+        )
+        return {f"{given} could be recorded: {reason}" for reason in self.refused.values()}
+
     def _drop(self) -> None:
         _, graph = self._kept.popitem(last=False)
         graph.steps.end()

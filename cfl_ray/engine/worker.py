@@ -30,6 +30,7 @@ from cfl_ray.engine.open_chunk import Arrays, KeptByClients, OpenChunk, Stored, 
 from cfl_ray.engine.reduce import HostSums, combine_columns
 from cfl_ray.engine.rows import DeviceRows, RowLookup
 from cfl_ray.engine.samples import SampleCache
+from cfl_ray.engine.step_graphs import graphs_of
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
 
@@ -72,7 +73,7 @@ class Worker:
             chunks = (item for item in listed)
         for chunk, index_m in chunks:
             arrays = _arrays(chunk, sums, ahead)
-            fallbacks = frozenset(chunk.train_one.fallbacks)
+            fallbacks = frozenset(chunk.train_one.fallbacks | graphs_of(self.network).remarks)
             yield ChunkResult(index_m, arrays, chunk.excluded, fallbacks=fallbacks), chunk.kept
 
     def _open(self, work: Work, row: RowLookup, device_row: DeviceRows, stored: Stored) -> OpenChunk[Any]:

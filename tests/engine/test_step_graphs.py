@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from federations import Stage, planted
 from torch import nn
 from training_tasks import FLAT, mlp, tasks_of, with_batch_norm, with_dropout
 
@@ -213,3 +214,18 @@ def test_a_batch_whose_copy_does_not_fit_is_trained_without(graphs, monkeypatch)
     monkeypatch.setattr(VmapSteps, "on_tensors_that_stay", full)
     assert_as_without(recorded, network, tasks_of(network, SIZES, replace(SGD, epochs=8)))
     assert list(recorded.refused.values()) == ["CUDA out of memory."] and graphs.recorded == 0
+
+
+def test_a_round_says_why_steps_are_not_recorded(monkeypatch):
+    def refusing(step, memory):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    one = Stage(planted(16, samples=20), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), SGD, engine="vectorised")
+    monkeypatch.setitem(step_graphs._GRAPHS, one.network, StepGraphs(one.network.memory, refusing))
+    monkeypatch.setattr(one.network.memory, "free", lambda: 10**6)
+    clients = one.clients()
+    w = one.model()[None]
+    for _ in range(2):
+        clients.train(clients.send(w), average=torch.ones(1, len(clients))).averaged(w)
+    (line,) = clients.stats.fallbacks
+    assert line.endswith("could be recorded: operation not permitted when stream is capturing")
