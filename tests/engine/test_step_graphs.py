@@ -220,7 +220,10 @@ def test_a_round_says_why_steps_are_not_recorded(monkeypatch):
     def refusing(step, memory):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    one = Stage(planted(16, samples=20), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), SGD, engine="vectorised")
+    def factory():
+        return nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
+
+    one = Stage(planted(16, samples=20), factory, SGD, engine="vectorised")
     monkeypatch.setitem(step_graphs._GRAPHS, one.network, StepGraphs(one.network.memory, refusing))
     monkeypatch.setattr(one.network.memory, "free", lambda: 10**6)
     clients = one.clients()
