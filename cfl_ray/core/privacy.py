@@ -1,4 +1,4 @@
-"""What the server learns about single clients in a round: everything, noisy sums, masked sums, or sums with both.
+"""The protection of the uploads of a round: what the server learns about single clients. By default it learns everything.
 
 `cfl_ray.privacy.noisy_sums` implements the noise, `core.secure_aggregation` the masks.
 """

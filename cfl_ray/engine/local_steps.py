@@ -100,8 +100,9 @@ class LocalGradient(ABC):
         """Draws the masks of this batch and, if they are small, of those after it."""
         assert self.mask_keys is not None
         layers = list(self.network.dropouts.values())
-        widest = max(prod(layer.sample_shape) for layer in layers)
-        stop = first + max(_DRAWN // max(samples * widest, 1), 1)
+        widest = max(prod(layer.sample_shape or ()) for layer in layers)
+        last = self.task.steps * self.task.batches_per_step
+        stop = max(min(first + _DRAWN // max(samples * widest, 1), last), first + 1)
         numbers = range(first * len(layers), stop * len(layers))  # of the masks: layer by layer in every batch
         keys = [split_each(self.mask_keys, numbers[i :: len(layers)]) for i in range(len(layers))]
         self._masks = [layer.draw(keys_of, samples) for layer, keys_of in zip(layers, keys, strict=True)]

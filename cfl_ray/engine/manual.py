@@ -100,6 +100,5 @@ class _Gradient(LocalGradient):
         frozen_BC = self.frozen if index_B is None or self.frozen is None else self.frozen[index_B]
         weight_B = self.weight_n if index_B is None or self.weight_n is None else self.weight_n[index_B]
         masks = [mask.numpy() for mask in self.masks(batch, len(y_B))]
-        with self.draws(batch):
-            self.losses.append(self.passes.run(self.x, index_B, y_B, frozen_BC, masks, weight_B))
+        self.losses.append(self.passes.run(self.x, index_B, y_B, frozen_BC, masks, weight_B))
         return self.parts_of(self.passes.g_P)

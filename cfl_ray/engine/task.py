@@ -68,7 +68,7 @@ class TrainingTask:
         return iter(whole.split([len(batch) for batch in listed if batch is not None]))
 
     def noise(self) -> torch.Generator:
-        """Random generator for draws of the network itself, such as functional dropout."""
+        """Random generator for draws of the network itself, such as dropout of attention."""
         return torch_stream(self.address.seed, self.address.round, self.address.exchange, self.client, "dropout")
 
     @property

@@ -46,7 +46,7 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
     if network.precision == "bf16" and (network.batch_statistics or layer_norm):
         return "PyTorch has no batching rule for normalisation of bfloat16 activations"
     if network.random_forward:
-        return "the forward pass draws random numbers outside dropout layers, such as functional dropout"
+        return "the forward pass draws random numbers besides dropout of activations, such as dropout of attention"
     if tasks and (reason := _why_not_optimizer(tasks)):
         return reason
     if not network.batch_statistics:

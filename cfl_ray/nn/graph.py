@@ -72,7 +72,6 @@ class Call:
     kwargs: dict[str, Any]
     output: int
     place: str  # name of the module that calls it
-    draws: bool  # whether it draws random numbers
 
     @property
     def references(self) -> list[Value | Parameter | Buffer | Mask]:
@@ -117,7 +116,6 @@ class Graph:
 
     calls: tuple[Call, ...]
     shapes: tuple[tuple[int, ...], ...]  # of one sample, by activation
-    last_channels: frozenset[int]  # activations in channels-last format
     output: int
 
     @property
@@ -206,7 +204,7 @@ def _record(network: Network, batch: int) -> Graph:
     index = recorder.values.get(id(output))
     if not isinstance(output, Tensor) or index is None:
         raise Unsupported("its output is not made by recorded functions of PyTorch")
-    return Graph(tuple(recorder.calls), tuple(recorder.shapes), frozenset(recorder.last_channels), index)
+    return Graph(tuple(recorder.calls), tuple(recorder.shapes), index)
 
 
 class _Recorder(TorchFunctionMode):
@@ -217,7 +215,6 @@ class _Recorder(TorchFunctionMode):
         self.batch, self.alive, self.place = len(x), [x], ""
         self.calls: list[Call] = []
         self.shapes = [tuple(x.shape[1:])]
-        self.last_channels: set[int] = set()
         self.values = {id(x): 0}  # activations by id of the tensor
         self.storages = {0: x.untyped_storage().data_ptr()}  # memory of each activation
         self.overwritten: set[int] = set()  # ids of tensors whose memory was overwritten
@@ -269,8 +266,9 @@ class _Recorder(TorchFunctionMode):
         trains = kwargs.get("training", args[2] if len(args) > 2 else True)  # of dropout(input, p, training, inplace)
         if id(result) in self.values and (name in _CONVERSIONS or (name in DROPOUTS and not trains)):
             return result
-        draws = not torch.equal(before, torch.get_rng_state())
-        self._add(name, function, args, kwargs, tensors, result, draws)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise _unsupported(self.place, name, "draws random numbers")
+        self._add(name, function, args, kwargs, tensors, result)
         return result
 
     def _add(
@@ -281,7 +279,6 @@ class _Recorder(TorchFunctionMode):
         kwargs: dict[str, Any],
         tensors: list[Tensor],
         result: Tensor,
-        draws: bool,
     ) -> None:
         """Adds an operation and its activation."""
         place, sample = self.place, tuple(result.shape[1:])
@@ -292,12 +289,10 @@ class _Recorder(TorchFunctionMode):
             raise _unsupported(place, name, f"gives {str(result.dtype).removeprefix('torch.')}")
         if result.requires_grad != any(tensor.requires_grad for tensor in tensors) or not torch.is_grad_enabled():
             raise _unsupported(place, name, "passes no gradient on")
-        if draws and name not in DROPOUTS:
-            raise _unsupported(place, name, "draws random numbers")
         index = len(self.shapes)
         refer = lambda part: self._reference(part, place, name) if isinstance(part, Tensor) else part  # noqa: E731
         in_place = id(result) in self.values
-        call = Call(name.strip("_"), function, replaced(args, refer), replaced(kwargs, refer), index, place, draws)
+        call = Call(name.strip("_"), function, replaced(args, refer), replaced(kwargs, refer), index, place)
         self.calls.append(_out_of_place(call) if in_place else call)
         if in_place:
             memory = self.storages[self.values[id(result)]]
@@ -307,8 +302,6 @@ class _Recorder(TorchFunctionMode):
         self.storages[index] = result.untyped_storage().data_ptr()
         self.alive.append(result)  # so that no other tensor has its id
         self.shapes.append(sample)
-        if result.ndim == 4 and not result.is_contiguous() and result.is_contiguous(memory_format=torch.channels_last):
-            self.last_channels.add(index)
 
     def _reference(self, tensor: Tensor, place: str, name: str) -> Value | Parameter | Buffer | Mask:
         if id(tensor) in self.values:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cfl_ray.errors import RunError
 from cfl_ray.nn.splitmix import Keys, words
 
 
@@ -14,8 +15,8 @@ class AddressedDropout(nn.Module):
     """Dropout whose mask is drawn by the engine, so that every draw has a random key (`core.rng`).
 
     whole_channels: drop whole channels, as Dropout1d, Dropout2d and Dropout3d do.
-    A mask has a row per sample, so the layer suits inputs whose first axis is the batch and whose other axes have the
-    same size in all calls: see `regular`.
+    A mask has a row per sample, and a layer has one mask in a forward pass, so it suits layers that are called once, on
+    inputs whose first axis is the batch: see `regular`.
     """
 
     mask: Tensor
@@ -23,7 +24,7 @@ class AddressedDropout(nn.Module):
     def __init__(self, p: float, whole_channels: bool = False):
         super().__init__()
         self.p, self.whole_channels = p, whole_channels
-        self.sample_shape: tuple[int, ...] = ()  # shape of one sample's activations, from a trial
+        self.sample_shape: tuple[int, ...] | None = None  # of one sample's activations, from a trial; None: no call
         self.trial: list[tuple[int, ...]] | None = None  # shapes of the inputs since the trial began; None: no trial
         self.register_buffer("mask", torch.ones((), dtype=torch.float32), persistent=False)
 
@@ -31,17 +32,21 @@ class AddressedDropout(nn.Module):
         if self.trial is not None:
             self.trial.append(tuple(x.shape))
             return x
-        return x * self.mask if self.training else x
+        if not self.training:
+            return x
+        if self.sample_shape is None:
+            raise RunError("a dropout layer is called that the model's first forward pass does not call")
+        return x * self.mask
 
     def regular(self, batches: list[int]) -> bool:
-        """Whether all inputs of the trials with these batch sizes begin with the batch and agree in their other axes.
-
-        Also true for a layer that is never called.
-        """
+        """Whether each trial, with these batch sizes, calls the layer once, on the same samples; or none calls it."""
         shapes = self.trial or []
-        return {shape[:1] for shape in shapes} <= {(batch,) for batch in batches} and (
-            len({shape[1:] for shape in shapes}) <= 1 and len({shape[:1] for shape in shapes}) in (0, len(batches))
-        )
+        once = [shape[:1] for shape in shapes] == [(batch,) for batch in batches]
+        return not shapes or (once and len({shape[1:] for shape in shapes}) == 1)
+
+    def end_trial(self) -> None:
+        """Ends the trial, which gives the shape of a sample."""
+        self.sample_shape, self.trial = self.trial[0][1:] if self.trial else None, None
 
     def draw(self, keys: Keys, batch: int) -> Tensor:
         """Masks (m, batch, *sample shape) of 0 and 1 / (1 - p), on the device of the keys.
@@ -49,6 +54,7 @@ class AddressedDropout(nn.Module):
         If whole channels drop: (m, batch, channels, 1, ...). A smaller batch has the first rows of a larger one.
         """
         shape = self.sample_shape
+        assert shape is not None
         if self.whole_channels:
             shape = (shape[0], *[1] * (len(shape) - 1))
         count = batch * prod(shape)

@@ -11,8 +11,10 @@ from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import torch_stream
 from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.errors import ConfigError
+from cfl_ray.nn import functional_dropout
 from cfl_ray.nn import precision as precisions
 from cfl_ray.nn.device_memory import DeviceMemory, copied_to, device_of
+from cfl_ray.nn.functional_dropout import DropoutCall
 from cfl_ray.nn.layers import AddressedDropout, replace_layers
 from cfl_ray.nn.shared import FrozenParameter
 from cfl_ray.nn.splitmix import Keys, split
@@ -99,6 +101,7 @@ class Network:
         self.dtype, self.precision = dtype, precision
         self.memory = DeviceMemory(self.device, memory_share)
         self._kept: set[str] = set()  # dropout layers that are not replaced
+        self.dropouts: dict[str, AddressedDropout] = {}
         self.seed, self.template = seed, template
         self.module = self._new_module()
         self.spec = ParamSpec.of(self.module)
@@ -161,32 +164,50 @@ class Network:
         """Sets these attributes by forward passes in training mode, which change buffers of the module.
 
         output_shape:     shape of the output for one sample.
-        random_forward:   whether a forward pass in training draws from PyTorch's global generator: functional dropout,
-                          dropout of attention and recurrent layers, noise; also dropout layers that cannot have masks
-                          by sample, because the first axis of their inputs is not the batch or their shapes differ.
+        dropouts:         dropout layers and calls whose masks engines draw, by name.
+        random_forward:   whether a forward pass in training draws from PyTorch's global generator: dropout of attention
+                          and recurrent layers, noise; also dropout that cannot have masks by sample, because the first
+                          axis of its inputs is not the batch or the passes differ.
         batch_statistics: whether the network has layers with batch statistics.
         """
-        dropouts = self._dropouts_of(self.module)
-        for layer in dropouts.values():
+        draws, calls = self._trial_passes()
+        self._kept = {name for name, layer in self.dropouts.items() if not layer.regular(list(_TRIAL_BATCHES))}
+        if self._kept:  # they stay nn.Dropout, which calls functional dropout
+            self.module = self._new_module()
+            draws, calls = self._trial_passes()
+        have_masks = functional_dropout.regular(calls, list(_TRIAL_BATCHES))
+        if calls[0] and have_masks:
+            have_masks = not functional_dropout.repeated_backwards(self.module, self._zeros(_TRIAL_BATCHES[0]))
+        self.random_forward = draws or not have_masks
+        self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
+        for layer in self.dropouts.values():
+            layer.end_trial()
+        if calls[0] and have_masks:
+            functional_dropout.attach(self.module, calls[0])
+        self.dropouts = {
+            name: layer for name, layer in self._dropout_layers().items() if layer.sample_shape is not None
+        }
+
+    def _trial_passes(self) -> tuple[bool, list[list[DropoutCall]]]:
+        """Forward passes without dropout. Returns whether they draw random numbers, and their functional dropouts.
+
+        Begins a trial of the dropout layers, and sets `output_shape`.
+        """
+        self.dropouts, calls = self._dropout_layers(), []
+        for layer in self.dropouts.values():
             layer.trial = []
         frozen = {name: (p, p._version) for name, p in self.module.named_parameters() if not p.requires_grad}
         with torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             for batch in _TRIAL_BATCHES:
-                outputs = self.module.train()(torch.zeros(batch, *self.input_shape, dtype=self.dtype))
+                with functional_dropout.Recording() as recording:
+                    outputs = self.module.train()(self._zeros(batch))
                 self.output_shape = tuple(outputs.shape[1:])
+                calls.append(recording.calls)
             draws = not torch.equal(before, torch.get_rng_state())
         if written := [name for name, (p, version) in frozen.items() if p._version != version]:
             raise ConfigError(f"the model writes to its frozen parameter {written[0]}, which all clients share")
-        self._kept = {name for name, layer in dropouts.items() if not layer.regular(list(_TRIAL_BATCHES))}
-        self.random_forward = draws or bool(self._kept)
-        self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
-        if self._kept:
-            self.module = self._new_module()
-        self.dropouts = self._dropouts_of(self.module)
-        for name, layer in self.dropouts.items():
-            shapes, layer.trial = dropouts[name].trial, None
-            layer.sample_shape = shapes[0][1:] if shapes else ()
+        return draws, calls
 
     @torch.no_grad()
     def why_not_batch_of(self, size: int) -> str | None:
@@ -194,14 +215,16 @@ class Network:
         module = self._new_module().train()
         try:
             with torch.random.fork_rng(devices=[]):
-                module(torch.zeros(size, *self.input_shape, dtype=self.dtype))
+                module(self._zeros(size))
         except ValueError as error:
             return str(error)
         return None
 
-    @staticmethod
-    def _dropouts_of(module: nn.Module) -> dict[str, AddressedDropout]:
-        return {name: m for name, m in module.named_modules() if isinstance(m, AddressedDropout)}
+    def _zeros(self, batch: int) -> Tensor:
+        return torch.zeros(batch, *self.input_shape, dtype=self.dtype)
+
+    def _dropout_layers(self) -> dict[str, AddressedDropout]:
+        return {name: m for name, m in self.module.named_modules() if isinstance(m, AddressedDropout)}
 
     def _bind_to_flat(self) -> None:
         """Makes trained parameters and float buffers views into `flat`; weights in channels-last layout are copies."""

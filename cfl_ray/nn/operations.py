@@ -356,24 +356,6 @@ class Dropout(Layer):
         return grad
 
 
-class DrawnDropout(Dropout):
-    """Dropout whose mask is drawn from PyTorch's global generator in every pass, as by `functional.dropout`.
-
-    draw: the function of PyTorch, with its options. last_channels: whether its argument is in channels-last format,
-        which determines the order of the drawn numbers.
-    """
-
-    def __init__(self, draw: Callable[[Tensor], Tensor], wide: bool, last_channels: bool):
-        super().__init__(-1, wide)
-        self.draw, self.last_channels = draw, last_channels
-
-    def forward(self, x: Array) -> Array:
-        shape = tensor_of(x, self.wide).shape
-        memory_format = torch.channels_last if self.last_channels else torch.contiguous_format
-        self.mask = array_of(self.draw(torch.empty(shape, memory_format=memory_format).fill_(1)), self.wide)
-        return super().forward(x)
-
-
 class Reshape(Layer):
     """Changes the shape of each sample, not the order of its values.
 

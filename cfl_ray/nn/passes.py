@@ -28,7 +28,6 @@ from cfl_ray.nn.operations import (
     ChannelsLastConvolution,
     Concatenation,
     Differentiated,
-    DrawnDropout,
     Dropout,
     Join,
     Layer,
@@ -142,11 +141,8 @@ class Passes:
         masks: of the dropout layers (B, ...), in the order of `Network.dropouts`.
         """
         for dropout in self.dropouts:
-            if not isinstance(dropout, DrawnDropout):
-                mask = masks[dropout.index]
-                dropout.mask = (
-                    mask.transpose(0, 2, 3, 1) if mask.ndim == 4 and dropout.wide else np.moveaxis(mask, 0, -1)
-                )
+            mask = masks[dropout.index]
+            dropout.mask = mask.transpose(0, 2, 3, 1) if mask.ndim == 4 and dropout.wide else np.moveaxis(mask, 0, -1)
         outputs = self._forward(self.steps, {0: self._input(x, index_B)})
         loss, grad = self._loss(outputs, y_B, frozen_BC, weight_B)
         self._backward(self.back, grad)
@@ -252,12 +248,12 @@ class _Steps:
         return w, uses[-1]
 
     def _used_calls(self) -> list[Call]:
-        """The operations that the output depends on, and those that draw random numbers or change buffers."""
+        """The operations that the output depends on, and those that change buffers."""
         needed, used = {self.graph.output}, []
         for call in reversed(self.graph.calls):
             if call.output not in needed:
                 kinds = {type(reference) for reference in call.references}
-                if not call.draws and Buffer not in kinds:
+                if Buffer not in kinds:
                     continue
                 if Parameter in kinds:
                     raise call.unsupported("is not used by the output")
@@ -274,10 +270,6 @@ class _Steps:
         if call.name in RESHAPES:
             shape, wide_out = self.shapes[call.output], self.wide(call.output)
             operations, inputs = [Reshape(shape, self.wide(inputs[0]), wide_out)], inputs[:1]
-        elif call.draws:
-            (index,) = call.inputs
-            draw = lambda ones: call.applied(lambda part: ones if isinstance(part, Value) else part)  # noqa: E731
-            operations = [DrawnDropout(draw, self.wide(index), index in self.graph.last_channels)]
         elif call.name in _WRITTEN_OUT and Buffer not in set(map(type, call.references)):
             with suppress(TypeError):  # another signature
                 operations = _WRITTEN_OUT[call.name](self, *call.args, **call.kwargs)

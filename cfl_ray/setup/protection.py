@@ -40,7 +40,7 @@ def examples_of(setup: Setup, label: str) -> ExampleAccount:
     config, network, local = setup.experiment.privacy.examples, setup.network(), setup.local_of(label)
     unlike = {
         "BatchNorm mixes the samples of a batch; use GroupNorm": network.batch_statistics,
-        "its forward pass draws random numbers outside dropout layers": network.random_forward,
+        "its forward pass draws random numbers besides dropout of activations": network.random_forward,
     }
     for reason in (reason for reason, holds in unlike.items() if holds):
         raise ConfigError(f"privacy.examples needs gradients of single samples, and the model has none: {reason}")

@@ -1,15 +1,15 @@
-"""Networks whose forward pass draws random numbers: functional dropout, attention, noise; and layers without sizes."""
+"""Networks whose forward pass draws random numbers: attention, recurrent layers, noise; and functional dropout."""
 
 from contextlib import nullcontext
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import training_tasks
 from fake_cuda import fake_cuda
 from torch import nn
-from torch.nn.functional import dropout
+from torch.nn.functional import dropout, dropout1d
+from torch.utils.checkpoint import checkpoint
 from training_tasks import assert_same, rows
 
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
@@ -17,6 +17,7 @@ from cfl_ray.core.work import Address
 from cfl_ray.engine import manual, sequential, span, vectorised
 from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.task import TrainingTask
+from cfl_ray.errors import RunError
 from cfl_ray.nn.network import Network
 
 
@@ -72,8 +73,22 @@ def two_sizes():
     return TwoSizes()
 
 
+class Checkpointed(nn.Module):
+    """Repeats its dropout in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(20, 32), nn.Linear(32, 3)
+
+    def part(self, x):
+        return dropout(self.inner(x).relu(), 0.5, self.training)
+
+    def forward(self, x):
+        return self.outer(checkpoint(self.part, x.flatten(1), use_reentrant=False))
+
+
 SHAPE = (5, 4)
-RANDOM = [Functional, Transformer, lambda: Transformer(0.1, batch_first=False), Recurrent, Noise, two_sizes]
+RANDOM = [Transformer, lambda: Transformer(0.1, batch_first=False), Recurrent, Noise, Checkpointed]
 
 
 def tasks_of(network: Network, clients: int = 3) -> list[TrainingTask]:
@@ -103,13 +118,11 @@ class TestRandomForward:
         rows(sequential, network, tasks_of(network))
         assert torch.equal(before, torch.get_rng_state())
 
-    def test_other_engines_refuse_or_draw_the_same(self, factory):
+    def test_other_engines_refuse(self, factory):
         network = Network(factory, SHAPE)
         tasks = tasks_of(network)
         assert "draws random numbers" in vectorised.why_not(network, tasks)
-        assert span.why_not(network, tasks)
-        if manual.why_not(network, tasks) is None:  # functional dropout
-            assert_same(network, tasks, manual)
+        assert span.why_not(network, tasks) and manual.why_not(network, tasks)
 
     def test_all_gradients_of_a_step_are_of_one_function(self, factory):
         """A local step that asks for the gradient of its first batch twice gets the same one."""
@@ -140,11 +153,9 @@ def test_functional_dropout_drops_the_share_and_keeps_the_mean():
 
     network = Network(Identity, (10_000,))
     network.module.train()
-    with network.draws_from(7):
-        first = network.module(network.input(torch.ones(2, 10_000)))
-    with network.draws_from(7):
-        again = network.module(network.input(torch.ones(2, 10_000)))
-    assert torch.equal(first, again)
+    ((name, layer),) = network.dropouts.items()
+    (layer.mask,) = network.masks([7], 0, 2)[0]
+    first = network.module(network.input(torch.ones(2, 10_000)))
     # mean 1; standard error of 20,000 draws of 0 and 4/3: sqrt(1/3 / 20000) = 0.004
     assert abs(first.mean().item() - 1) < 0.02 and abs((first == 0).float().mean().item() - 0.25) < 0.015
 
@@ -157,10 +168,118 @@ def test_without_dropout_a_transformer_trains_on_both_engines():
 
 
 def test_masks_by_sample_stay_where_they_suit():
-    """A dropout layer that is called once per forward pass keeps its addressed masks; only others draw globally."""
+    """Dropout layers keep their masks beside attention, which draws from the global generator."""
     network = Network(lambda: Transformer(0.1), SHAPE)
-    assert set(network.dropouts) == {"layer.dropout", "layer.dropout1", "layer.dropout2"}
-    assert not Network(two_sizes, SHAPE).dropouts and np.prod(SHAPE) == 20
+    assert set(network.dropouts) == {"layer.dropout", "layer.dropout1", "layer.dropout2"} and network.random_forward
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(20, 32), nn.Linear(32, 3)
+
+    def forward(self, x):
+        x = self.inner(x.flatten(1))
+        if self.training:
+            dropout(x, 0.5, inplace=True)
+        return self.outer(torch.dropout(x.tanh(), 0.25, train=self.training))
+
+
+class Convolutional(nn.Sequential):
+    """Whole channels, in a module that goes through its children."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv1d(5, 8, 2)
+
+        def forward(self, x):
+            return dropout1d(self.conv(x), 0.3, self.training)
+
+    def __init__(self):
+        super().__init__(self.Block(), nn.Flatten(), nn.Linear(24, 3))
+
+
+def twice():
+    """One dropout layer, called twice on activations of the same shape."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop, self.inner, self.outer = nn.Dropout(0.5), nn.Linear(20, 20), nn.Linear(20, 3)
+
+        def forward(self, x):
+            return self.outer(self.drop(self.inner(self.drop(x.flatten(1)))))
+
+    return Twice()
+
+
+class TestFunctionalDropout:
+    @pytest.mark.parametrize(
+        "factory, shares",
+        [
+            (Functional, [0.5]),
+            (InPlace, [0.5, 0.25]),
+            (Convolutional, [0.3]),
+            (two_sizes, [0.5, 0.5]),
+            (twice, [0.5, 0.5]),
+        ],
+    )
+    def test_has_masks_as_a_layer(self, factory, shares):
+        """By key, in every engine, and alike whatever ran before."""
+        network = Network(factory, SHAPE)
+        assert not network.random_forward and [layer.p for layer in network.dropouts.values()] == shares
+        tasks = tasks_of(network)
+        for engine in (manual, vectorised):
+            assert_same(network, tasks, engine)
+        torch.manual_seed(5)
+        again = Network(factory, SHAPE)
+        assert torch.equal(rows(sequential, network, tasks), rows(sequential, again, tasks))
+        assert list(again.spec.names) == list(dict(factory().named_parameters()))
+
+    def test_is_the_same_as_a_layer(self):
+        class Layer(Functional):
+            def __init__(self):
+                super().__init__()
+                self.drop = nn.Dropout(0.5)
+
+            def forward(self, x):
+                return self.outer(self.drop(self.inner(x.flatten(1))))
+
+        trained = [rows(sequential, one, tasks_of(one)) for one in (Network(Functional, SHAPE), Network(Layer, SHAPE))]
+        assert torch.equal(*trained)
+
+    def test_two_calls_of_a_layer_have_two_masks(self):
+        network = Network(twice, SHAPE)
+        first, second = network.masks([3], 0, 4)
+        assert not torch.equal(first, second)
+
+    def test_a_layer_that_is_not_called_draws_nothing(self):
+        class Unused(Functional):
+            def __init__(self):
+                super().__init__()
+                self.drop = nn.Dropout(0.3)
+
+        assert [layer.p for layer in Network(Unused, SHAPE).dropouts.values()] == [0.5]
+
+    def test_evaluation_has_none(self):
+        network = Network(Functional, SHAPE)
+        x = torch.randn(6, *SHAPE)
+        assert torch.equal(network.logits(x), network.logits(x))
+
+    @pytest.mark.parametrize("times, what", [(2, "more calls, where its first pass has 1"), (0, "0 calls")])
+    def test_calls_that_depend_on_values_are_an_error(self, times, what):
+        class ByValue(Functional):
+            def forward(self, x):
+                x = self.inner(x.flatten(1))
+                for _ in range(1 if (x == self.inner.bias).all() else times):  # the trial has zeros
+                    x = dropout(x, 0.5, self.training)
+                return self.outer(x)
+
+        network = Network(ByValue, SHAPE)
+        with pytest.raises(RunError, match=what):
+            rows(sequential, network, tasks_of(network))
+        assert network.logits(torch.ones(2, *SHAPE)).isfinite().all()
 
 
 def test_cudnn_is_not_used_where_its_recurrent_layers_have_no_gradient(monkeypatch):
