@@ -1,4 +1,4 @@
-"""The protection of the uploads of a round: what the server learns about single clients. By default it learns everything.
+"""The protection of the uploads of a round: noise on their sums, masks, or both.
 
 `cfl_ray.privacy.noisy_sums` implements the noise, `core.secure_aggregation` the masks.
 """
@@ -52,7 +52,7 @@ class Protection:
 
     @property
     def hides(self) -> str:
-        """What hides values of single clients from the server, as the end of a message; empty: nothing does."""
+        """The end of a message that names what hides values of single clients from the server; empty: nothing does."""
         if self.noise is not None:
             return "privacy does not protect"
         return "" if self.masks is None else "secure aggregation hides"
