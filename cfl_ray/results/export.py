@@ -1,5 +1,6 @@
 """Models of a run as files for other programs: safetensors, PyTorch, ONNX, MLflow."""
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -52,7 +53,9 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
         if path.suffix == ".onnx":
             _write_onnx(model, draft, _example(trained))
         elif path.suffix == ".pt":
-            torch.save(tensors, draft)
+            content = io.BytesIO()  # on a full disk, PyTorch's own writer raises an error without a reason
+            torch.save(tensors, content)
+            draft.write_bytes(content.getbuffer())
         else:
             draft.write_bytes(save(tensors, metadata))
     return f"{trained.label}, {whose}, after round {trained.round}: {path}"

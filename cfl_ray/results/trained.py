@@ -114,8 +114,9 @@ class TrainedMethod:
             return 0
         if cluster is None or not 0 <= cluster < self.num_clusters:
             raise ConfigError(
-                f"{self.label} has clusters 0 .. {self.num_clusters - 1}, got {cluster}; "
-                "name one of them as `cluster`, or a client as `personal_model(client)`"
+                f"{self.label} has clusters 0 .. {self.num_clusters - 1}, got "
+                f"{'no number' if cluster is None else cluster}; give the number of a cluster, or of a client for the "
+                "model that it predicts with"
             )
         return cluster
 

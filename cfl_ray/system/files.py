@@ -102,8 +102,8 @@ def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
         yield draft
         draft.replace(path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename in (draft, str(draft)):
-            error.filename = str(path)  # the user does not know the draft
+        if isinstance(error, OSError) and error.filename in (None, draft, str(draft)):
+            error.filename = str(path)  # the user does not know the draft; a full disk has no name
         with suppress(OSError):  # for example in a folder that is read-only
             draft.unlink(missing_ok=True)
         raise
@@ -219,7 +219,8 @@ def append_line(file: BinaryIO, line: bytes | memoryview) -> None:
     try:
         if file.write(line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
-    except OSError:
+    except OSError as error:
+        error.filename = error.filename or file.name
         os.ftruncate(file.fileno(), size)
         raise
 

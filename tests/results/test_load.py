@@ -96,7 +96,7 @@ def test_what_does_not_exist_is_named(run, tmp_path):
         run.method("ifka")
     with pytest.raises(ConfigError, match=r"ifca has clusters 0 .. 3, got 4"):
         run["ifca"].model(4)
-    with pytest.raises(ConfigError, match=r"ifca has clusters 0 .. 3, got None"):
+    with pytest.raises(ConfigError, match=r"ifca has clusters 0 .. 3, got no number; give the number of a cluster"):
         run["ifca"].model()
     assert run["fedavg"].state_dict().keys() == run["fedavg"].model().state_dict().keys()  # one model needs no name
     with pytest.raises(ConfigError, match=r"client 8 does not exist; the federation has clients 0 .. 7"):

@@ -1,5 +1,6 @@
 """Files that are read whatever is in their place, and files that only their user can read."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.system import files
 from cfl_ray.system.files import (
+    append_line,
     cut_torn_line,
     drafted,
     open_private,
@@ -104,3 +106,22 @@ def test_a_folder_or_a_device_is_never_replaced(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="stdout is a device or a pipe"), drafted(tmp_path / "stdout"):
         pass
     assert (tmp_path / "device").is_symlink() and [one.name for one in tmp_path.iterdir()] == ["device"]
+
+
+def test_errors_of_a_full_disk_name_the_file(tmp_path):
+    with pytest.raises(OSError) as drafting, drafted(tmp_path / "model.pt"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert drafting.value.filename == str(tmp_path / "model.pt") and not list(tmp_path.iterdir())
+    with open_private(tmp_path / "lines", "ab") as file:
+        file.write(b"{}\n")
+
+        class Full:
+            name, fileno = file.name, file.fileno
+
+            def write(self, line):
+                file.write(line[:1])
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        with pytest.raises(OSError) as appending:
+            append_line(Full(), b"{}\n")
+    assert appending.value.filename == str(tmp_path / "lines") and (tmp_path / "lines").read_bytes() == b"{}\n"
