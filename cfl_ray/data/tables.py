@@ -10,7 +10,7 @@ import pyarrow.csv
 
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.tasks import TARGETS
-from cfl_ray.data.arrays import numbers, targets_of, tokens
+from cfl_ray.data.arrays import num_outputs, numbers, targets_of, tokens
 from cfl_ray.data.columns import (
     Named,
     check_numbers,
@@ -67,33 +67,28 @@ def images_of(
     inputs: of each part; they are computed after the labels are checked. num_classes: None for the largest label + 1.
     """
     class_names: tuple[str, ...] = ()
-    if targets == "class":
-        if not isinstance(columns.label, str):
-            raise DataError(
-                f"data.columns.label names {len(columns.label)} columns, a class has 1; name a single column, or set "
-                "task: multi_label (csv, hf_disk)"
-            )
-        labels, class_names = _labels(parts, columns.label)
-        num_classes = num_classes or max(int(y.max()) for y in labels) + 1
-        for (file, _), y in zip(parts, labels, strict=True):
-            if y.max() >= num_classes:
-                raise DataError(
-                    f"{file} holds label {y.max()} in column {columns.label!r}; labels run from 0 to {num_classes - 1}"
-                )
-    else:
+    if targets != "class":
         labels = [_targets(part, columns.label, targets) for part in parts]
-        if targets == "tokens":
-            num_classes = vocabulary or max(int(y.max()) for y in labels) + 1
-        else:
-            num_classes = labels[0].shape[1] if labels[0].ndim == 2 else 1
+    elif isinstance(columns.label, str):
+        labels, class_names = _labels(parts, columns.label)
+    else:
+        raise DataError(
+            f"data.columns.label names {len(columns.label)} columns, a class has 1; name a single column, or set "
+            "task: multi_label (csv, hf_disk)"
+        )
+    named = [(f"{file}: column {columns.label!r}", y) for (file, _), y in zip(parts, labels, strict=True)]
+    num_classes = num_outputs(num_classes, named, targets, vocabulary)
     client = None if columns.client is None else ids_of(parts[0], columns.client, "client")
     group = test_group = None
     if (name := columns.group) is not None:
         values = [ids_of(part, name, "group") for part in parts if part is parts[0] or name in part[1].column_names]
         group, test_group = groups_of(values[0], values[1] if len(values) == 2 else None, f"{parts[-1][0]}: {name!r}")
     x, *test_x = inputs
-    if test_x and (shape := test_x[0].shape[1:]) != x.shape[1:]:
-        raise DataError(f"{parts[1][0]} holds inputs of shape {shape}, {parts[0][0]} of {x.shape[1:]}; they must agree")
+    for what, (train, *test) in {"inputs": [x, *test_x], "targets": labels}.items():
+        if test and (shape := test[0].shape[1:]) != train.shape[1:]:
+            raise DataError(
+                f"{parts[1][0]} holds {what} of shape {shape}, {parts[0][0]} of {train.shape[1:]}; they must agree"
+            )
     return Images(
         x,
         labels[0],
