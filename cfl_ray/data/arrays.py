@@ -52,9 +52,10 @@ def federation_from_arrays(
     _check_lengths(len(x_), y=y_, clients=ids)
     names, client = np.unique(ids, return_inverse=True)
     test = _test_samples(x_test, y_test, (x_, y_), vocabulary, targets)
-    test_y = None if test is None else test[1]
-    classes = num_outputs(num_classes, [("y", y_), ("y_test", test_y)], targets, vocabulary)
+    parts = [("y", y_), ("y_test", None if test is None else test[1])]
+    classes = num_outputs(num_classes, parts, targets, vocabulary)
     view = _view(view, test is not None, test_clients is not None, targets)
+    owner = None if test is None or test_clients is None else _test_owner(test_clients, names, len(test[0]))
     group_N = _groups(groups, names, client)
     recipe = {
         "source": "arrays",
@@ -63,16 +64,22 @@ def federation_from_arrays(
         "holdout": holdout,
         "seed": seed,
         "normalize": normalize,
-        "sha256": digest(x_, y_, client, group_N, *(test or ())),
+        "sha256": digest(x_, y_, client, group_N, *(test or ()), *(() if owner is None else (owner,))),
     }
+    if vocabulary is not None:
+        recipe["vocabulary"] = vocabulary
+    if targets != "class":
+        recipe["targets"] = targets
+    if classes != num_outputs(None, parts, targets, vocabulary):
+        recipe["num_classes"] = classes
     rows_N, labels_NC = _rows_by_client(client, len(names)), None
     if view != "holdout":
         parts_N = [(rows, rows[:0]) for rows in rows_N]
         if view == "label":
             labels_NC = np.zeros((len(names), classes), bool)
             labels_NC[client, y_] = True
-    elif test is not None and test_clients is not None:
-        own_N = _rows_by_client(_test_owner(test_clients, names, len(test[0])), len(names))
+    elif test is not None and owner is not None:
+        own_N = _rows_by_client(owner, len(names))
         parts_N = [(rows, len(x_) + own) for rows, own in zip(rows_N, own_N, strict=True)]
         x_, y_, test = np.concatenate([x_, test[0]]), np.concatenate([y_, test[1]]), None
     elif 0 < holdout < 1:
@@ -80,10 +87,6 @@ def federation_from_arrays(
     else:
         raise DataError(f"holdout is a share between 0 and 1, got {holdout}")
     samples, index = _by_client(x_, y_, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)
-    if vocabulary is not None:
-        recipe["vocabulary"] = vocabulary
-    if targets != "class":
-        recipe["targets"] = targets
     scaling = Scaling(255.0 if x_.dtype == np.uint8 else 1.0, normalize, vocabulary is not None).check(x_.shape[1:])
     shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:])
     return ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])

@@ -68,7 +68,10 @@ def build(
     if read_manifest(folder) is None:
         plan = _plan(data, seed, sources, pixels=True, progress=progress)
         write_shards(folder.uri, plan, recipe, data.normalize, progress)
-    return _reuse(folder, data, recipe)
+    federation = _reuse(folder, data, recipe)
+    if loaded is not None and federation.shape != (shape := loaded.read(False, None).data_shape):
+        raise DataError(f"{folder.uri} holds {federation.shape}, {data.source} returns {shape}; {PREPARE_AGAIN}")
+    return federation
 
 
 def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardFederation:

@@ -78,6 +78,14 @@ def test_the_recipe_depends_on_every_sample():
     assert federation_from_arrays(changed, Y, CLIENTS).recipe != federation_from_arrays(X, Y, CLIENTS).recipe
 
 
+def test_the_recipe_depends_on_the_owners_of_test_samples_and_the_number_of_classes():
+    test = {"x_test": X[:4], "y_test": Y[:4]}
+    first, second = (federation_from_arrays(X, Y, CLIENTS, test_clients=list(ids), **test) for ids in ("baca", "abca"))
+    assert first.test(0)[1].tolist() != second.test(0)[1].tolist() and first.recipe != second.recipe
+    inferred, same, more = (federation_from_arrays(X, Y, CLIENTS, num_classes=count).recipe for count in (None, 4, 9))
+    assert inferred == same != more
+
+
 def nan_in_row_7():
     x = X.astype(np.float64)
     x[7, 0, 1, 1] = np.nan

@@ -68,6 +68,20 @@ class TestFunction:
         with pytest.raises(DataError, match="the raw data changed: delete the folder"):
             build(data, 0, tmp_path / "shards")
 
+    def test_another_number_of_classes_is_not_mixed_with_earlier_shards(self, tmp_path):
+        (tmp_path / "sized.py").write_text(
+            "import numpy as np\nfrom pathlib import Path\n\n"
+            "def load():\n"
+            "    classes = int(Path(__file__).with_name('classes').read_text())\n"
+            "    return {'x': np.ones((12, 2)), 'y': np.arange(12) % 3, 'num_classes': classes}\n"
+        )
+        data = SOURCE_KINDS.of(source=f"{tmp_path}/sized.py:load", partition={"clients": 3})
+        (tmp_path / "classes").write_text("3")
+        assert build(data, 0, tmp_path / "shards").shape.num_classes == 3
+        (tmp_path / "classes").write_text("5")
+        with pytest.raises(DataError, match="num_classes=3.* returns .*num_classes=5.*; delete the folder"):
+            build(data, 0, tmp_path / "shards")
+
     def test_samples_with_clients_and_federations_are_taken_as_they_are(self, my, tmp_path):
         for name in ("owned", "made"):
             federation = build(my(name), 0, tmp_path)
