@@ -12,6 +12,7 @@ from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.arrays import num_outputs, numbers, targets_of, tokens
 from cfl_ray.data.columns import (
+    MAX_LABEL,
     Named,
     check_numbers,
     column_of,
@@ -142,8 +143,13 @@ def _saved(folder: Path) -> Named:
 
 
 def concatenated(files: list[Path], tables: list[pa.Table]) -> Named:
-    """Returns the rows of all tables, with a name. Raises DataError for different columns, and without a row."""
+    """Returns the rows of all tables, with a name.
+
+    Raises DataError for different columns, two columns of the same name, and without a row.
+    """
     for file, table in zip(files, tables, strict=True):
+        if len(set(table.column_names)) < len(table.column_names):
+            raise DataError(f"{file} has two columns of the same name, rename one: {', '.join(table.column_names)}")
         if table.column_names != tables[0].column_names:
             raise DataError(f"{file} has columns {table.column_names}, {files[0]} has {tables[0].column_names}")
     name = str(files[0]) if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
@@ -174,6 +180,11 @@ def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[st
         )
     words = [np.asarray(values.to_pylist(), np.str_) for values in columns]
     known = np.unique(words[0])
+    if len(known) > MAX_LABEL + 1:
+        raise DataError(
+            f"{parts[0][0]}: label column {column!r} holds {len(known)} different words, at most {MAX_LABEL + 1} can "
+            "be classes; set data.columns.label"
+        )
     if unknown := sorted(set(np.concatenate(words).tolist()) - set(known.tolist())):
         raise DataError(f"{parts[1][0]}: label {unknown[0]!r} of column {column!r} has no training row")
     return [np.searchsorted(known, part_words).astype(np.int16) for part_words in words], tuple(known.tolist())

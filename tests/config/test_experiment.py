@@ -113,6 +113,8 @@ data: {partition: {cut: [{keep: 1.0, clients: 3}]}}
     ^data.partition.cut.0.keep: .*less than 1, got 1.0$
 data: {partition: {cut: [{keeps: 0.1, clients: 3}]}}
     unknown key 'data.partition.cut.0.keeps' \(did you mean 'keep'\?\)
+data: {source: synthetic, synthetic_shape: [-1]}
+    ^data.synthetic_shape.0: .*greater than or equal to 1, got -1$
 data: {partition: {sizes: [10, 0], clients: 2}}
     ^data.partition.sizes.1: .*greater than or equal to 1, got 0$
 data: {partition: {sizes: [10, 20], clients: 3}}

@@ -119,6 +119,7 @@ def nan_in_row_7():
         ({"groups": {"a": 0}}, "no group for client 'b' .2 of 3"),
         ({"groups": np.arange(40)}, r"groups: client \w is in groups \d+ and \d+ \(row \d+\)"),
         ({"normalize": [[0.5, 0.5], [1, 1]]}, "data.normalize must be"),
+        ({"normalize": [[0.5], [np.nan]]}, "data.normalize must be .* all finite"),
     ],
 )
 def test_wrong_input_is_named(change, message):

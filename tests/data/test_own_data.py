@@ -146,6 +146,11 @@ class TestCsv:
         assert images.class_names == ("apple", "pear")
         assert self.read(tmp_path, columns={"features": ["b"]}).shape == (1,)
 
+    def test_more_words_than_labels(self, tmp_path):
+        rows = "".join(f"1,word {number},x\n" for number in range(32769))
+        with pytest.raises(DataError, match="'kind' holds 32769 different words, at most 32768 can be classes"):
+            self.read(tmp_path, f"a,kind,shop\n{rows}")
+
     def test_becomes_a_federation(self, tmp_path):
         self.read(tmp_path)
         data = SOURCE_KINDS.of(
@@ -162,6 +167,7 @@ class TestCsv:
     @pytest.mark.parametrize(
         "text, columns, message",
         [
+            ("a,kind,kind\n1,x,y\n", {}, "t.csv has two columns of the same name, rename one: a, kind, kind"),
             ("a,kind,shop\n1,-1,x\n", {}, r"labels in column 'kind' must lie in 0..32767, got -1..-1"),
             (
                 "a,kind,shop\n1,0.5,x\n",
