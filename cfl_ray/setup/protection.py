@@ -71,15 +71,13 @@ def _check_mean(setup: Setup, label: str, what: str, key: str) -> None:
 
 def _tried(setup: Setup, label: str, private: PrivateRun | None = None) -> Iterator[Any]:
     """Yields the first rounds of a method without training, in which it requests everything that its server reads."""
-    federation, spec = setup.federation, setup.network().spec
+    spec = setup.network().spec
     return dry_rounds(
         setup.methods[label],
-        federation.num_clients,
+        setup.federation.num_clients,
         setup.division.cohort,
-        spec,
         setup.local_of(label),
-        federation.shape,
-        DryBackend.of(spec, federation.shape),
+        DryBackend(spec, setup.federation.shape),
         private,
         min(setup.experiment.rounds, max(2, _DRY_FLOATS // spec.size)),
         setup.secure,
