@@ -139,13 +139,18 @@ class Experiment(ConfigSection):
         return {"source": "arrays", "federation": value} if hasattr(value, "recipe") else value
 
     def _check_time(self) -> None:
-        clock, settings = self.clock, self.asynchronous
+        """Raises ConfigError for keys of virtual time and asynchronous rounds that do not fit the others."""
+        clock, settings, sampling = self.clock, self.asynchronous, self.cohort.sampling
         wanted = {"cohort.over_selection": self.cohort.over_selection > 1, "asynchronous.buffer": settings.buffer}
-        for key in (key for key, given in wanted.items() if given and not isinstance(clock, RunningClockConfig)):
-            raise ConfigError(f"{key} needs virtual time, in which clients finish one after another; set clock.kind")
-        sampling = self.cohort.sampling
-        for key in (key for key, given in wanted.items() if given and sampling != "fixed"):
-            raise ConfigError(f"{key} needs cohorts of a fixed size, got cohort.sampling {sampling}; set it to fixed")
+        if key := next((key for key, given in wanted.items() if given), None):
+            if not isinstance(clock, RunningClockConfig):
+                raise ConfigError(
+                    f"{key} needs virtual time, in which clients finish one after another; set clock.kind"
+                )
+            if sampling != "fixed":
+                raise ConfigError(
+                    f"{key} needs cohorts of a fixed size, got cohort.sampling {sampling}; set it to fixed"
+                )
         if settings.buffer is None:
             return
         if self.private_clients is not None:
@@ -237,13 +242,13 @@ class Experiment(ConfigSection):
         values |= self.runtime.model_dump(exclude_defaults=True, include={"precision"})
         if self.data.federation is not None:
             values["federation"] = self.data.federation.recipe
-        availability = self.cohort.availability
-        if isinstance(availability, TraceConfig) and Path(availability.file).expanduser().is_file():
-            values["trace"] = hashlib.sha256(Path(availability.file).expanduser().read_bytes()).hexdigest()
-        if isinstance(self.clock, TraceClockConfig) and Path(self.clock.file).expanduser().is_file():
-            values["clock_trace"] = sha256(Path(self.clock.file).expanduser())
-        if (weights := self.model.weights) is not None and Path(weights).expanduser().is_file():
-            values["model"]["weights"] = sha256(Path(weights).expanduser())
+        availability, clock = self.cohort.availability, self.clock
+        if isinstance(availability, TraceConfig) and (digest := _digest_of(availability.file)):
+            values["trace"] = digest
+        if isinstance(clock, TraceClockConfig) and (digest := _digest_of(clock.file)):
+            values["clock_trace"] = digest
+        if digest := _digest_of(self.model.weights):
+            values["model"]["weights"] = digest
         values = with_replaced(json.loads(json.dumps(values, default=_name_of)), self._written)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -391,6 +396,12 @@ def _name_of(value: Any) -> Any:
         unset = [key for key in ("local", "label", "private") if given.get(key) is None]
         return {name: {key: option for key, option in given.items() if key not in unset}}
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _digest_of(file: str | None) -> str | None:
+    """The sha256 of a file's content; None if there is no such file."""
+    path = Path(file or "").expanduser()
+    return sha256(path) if path.is_file() else None
 
 
 def _hashed_method(entry: Any) -> Any:
