@@ -129,13 +129,6 @@ class ChangedFederation(FederationView):
         """The folder of the shards of `base`; None if it has none."""
         return getattr(self._base, "uri", None)
 
-    @property
-    def digest(self) -> str | None:
-        return self._base.digest
-
-    def client_name(self, client: int) -> str:
-        return self._base.client_name(client)
-
     def files_of(self, clients: np.ndarray) -> np.ndarray | None:
         return self._base.files_of(self._with_sources(clients))
 
