@@ -19,7 +19,7 @@ from cfl_ray.config.clock import CLOCK_KINDS, AsynchronousConfig, ClockConfig, R
 from cfl_ray.config.cohort import CohortConfig, TraceConfig
 from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, DataConfig, OfficialDataConfig
 from cfl_ray.config.evaluation import EvaluationConfig
-from cfl_ray.config.explanation import explain
+from cfl_ray.config.explanation import WholeConfig, explain
 from cfl_ray.config.local import LocalConfig
 from cfl_ray.config.model import ModelConfig, StartConfig
 from cfl_ray.config.part import keys_of, kinds_of
@@ -27,7 +27,6 @@ from cfl_ray.config.paths import from_record, moves_of, resolved_in, root_resolv
 from cfl_ray.config.privacy import PrivacyConfig, SecureAggregationConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
-from cfl_ray.config.section import ConfigSection
 from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.config.unused import unused_warnings
 from cfl_ray.config.yaml_text import parse_yaml
@@ -45,7 +44,7 @@ _FORMAT = 2  # of the config hash; a new number for a changed default
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
 
-class Experiment(ConfigSection):
+class Experiment(WholeConfig):
     """Everything that a run depends on: a federation, methods and a seed.
 
     In Python, `methods` also takes `Method` objects, `model` a callable that returns a module, and `data` a
@@ -98,10 +97,7 @@ class Experiment(ConfigSection):
     _moved: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __init__(self, /, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(explain(error, type(self))) from None
+        super().__init__(**values)
         target = self.evaluation.target
         if self.task == "classification" and target is not None and not 0 < target <= 1:
             raise ConfigError(f"evaluation.target: an accuracy is above 0 and at most 1, got {target}")
