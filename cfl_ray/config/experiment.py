@@ -267,6 +267,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
         moved = moves_of(values, text, Path(file).parent)
         values = with_replaced(values, moved)
         written = from_record(text)
+        # by present path; a path that the record did not change was written as it is recorded
         written = {moved.get(path, path): old for path, old in ({path: path for path in moved} | written).items()}
         values = with_known_credentials(
             root_resolved_in(resolved_in(values, Path(file).parent, Experiment), Path(file).parent)

@@ -880,20 +880,21 @@ class TestRecord:
             assert [again.output, again.data.shards, again.tracking.uri] == expected
             assert again.config_hash == experiment.config_hash
 
-    def test_paths_of_a_run_that_has_moved_are_found_beside_its_new_place(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("shards", ["shards", "shards of 12:30"])
+    def test_paths_of_a_run_that_has_moved_are_found_beside_its_new_place(self, tmp_path, monkeypatch, shards):
         old, new = tmp_path / "old", tmp_path / "new"
         (old / "runs" / "first").mkdir(parents=True)
         (old / "own.py").write_text("")
-        (old / "shards").mkdir()
+        (old / shards).mkdir()
         monkeypatch.chdir(old)
-        experiment = Experiment(**(self.VALUES | {"data": {"shards": "shards", "shift": {"kind": "own.py:f"}}}))
+        experiment = Experiment(**(self.VALUES | {"data": {"shards": shards, "shift": {"kind": "own.py:f"}}}))
         header = recorded_in(old / "runs" / "first")
         (old / "runs" / "first" / "config.yaml").write_text(header + experiment.to_record())
         assert load(old / "runs" / "first" / "config.yaml").moved == {}
         old.rename(new)
         monkeypatch.chdir("/")
         again = load(new / "runs" / "first" / "config.yaml")
-        assert (again.output, again.data.shards) == (f"{new}/runs", f"{new}/shards")
+        assert (again.output, again.data.shards) == (f"{new}/runs", f"{new}/{shards}")
         assert again.data.shift.kind == f"{new}/own.py:f" and again.runtime.backend == f"{new}/own.py:B"
         assert again.moved[f"{old}/runs"] == f"{new}/runs"
         assert again.config_hash == experiment.config_hash
