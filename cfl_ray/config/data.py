@@ -244,7 +244,7 @@ class Sent140LeafConfig(FilesDataConfig):
 
 
 class GeneratedConfig(DataConfig):
-    """Points with a rule for their labels, which is the client's concept."""
+    """Generated points; the rule for their labels is the concept of the client."""
 
     has_clients = True
     synthetic_samples: int = Field(500, ge=1, description="training samples per client; 50 for source synthetic")

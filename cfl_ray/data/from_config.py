@@ -99,9 +99,9 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
 
 
 def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | None:
-    """Returns the federation if the samples have clients, or the source of a function without clients.
+    """Returns what needs no files of a data set: a federation, or a function's samples without clients.
 
-    None for the sources that `locate` returns.
+    None for the data sets that `locate` finds.
     """
     if isinstance(data, GeneratedConfig):
         return _generated(data, seed)

@@ -32,7 +32,8 @@ def read(
 ) -> Images:
     """Returns the samples of LEAF's files, with their users as clients.
 
-    convert: makes the samples of a user, or raises DataError for unusable data. vocabulary: None: they are images.
+    convert: makes the samples of a user, or raises DataError for unusable data. vocabulary: number of token ids; None:
+    the samples are images.
     """
     train_x, train_y, client = _part(train, convert, progress)
     test_x, test_y, _ = _part(test, convert, progress) if test else (None, None, None)
