@@ -5,6 +5,7 @@ Every key has a single place, default and description; the error for an unknown 
 
 import hashlib
 import json
+import os
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -133,6 +134,11 @@ class Experiment(WholeConfig):
     @classmethod
     def _from_federation(cls, value: Any) -> Any:
         return {"source": "arrays", "federation": value} if hasattr(value, "recipe") else value
+
+    @field_validator("output")
+    @classmethod
+    def _without_tilde(cls, value: str) -> str:
+        return os.path.expanduser(value)
 
     def _check_time(self) -> None:
         """Raises ConfigError for keys of virtual time and asynchronous rounds that do not fit the others."""

@@ -865,6 +865,12 @@ class TestRecord:
         monkeypatch.chdir(tmp_path)
         assert Experiment().to_record() == Experiment(output=f"{tmp_path}/runs").to_yaml()
 
+    def test_the_output_may_be_in_the_home_folder(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        experiment = Experiment(output="~/runs")
+        assert experiment.output == f"{tmp_path}/runs" and experiment.config_hash == Experiment().config_hash
+        assert f"output: {tmp_path}/runs" in experiment.to_record()
+
     def test_what_a_run_writes_beside_its_folder_is_found_from_any_folder(self, tmp_path, monkeypatch):
         """Shards and the MLflow store of a resumed run are those of the run; they are no part of the hash."""
         monkeypatch.chdir(tmp_path)
