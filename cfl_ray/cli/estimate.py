@@ -126,7 +126,9 @@ def estimate(experiment: Experiment, summary: FederationSummary | None = None) -
         if (count := compared_clients(setup, label))
     }
     sent = {
-        label: traffic(method, summary.clients, cohort, network.spec, setup.local, summary.shape, setup.secure)
+        label: traffic(
+            method, summary.clients, cohort, network.spec, setup.local_of(label), summary.shape, setup.secure
+        )
         for label, method in setup.methods.items()
     }
     timed = {label: time_of_a_round(setup, label) for label in setup.methods} if setup.clock else {}

@@ -108,13 +108,13 @@ class StalenessConfig(ConfigSection):
 
 
 class PolynomialConfig(StalenessConfig):
-    """A power of the staleness."""
+    """Kind polynomial: s(tau) = (1 + tau)^-a."""
 
     power: float = Field(0.5, ge=0, le=10, description="a in s(tau) = (1 + tau)^-a (FedBuff: 0.5)")
 
 
 class HingeConfig(StalenessConfig):
-    """No reduction up to a limit."""
+    """Kind hinge: s(tau) = 1 up to tau = b, then 1 / (a (tau - b) + 1)."""
 
     slope: float = Field(10.0, gt=0, description="a in s(tau) = 1 / (a (tau - b) + 1) for tau > b, else 1")
     limit: float = Field(4.0, ge=0, description="b")

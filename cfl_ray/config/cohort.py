@@ -35,7 +35,7 @@ class DiurnalConfig(BernoulliConfig):
 
 
 class TraceConfig(AvailabilityConfig):
-    """A file of intervals."""
+    """Kind trace: a file with the intervals in which each client can be reached."""
 
     file: Annotated[str, FILE] = Field(
         description="CSV or parquet file with columns client, from, to: a client can be reached in rounds from .. to, "

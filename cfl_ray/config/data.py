@@ -244,7 +244,7 @@ class Sent140LeafConfig(FilesDataConfig):
 
 
 class GeneratedConfig(DataConfig):
-    """Points with a rule for their labels, which is the client's concept."""
+    """Generated points; the rule for their labels is the concept of the client."""
 
     has_clients = True
     synthetic_samples: int = Field(500, ge=1, description="training samples per client; 50 for source synthetic")
@@ -253,7 +253,9 @@ class GeneratedConfig(DataConfig):
 class SyntheticConfig(GeneratedConfig):
     """Generated samples."""
 
-    synthetic_shape: list[int] = Field([1, 28, 28], description="shape of an input, channels first")
+    synthetic_shape: list[Annotated[int, Field(ge=1)]] = Field(
+        [1, 28, 28], description="shape of an input, channels first"
+    )
     synthetic_samples: int = Field(50, ge=1, description="training samples per client; 500 for points with a rule")
     synthetic_groups: int = Field(4, ge=1, description="number of true groups")
     synthetic_classes: int = Field(10, ge=2, description="C, number of classes")

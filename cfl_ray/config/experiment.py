@@ -5,6 +5,7 @@ Every key has a single place, default and description; the error for an unknown 
 
 import hashlib
 import json
+import os
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -19,7 +20,7 @@ from cfl_ray.config.clock import CLOCK_KINDS, AsynchronousConfig, ClockConfig, R
 from cfl_ray.config.cohort import CohortConfig, TraceConfig
 from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, DataConfig, OfficialDataConfig
 from cfl_ray.config.evaluation import EvaluationConfig
-from cfl_ray.config.explanation import explain
+from cfl_ray.config.explanation import WholeConfig, explain
 from cfl_ray.config.local import LocalConfig
 from cfl_ray.config.model import ModelConfig, StartConfig
 from cfl_ray.config.part import keys_of, kinds_of
@@ -27,7 +28,6 @@ from cfl_ray.config.paths import from_record, moves_of, resolved_in, root_resolv
 from cfl_ray.config.privacy import PrivacyConfig, SecureAggregationConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
-from cfl_ray.config.section import ConfigSection
 from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.config.unused import unused_warnings
 from cfl_ray.config.yaml_text import parse_yaml
@@ -45,7 +45,7 @@ _FORMAT = 2  # of the config hash; a new number for a changed default
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
 
-class Experiment(ConfigSection):
+class Experiment(WholeConfig):
     """Everything that a run depends on: a federation, methods and a seed.
 
     In Python, `methods` also takes `Method` objects, `model` a callable that returns a module, and `data` a
@@ -98,10 +98,7 @@ class Experiment(ConfigSection):
     _moved: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __init__(self, /, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(explain(error, type(self))) from None
+        super().__init__(**values)
         target = self.evaluation.target
         if self.task == "classification" and target is not None and not 0 < target <= 1:
             raise ConfigError(f"evaluation.target: an accuracy is above 0 and at most 1, got {target}")
@@ -138,14 +135,24 @@ class Experiment(ConfigSection):
     def _from_federation(cls, value: Any) -> Any:
         return {"source": "arrays", "federation": value} if hasattr(value, "recipe") else value
 
+    @field_validator("output")
+    @classmethod
+    def _without_tilde(cls, value: str) -> str:
+        return os.path.expanduser(value)
+
     def _check_time(self) -> None:
-        clock, settings = self.clock, self.asynchronous
+        """Raises ConfigError for keys of virtual time and asynchronous rounds that do not fit the others."""
+        clock, settings, sampling = self.clock, self.asynchronous, self.cohort.sampling
         wanted = {"cohort.over_selection": self.cohort.over_selection > 1, "asynchronous.buffer": settings.buffer}
-        for key in (key for key, given in wanted.items() if given and not isinstance(clock, RunningClockConfig)):
-            raise ConfigError(f"{key} needs virtual time, in which clients finish one after another; set clock.kind")
-        sampling = self.cohort.sampling
-        for key in (key for key, given in wanted.items() if given and sampling != "fixed"):
-            raise ConfigError(f"{key} needs cohorts of a fixed size, got cohort.sampling {sampling}; set it to fixed")
+        if key := next((key for key, given in wanted.items() if given), None):
+            if not isinstance(clock, RunningClockConfig):
+                raise ConfigError(
+                    f"{key} needs virtual time, in which clients finish one after another; set clock.kind"
+                )
+            if sampling != "fixed":
+                raise ConfigError(
+                    f"{key} needs cohorts of a fixed size, got cohort.sampling {sampling}; set it to fixed"
+                )
         if settings.buffer is None:
             return
         if self.private_clients is not None:
@@ -237,13 +244,13 @@ class Experiment(ConfigSection):
         values |= self.runtime.model_dump(exclude_defaults=True, include={"precision"})
         if self.data.federation is not None:
             values["federation"] = self.data.federation.recipe
-        availability = self.cohort.availability
-        if isinstance(availability, TraceConfig) and Path(availability.file).expanduser().is_file():
-            values["trace"] = hashlib.sha256(Path(availability.file).expanduser().read_bytes()).hexdigest()
-        if isinstance(self.clock, TraceClockConfig) and Path(self.clock.file).expanduser().is_file():
-            values["clock_trace"] = sha256(Path(self.clock.file).expanduser())
-        if (weights := self.model.weights) is not None and Path(weights).expanduser().is_file():
-            values["model"]["weights"] = sha256(Path(weights).expanduser())
+        availability, clock = self.cohort.availability, self.clock
+        if isinstance(availability, TraceConfig) and (digest := _digest_of(availability.file)):
+            values["trace"] = digest
+        if isinstance(clock, TraceClockConfig) and (digest := _digest_of(clock.file)):
+            values["clock_trace"] = digest
+        if digest := _digest_of(self.model.weights):
+            values["model"]["weights"] = digest
         values = with_replaced(json.loads(json.dumps(values, default=_name_of)), self._written)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -266,6 +273,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
         moved = moves_of(values, text, Path(file).parent)
         values = with_replaced(values, moved)
         written = from_record(text)
+        # by present path; a path that the record did not change was written as it is recorded
         written = {moved.get(path, path): old for path, old in ({path: path for path in moved} | written).items()}
         values = with_known_credentials(
             root_resolved_in(resolved_in(values, Path(file).parent, Experiment), Path(file).parent)
@@ -391,6 +399,12 @@ def _name_of(value: Any) -> Any:
         unset = [key for key in ("local", "label", "private") if given.get(key) is None]
         return {name: {key: option for key, option in given.items() if key not in unset}}
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _digest_of(file: str | None) -> str | None:
+    """The sha256 of a file's content; None if there is no such file."""
+    path = Path(file or "").expanduser()
+    return sha256(path) if path.is_file() else None
 
 
 def _hashed_method(entry: Any) -> Any:

@@ -7,48 +7,56 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from cfl_ray.config.part import Kinds, kinds_of
 from cfl_ray.config.section import ConfigSection, as_yaml
 from cfl_ray.errors import ConfigError, did_you_mean, what_is_wrong
 
 
+class WholeConfig(ConfigSection):
+    """A config that is a whole YAML file. It raises ConfigError, with the text of `explain`, for invalid values."""
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(explain(error, type(self))) from None
+
+
 def explain(error: ValidationError, config: type[ConfigSection]) -> str:
     """Returns a line per problem: the key, what is wrong, and the valid range or the nearest valid key."""
+    return "\n".join(_line(problem, config) for problem in error.errors())
+
+
+def _line(problem: ErrorDetails, config: type[ConfigSection]) -> str:
+    path, section, kinds, kind = _place(config, problem["loc"])
+    where, given = ".".join(map(str, path)) or "config", problem["input"]
     is_experiment = "methods" in config.model_fields  # not a study, or a section alone
-    lines = []
-    for problem in error.errors():
-        path, section, kinds, kind = _place(config, problem["loc"])
-        where = ".".join(map(str, path)) or "config"
-        if problem["type"] == "extra_forbidden":
-            keys = [name for name, info in section.model_fields.items() if not info.exclude]
-            if kinds is not None and (others := kinds.with_key(str(path[-1]))):
-                own = ", ".join(name for name in keys if name != kinds.key) or "none"
-                lines.append(
-                    f"{where} is a key of {kinds.key} {' | '.join(others)}, and {kinds.key} is {kind}; "
-                    f"its keys are: {own}"
-                )
-                continue
-            if kinds is not None:
-                keys += [
-                    name for other in kinds.all.values() for name in other.section.model_fields if name not in keys
-                ]
-            advice = did_you_mean(str(path[-1]), keys)
-            if is_experiment and len(path) == 1 and isinstance(problem["input"], dict):
-                advice += f"; options of a method are set as methods.{where}.OPTION=VALUE"
-            lines.append(f"unknown key {where!r}{advice}")
-        elif problem["type"] == "list_type" and path[-1] not in section.model_fields:  # a list of sections
-            item = _example(section, kinds, problem["input"])
-            lines.append(f"{where}: expected a list, e.g. [{item}], got {problem['input']!r}")
-        elif problem["type"] == "model_type":
-            given, more = problem["input"], f"; its keys: cfl-ray config {where}" if is_experiment else ""
-            lines.append(
-                f"{where}: expected a section of keys, e.g. {_example(section, kinds, given)}, "
-                f"got {'null' if given is None else repr(given)}{more}"
-            )
-        else:
-            lines.append(f"{where}: {what_is_wrong(problem)}"[:500])
-    return "\n".join(lines)
+    if problem["type"] == "extra_forbidden":
+        is_method = is_experiment and len(path) == 1 and isinstance(given, dict)
+        options = f"; options of a method are set as methods.{where}.OPTION=VALUE" if is_method else ""
+        return _unknown_key(where, str(path[-1]), section, kinds, kind) + options
+    if problem["type"] == "list_type" and path[-1] not in section.model_fields:  # a list of sections
+        return f"{where}: expected a list, e.g. [{_example(section, kinds, given)}], got {given!r}"
+    if problem["type"] == "model_type":
+        more = f"; its keys: cfl-ray config {where}" if is_experiment else ""
+        return (
+            f"{where}: expected a section of keys, e.g. {_example(section, kinds, given)}, "
+            f"got {'null' if given is None else repr(given)}{more}"
+        )
+    return f"{where}: {what_is_wrong(problem)}"[:500]
+
+
+def _unknown_key(where: str, key: str, section: type[ConfigSection], kinds: Kinds[Any] | None, kind: str) -> str:
+    """The line for a key that a section does not have. kinds, kind: of the part that the section belongs to."""
+    keys = [name for name, info in section.model_fields.items() if not info.exclude]
+    if kinds is not None and (others := kinds.with_key(key)):
+        own = ", ".join(name for name in keys if name != kinds.key) or "none"
+        return f"{where} is a key of {kinds.key} {' | '.join(others)}, and {kinds.key} is {kind}; its keys are: {own}"
+    if kinds is not None:
+        keys += [name for other in kinds.all.values() for name in other.section.model_fields if name not in keys]
+    return f"unknown key {where!r}{did_you_mean(key, keys)}"
 
 
 def _example(section: type[ConfigSection], kinds: Kinds[Any] | None, given: Any) -> str:

@@ -42,7 +42,7 @@ class PartitionConfig(ConfigSection):
 
 
 class IidConfig(PartitionConfig):
-    """Sizes of the clients."""
+    """Kind iid: random samples, in equal or given sizes."""
 
     sizes: list[Annotated[int, Field(ge=1)]] | None = Field(
         None,
@@ -60,7 +60,7 @@ class IidConfig(PartitionConfig):
 
 
 class LabelSkewConfig(PartitionConfig):
-    """Clients, or first groups of clients, with other labels than the rest."""
+    """Kinds with label skew between clients, or between true groups and then between the clients of each."""
 
     groups: int | None = Field(
         None,
@@ -76,7 +76,7 @@ class LabelSkewConfig(PartitionConfig):
 
 
 class DirichletConfig(LabelSkewConfig):
-    """Concentrations of labels."""
+    """Kind dirichlet: the shares of each class follow a Dirichlet distribution."""
 
     key_of_groups = "group_alpha"
     alpha: float = Field(
@@ -93,7 +93,7 @@ class DirichletConfig(LabelSkewConfig):
 
 
 class ClassesConfig(LabelSkewConfig):
-    """Numbers of classes."""
+    """Kind classes: each client has samples of a given number of classes."""
 
     key_of_groups = "classes_per_group"
     classes_per_client: int = Field(2, ge=1, description="number of classes of a client")

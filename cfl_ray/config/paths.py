@@ -43,11 +43,17 @@ def _files_of(section: type[ConfigSection]) -> set[tuple[str, ...]]:
 
 
 def _reference_in(folder: Path, text: str) -> str:
-    file, _, name = text.rpartition(":")
-    if not file.endswith(".py"):
+    file, name = _split_reference(text)
+    if not name:
         return text
     note_folder(Path(file).expanduser(), folder)
-    return f"{_in_folder(folder, file)}:{name}"
+    return f"{_in_folder(folder, file)}{name}"
+
+
+def _split_reference(text: str) -> tuple[str, str]:
+    """Returns the file of a text of the form file.py:Name, and ":Name"; the whole text and "" for other texts."""
+    file, colon, name = text.rpartition(":")
+    return (file, colon + name) if file.endswith(".py") else (text, "")
 
 
 def _in_folder(folder: Path, file: str) -> str:
@@ -75,8 +81,8 @@ def to_record(
 ) -> tuple[str, dict[str, Any]]:
     """Returns the line of a record that keeps the paths as written, and the values with absolute paths.
 
-    values: of a whole config, the `section`; a relative path in them is relative to the working directory. written: the
-    paths as written, by absolute path, of paths that are absolute already.
+    values: all keys of a config; relative paths in them start at the working directory. written: by absolute path, the
+    paths as written that an earlier record kept. section: class of the config, which marks the keys that are paths.
     """
     try:
         here = Path.cwd()
@@ -133,10 +139,10 @@ def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
         path = value.removeprefix(scheme)
         if not path.startswith("/"):
             continue
-        file, colon, name = (path, "", "") if scheme else path.rpartition(":") if ":" in path else (path, "", "")
+        file, name = _split_reference(path)
         there = os.path.normpath(new / os.path.relpath(file, old))
         if not os.path.exists(file) and os.path.exists(there):
-            moved[value] = f"{scheme}{there}{colon}{name}"
+            moved[value] = f"{scheme}{there}{name}"
     return moved
 
 

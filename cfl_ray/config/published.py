@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cfl_ray.config.experiment import read_yaml
-from cfl_ray.config.explanation import explain
+from cfl_ray.config.explanation import WholeConfig
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError, did_you_mean
 
@@ -119,17 +119,11 @@ class PublishedTable(ConfigSection):
                     yield row, column, number
 
 
-class PublishedTables(ConfigSection):
+class PublishedTables(WholeConfig):
     """The tables of a paper."""
 
     paper: PaperConfig = Field(description="the paper")
     tables: dict[str, PublishedTable] = Field(min_length=1, description="by name, e.g. table1")
-
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(explain(error, PublishedTables)) from None
 
     def table(self, name: str) -> PublishedTable:
         """Returns the table of this name. Raises ConfigError for an unknown name."""

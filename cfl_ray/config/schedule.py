@@ -218,12 +218,14 @@ def check_schedule(events: Sequence[EventConfig], num_clients: int) -> None:
     """Raises ConfigError for clients that do not exist, join while they are online, or leave while they are offline."""
     online: dict[int, int] = {}  # round of the last event, by client that joined
     offline: dict[int, int] = {}  # round of the last event, by client that left
+    newcomers: set[int] = set()  # absent until they join
     for event in sorted(events, key=lambda event: event.round):
         place = f"schedule, round {event.round}: client"
         if absent := [client for client in (*event.join, *event.leave) if not 0 <= client < num_clients]:
             raise ConfigError(f"{place} {absent[0]} does not exist; the federation has clients 0 .. {num_clients - 1}")
         if both := sorted({*event.join} & {*event.leave}):
             raise ConfigError(f"{place} {both[0]} joins and leaves; name it once")
+        newcomers |= {client for client in event.join if client not in offline}
         for verb, past, clients, now, other in (
             ("joins", "joined", event.join, online, offline),
             ("leaves", "left", event.leave, offline, online),
@@ -236,7 +238,7 @@ def check_schedule(events: Sequence[EventConfig], num_clients: int) -> None:
                     )
                 other.pop(client, None)
                 now[client] = event.round
-    if len({client for event in events for client in event.join}) >= num_clients:
+    if len(newcomers) >= num_clients:
         raise ConfigError(
             f"schedule: all {num_clients} clients join later, so round 1 has none; leave at least one out of `join`"
         )

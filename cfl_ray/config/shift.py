@@ -20,7 +20,7 @@ class ShiftConfig(ConfigSection):
 
 
 class RotatedConfig(ShiftConfig):
-    """Angles of the groups."""
+    """Kind rotated: the images of each group are rotated by another angle."""
 
     angles: Annotated[list[int | float], AfterValidator(_whole)] = Field(
         [0, 90, 180, 270],
@@ -30,29 +30,29 @@ class RotatedConfig(ShiftConfig):
 
 
 class ShiftedConfig(ShiftConfig):
-    """Offsets of the groups."""
+    """Kind shifted: the labels of each group are moved by another offset."""
 
     offsets: list[int] = Field([0, 3, 6, 9], description="offset s of each group: label y becomes (y + s) mod C")
 
 
 class PathologicalConfig(ShiftConfig):
-    """Label sets of the groups."""
+    """Kind pathological: each group has the samples of some labels."""
 
     label_sets: list[list[int]] = Field([[0, 1, 2], [3, 4], [5, 6], [7, 8, 9]], description="labels of each group")
 
 
 class RotatedLabelsConfig(RotatedConfig, PathologicalConfig):
-    """Angles and label sets of the groups."""
+    """Kind rotated_labels: a group for each angle and label set."""
 
 
 class HybridConfig(ShiftConfig):
-    """The second data set."""
+    """Kind hybrid: two groups, each with a data set of its own."""
 
     other: str = Field("fashion_mnist", description="data set of the second group")
 
 
 class NoiseConfig(ShiftConfig):
-    """Strengths of noise of the groups."""
+    """Kind noise: Gaussian noise of another strength in each group."""
 
     sigmas: list[Annotated[float, Field(ge=0)]] = Field(
         [0.0, 0.1, 0.2, 0.4],
@@ -61,7 +61,7 @@ class NoiseConfig(ShiftConfig):
 
 
 class BlurConfig(ShiftConfig):
-    """Widths of a blur of the groups."""
+    """Kind blur: the images of each group are blurred by another width."""
 
     radii: list[Annotated[float, Field(ge=0)]] = Field(
         [0.0, 0.5, 1.0, 2.0], description="standard deviation of the blur of each group in pixels"
@@ -69,7 +69,7 @@ class BlurConfig(ShiftConfig):
 
 
 class BrightnessConfig(ShiftConfig):
-    """Factors of brightness of the groups."""
+    """Kind brightness: the inputs of each group are multiplied by another factor."""
 
     factors: list[Annotated[float, Field(ge=0)]] = Field(
         [1.0, 0.75, 0.5, 0.25], description="factor of each group; values stay in the pixel range"

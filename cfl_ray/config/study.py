@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from cfl_ray.config.experiment import PARTS, Experiment, read_yaml, set_key, split_override
-from cfl_ray.config.explanation import explain
+from cfl_ray.config.explanation import WholeConfig, explain
 from cfl_ray.config.paths import from_record, paths_as_written, record_line, resolved_in, root_resolved_in
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError
@@ -159,7 +159,7 @@ def _draw(values: list[Any] | RangeConfig, share: float) -> Any:
     return values.at(share) if isinstance(values, RangeConfig) else values[int(share * len(values))]
 
 
-class Study(ConfigSection):
+class Study(WholeConfig):
     """Methods x settings x seeds of an experiment; with `sweep`, also x values of its keys."""
 
     model_config = _EXACT
@@ -181,12 +181,6 @@ class Study(ConfigSection):
     tables: list[str] = Field([], description="tables of the published numbers that this study repeats")
     sweep: SweepConfig | None = Field(None, description="values to try (cfl-ray sweep); null: none")
     _written: dict[str, str] = PrivateAttr(default_factory=dict)  # paths as written, by absolute path
-
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(explain(error, Study)) from None
 
     @field_validator("settings", mode="before")
     @classmethod

@@ -51,9 +51,11 @@ def federation_from_arrays(
     x_, y_, ids = _inputs("x", x, vocabulary), targets_of("y", y, targets), _ids("clients", clients)
     _check_lengths(len(x_), y=y_, clients=ids)
     names, client = np.unique(ids, return_inverse=True)
-    test = _test_samples(x_test, y_test, x_, vocabulary, targets)
-    classes = _num_outputs(num_classes, y_, None if test is None else test[1], targets, vocabulary)
+    test = _test_samples(x_test, y_test, (x_, y_), vocabulary, targets)
+    parts = [("y", y_), ("y_test", None if test is None else test[1])]
+    classes = num_outputs(num_classes, parts, targets, vocabulary)
     view = _view(view, test is not None, test_clients is not None, targets)
+    owner = None if test is None or test_clients is None else _test_owner(test_clients, names, len(test[0]))
     group_N = _groups(groups, names, client)
     recipe = {
         "source": "arrays",
@@ -62,16 +64,22 @@ def federation_from_arrays(
         "holdout": holdout,
         "seed": seed,
         "normalize": normalize,
-        "sha256": digest(x_, y_, client, group_N, *(test or ())),
+        "sha256": digest(x_, y_, client, group_N, *(test or ()), *(() if owner is None else (owner,))),
     }
+    if vocabulary is not None:
+        recipe["vocabulary"] = vocabulary
+    if targets != "class":
+        recipe["targets"] = targets
+    if classes != num_outputs(None, parts, targets, vocabulary):
+        recipe["num_classes"] = classes
     rows_N, labels_NC = _rows_by_client(client, len(names)), None
     if view != "holdout":
         parts_N = [(rows, rows[:0]) for rows in rows_N]
         if view == "label":
             labels_NC = np.zeros((len(names), classes), bool)
             labels_NC[client, y_] = True
-    elif test is not None and test_clients is not None:
-        own_N = _rows_by_client(_test_owner(test_clients, names, len(test[0])), len(names))
+    elif test is not None and owner is not None:
+        own_N = _rows_by_client(owner, len(names))
         parts_N = [(rows, len(x_) + own) for rows, own in zip(rows_N, own_N, strict=True)]
         x_, y_, test = np.concatenate([x_, test[0]]), np.concatenate([y_, test[1]]), None
     elif 0 < holdout < 1:
@@ -79,10 +87,6 @@ def federation_from_arrays(
     else:
         raise DataError(f"holdout is a share between 0 and 1, got {holdout}")
     samples, index = _by_client(x_, y_, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)
-    if vocabulary is not None:
-        recipe["vocabulary"] = vocabulary
-    if targets != "class":
-        recipe["targets"] = targets
     scaling = Scaling(255.0 if x_.dtype == np.uint8 else 1.0, normalize, vocabulary is not None).check(x_.shape[1:])
     shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:])
     return ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])
@@ -105,8 +109,8 @@ def images_from_arrays(
     """
     x_, y_ = _inputs("x", x, vocabulary), targets_of("y", y, targets)
     _check_lengths(len(x_), y=y_)
-    test_x, test_y = _test_samples(x_test, y_test, x_, vocabulary, targets) or (None, None)
-    classes = _num_outputs(num_classes, y_, test_y, targets, vocabulary)
+    test_x, test_y = _test_samples(x_test, y_test, (x_, y_), vocabulary, targets) or (None, None)
+    classes = num_outputs(num_classes, [("y", y_), ("y_test", test_y)], targets, vocabulary)
     if targets == "class" and classes > np.iinfo(np.int16).max:
         raise DataError(f"{classes} classes, at most {np.iinfo(np.int16).max} can be divided; give `clients` yourself")
     group = None
@@ -285,18 +289,26 @@ def targets_of(name: str, values: Array, targets: str) -> np.ndarray:
     return y.astype(TARGETS[targets].stored, copy=False)
 
 
-def _num_outputs(
-    num_classes: int | None, y: np.ndarray, y_test: np.ndarray | None, targets: str, vocabulary: int | None
+def num_outputs(
+    num_classes: int | None, parts: Sequence[tuple[str, np.ndarray | None]], targets: str, vocabulary: int | None
 ) -> int:
-    """Returns C; for real and binary targets the columns of y, for tokens the vocabulary if none is given."""
+    """Returns C; for real and binary targets the columns of y, for tokens the vocabulary if no number is given.
+
+    parts: (name for messages, targets) of the training part and the test part; targets None: no test part. Raises
+    DataError for a label that is not below `num_classes`, and for another number of columns.
+    """
+    given = [(name, y) for name, y in parts if y is not None]
     if targets in ("class", "tokens"):
         num_classes = num_classes or (vocabulary if targets == "tokens" else None)
-        largest = max(int(y.max()), -1 if y_test is None else int(y_test.max(initial=-1)))
-        if num_classes is not None and largest >= num_classes:
-            raise DataError(
-                f"label {largest} does not fit num_classes {num_classes}; labels run from 0 to {num_classes - 1}"
-            )
-        return largest + 1 if num_classes is None else num_classes
+        largest = [(int(y.max()), name) for name, y in given]
+        for label, name in largest:
+            if num_classes is not None and label >= num_classes:
+                raise DataError(
+                    f"{name}: label {label} does not fit num_classes {num_classes}; labels run from 0 to "
+                    f"{num_classes - 1}"
+                )
+        return max(largest)[0] + 1 if num_classes is None else num_classes
+    y = given[0][1]
     columns = y.shape[1] if y.ndim == 2 else 1
     if num_classes not in (None, columns):
         raise DataError(
@@ -334,20 +346,22 @@ def _check_lengths(n: int, reference: str = "x", **arrays: np.ndarray) -> None:
 
 
 def _test_samples(
-    x_test: Array | None, y_test: Array | None, x: np.ndarray, vocabulary: int | None, targets: str
+    x_test: Array | None, y_test: Array | None, train: StoredSamples, vocabulary: int | None, targets: str
 ) -> StoredSamples | None:
-    """Returns the checked test samples; None if none are given. x: the training inputs, of the same shape and type."""
+    """Returns the checked test samples; None if none are given. train: samples of the same shapes and types."""
     if x_test is None and y_test is None:
         return None
     if x_test is None or y_test is None:
         raise DataError("x_test and y_test belong together; give both or neither")
-    test_x, test_y = _inputs("x_test", x_test, vocabulary), targets_of("y_test", y_test, targets)
-    _check_lengths(len(test_x), "x_test", y_test=test_y)
-    if test_x.shape[1:] != x.shape[1:] or test_x.dtype != x.dtype:
-        raise DataError(
-            f"x_test holds {test_x.dtype} {test_x.shape[1:]}, x holds {x.dtype} {x.shape[1:]}; they must agree"
-        )
-    return test_x, test_y
+    test = _inputs("x_test", x_test, vocabulary), targets_of("y_test", y_test, targets)
+    _check_lengths(len(test[0]), "x_test", y_test=test[1])
+    for name, tested, trained in zip(("x", "y"), test, train, strict=True):
+        if (tested.shape[1:], tested.dtype) != (trained.shape[1:], trained.dtype):
+            raise DataError(
+                f"{name}_test holds {tested.dtype} {tested.shape[1:]}, {name} holds {trained.dtype} "
+                f"{trained.shape[1:]}; they must agree"
+            )
+    return test
 
 
 def _view(view: str | None, has_test: bool, has_owners: bool, targets: str) -> str:

@@ -48,9 +48,9 @@ class DataChange:
     domain: Domain | None = None  # the new domain, in place of an earlier one; None: keep it
 
     def apply(self, in_round: Callable[[int], dict[int, DerivedData]], num_classes: int) -> dict[int, DerivedData]:
-        """Returns the data of all clients whose data have ever changed, after this change.
+        """Returns the data, by client, of all clients whose data have changed so far, after this change.
 
-        in_round: returns these data for a round; for this round, as before the change.
+        in_round: the same for the end of a round; for `self.round`, after the changes that precede this one.
         """
         derived, sources = in_round(self.round), self.data_of or self.ids
         given = derived if self.back_to is None else in_round(self.back_to)
@@ -128,13 +128,6 @@ class ChangedFederation(FederationView):
     def uri(self) -> str | None:
         """The folder of the shards of `base`; None if it has none."""
         return getattr(self._base, "uri", None)
-
-    @property
-    def digest(self) -> str | None:
-        return self._base.digest
-
-    def client_name(self, client: int) -> str:
-        return self._base.client_name(client)
 
     def files_of(self, clients: np.ndarray) -> np.ndarray | None:
         return self._base.files_of(self._with_sources(clients))
@@ -215,12 +208,15 @@ class ChangedFederation(FederationView):
         return labels_MC
 
     def _changed_among(self, clients: np.ndarray) -> list[tuple[int, DerivedData]]:
-        """Returns (position in `clients`, data) of each of these clients whose data have changed."""
+        """Returns (position in `clients`, present data) of the clients whose data have changed."""
         positions = np.flatnonzero(np.isin(clients, self._ids))
         return [(int(position), self._derived[int(clients[position])]) for position in positions]
 
     def _transform(self, samples: TensorSamples, data: DerivedData, part: str) -> TensorSamples:
-        """part: name of these samples, which is part of the key of random draws."""
+        """Returns the samples rotated, relabelled and in the domain of `data`; samples: of the client `data.source`.
+
+        part: name of these samples, a part of the random key of a domain's noise.
+        """
         x, y = samples
         x = torch.rot90(x, data.turns, (-2, -1)).contiguous() if data.turns else x
         if data.domain is not None:

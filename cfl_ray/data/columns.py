@@ -33,7 +33,8 @@ def check_numbers(
 ) -> pa.ChunkedArray:
     """Returns a column of numbers without nulls. Raises DataError with the first row without a number.
 
-    what: the column, in the message. advice: its end. booleans: whether they count as 0 and 1.
+    what: name of the column's role, for the message. advice: text at the end of the message. booleans: whether true and
+    false count as 1 and 0.
     """
     values = column_of(part, column)
     kind = values.type

@@ -189,6 +189,13 @@ class FederationView(Federation):
         self.shape, self.view, self.recipe = base.shape, base.view, base.recipe
         self.scale, self.normalize = base.scale, base.normalize
 
+    @property
+    def digest(self) -> str | None:
+        return self._base.digest
+
+    def client_name(self, client: int) -> str:
+        return self._base.client_name(client)
+
     def group_transform(self, group: int) -> GroupTransform:
         return self._base.group_transform(group)
 

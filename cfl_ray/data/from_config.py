@@ -68,7 +68,10 @@ def build(
     if read_manifest(folder) is None:
         plan = _plan(data, seed, sources, pixels=True, progress=progress)
         write_shards(folder.uri, plan, recipe, data.normalize, progress)
-    return _reuse(folder, data, recipe)
+    federation = _reuse(folder, data, recipe)
+    if loaded is not None and federation.shape != (shape := loaded.read(False, None).data_shape):
+        raise DataError(f"{folder.uri} holds {federation.shape}, {data.source} returns {shape}; {PREPARE_AGAIN}")
+    return federation
 
 
 def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardFederation:
@@ -96,9 +99,9 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
 
 
 def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | None:
-    """Returns the federation if the samples have clients, or the source of a function without clients.
+    """Returns what needs no files of a data set: a federation, or a function's samples without clients.
 
-    None for the sources that `locate` returns.
+    None for the data sets that `locate` finds.
     """
     if isinstance(data, GeneratedConfig):
         return _generated(data, seed)

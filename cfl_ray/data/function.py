@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from cfl_ray.config.data import SOURCE_KINDS, PluginDataConfig
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
 from cfl_ray.data.federation import Federation
@@ -70,6 +68,6 @@ def _from_mapping(arrays: dict[str, Any], data: PluginDataConfig, seed: int, tar
         raise DataError("it returns test_clients without clients; give both or neither")
     arrays.pop("clients", None)
     images = images_from_arrays(**arrays, targets=targets)
-    optional = (images.train_x, images.train_y, images.test_x, images.test_y, images.group)
-    arrays_of_images = [np.asarray(array) for array in optional if array is not None]
-    return Source(data.source, (), lambda pixels, progress: images, digest(*arrays_of_images))
+    parts = (images.train_x, images.train_y, images.test_x, images.test_y, images.group)
+    of_data = digest(*(part for part in parts if part is not None))
+    return Source(data.source, (), lambda pixels, progress: images, of_data)

@@ -43,10 +43,10 @@ class Scaling:
         if self.normalize is not None:
             lengths = [len(part) for part in self.normalize]
             fit = len(lengths) == 2 and all(length in (1, shape[0]) for length in lengths)
-            if not fit or min(self.normalize[1]) <= 0:
+            if not fit or min(self.normalize[1]) <= 0 or not np.isfinite(np.concatenate(self.normalize)).all():
                 raise DataError(
-                    f"data.normalize must be [means, stds] with {shape[0]} values each (or 1) and stds above 0, "
-                    f"got {self.normalize}"
+                    f"data.normalize must be [means, stds] with {shape[0]} values each (or 1), all finite, and stds "
+                    f"above 0, got {self.normalize}"
                 )
         return self
 

@@ -32,7 +32,8 @@ def read(
 ) -> Images:
     """Returns the samples of LEAF's files, with their users as clients.
 
-    convert: makes the samples of a user, or raises DataError for unusable data. vocabulary: None: they are images.
+    convert: makes the samples of a user, or raises DataError for unusable data. vocabulary: number of token ids; None:
+    the samples are images.
     """
     train_x, train_y, client = _part(train, convert, progress)
     test_x, test_y, _ = _part(test, convert, progress) if test else (None, None, None)
@@ -61,10 +62,11 @@ def _users(file: Path) -> Iterator[tuple[str, int, Any, Any]]:
     """Yields (user, number of samples, x, y) for every user of a file who has samples."""
     try:
         content = json.loads(file.read_bytes())
-        users, counts, user_data = content["users"], content["num_samples"], content["user_data"]
+        counts = list(zip(content["users"], content["num_samples"], strict=False))  # a user without a count is ignored
+        user_data = content["user_data"]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise DataError(f"{file} is not a LEAF file (users, num_samples, user_data): {error!r}") from error
-    for user, count in zip(users, counts, strict=False):  # a user without a count is ignored
+    for user, count in counts:
         try:
             x, y = user_data[user]["x"], user_data[user]["y"]
         except (KeyError, TypeError) as error:
@@ -77,7 +79,7 @@ def handwriting(file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
     """FEMNIST: images as uint8, without loss, since LEAF's pixels are 8-bit values divided by 255."""
     try:
         x, y = np.asarray(x, np.float64), np.asarray(y, np.int64)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise DataError(f"{file}: data of user {user!r} cannot be read: {error!r}") from error
     if x.shape != (count, SIDE * SIDE) or y.shape != (count,):
         raise DataError(
@@ -119,9 +121,11 @@ def read_tweets(train: list[Path], test: list[Path], vocabulary: int, progress: 
 
     The vocabulary has the most frequent words of the training files; equally frequent words in alphabetical order.
     """
-    counts = Counter(
-        word for file in train for _, _, x, _ in _users(file) for tweet in x for word in _words(_text(tweet))
-    )
+    counts: Counter[str] = Counter()
+    for file in train:
+        for user, count, x, y in _users(file):
+            _check_text(file, user, count, x, y)
+            counts.update(word for tweet in x for word in _words(_text(tweet)))
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 2]
     token_of = {word: number for number, word in enumerate(frequent, 2)}
 
@@ -133,7 +137,7 @@ def read_tweets(train: list[Path], test: list[Path], vocabulary: int, progress: 
                 tokens[row, place] = token_of.get(word, UNKNOWN)
         try:
             labels = np.array([int(value) for value in y])
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise DataError(f"{file}: labels of user {user!r} must be 0 or 1: {error}") from error
         labels = np.where(labels == 4, 1, labels)  # the original files have 4 for positive
         if not 0 <= labels.min() <= labels.max() <= 1:
@@ -155,8 +159,6 @@ def _text(tweet: Any) -> str:
 
 
 def _check_text(file: Path, user: str, count: int, x: Any, y: Any) -> None:
-    lengths = [len(part) if isinstance(part, list) else -1 for part in (x, y)]
-    if lengths != [count, count]:
-        raise DataError(
-            f"{file}: user {user!r} needs lists x and y of {count} entries, got {lengths[0]} and {lengths[1]}"
-        )
+    sizes = [len(part) if isinstance(part, list) else type(part).__name__ for part in (x, y)]
+    if sizes != [count, count]:
+        raise DataError(f"{file}: user {user!r} needs lists x and y of {count} entries, got {sizes[0]} and {sizes[1]}")

@@ -27,6 +27,11 @@ class PlannedClient:
     held_out: np.ndarray  # int64 rows of the training part, ascending, to test on; empty unless the view is hold-out
     test_set: int  # number of its shared test set; -1 if the view is hold-out
 
+    @property
+    def num_rows(self) -> int:
+        """Number of its training and held-out rows."""
+        return len(self.train) + len(self.held_out)
+
 
 @dataclass(frozen=True)
 class TestSet:

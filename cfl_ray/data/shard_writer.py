@@ -54,7 +54,7 @@ def write_shards(
 
 def shard_bytes(plan: FederationPlan) -> int:
     """Returns the bytes of pixels and labels in the shards of this plan."""
-    client_rows = sum(len(client.train) + len(client.held_out) for client in plan.clients)
+    client_rows = sum(client.num_rows for client in plan.clients)
     test_rows = sum(len(test_set.rows) for test_set in plan.test_sets)
     y = plan.images.train_y
     return (client_rows + test_rows) * (_sample_bytes(plan) + y.itemsize * int(np.prod(y.shape[1:])))
@@ -88,7 +88,7 @@ def _write(
     schema = sample_schema(shape, dtype)
     train, places = _write_clients(staging, plan, schema, progress)
     test = [
-        _save(staging, f"test-{number:05d}.arrow", schema, _columns([test_set.variant.test(test_set.rows)], schema))
+        _save(staging, f"test-{number:05d}.arrow", schema, _columns([test_set.variant.test(test_set.rows)]))
         for number, test_set in enumerate(plan.test_sets)
     ]
     schema = index_schema(shape.num_classes, plan.view == "label")
@@ -126,8 +126,8 @@ def _write_clients(
     places: list[tuple[int, int]] = []
     for number, clients in enumerate(_clients_by_file(plan)):
         parts = [client.variant.train(rows) for client in clients for rows in (client.train, client.held_out)]
-        files.append(_save(staging, f"train-{number:05d}.arrow", schema, _columns(parts, schema)))
-        ends = np.cumsum([len(client.train) + len(client.held_out) for client in clients])
+        files.append(_save(staging, f"train-{number:05d}.arrow", schema, _columns(parts)))
+        ends = np.cumsum([client.num_rows for client in clients])
         places += [(number, start) for start in (0, *ends[:-1])]
         if progress:
             progress("writing clients", len(places), len(plan.clients))
@@ -140,32 +140,28 @@ def _clients_by_file(plan: FederationPlan) -> Iterator[list[PlannedClient]]:
     clients: list[PlannedClient] = []
     rows = 0
     for client in plan.clients:
-        n = len(client.train) + len(client.held_out)
-        if clients and rows + n > limit:
+        if clients and rows + client.num_rows > limit:
             yield clients
             clients, rows = [], 0
         clients.append(client)
-        rows += n
+        rows += client.num_rows
     yield clients
 
 
-def _columns(parts: list[tuple[np.ndarray, np.ndarray]], schema: pa.Schema) -> list[pa.Array]:
+def _columns(parts: list[tuple[np.ndarray, np.ndarray]]) -> list[Any]:
+    """Returns the columns of `sample_schema`."""
     x = np.concatenate([x for x, _ in parts])
     y = np.concatenate([y for _, y in parts])
-    return [_fixed_size_lists(x), pa.array(y, schema.field("y").type) if y.ndim == 1 else _fixed_size_lists(y)]
+    return [_fixed_size_lists(x), y if y.ndim == 1 else _fixed_size_lists(y)]
 
 
-def _index_columns(plan: FederationPlan, places: list[tuple[int, int]]) -> list[pa.Array]:
-    clients, (file, offset) = plan.clients, zip(*places, strict=True)
-    columns = [
-        pa.array(file, pa.int32()),
-        pa.array(offset, pa.int64()),
-        pa.array([len(client.train) for client in clients], pa.int64()),
-        pa.array([len(client.held_out) for client in clients], pa.int64()),
-        pa.array([client.group for client in clients], pa.int32()),
-        pa.array([client.test_set for client in clients], pa.int32()),
-        pa.array([client.name for client in clients], pa.string()),
+def _index_columns(plan: FederationPlan, places: list[tuple[int, int]]) -> list[Any]:
+    """Returns the columns of `index_schema`. places: as `_write_clients` returns them."""
+    rows = [
+        (*place, len(client.train), len(client.held_out), client.group, client.test_set, client.name)
+        for client, place in zip(plan.clients, places, strict=True)
     ]
+    columns: list[Any] = list(map(list, zip(*rows, strict=True)))
     return columns if plan.labels_NC is None else [*columns, _fixed_size_lists(plan.labels_NC.view(np.uint8))]
 
 
@@ -174,7 +170,8 @@ def _fixed_size_lists(x: np.ndarray) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), int(np.prod(x.shape[1:])))
 
 
-def _save(folder: Path, name: str, schema: pa.Schema, columns: list[pa.Array]) -> ShardFile:
+def _save(folder: Path, name: str, schema: pa.Schema, columns: list[Any]) -> ShardFile:
+    """Writes a file. columns: arrays or lists of values, converted to the types of `schema`."""
     path, batch = folder / name, pa.record_batch(columns, schema=schema)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(batch)

@@ -192,25 +192,20 @@ def _of_pixels(images: Images, kind: str, amounts: list[float], seed: int) -> li
 
 def _rotated(images: Images, angle: float, seed: int) -> Variant:
     """Returns the data set rotated by `angle` degrees: exactly for quarter turns, else with bilinear interpolation."""
-    if angle % 90 == 0:
-        return Variant(images, _turns(int(angle), images))
-    _turns(0, images)
-    change = Change(partial(pixels.rotated, amount=angle, scale=images.scale), 0, seed, keeps_labels=True)
-    return Variant(images, change=change)
-
-
-def _turns(angle: int, images: Images) -> int:
     if len(images.shape) != 3:
         raise DataError(
             f"data.shift.angles: {angle} degrees needs images (channels, height, width), these samples have shape "
             f"{images.shape}; use another data.shift.kind"
         )
+    if angle % 90:
+        change = Change(partial(pixels.rotated, amount=angle, scale=images.scale), 0, seed, keeps_labels=True)
+        return Variant(images, change=change)
     _, height, width = images.shape
     if angle % 180 and height != width:
         raise DataError(
             f"data.shift.angles: {angle} degrees needs square images, these are {height}x{width}; use 0 and 180"
         )
-    return angle // 90 % 4
+    return Variant(images, int(angle) // 90 % 4)
 
 
 def _label_sets(shift: PathologicalConfig, images: Images) -> list[list[int]]:

@@ -10,8 +10,9 @@ import pyarrow.csv
 
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.tasks import TARGETS
-from cfl_ray.data.arrays import numbers, targets_of, tokens
+from cfl_ray.data.arrays import num_outputs, numbers, targets_of, tokens
 from cfl_ray.data.columns import (
+    MAX_LABEL,
     Named,
     check_numbers,
     column_of,
@@ -67,33 +68,28 @@ def images_of(
     inputs: of each part; they are computed after the labels are checked. num_classes: None for the largest label + 1.
     """
     class_names: tuple[str, ...] = ()
-    if targets == "class":
-        if not isinstance(columns.label, str):
-            raise DataError(
-                f"data.columns.label names {len(columns.label)} columns, a class has 1; name a single column, or set "
-                "task: multi_label (csv, hf_disk)"
-            )
-        labels, class_names = _labels(parts, columns.label)
-        num_classes = num_classes or max(int(y.max()) for y in labels) + 1
-        for (file, _), y in zip(parts, labels, strict=True):
-            if y.max() >= num_classes:
-                raise DataError(
-                    f"{file} holds label {y.max()} in column {columns.label!r}; labels run from 0 to {num_classes - 1}"
-                )
-    else:
+    if targets != "class":
         labels = [_targets(part, columns.label, targets) for part in parts]
-        if targets == "tokens":
-            num_classes = vocabulary or max(int(y.max()) for y in labels) + 1
-        else:
-            num_classes = labels[0].shape[1] if labels[0].ndim == 2 else 1
+    elif isinstance(columns.label, str):
+        labels, class_names = _labels(parts, columns.label)
+    else:
+        raise DataError(
+            f"data.columns.label names {len(columns.label)} columns, a class has 1; name a single column, or set "
+            "task: multi_label (csv, hf_disk)"
+        )
+    named = [(f"{file}: column {columns.label!r}", y) for (file, _), y in zip(parts, labels, strict=True)]
+    num_classes = num_outputs(num_classes, named, targets, vocabulary)
     client = None if columns.client is None else ids_of(parts[0], columns.client, "client")
     group = test_group = None
     if (name := columns.group) is not None:
         values = [ids_of(part, name, "group") for part in parts if part is parts[0] or name in part[1].column_names]
         group, test_group = groups_of(values[0], values[1] if len(values) == 2 else None, f"{parts[-1][0]}: {name!r}")
     x, *test_x = inputs
-    if test_x and (shape := test_x[0].shape[1:]) != x.shape[1:]:
-        raise DataError(f"{parts[1][0]} holds inputs of shape {shape}, {parts[0][0]} of {x.shape[1:]}; they must agree")
+    for what, (train, *test) in {"inputs": [x, *test_x], "targets": labels}.items():
+        if test and (shape := test[0].shape[1:]) != train.shape[1:]:
+            raise DataError(
+                f"{parts[1][0]} holds {what} of shape {shape}, {parts[0][0]} of {train.shape[1:]}; they must agree"
+            )
     return Images(
         x,
         labels[0],
@@ -147,8 +143,13 @@ def _saved(folder: Path) -> Named:
 
 
 def concatenated(files: list[Path], tables: list[pa.Table]) -> Named:
-    """Returns the rows of all tables, with a name. Raises DataError for different columns, and without a row."""
+    """Returns the rows of all tables, with a name.
+
+    Raises DataError for different columns, two columns of the same name, and without a row.
+    """
     for file, table in zip(files, tables, strict=True):
+        if len(set(table.column_names)) < len(table.column_names):
+            raise DataError(f"{file} has two columns of the same name, rename one: {', '.join(table.column_names)}")
         if table.column_names != tables[0].column_names:
             raise DataError(f"{file} has columns {table.column_names}, {files[0]} has {tables[0].column_names}")
     name = str(files[0]) if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
@@ -179,6 +180,11 @@ def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[st
         )
     words = [np.asarray(values.to_pylist(), np.str_) for values in columns]
     known = np.unique(words[0])
+    if len(known) > MAX_LABEL + 1:
+        raise DataError(
+            f"{parts[0][0]}: label column {column!r} holds {len(known)} different words, at most {MAX_LABEL + 1} can "
+            "be classes; set data.columns.label"
+        )
     if unknown := sorted(set(np.concatenate(words).tolist()) - set(known.tolist())):
         raise DataError(f"{parts[1][0]}: label {unknown[0]!r} of column {column!r} has no training row")
     return [np.searchsorted(known, part_words).astype(np.int16) for part_words in words], tuple(known.tolist())

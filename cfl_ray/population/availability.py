@@ -1,4 +1,4 @@
-"""Availability of clients: models that depend on the round only, so that a resumed run has the same clients."""
+"""Availability of clients. It depends only on the round and the seed, so that a resumed run has the same clients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,9 +17,9 @@ ARGUMENTS = ("clients", "round", "draw")  # of a user's function
 
 @dataclass(frozen=True)
 class Chances:
-    """Clients that are reachable by chance; `population.population` draws."""
+    """The chance that a client is reachable, 0..1; `Population` draws whether it is."""
 
-    of: Callable[[np.ndarray], np.ndarray]  # the chance of each of these clients
+    of: Callable[[np.ndarray], np.ndarray]  # of each of the clients with these ids, float64
     mean: float  # over all clients
 
 

@@ -93,15 +93,14 @@ def _check_memory(label: str, method: Method[Any], parameters: int) -> None:
 
 def compared_clients(setup: Setup, label: str) -> int:
     """S, the number of clients that a method compares pair by pair, or its maximum; see `Method.compares`."""
-    experiment, cohort = setup.experiment, setup.division.cohort
-    population = population_of(experiment, setup.federation.num_clients)
     match setup.methods[label].compares:
         case "cohort":
-            return cohort
+            return setup.division.cohort
         case "participants":
             return most_participants(setup)
         case "reachable":
-            drawn = population.draw(1, 1.0, None, setup.availability, experiment.cohort.dropout)
+            population = population_of(setup.experiment, setup.federation.num_clients)
+            drawn = population.draw(1, 1.0, None, setup.availability, setup.experiment.cohort.dropout)
             return len(drawn.ids_M)
     return 0
 

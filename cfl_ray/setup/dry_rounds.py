@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,16 +37,11 @@ class DryBackend:
     """Backend that trains nothing and has no data: every result consists of ones, so that only traffic is counted."""
 
     spec: ParamSpec
-    inputs: int  # floats of a sample
-    classes: int
+    shape: DataShape
     deferred: set[int] = field(default_factory=set)  # number of clients of each exchange with deferred results
     client_states: ClientStateStore = field(default_factory=ClientStateStore)  # stays empty
     work: Counter[str] = field(default_factory=Counter)  # samples "trained" and "tested", of clients with one sample
     kept: dict[str, int] = field(default_factory=dict)  # floats that a client keeps between rounds, by name
-
-    @classmethod
-    def of(cls, spec: ParamSpec, shape: DataShape) -> Self:
-        return cls(spec, math.prod(shape.input), shape.num_classes)
 
     def run(self, work: Work) -> Outcome:
         num_clients = len(work.ids_M)
@@ -62,7 +57,7 @@ class DryBackend:
             self.kept[state.name] = work.models_per_client * floats
         if isinstance(work, Train | FitMixture) and work.mixture is not None:
             self.kept[MIXTURE_WEIGHTS] = work.mixture.num_models
-        arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.classes).items()}
+        arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.shape.num_classes).items()}
         if isinstance(work, Describe):
             length = self.num_features(work)
             arrays["features"] = np.ones((num_clients, min(work.sketch or length, length)), np.float32)
@@ -72,7 +67,7 @@ class DryBackend:
     def num_features(self, work: Describe) -> int:
         """Number of floats that the function of `work` returns: by its attribute `floats`, else as in a gradient."""
         floats = getattr(work.function, "floats", None)
-        return self.spec.trained if floats is None else floats(self.inputs, self.classes)
+        return self.spec.trained if floats is None else floats(math.prod(self.shape.input), self.shape.num_classes)
 
     def use(self, federation: Any) -> None:
         """No effect: results do not depend on data."""
@@ -91,9 +86,7 @@ def dry_rounds(
     method: Method[Any],
     num_clients: int,
     cohort: int,
-    spec: ParamSpec,
     local: LocalSGD,
-    shape: DataShape,
     backend: DryBackend,
     private: PrivateRun | None = None,
     rounds: int = 2,
@@ -104,6 +97,7 @@ def dry_rounds(
     The whole method is called: first state, rounds, and the models that clients predict with. Raises RunError for a
     result of the wrong type or shape.
     """
+    spec, shape = backend.spec, backend.shape
     steps = CheckedMethod(method, spec.size)
     state = steps.init(Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input, shape.outputs))
     for round in range(1, rounds + 1):
@@ -154,14 +148,10 @@ def traffic(
     shape: DataShape,
     secure: SecureAggregation | None = None,
 ) -> TrafficEstimate:
-    """The traffic of a round, counted by running the method for two rounds on a backend without training.
-
-    The whole method is called: first state, rounds, and the models that clients predict with. Raises RunError for a
-    result of the wrong type or shape.
-    """
-    mbit, models, backend = [], 0, DryBackend.of(spec, shape)
+    """The traffic of a round, counted in the first two of `dry_rounds`."""
+    mbit, models, backend = [], 0, DryBackend(spec, shape)
     with one_thread():  # as the server
-        for state, stats in dry_rounds(method, num_clients, cohort, spec, local, shape, backend, secure=secure):
+        for state, stats in dry_rounds(method, num_clients, cohort, local, backend, secure=secure):
             mbit.append((stats.traffic.down_bits / num_clients / 1e6, stats.traffic.up_bits / num_clients / 1e6))
             models, work = state.num_clusters, dict(backend.work)
             backend.work.clear()
@@ -184,7 +174,7 @@ def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape
         return f"aggregation {method.aggregation} compares results of clients that start from the same model"
     if method.only_synchronous:
         return method.only_synchronous
-    count, models = 12, ChangingBackend.of(spec, shape)
+    count, models = 12, ChangingBackend(spec, shape)
     steps, first_KP = CheckedMethod(method, spec.size), models.random(count, spec.size)
     state = steps.init(Start(count, spec, lambda k: first_KP[k % count] + k // count, shape.input, shape.outputs))
     versions, sizes = Versions(strict=True), np.ones(4, np.int64)

@@ -18,7 +18,6 @@ from cfl_ray.config.cohort import (
     TraceConfig,
 )
 from cfl_ray.config.schedule import check_schedule
-from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.data.changes import ChangingFederation
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.traces import read_trace
@@ -46,7 +45,7 @@ from cfl_ray.setup.checks import (
     try_plugins,
 )
 from cfl_ray.setup.learning import resolve_learning
-from cfl_ray.setup.protection import check_secure, examples_of, privacy_of
+from cfl_ray.setup.protection import protected
 from cfl_ray.setup.schedule import data_changes, population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import check_mlflow, new_trackers
@@ -100,13 +99,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         setup = replace(setup, frozen=frozen, template=template)
     check_attackers(setup.attack, federation.num_clients)
     try_methods(setup)
-    if experiment.secure_aggregation is not None:
-        setup = replace(setup, secure=SecureAggregation(**experiment.secure_aggregation.model_dump()))
-        check_secure(setup)
-    if experiment.private_clients is not None:
-        setup = replace(setup, privacy={label: privacy_of(setup, label) for label in methods})
-    if experiment.privacy is not None and experiment.privacy.examples is not None:
-        setup = replace(setup, examples={label: examples_of(setup, label) for label in methods})
+    setup = protected(setup)
     check_asynchronous(setup)
     check_batches(setup)
     try_plugins(setup)

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from cfl_ray.config.privacy import ExamplesConfig
 from cfl_ray.core.aggregation import Mean
 from cfl_ray.core.privacy import PrivacyError
+from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.errors import ConfigError
 from cfl_ray.privacy.examples import ExampleAccount, delta_of
 from cfl_ray.privacy.noisy_sums import PrivateRun, rounded_norm
@@ -18,7 +21,23 @@ from cfl_ray.setup.setup import Setup
 _DRY_FLOATS = 10**9  # floats of the models in all rounds without training that plan a private run
 
 
-def privacy_of(setup: Setup, label: str) -> PrivacyPlan:
+def protected(setup: Setup) -> Setup:
+    """The setup with the secure sums, and the privacy of clients and of samples, of its experiment.
+
+    Raises ConfigError for a method that cannot be protected.
+    """
+    experiment, methods = setup.experiment, setup.methods
+    if experiment.secure_aggregation is not None:
+        setup = replace(setup, secure=SecureAggregation(**experiment.secure_aggregation.model_dump()))
+        _check_secure(setup)
+    if experiment.private_clients is not None:
+        setup = replace(setup, privacy={label: _privacy_of(setup, label) for label in methods})
+    if experiment.privacy is not None and (examples := experiment.privacy.examples) is not None:
+        setup = replace(setup, examples={label: _examples_of(setup, label, examples) for label in methods})
+    return setup
+
+
+def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
     """The privacy of a method, planned by rounds without training. Raises ConfigError if it cannot be private."""
     _check_mean(setup, label, "be private", "privacy.clip")
     count = setup.federation.num_clients
@@ -31,18 +50,17 @@ def privacy_of(setup: Setup, label: str) -> PrivacyPlan:
     return plan
 
 
-def examples_of(setup: Setup, label: str) -> ExampleAccount:
+def _examples_of(setup: Setup, label: str, config: ExamplesConfig) -> ExampleAccount:
     """The account of samples after all rounds, if every client takes part in each.
 
     Raises ConfigError for a method or model that DP-SGD cannot protect, and for a delta that is too large.
     """
-    assert setup.experiment.privacy is not None and setup.experiment.privacy.examples is not None
-    config, network, local = setup.experiment.privacy.examples, setup.network(), setup.local_of(label)
-    unlike = {
+    network, local = setup.network(), setup.local_of(label)
+    obstacles = {
         "BatchNorm mixes the samples of a batch; use GroupNorm": network.batch_statistics,
         "its forward pass draws random numbers besides dropout of activations": network.random_forward,
     }
-    for reason in (reason for reason, holds in unlike.items() if holds):
+    if reason := next((reason for reason, holds in obstacles.items() if holds), None):
         raise ConfigError(f"privacy.examples needs gradients of single samples, and the model has none: {reason}")
     if local.drop_last:
         raise ConfigError(f"privacy.examples draws every sample by itself; {label} has local.drop_last: true")
@@ -71,15 +89,13 @@ def _check_mean(setup: Setup, label: str, what: str, key: str) -> None:
 
 def _tried(setup: Setup, label: str, private: PrivateRun | None = None) -> Iterator[Any]:
     """Yields the first rounds of a method without training, in which it requests everything that its server reads."""
-    federation, spec = setup.federation, setup.network().spec
+    spec = setup.network().spec
     return dry_rounds(
         setup.methods[label],
-        federation.num_clients,
+        setup.federation.num_clients,
         setup.division.cohort,
-        spec,
         setup.local_of(label),
-        federation.shape,
-        DryBackend.of(spec, federation.shape),
+        DryBackend(spec, setup.federation.shape),
         private,
         min(setup.experiment.rounds, max(2, _DRY_FLOATS // spec.size)),
         setup.secure,
@@ -93,7 +109,7 @@ def _most_masked(setup: Setup) -> int:
     return setup.federation.num_clients if poisson else min(selected, setup.federation.num_clients)
 
 
-def check_secure(setup: Setup) -> None:
+def _check_secure(setup: Setup) -> None:
     """Raises ConfigError for a method whose server reads more than sums, and for sums that can exceed the ring."""
     assert setup.secure is not None
     setup.secure.check(_most_masked(setup))

@@ -88,8 +88,8 @@ class Setup:
             self.task,
             precision,
             memory_share,
-            self.experiment.seed if self.frozen else 0,
-            self.template,
+            seed=self.experiment.seed if self.frozen else 0,
+            template=self.template,
         )
         if self.frozen and self.template is None and digest_of(network.frozen) != self.frozen:
             raise ConfigError(

@@ -146,6 +146,9 @@ def test_what_a_client_keeps_is_shown_in_bytes(tmp_path):
     kept = estimate.estimate(cfl_ray.Experiment(methods=methods, local=persistent, **common)).traffic
     assert kept["fedem"].kept == {"mixture weights": 3, "momentum": 3 * size}
     assert kept["fedavg"].kept == {"momentum": size} and kept["fedper"].kept == {"head": head + size}
+    own = {"fedavg": {"label": "own", "local": persistent}}
+    kept = estimate.estimate(cfl_ray.Experiment(methods=["fedavg", own], **common)).traffic
+    assert kept["fedavg"].kept == {} and kept["own"].kept == {"momentum": size}
 
 
 def test_the_memory_of_pairs_of_clients_is_shown_and_counted(tmp_path):

@@ -113,6 +113,8 @@ data: {partition: {cut: [{keep: 1.0, clients: 3}]}}
     ^data.partition.cut.0.keep: .*less than 1, got 1.0$
 data: {partition: {cut: [{keeps: 0.1, clients: 3}]}}
     unknown key 'data.partition.cut.0.keeps' \(did you mean 'keep'\?\)
+data: {source: synthetic, synthetic_shape: [-1]}
+    ^data.synthetic_shape.0: .*greater than or equal to 1, got -1$
 data: {partition: {sizes: [10, 0], clients: 2}}
     ^data.partition.sizes.1: .*greater than or equal to 1, got 0$
 data: {partition: {sizes: [10, 20], clients: 3}}
@@ -863,6 +865,12 @@ class TestRecord:
         monkeypatch.chdir(tmp_path)
         assert Experiment().to_record() == Experiment(output=f"{tmp_path}/runs").to_yaml()
 
+    def test_the_output_may_be_in_the_home_folder(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        experiment = Experiment(output="~/runs")
+        assert experiment.output == f"{tmp_path}/runs" and experiment.config_hash == Experiment().config_hash
+        assert f"output: {tmp_path}/runs" in experiment.to_record()
+
     def test_what_a_run_writes_beside_its_folder_is_found_from_any_folder(self, tmp_path, monkeypatch):
         """Shards and the MLflow store of a resumed run are those of the run; they are no part of the hash."""
         monkeypatch.chdir(tmp_path)
@@ -878,20 +886,21 @@ class TestRecord:
             assert [again.output, again.data.shards, again.tracking.uri] == expected
             assert again.config_hash == experiment.config_hash
 
-    def test_paths_of_a_run_that_has_moved_are_found_beside_its_new_place(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("shards", ["shards", "shards of 12:30"])
+    def test_paths_of_a_run_that_has_moved_are_found_beside_its_new_place(self, tmp_path, monkeypatch, shards):
         old, new = tmp_path / "old", tmp_path / "new"
         (old / "runs" / "first").mkdir(parents=True)
         (old / "own.py").write_text("")
-        (old / "shards").mkdir()
+        (old / shards).mkdir()
         monkeypatch.chdir(old)
-        experiment = Experiment(**(self.VALUES | {"data": {"shards": "shards", "shift": {"kind": "own.py:f"}}}))
+        experiment = Experiment(**(self.VALUES | {"data": {"shards": shards, "shift": {"kind": "own.py:f"}}}))
         header = recorded_in(old / "runs" / "first")
         (old / "runs" / "first" / "config.yaml").write_text(header + experiment.to_record())
         assert load(old / "runs" / "first" / "config.yaml").moved == {}
         old.rename(new)
         monkeypatch.chdir("/")
         again = load(new / "runs" / "first" / "config.yaml")
-        assert (again.output, again.data.shards) == (f"{new}/runs", f"{new}/shards")
+        assert (again.output, again.data.shards) == (f"{new}/runs", f"{new}/{shards}")
         assert again.data.shift.kind == f"{new}/own.py:f" and again.runtime.backend == f"{new}/own.py:B"
         assert again.moved[f"{old}/runs"] == f"{new}/runs"
         assert again.config_hash == experiment.config_hash

@@ -22,3 +22,9 @@ def test_events_that_cannot_be(schedule, message):
     with pytest.raises(ConfigError) as error:
         check_schedule(Experiment(schedule=yaml.safe_load(schedule)).schedule, num_clients=40)
     assert message in str(error.value)
+
+
+def test_every_client_may_leave_and_return():
+    """Clients that return are online in round 1: only clients whose first event is that they join are absent then."""
+    schedule = "[{round: 2, leave: 0}, {round: 3, join: 0, leave: 1}, {round: 4, join: 1}]"
+    check_schedule(Experiment(schedule=yaml.safe_load(schedule)).schedule, num_clients=2)

@@ -78,6 +78,14 @@ def test_the_recipe_depends_on_every_sample():
     assert federation_from_arrays(changed, Y, CLIENTS).recipe != federation_from_arrays(X, Y, CLIENTS).recipe
 
 
+def test_the_recipe_depends_on_the_owners_of_test_samples_and_the_number_of_classes():
+    test = {"x_test": X[:4], "y_test": Y[:4]}
+    first, second = (federation_from_arrays(X, Y, CLIENTS, test_clients=list(ids), **test) for ids in ("baca", "abca"))
+    assert first.test(0)[1].tolist() != second.test(0)[1].tolist() and first.recipe != second.recipe
+    inferred, same, more = (federation_from_arrays(X, Y, CLIENTS, num_classes=count).recipe for count in (None, 4, 9))
+    assert inferred == same != more
+
+
 def nan_in_row_7():
     x = X.astype(np.float64)
     x[7, 0, 1, 1] = np.nan
@@ -111,6 +119,7 @@ def nan_in_row_7():
         ({"groups": {"a": 0}}, "no group for client 'b' .2 of 3"),
         ({"groups": np.arange(40)}, r"groups: client \w is in groups \d+ and \d+ \(row \d+\)"),
         ({"normalize": [[0.5, 0.5], [1, 1]]}, "data.normalize must be"),
+        ({"normalize": [[0.5], [np.nan]]}, "data.normalize must be .* all finite"),
     ],
 )
 def test_wrong_input_is_named(change, message):

@@ -1,5 +1,7 @@
 """Shards of federations of arrays, of generated ones and of the user's own hold the same samples."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,16 @@ DRAW = np.random.default_rng(0)
 Y, OWNER = np.arange(60) % 3, np.array([f"c{i}" for i in DRAW.integers(0, 5, 60)])
 IMAGES = DRAW.integers(0, 256, (60, 1, 4, 4), dtype=np.uint8)
 NUMBERS = DRAW.normal(size=(60, 4)).astype("float32")
+
+
+class Named(SyntheticFederation):
+    """Classes with names, as a user's own federation may have."""
+
+    def __init__(self) -> None:
+        super().__init__(5, input=(4,), classes=3, groups=2, samples=6)
+        self.shape = replace(self.shape, class_names=("ant", "bee", "cow"))
+
+
 FEDERATIONS = {
     "held out": lambda: federation_from_arrays(
         NUMBERS, Y, OWNER, groups={name: int(name > "c2") for name in set(OWNER)}
@@ -29,6 +41,7 @@ FEDERATIONS = {
     "real": lambda: federation_from_arrays(NUMBERS, NUMBERS[:, :2], OWNER, targets="real"),
     "tokens": lambda: federation_from_arrays(DRAW.integers(0, 7, (60, 5)), Y, OWNER, vocabulary=7),
     "generated": lambda: SyntheticFederation(5, input=(4,), classes=3, groups=2, samples=6),
+    "named classes": Named,
 }
 
 

@@ -70,6 +70,9 @@ def test_sent140_is_words(tmp_path):
         ("shakespeare", {"x": ["a" * 80], "y": ["ab"]}, "needs texts of 1 characters, got 2 characters"),
         ("shakespeare", {"x": [], "y": ["a"]}, "needs lists x and y of 1 entries, got 0 and 1"),
         ("sent140", {"x": ["hm"], "y": [3]}, r"must lie in 0..1 \(or be 4\), got 3..3"),
+        ("sent140", {"x": None, "y": [1]}, "needs lists x and y of 1 entries, got NoneType and 1"),
+        ("sent140", {"x": ["hm"], "y": [float("inf")]}, "must be 0 or 1: cannot convert float infinity"),
+        ("femnist", user([0], y=[10**30]), "cannot be read: OverflowError"),
     ],
 )
 def test_unusable_content_is_named(tmp_path, source, ann, message):
@@ -84,7 +87,7 @@ def test_files_without_a_sample(tmp_path):
         read(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"users": []}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"users": []}', '{"users": 3, "num_samples": 4, "user_data": {}}'])
 def test_other_json_is_refused(tmp_path, text):
     (tmp_path / "train").mkdir()
     (tmp_path / "train/a.json").write_text(text)

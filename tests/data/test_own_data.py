@@ -68,6 +68,20 @@ class TestFunction:
         with pytest.raises(DataError, match="the raw data changed: delete the folder"):
             build(data, 0, tmp_path / "shards")
 
+    def test_another_number_of_classes_is_not_mixed_with_earlier_shards(self, tmp_path):
+        (tmp_path / "sized.py").write_text(
+            "import numpy as np\nfrom pathlib import Path\n\n"
+            "def load():\n"
+            "    classes = int(Path(__file__).with_name('classes').read_text())\n"
+            "    return {'x': np.ones((12, 2)), 'y': np.arange(12) % 3, 'num_classes': classes}\n"
+        )
+        data = SOURCE_KINDS.of(source=f"{tmp_path}/sized.py:load", partition={"clients": 3})
+        (tmp_path / "classes").write_text("3")
+        assert build(data, 0, tmp_path / "shards").shape.num_classes == 3
+        (tmp_path / "classes").write_text("5")
+        with pytest.raises(DataError, match="num_classes=3.* returns .*num_classes=5.*; delete the folder"):
+            build(data, 0, tmp_path / "shards")
+
     def test_samples_with_clients_and_federations_are_taken_as_they_are(self, my, tmp_path):
         for name in ("owned", "made"):
             federation = build(my(name), 0, tmp_path)
@@ -132,6 +146,11 @@ class TestCsv:
         assert images.class_names == ("apple", "pear")
         assert self.read(tmp_path, columns={"features": ["b"]}).shape == (1,)
 
+    def test_more_words_than_labels(self, tmp_path):
+        rows = "".join(f"1,word {number},x\n" for number in range(32769))
+        with pytest.raises(DataError, match="'kind' holds 32769 different words, at most 32768 can be classes"):
+            self.read(tmp_path, f"a,kind,shop\n{rows}")
+
     def test_becomes_a_federation(self, tmp_path):
         self.read(tmp_path)
         data = SOURCE_KINDS.of(
@@ -148,6 +167,7 @@ class TestCsv:
     @pytest.mark.parametrize(
         "text, columns, message",
         [
+            ("a,kind,kind\n1,x,y\n", {}, "t.csv has two columns of the same name, rename one: a, kind, kind"),
             ("a,kind,shop\n1,-1,x\n", {}, r"labels in column 'kind' must lie in 0..32767, got -1..-1"),
             (
                 "a,kind,shop\n1,0.5,x\n",

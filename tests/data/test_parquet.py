@@ -73,7 +73,7 @@ def test_clients_and_groups(tmp_path):
         ({"label": [0, 1, 2, 3, 4, None]}, "column 'label' is empty in row 5"),
         ({"label": [0.5] * 6}, "label column 'label' must hold integers or words, it holds double"),
         ({"label": [0, 1, 2, 3, 4, -1]}, "must lie in 0..32767, got -1..4"),
-        ({"label": [0, 1, 2, 3, 4, 62]}, "holds label 62 in column 'label'; labels run from 0 to 61"),
+        ({"label": [0, 1, 2, 3, 4, 62]}, "column 'label': label 62 does not fit num_classes 62; labels run"),
     ],
 )
 def test_labels_that_do_not_fit(tmp_path, columns, message):

@@ -33,6 +33,9 @@ def test_rotation_is_numpys_and_torchvisions(toy):
 def test_half_turns_keep_any_shape_and_quarter_turns_need_squares(toy):
     images = toy(shape=(1, 4, 6))
     assert groups(images, kind="rotated", angles=[0, 180])[1].variant.train(np.arange(2))[0].shape == (2, 1, 4, 6)
+    rows = Images(np.zeros((4, 5), np.float32), np.zeros(4, np.int16), None, None, 2)
+    with pytest.raises(DataError, match=r"45 degrees needs images .*, these samples have shape \(5,\)"):
+        groups(rows, kind="rotated", angles=[45])
     with pytest.raises(DataError, match="90 degrees needs square images, these are 4x6; use 0 and 180"):
         groups(images, kind="rotated", angles=[0, 90])
 

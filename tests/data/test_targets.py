@@ -125,10 +125,12 @@ class TestTables:
 def test_token_lists_of_a_saved_data_set(tmp_path):
     import pyarrow as pa
 
-    def save(rows) -> None:
+    def save(rows, folder="") -> None:
+        (tmp_path / folder).mkdir(exist_ok=True)
         columns = [pa.array(TOKENS.tolist()), pa.array(rows), pa.array(OWNER)]
         table = pa.table(columns, names=["text", "next", "author"])
-        with pa.OSFile(str(tmp_path / "data-0.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        file = str(tmp_path / folder / "data-0.arrow")
+        with pa.OSFile(file, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
 
     columns = {"image": "text", "label": "next", "client": "author"}
@@ -144,6 +146,13 @@ def test_token_lists_of_a_saved_data_set(tmp_path):
     assert_all_samples(build(data, 0, tmp_path / "shards", targets="tokens"), "tokens")
     save([[1, 2]] * 19 + [[1]])
     with pytest.raises(DataError, match="data.columns.label 'next': "):
+        build(data, 0, tmp_path / "others", targets="tokens")
+    save(Y["tokens"].tolist())
+    save(Y["tokens"][:, 1:].tolist(), "tests")
+    with pytest.raises(DataError, match=r"tests/data-0.arrow holds targets of shape \(3,\), .* of \(4,\)"):
+        build(SOURCE_KINDS.of(**dict(data) | {"test_files": "tests"}), 0, tmp_path / "others", targets="tokens")
+    save((Y["tokens"] + 1).tolist())
+    with pytest.raises(DataError, match="column 'next': label 6 does not fit num_classes 6; labels run from 0 to 5"):
         build(data, 0, tmp_path / "others", targets="tokens")
 
 
@@ -179,6 +188,11 @@ def test_a_division_by_classes_is_refused(section, text):
         ({"targets": "reel"}, "unknown targets 'reel'.*did you mean 'real'"),
         ({"num_classes": 3}, "num_classes is 3, but y of targets 'real' has 2 columns"),
         ({"x_test": X, "y_test": Y["real"], "view": "label"}, "the test view label needs classes"),
+        ({"x_test": X, "y_test": Y["real"][:, :1]}, r"y_test holds float32 \(1,\), y holds float32 \(2,\)"),
+        (
+            {"x_test": X, "y_test": Y["real"][:, :1], "test_clients": OWNER},
+            r"y_test holds float32 \(1,\), y holds float32 \(2,\)",
+        ),
     ],
 )
 def test_wrong_arrays(changes, text):
