@@ -83,8 +83,9 @@ class Snapshot:
         tensors |= {f"{_MOMENTS}{name}": value for name, value in self.moments.items()}
         tensors |= {f"{_TIME}{name}": value for name, value in self.time.items()}
         tensors["server.local_scores_N2"] = torch.from_numpy(self.local_scores_N2)
+        # accounts change in place, saved tensors must not: the next checkpoint is compared with them
         if self.private is not None:
-            tensors[_SIGNATURES] = torch.from_numpy(self.private.releases.signatures_N)
+            tensors[_SIGNATURES] = torch.from_numpy(self.private.releases.signatures_N.copy())
         if self.examples is not None:
             tensors[_EXAMPLES] = torch.from_numpy(self.examples.account_N2.copy())
         scores_MV = np.zeros((0, 1 + num_scores)) if report.scores_MV is None else report.scores_MV
@@ -128,7 +129,7 @@ class Snapshot:
             scores_MV = tensors.pop("server.scores_MV").numpy()
             reassigned = _read_reassigned(tensors)
             if private is not None:
-                private.restore(values.privacy, tensors.pop(_SIGNATURES).numpy())
+                private.restore(values.privacy, tensors.pop(_SIGNATURES).numpy().copy())
             if examples is not None:
                 examples.account_N2 = tensors.pop(_EXAMPLES).numpy().reshape(-1, 2).copy()
             moments, time = _taken(tensors, _MOMENTS), _taken(tensors, _TIME)

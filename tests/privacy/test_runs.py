@@ -3,7 +3,7 @@
 import stat
 
 import pytest
-from interrupted import interrupt_once
+from interrupted import interrupt_once, simulate_until
 
 from cfl_ray import Experiment, resume, simulate
 from cfl_ray.config import load
@@ -96,6 +96,15 @@ def test_methods_with_signatures(tmp_path):
     found = figures(simulate(experiment(methods=["stocfl"], privacy=privacy)), "stocfl")
     plain = figures(simulate(experiment(methods=["fedavg"])), "fedavg")
     assert found[-1]["epsilon"] > plain[-1]["epsilon"], "two sums a round, and a vector of each client"
+
+
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_every_checkpoint_has_the_vectors_released_so_far(last, tmp_path):
+    """Of each client another one in each round: the account of a resumed run counts all of them."""
+    privacy = {"noise_multiplier": 1.0, "noise": "reproducible", "signatures": {"noise_multiplier": 1.0}}
+    private = experiment(methods=["fesem"], cohort={"fraction": 1.0}, privacy=privacy)
+    simulate_until(last, private, tmp_path / "run")
+    assert figures(resume(tmp_path / "run", on_ray=False), "fesem") == figures(simulate(private), "fesem")
 
 
 @pytest.mark.parametrize(
