@@ -18,6 +18,7 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_report import RoundDraft
 from cfl_ray.setup.run_plan import RunPlan
+from cfl_ray.setup.setup import Setup
 from cfl_ray.system.files import open_private
 
 _BYTES = 32
@@ -41,6 +42,12 @@ class RunPrivacy:
         self.plan = plan
         key = key_of(plan.config.noise, seed, store)
         self.run = PrivateRun(plan.privacy, Noise(key))
+
+    @classmethod
+    def of(cls, setup: Setup, label: str, store: CheckpointStore | None) -> "RunPrivacy | None":
+        """The privacy of a method before round 1; None if it is not private."""
+        plan = setup.privacy.get(label)
+        return None if plan is None else cls(plan, setup.experiment.seed, store)
 
     def draw_cohorts(self, population: Population, requests: Requests) -> None:
         """Makes cohorts depend on the key; if they amplify the privacy, requests to join or leave are refused."""
@@ -79,6 +86,12 @@ class RunExamples:
         key = key_of(config.noise, seed, store)
         self.noise = ExampleNoise(config.examples.noise_multiplier, config.examples.clip, key)
         self.account = ExampleAccount(plan.noise_multiplier, plan.delta, len(plan.account_N2))
+
+    @classmethod
+    def of(cls, setup: Setup, label: str, store: CheckpointStore | None) -> "RunExamples | None":
+        """The privacy of samples of a method before round 1; None if its clients train without noise."""
+        config, plan = setup.experiment.privacy, setup.examples.get(label)
+        return None if config is None or plan is None else cls(config, plan, setup.experiment.seed, store)
 
     def end_round(self, draft: RoundDraft, local: LocalSGD, evaluated: bool) -> None:
         """Enters the steps of the round into the account."""
