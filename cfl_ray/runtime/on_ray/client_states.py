@@ -24,7 +24,7 @@ from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.stored import Place, StoredValue, fetched, place_of, put_all, tensor_of
 
 _ANSWER_SECONDS = 10.0  # for a host that is asked whether it has the run directory
-_LOOK_SECONDS = 1.0  # of a wait for files
+_POLL_SECONDS = 1.0  # between polls of the files that hosts write
 
 
 class RayClientStates(ClientStateStore):
@@ -92,8 +92,8 @@ class RayClientStates(ClientStateStore):
                 file = files[number := queue.popleft()]
                 places = [place_of(self[key]) for key in file.keys]
                 calls[host.actor.write.remote(file, places)] = number, host
-            ended, _ = ray.wait(list(calls), timeout=_LOOK_SECONDS)
-            self.pool.looks += len(ended)
+            ended, _ = ray.wait(list(calls), timeout=_POLL_SECONDS)
+            self.pool.polls += len(ended)
             for ref in ended:
                 number, host = calls.pop(ref)
                 try:

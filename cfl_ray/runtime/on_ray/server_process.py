@@ -121,8 +121,8 @@ class ServerProcess:
         """How far the run is; asked while a round may be at work."""
         loop, pool = self.loop, self.pool
         at = (loop.label, loop.status, loop.round) if loop else ()
-        steps = (*at, pool.exchanges, pool.finished, pool.changes, pool.looks, pool.waiting)
-        waits_for = pool.waiting or "; ".join(filter(None, (pool.named, *pool.halted_starts())))
+        steps = (*at, pool.exchanges, pool.finished, pool.changes, pool.polls, pool.waiting)
+        waits_for = pool.waiting or "; ".join(filter(None, (pool.reported, *pool.halted_starts())))
         return Progress(waits_for, steps, time.process_time(), self._stop_asked())
 
     def _stop_asked(self) -> bool:

@@ -29,8 +29,8 @@ from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import sigterm_interrupts
 
-# between two looks at what the server waits for, and for its answer: with STOP_SECONDS, `stop` holds within 10 s
-_LOOK_SECONDS, _ANSWER_SECONDS = 2.0, 1.0
+# between two polls of the server's progress, and for the answer: with STOP_SECONDS, `stop` holds within 10 s
+_POLL_SECONDS, _ANSWER_SECONDS = 2.0, 1.0
 
 
 class ServerStalled(Exception):
@@ -42,7 +42,7 @@ class RaySession:
 
     def __init__(self, setup: Setup, run_dir: Path | None, warn: Callable[[str], None] = lambda text: None):
         self.setup, self.run_dir, self.warn = setup, run_dir, warn
-        self.told = ""  # what the user knows that the server waits for
+        self.reported = ""  # the last wait of the server that the user was told of
         self.record_wait: Callable[[str], None] = lambda text: None
         runtime = setup.experiment.runtime
         self.stall_rule = StallRule(runtime.stall_warning, runtime.stall_limit)
@@ -54,7 +54,7 @@ class RaySession:
         self.servers = 0
         self.actor: Any = None
         self.ready = False  # the server has started
-        self.looked = time.monotonic()  # for a request to stop
+        self.polled = time.monotonic()  # for a request to stop
         self.started_here = connect(runtime.address, runtime.hosts, runtime.cpu_capability)
         self.signals = ExitStack()
         self.signals.enter_context(sigterm_interrupts())
@@ -156,23 +156,23 @@ class RaySession:
         Raises ServerStalled if it makes no progress for too long, RunStopped if a user asks to stop meanwhile.
         """
         watch = ProgressWatch(rule, time.monotonic(), "the server", ", from the last checkpoint")
-        looking = None
+        pending = None  # the progress that the server was asked for
         while True:
             self._end_if_asked()
-            if ray.wait([ref], timeout=_LOOK_SECONDS)[0]:
+            if ray.wait([ref], timeout=_POLL_SECONDS)[0]:
                 return ray.get(ref)
             progress: Progress | None = None
-            looking = looking or self.actor.progress.remote()
-            if ray.wait([looking], timeout=_ANSWER_SECONDS)[0]:  # otherwise a late answer counts at the next look
+            pending = pending or self.actor.progress.remote()
+            if ray.wait([pending], timeout=_ANSWER_SECONDS)[0]:  # otherwise a late answer counts at the next poll
                 with suppress(RayError):  # a server that died, which `ref` says as well
-                    progress = ray.get(looking)
-                looking = None
-            watch.look(progress, now := time.monotonic())
+                    progress = ray.get(pending)
+                pending = None
+            watch.update(progress, now := time.monotonic())
             waits_for = (progress.waits_for if progress else "") or watch.warning(now)
-            if waits_for and waits_for != self.told:
+            if waits_for and waits_for != self.reported:
                 self.warn(waits_for)
                 self.record_wait(waits_for)
-            self.told = waits_for or self.told
+            self.reported = waits_for or self.reported
             if watch.stops(now, progress is None and stop_is_asked(self.server_name)):
                 silent = duration(now - watch.since)
                 raise RunStopped(f"stopped, as asked, while the server has made no progress for {silent}")
@@ -181,8 +181,8 @@ class RaySession:
 
     def _end_if_asked(self) -> None:
         """Raises RunStopped if a user asked to stop when no round was running."""
-        if (now := time.monotonic()) > self.looked + _LOOK_SECONDS:
-            self.looked = now
+        if (now := time.monotonic()) > self.polled + _POLL_SECONDS:
+            self.polled = now
             if stop_is_due(self.server_name) or (not self.ready and stop_is_asked(self.server_name)):
                 raise RunStopped("stopped, as asked, when no round was running")
 

@@ -20,12 +20,12 @@ _FACTOR = 10  # of the usual seconds, from which on work is slow
 _UNKNOWN_FACTOR = 6  # of the limit, if nothing is known of such work
 STOP_SECONDS = 5.0  # without progress, after which a request to stop does not wait for the end of the round
 _COMPUTES = 0.2  # of a CPU, from which on a process computes
-LOOK_SECONDS = 2.0  # between two looks at work that is under way
+POLL_SECONDS = 2.0  # between two polls of work in progress
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a server is. `steps` differ from one look to the next while it makes progress."""
+    """The progress of a server. `steps` differ from one poll to the next while it makes progress."""
 
     waits_for: str  # client hosts that are missing, or that make no progress; empty: none
     steps: tuple[object, ...]
@@ -69,25 +69,25 @@ class ProgressWatch:
     """
 
     def __init__(self, rule: StallRule, now: float, name: str = "the server", then: str = ""):
-        self.rule, self.since, self.looked, self.name, self.then = rule, now, now, name, then
+        self.rule, self.since, self.updated, self.name, self.then = rule, now, now, name, then
         self.last: Progress | None = None
-        self.tell_after = rule.warning
+        self.warn_after = rule.warning
 
-    def look(self, progress: Progress | None, now: float) -> None:
-        """Takes note of an answer; None: there was none."""
-        last, passed = self.last, now - self.looked
+    def update(self, progress: Progress | None, now: float) -> None:
+        """Records the answer to a poll; None: the process did not answer."""
+        last, passed = self.last, now - self.updated
         if progress is not None:
             computed = last is not None and progress.cpu_seconds - last.cpu_seconds > _COMPUTES * passed
             if last is None or progress.steps != last.steps or computed:
-                self.since, self.tell_after = max(self.since, now), self.rule.warning
-            self.last, self.looked = progress, now
+                self.since, self.warn_after = max(self.since, now), self.rule.warning
+            self.last, self.updated = progress, now
 
     def warning(self, now: float) -> str:
         """A line for the user, each time that the silence is twice as long; empty otherwise."""
         silent = now - self.since
-        if silent < self.tell_after:
+        if silent < self.warn_after:
             return ""
-        self.tell_after = 2 * silent
+        self.warn_after = 2 * silent
         limit = self.rule.limit
         until = "never" if limit is None else f"after {duration(limit)}"
         return (
@@ -118,21 +118,21 @@ class StartWatch:
     def __init__(self, number: int, started: StartedHost, rule: StallRule, pause: float = 0.0):
         self.number, self.started, self.rule, self.pause = number, started, rule, pause
         self.watch: ProgressWatch | None = None  # None: it has no place that is known
-        self.looking: ray.ObjectRef[Any] | None = None  # its present progress
-        self.told = ""  # what the user was told last
+        self.pending: ray.ObjectRef[Any] | None = None  # the progress that it was asked for
+        self.reported = ""  # the last line for the user, while the host makes no progress
 
-    def look(self, now: float) -> str:
+    def poll(self, now: float) -> str:
         """A line for the user, each time that the host has made no progress for twice as long; does not wait."""
         if self.watch is None:
             self.watch = self._placed(now)
             return ""
-        self.looking = self.looking or self.started.actor.progress.remote()
-        if ray.wait([self.looking], timeout=0)[0]:
+        self.pending = self.pending or self.started.actor.progress.remote()
+        if ray.wait([self.pending], timeout=0)[0]:
             with suppress(RayError):  # it died, which `started.ready` says as well
-                self.watch.look(Progress("", (), cpu_seconds=ray.get(self.looking)[1]), now)
-            self.looking = None
+                self.watch.update(Progress("", (), cpu_seconds=ray.get(self.pending)[1]), now)
+            self.pending = None
         line = self.watch.warning(now)
-        self.told = line or (self.told if self.watch.is_slow(now) else "")
+        self.reported = line or (self.reported if self.watch.is_slow(now) else "")
         return line
 
     def is_over(self, now: float) -> bool:
