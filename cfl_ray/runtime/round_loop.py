@@ -152,7 +152,7 @@ class RoundLoop:
     def _report(self, draft: RoundDraft) -> RoundReport:
         reported, stop = self.diagnostics.reported, self.stops_after(draft.round)
         if draft.scores_MV is not None:
-            self.diagnostics = RoundDiagnostics()  # `reported` goes out with this round
+            self.diagnostics = RoundDiagnostics()  # the report of this round has those so far
         return draft.report(self.status, stop, reported)
 
     def trained(self, backend: InProcessBackend) -> TrainedMethod:

@@ -207,7 +207,7 @@ class Pool:
         return over
 
     def halted_starts(self) -> list[str]:
-        """The hosts that make no progress while they start, in words; read by other threads."""
+        """The hosts that make no progress while they start, as text; called by other threads."""
         return [host.start.reported for host in list(self.hosts) if host.starting is not None and host.start.reported]
 
     def nodes(self, seconds: float = 30) -> int:

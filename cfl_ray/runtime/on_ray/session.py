@@ -94,16 +94,18 @@ class RaySession:
         self._publish()
 
     def _publish(self) -> None:
-        """Writes where the server is, for the command line."""
+        """Writes the address of the server, for other commands."""
         if self.run_dir is None or not RunDirectory(self.run_dir).is_run:  # a new run is not kept before it has started
             return
         configured = self.setup.experiment.runtime.address or ""
         address = configured if configured.startswith("ray://") else ray.get_runtime_context().gcs_address
         if self.started_here:
-            address = f"127.0.0.1:{address.rpartition(':')[2]}"  # the address it listens on, whatever it reports
+            address = (
+                f"127.0.0.1:{address.rpartition(':')[2]}"  # Ray reports another address than the one that it listens on
+            )
         publish_server(self.run_dir, ServerAddress.here(address, self.server_name, self.started_here))
 
-    # ---- asked by the driver
+    # ---- called by the driver
 
     def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundReport]:
         self.label, self.record_wait = label, record_wait
@@ -132,7 +134,7 @@ class RaySession:
         self.signals.close()
 
     def _ask(self, verb: str, *arguments: Any) -> Any:
-        """The server's answer; a server that died is replaced first. Raises what a user can act on."""
+        """The server's answer; a server that died is replaced first. Errors are UserErrors."""
         while True:
             try:
                 if not self.ready:
@@ -164,7 +166,7 @@ class RaySession:
             progress: Progress | None = None
             pending = pending or self.actor.progress.remote()
             if ray.wait([pending], timeout=_ANSWER_SECONDS)[0]:  # otherwise a late answer counts at the next poll
-                with suppress(RayError):  # a server that died, which `ref` says as well
+                with suppress(RayError):  # the server died; `ref` has the same error
                     progress = ray.get(pending)
                 pending = None
             watch.update(progress, now := time.monotonic())
@@ -204,7 +206,7 @@ class RaySession:
         self.faults.append(f"the server died and was started again: {cause}")
         self.last_fault = (time.time(), self.faults[-1])
         self.retry.started()
-        ray.kill(self.actor)  # it may only be out of reach; it would work in addition to the new one
+        ray.kill(self.actor)  # if it is only out of reach, both servers would run
         self._start_server()
 
 

@@ -1,8 +1,8 @@
-"""Work that makes no progress: when it is named, and when it is given up.
+"""Work that makes no progress: when it is reported, and when it is given up.
 
 A call on a host is slow if it takes ten times as long as the same work took before, and `runtime.stall_warning` seconds
-at least. It is named then, and again each time that it has taken twice as long. After `runtime.stall_limit` seconds (or
-ten times the slow time, if that is more) its host is replaced and the work is done again, with the same results.
+at least. It is reported then, and again each time that it has taken twice as long. After `runtime.stall_limit` seconds
+(or ten times the slow time, if that is more) its host is replaced and the work is done again, with the same results.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ProgressWatch:
     """A view of a process that is waited for: the server, or a host that starts.
 
     It makes progress if its steps change, or if it computes: clustering may take long, a process that hangs takes no
-    CPU time. name: of the process, and then: how another one continues, for the user.
+    CPU time. name: of the process, for the user. then: how a new process continues, for the user.
     """
 
     def __init__(self, rule: StallRule, now: float, name: str = "the server", then: str = ""):
@@ -83,7 +83,7 @@ class ProgressWatch:
             self.last, self.updated = progress, now
 
     def warning(self, now: float) -> str:
-        """A line for the user, each time that the silence is twice as long; empty otherwise."""
+        """A line for the user, each time that the wait for progress has doubled; empty otherwise."""
         silent = now - self.since
         if silent < self.warn_after:
             return ""
@@ -96,7 +96,7 @@ class ProgressWatch:
         )
 
     def is_slow(self, now: float) -> bool:
-        """Whether the user is to know that there is no progress."""
+        """Whether it has made no progress for so long that the user should know."""
         return now - self.since >= self.rule.warning
 
     def stops(self, now: float, asked: bool = False) -> bool:
@@ -105,7 +105,7 @@ class ProgressWatch:
         return asked and now - self.since > STOP_SECONDS
 
     def is_over(self, now: float) -> bool:
-        """Whether the process is to be replaced."""
+        """Whether the process must be replaced."""
         return self.rule.limit is not None and now - self.since > self.rule.limit
 
 
@@ -117,7 +117,7 @@ class StartWatch:
 
     def __init__(self, number: int, started: StartedHost, rule: StallRule, pause: float = 0.0):
         self.number, self.started, self.rule, self.pause = number, started, rule, pause
-        self.watch: ProgressWatch | None = None  # None: it has no place that is known
+        self.watch: ProgressWatch | None = None  # None: it is not known to have a place
         self.pending: ray.ObjectRef[Any] | None = None  # the progress that it was asked for
         self.reported = ""  # the last line for the user, while the host makes no progress
 
@@ -128,7 +128,7 @@ class StartWatch:
             return ""
         self.pending = self.pending or self.started.actor.progress.remote()
         if ray.wait([self.pending], timeout=0)[0]:
-            with suppress(RayError):  # it died, which `started.ready` says as well
+            with suppress(RayError):  # the host died; `started.ready` has the same error
                 self.watch.update(Progress("", (), cpu_seconds=ray.get(self.pending)[1]), now)
             self.pending = None
         line = self.watch.warning(now)
@@ -136,7 +136,7 @@ class StartWatch:
         return line
 
     def is_over(self, now: float) -> bool:
-        """Whether the host is to be replaced."""
+        """Whether the host must be replaced."""
         return self.watch is not None and self.watch.is_over(now)
 
     def _placed(self, now: float) -> ProgressWatch | None:
@@ -151,7 +151,7 @@ class StartWatch:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words: 45 s, 12 min, 3.5 h."""
+    """Seconds as text: 45 s, 12 min, 3.5 h."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
