@@ -2,7 +2,6 @@
 
 import os
 import secrets
-from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_report import RoundDraft
 from cfl_ray.setup.run_plan import RunPlan
 from cfl_ray.setup.setup import Setup
-from cfl_ray.system.files import open_private
+from cfl_ray.system.files import open_private, read_file
 
 _BYTES = 32
 
@@ -28,7 +27,7 @@ def key_of(noise: str, seed: int, store: CheckpointStore | None) -> bytes:
     """The key of a run's noise. noise: as in the config."""
     if noise == "reproducible":
         return b"reproducible, not private" + seed.to_bytes(8, "little")
-    return secrets.token_bytes(_BYTES) if store is None else _key(RunDirectory(store.directory).privacy_key)
+    return secrets.token_bytes(_BYTES) if store is None else _key(store)
 
 
 class RunPrivacy:
@@ -104,17 +103,17 @@ class RunExamples:
             draft.stats.diagnostics.add("example_epsilon_of_clients", epsilon_N, ["clients"], ids, 0.0)
 
 
-def _key(file: Path) -> bytes:
-    """The key in the file. A new key is written if the file is absent or its key incomplete."""
-    try:
-        with open_private(file, "rb") as source:
-            key = source.read()
-    except FileNotFoundError:
-        key = b""
+def _key(store: CheckpointStore) -> bytes:
+    """The key in the method's directory; a new key, which is written, if the file is absent or its key incomplete.
+
+    A process that only reads the run, without a lease, writes nothing.
+    """
+    file = RunDirectory(store.directory).privacy_key
+    key = read_file(file) or b""
     if len(key) != _BYTES:
         key = secrets.token_bytes(_BYTES)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open_private(file, "wb") as out:
-            out.write(key)
-            os.fsync(out.fileno())
+        if store.lease.epoch:
+            with open_private(file, "wb") as out:
+                out.write(key)
+                os.fsync(out.fileno())
     return key

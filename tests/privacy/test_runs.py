@@ -5,7 +5,7 @@ import stat
 import pytest
 from interrupted import interrupt_once, simulate_until
 
-from cfl_ray import Experiment, resume, simulate
+from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.config import load
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.privacy.plan import describe
@@ -73,6 +73,15 @@ def test_a_resumed_run_releases_the_same_sums(noise, tmp_path, monkeypatch):
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
         other = figures(simulate(experiment(privacy=privacy), tmp_path / "other"))
         assert other != resumed, "another run draws other noise and other cohorts"
+
+
+def test_models_can_be_read_without_the_key_and_none_is_written(tmp_path):
+    """Whoever has the key can subtract the noise, so a run may be handed on without it."""
+    simulate(experiment(rounds=1, privacy={"noise_multiplier": 1.0}), tmp_path / "run")
+    (tmp_path / "run/ifca/privacy.key").unlink()
+    files = sorted((tmp_path / "run").rglob("*"))
+    assert load_run(tmp_path / "run")["ifca"].model(0) is not None
+    assert sorted((tmp_path / "run").rglob("*")) == files
 
 
 def test_clients_cannot_join_or_leave_on_request(monkeypatch):
