@@ -39,7 +39,7 @@ STATE_FILE_BYTES = 16 << 20  # the same for files of client states, which hosts 
 ENTRY_BYTES = 128  # size of an entry without its values: its name and place in the header
 FAN_OUT = 16  # number of segments of similar size that are merged into one; a power of 2
 _COMPARE_BYTES = 4 << 20  # rows are compared in blocks of this size
-_ALTERED = ".altered"  # ends the name of an empty file beside a file in which a client state was found altered
+_ALTERED = ".altered"  # suffix of the empty file that marks a file with an altered client state
 
 
 class Damaged(RunError):
@@ -73,7 +73,7 @@ class EntryFile(BaseModel):
     def check(self, folder: Path, content: bool = True, states: bool = False) -> None:
         """Raises Damaged unless the file has the size and, if `content`, the checksum in the manifest.
 
-        states: whether to compare client states, too; they are if one was found altered before.
+        states: whether to check client states, too; they are always checked in a file marked as altered.
         """
         file = folder / self.name
         try:
@@ -209,11 +209,11 @@ def _entries(kind: str, entries: Any) -> Iterator[tuple[str, str, str]]:
 
 @dataclass(frozen=True)
 class ClientStateFile:
-    """A file of client states that is to be written, by any process that has the values and the folder."""
+    """A file of client states not written yet. Any process that has the values and the folder can write it."""
 
     folder: Path
     segment: int
-    part: int  # even; the next number is for a second writer
+    part: int  # even; the odd number after it is for the server, if it writes the file again
     keys: tuple[ClientStateKey, ...]
 
     def write(self, values: Iterable[Tensor], again: bool = False) -> EntryFile:
@@ -246,7 +246,7 @@ class EntryWriter:
         self._size = 0  # bytes of _batch
 
     def state_files(self, bytes_of: Mapping[ClientStateKey, int]) -> list[ClientStateFile]:
-        """The files of these client states, which are to be written."""
+        """The files for these client states, not written yet."""
         groups: list[list[ClientStateKey]] = []
         room = 0
         for key, size in bytes_of.items():

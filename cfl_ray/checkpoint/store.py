@@ -128,10 +128,11 @@ class CheckpointStore:
             for file in self.files:
                 file.check(self.folder, content=False)
             self._save(round, tensors, values, states, everything=False)
-        except AlteredState:  # the run cannot go on with it, nor save it
+        except AlteredState:  # the run can neither use nor save this state
             raise
         except Damaged as error:
-            for file in self.files:  # client states are mapped: a file that was removed is still there, no shorter one
+            # client states are memory-mapped: those of a removed file can still be read, not those of a shortened file
+            for file in self.files:
                 if file.has_states and (self.folder / file.name).exists():
                     file.check(self.folder, content=False)
             self.files, self._saved = [], {}
@@ -283,7 +284,7 @@ class CheckpointStore:
         before = {file for files in self._kept.values() for file in files}
 
         def check(file: EntryFile) -> None:
-            # values that only the newest checkpoint has are compared now, while an earlier one can be used instead
+            # client states that only this checkpoint has are checked now: an earlier checkpoint can still be used
             file.check(self.folder, states=bool(before) and file not in before)
 
         with ThreadPoolExecutor(_READERS) as pool:

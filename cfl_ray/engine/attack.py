@@ -37,6 +37,11 @@ class Attack:
     sigma: float = 1.0
     from_round: int = 1
 
+    @property
+    def ids(self) -> np.ndarray:
+        """Ids of the attacking clients, int64, ascending."""
+        return np.array(sorted(self.clients), np.int64)
+
     def attacks(self, client: int, address: Address) -> bool:
         """Whether this client attacks in this exchange."""
         return address.round >= self.from_round and client in self.clients

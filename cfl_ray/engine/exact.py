@@ -23,7 +23,7 @@ from torch import Tensor
 LIMIT = 2.0**22  # of the absolute value of any partial sum; `engine.validation` excludes clients with larger updates
 MAX_TERMS = 2**20
 _BLOCK = 1 << 16  # elements at a time on a CPU, so that the temporaries stay in cache
-_BLOCK_THERE = 1 << 24  # and on another device, to limit their memory
+_BLOCK_GPU = 1 << 24  # and on another device, to limit the memory of the temporaries
 # Adding and subtracting 1.5 * 2^52 steps of a grid rounds a float64 to a multiple of that step.
 _TO_COARSE, _TO_FINE = 1.5 * 2.0 ** (52 - 30), 1.5 * 2.0 ** (52 - 63)
 
@@ -38,7 +38,7 @@ def add_(total_2P: Tensor, term_P: Tensor) -> Tensor:
 
     All devices give the same bits: the operations are single additions of float64, which IEEE 754 defines.
     """
-    block = _BLOCK if total_2P.device.type == "cpu" else _BLOCK_THERE
+    block = _BLOCK if total_2P.device.type == "cpu" else _BLOCK_GPU
     for coarse, fine, term in zip(*(part.split(block) for part in (*total_2P, term_P)), strict=True):
         rest = term.to(coarse, copy=True)
         rounded = (rest + _TO_COARSE).sub_(_TO_COARSE)

@@ -10,7 +10,7 @@ from torch import Tensor
 from cfl_ray.core.work import Exclusion, Rows, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.attack import Attack
-from cfl_ray.engine.engines import ENGINES, SEQUENTIAL
+from cfl_ray.engine.engines import ENGINES, SEQUENTIAL, Engine
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.rows import DeviceRows, RowLookup
 from cfl_ray.engine.samples import SampleCache, Samples
@@ -78,6 +78,11 @@ class OpenChunk(Generic[W]):
 
     def __len__(self) -> int:
         return len(self.work.ids_M)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the process, which may not train all clients."""
+        return ENGINES[self.train_one.engine]
 
     def client(self, index: int) -> int:
         return int(self.work.ids_M[index])

@@ -13,7 +13,7 @@ from cfl_ray.engine import exact
 
 _BLOCK = 1 << 22  # values of deferred results that are stacked at a time
 _COLUMNS = 1 << 16  # of a mean at a time, so that the temporaries stay in cache
-_BYTES_THERE = 1 << 29  # of totals on a GPU; larger ones are formed in the memory of the host
+_GPU_BYTES = 1 << 29  # of totals on a GPU; further totals are added on the CPU
 
 
 class ChunkSums:
@@ -84,20 +84,20 @@ def clip_together(clip: Clip, changes: Sequence[Tensor]) -> bool:
 class HostSums:
     """Exact sums of the chunks of an exchange, on one host or all hosts: `exact` totals by output row.
 
-    Sums of chunks that are on a GPU are added there, with the same bits.
+    Sums of chunks that are on a GPU are added on the GPU, with the same bits.
     Totals of masked uploads are int64 (P + 1,). They are added modulo 2^64, so they are correct modulo 2^b.
     """
 
     def __init__(self) -> None:
-        self._here: dict[int, Tensor] = {}  # float64 (2, P), or int64, on the CPU
-        self._there: dict[int, Tensor] = {}  # float64 (2, P) on a GPU, to be added to those here
+        self._on_cpu: dict[int, Tensor] = {}  # float64 (2, P), or int64, on the CPU
+        self._on_gpu: dict[int, Tensor] = {}  # float64 (2, P) on a GPU, not yet in the totals on the CPU
 
     @property
     def totals(self) -> dict[int, Tensor]:
         """The totals by output row, on the CPU: float64 (2, P), or int64."""
-        there, self._there = self._there, {}
-        self.merge({out: total_2P.cpu() for out, total_2P in there.items()})
-        return self._here
+        on_gpu, self._on_gpu = self._on_gpu, {}
+        self.merge({out: total_2P.cpu() for out, total_2P in on_gpu.items()})
+        return self._on_cpu
 
     def add(self, chunk: ChunkSums) -> None:
         """Adds the sums of a chunk."""
@@ -111,27 +111,27 @@ class HostSums:
     def _total(self, out: int, change_P: Tensor) -> Tensor:
         """The total to which a change is added: on its device if there is room."""
         if change_P.device.type != "cpu":
-            if out in self._there:
-                return self._there[out]
-            size = (1 + len(self._there)) * 16 * len(change_P)
+            if out in self._on_gpu:
+                return self._on_gpu[out]
+            size = (1 + len(self._on_gpu)) * 16 * len(change_P)
             with suppress(torch.OutOfMemoryError):
-                if size <= _BYTES_THERE:
-                    return self._there.setdefault(out, exact.zeros(len(change_P), change_P.device))
-        return self._here.setdefault(out, exact.zeros(len(change_P)))
+                if size <= _GPU_BYTES:
+                    return self._on_gpu.setdefault(out, exact.zeros(len(change_P), change_P.device))
+        return self._on_cpu.setdefault(out, exact.zeros(len(change_P)))
 
     def values(self) -> dict[int, Tensor]:
         """The sums, float32 (P,) by output row; totals of masked uploads are unchanged."""
-        only_there = {out: self._there.pop(out) for out in list(self._there) if out not in self._here}
-        sums = {out: exact.value(total_2P).cpu() for out, total_2P in only_there.items()}
+        only_on_gpu = {out: self._on_gpu.pop(out) for out in list(self._on_gpu) if out not in self._on_cpu}
+        sums = {out: exact.value(total_2P).cpu() for out, total_2P in only_on_gpu.items()}
         for out, total in self.totals.items():
             sums[out] = exact.value(total) if total.is_floating_point() else total
-        self._there |= only_there
+        self._on_gpu |= only_on_gpu
         return sums
 
     def merge(self, totals: Mapping[int, Tensor]) -> None:
         """Adds the totals of another host."""
         for out, total_2P in totals.items():
-            self._here[out] = self._here[out] + total_2P if out in self._here else total_2P
+            self._on_cpu[out] = self._on_cpu[out] + total_2P if out in self._on_cpu else total_2P
 
 
 def weighted_means(

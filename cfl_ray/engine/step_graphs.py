@@ -1,7 +1,8 @@
 """CUDA graphs of local steps: a step of a vmap batch is recorded once, and replayed for all further steps of its kind.
 
 A step of a small network is hundreds of kernels of a few microseconds, so most of its time goes into starting them one
-by one; a replay starts all of them at once. The recorded operations are the same, on tensors that stay.
+by one; a replay starts all of them at once. The recorded operations are the same, on static tensors: a replay reads
+and writes the memory that the step was recorded with.
 """
 
 from collections import OrderedDict
@@ -16,8 +17,8 @@ from cfl_ray.engine.vmap_steps import VmapSteps
 from cfl_ray.nn.device_memory import DeviceMemory
 from cfl_ray.nn.network import Network
 
-_MANY = 16  # steps of a batch whose graph pays for itself; others are recorded when their kind comes again
-_MOST = 4  # graphs kept
+_MIN_STEPS = 16  # of a batch from which its graph pays for itself; others are recorded when their kind comes again
+_MAX_GRAPHS = 4  # kept
 _SHARE = 0.25  # of the free memory that a graph may hold
 
 Record = Callable[[Callable[[], None], DeviceMemory], tuple[Callable[[], None], int]]
@@ -53,11 +54,11 @@ class _Graph:
     held: int  # bytes
 
     def take_all(self, steps: VmapSteps) -> None:
-        self.steps.fill(steps)
+        self.steps.copy_inputs(steps)
         self.number.zero_()
         for _ in range(steps.count):
             self.replay()
-        self.steps.give(steps)
+        self.steps.copy_results_to(steps)
 
 
 class StepGraphs:
@@ -106,7 +107,7 @@ class StepGraphs:
         if kind in self._kept:
             self._kept.move_to_end(kind)
             return self._kept[kind]
-        pays = kind in self._seen or steps.count >= _MANY
+        pays = kind in self._seen or steps.count >= _MIN_STEPS
         self._seen.add(kind)
         if not pays or self.memory.measuring:  # a graph would be measured as the need of these clients
             return None
@@ -116,12 +117,12 @@ class StepGraphs:
         assert self.record is not None
         free = self.memory.free()
         try:
-            own = steps.on_tensors_that_stay()
+            own = steps.on_static_tensors()
         except torch.OutOfMemoryError as error:  # the batch itself fits
             self.refused[kind] = str(error).splitlines()[0]
             return None
         number = torch.zeros(1, dtype=torch.long, device=own.rows_mP.device)
-        own.fill(steps)
+        own.copy_inputs(steps)
         own.begin()
 
         def step() -> None:
@@ -140,7 +141,7 @@ class StepGraphs:
             return None
         self._kept[kind] = graph = _Graph(own, number, replay, held)
         self.memory.held += held
-        while len(self._kept) > _MOST:
+        while len(self._kept) > _MAX_GRAPHS:
             self._drop()
         return graph
 

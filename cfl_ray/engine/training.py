@@ -18,7 +18,6 @@ from cfl_ray.engine.client_state import (
     starting_row,
     stored_velocity,
 )
-from cfl_ray.engine.engines import ENGINES
 from cfl_ray.engine.evaluating import client_scores
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
@@ -44,7 +43,7 @@ class Ahead:
 
     @classmethod
     def of_chunks(cls, chunks: Sequence[OpenChunk[Train]]) -> "Ahead":
-        if chunks and ENGINES[chunks[0].train_one.engine].train_sums is not None:
+        if chunks and chunks[0].engine.train_sums is not None:
             return cls(_summed_together(chunks))
         return cls(_trained_together([(chunk, range(len(chunk))) for chunk in chunks]))
 
@@ -125,7 +124,7 @@ def average_deferred(chunk: OpenChunk[AverageDeferred], sums: HostSums) -> Array
 def _add_sums(chunk: OpenChunk[Train], averages: ChunkSums, arrays: Arrays, ahead: Ahead) -> set[int]:
     """Trains the clients whose changes the engine sums without computing their rows. Returns their positions."""
     summed: set[int] = set()
-    if ENGINES[chunk.train_one.engine].train_sums is None:
+    if chunk.engine.train_sums is None:
         return summed
     for batch, members in ahead.of(chunk):
         summed |= set(members.values())
@@ -155,7 +154,7 @@ def _summed_together(
             honest = [i for i in range(len(chunk)) if not chunk.attack.attacks(chunk.client(i), work.address)]
             parts.append((chunk, honest))
     places: list[tuple[OpenChunk[Train], int]] = []
-    train_sums = ENGINES[chunks[0].train_one.engine].train_sums
+    train_sums = chunks[0].engine.train_sums
     assert train_sums is not None
     for first, batch in train_sums(chunks[0].network, _tasks_of(parts, places)):
         members = enumerate(places[first : first + len(batch.tasks)])
@@ -176,7 +175,7 @@ def _uses_rows(work: Train) -> bool:
 def _results(chunk: OpenChunk[Train], summed: set[int], ahead: Ahead) -> Iterator[TrainingResult]:
     """Trains the clients of a chunk that are not in `summed`. The next result may reuse the memory of a result."""
     rest = [index for index in range(len(chunk)) if index not in summed]
-    if ENGINES[chunk.train_one.engine].train_sums is not None:
+    if chunk.engine.train_sums is not None:
         ahead = Ahead(_trained_together([(chunk, rest)]))
     trained = set()
     for result in ahead.of(chunk):
@@ -204,9 +203,8 @@ def _trained_together(
 ) -> Iterator[tuple[OpenChunk[Train], TrainingResult]]:
     """Trains the given clients of each chunk, except those that the engine does not train together."""
     places: list[tuple[OpenChunk[Train], int]] = []
-    trainer = parts[0][0].train_one if parts else None
-    if trainer is not None and ENGINES[trainer.engine].together:
-        for result in ENGINES[trainer.engine].train(trainer.network, _tasks_of(parts, places)):
+    if parts and (first := parts[0][0]).engine.together:
+        for result in first.engine.train(first.network, _tasks_of(parts, places)):
             chunk, index = places[result.index]
             yield chunk, replace(result, index=index)
 
@@ -223,8 +221,7 @@ def _tasks_of(
 
 def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int, TrainingTask]:
     """Tasks, by position, of the valid clients that the engine can train together; empty if it cannot."""
-    trainer = chunk.train_one
-    engine = ENGINES[trainer.engine]
+    engine = chunk.engine
     if chunk.work.chained or not engine.together:
         return {}
     tasks = {i: task for i in indices if (task := training_task(chunk, i))}
@@ -233,7 +230,7 @@ def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int
     tasks = {i: task for i, task in tasks.items() if engine.applies(chunk.network, [task])}
     reason = engine.why_not(chunk.network, list(tasks.values()))
     if reason and tasks:
-        trainer.fall_back(reason)
+        chunk.train_one.fall_back(reason)
     return {} if reason else tasks
 
 

@@ -117,7 +117,7 @@ class VmapSteps:
         moved = self.local.momentum * velocity_mP + step
         return velocity_mP.copy_(torch.where(active_m[:, None], moved, velocity_mP))
 
-    # ---- the same steps on tensors that stay, for a recorded step
+    # ---- the same steps on static tensors, for a recorded step
 
     def kind(self) -> Hashable | None:
         """Key of the operations of a step and of the room for samples and steps; None if a step works on the host."""
@@ -145,8 +145,8 @@ class VmapSteps:
         found = [*self._of_plan(), *changed, *weights, *anchors]
         return [tensor for tensor in found if tensor is not None]
 
-    def on_tensors_that_stay(self) -> "VmapSteps":
-        """A copy on tensors of its own, with room for all batches of the kind."""
+    def on_static_tensors(self) -> "VmapSteps":
+        """A copy with its own tensors, with room for all batches of the kind."""
         other = copy(self)
         other.plan, other.proximal = copy(self.plan), [copy(term) for term in self.proximal]
         for (name, axis), tensor in zip(_Plan.TENSORS.items(), self._of_plan(), strict=True):
@@ -160,12 +160,12 @@ class VmapSteps:
         other.companion = [torch.empty_like(rows) for rows in self.companion]
         return other
 
-    def fill(self, other: "VmapSteps") -> None:
-        """Copies the values of other steps into these tensors, which may be larger."""
+    def copy_inputs(self, other: "VmapSteps") -> None:
+        """Copies the values of all tensors of other steps into these tensors, which may be larger."""
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             mine[tuple(map(slice, theirs.shape))].copy_(theirs)
 
-    def give(self, other: "VmapSteps") -> None:
+    def copy_results_to(self, other: "VmapSteps") -> None:
         """Copies the results into other steps."""
         other.rows_mP.copy_(self.rows_mP)
         other.loss_m.copy_(self.loss_m)

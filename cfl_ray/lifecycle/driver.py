@@ -144,14 +144,14 @@ class Driver:
 
     def _rounds(self, label: str, recorder: MethodRecorder) -> RoundReport:
         """Records the rounds of the method, and returns the last. Raises RunStopped if a request ended the run."""
-        tell = self.watcher.method
+        notify = self.watcher.method
         record_wait = partial(self._record_wait, label, recorder)
         for report in self.session.rounds(label, record_wait):  # first the restored one, which may not be recorded yet
             recorder.add(report)
             if report.fallbacks and self.directory is not None:
                 add_fallbacks(self.directory, label, report.fallbacks)
-            tell(label, report)
-            tell = self.watcher.round
+            notify(label, report)
+            notify = self.watcher.round
             self._check_ending()
             raise_interrupt()
         self.stopped = report.stop

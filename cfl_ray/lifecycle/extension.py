@@ -1,4 +1,4 @@
-"""Runs with more rounds than an earlier one: they begin with a copy of its rounds, and go on as a stopped run would.
+"""Runs with more rounds than an earlier run: they begin with a copy of its rounds and continue as a resumed run.
 
 The earlier run stays as it is. What is trained is bit for bit that of a run that made all the rounds itself.
 """
@@ -53,17 +53,17 @@ def _check_schedules(earlier: Path, rounds: int, experiment: Experiment) -> None
     _, local, own = resolve_learning(experiment, resolve(experiment.methods))
     for schedule in filter(None, (sgd.schedule for sgd in (local, *own.values()))):
         for round in range(1, rounds + 1):
-            there, here = (schedule(round, count) for count in (rounds, experiment.rounds))
-            if there != here:
+            before, now = (schedule(round, count) for count in (rounds, experiment.rounds))
+            if before != now:
                 raise ConfigError(
                     f"extend: local.schedule depends on the number of all rounds: in round {round} its factor is "
-                    f"{there:.4g} of {rounds} rounds ({earlier}) and {here:.4g} of {experiment.rounds}; run this "
+                    f"{before:.4g} of {rounds} rounds ({earlier}) and {now:.4g} of {experiment.rounds}; run this "
                     "config from its first round"
                 )
 
 
 def begin_extended(earlier: Path, run_dir: Path, experiment: Experiment) -> None:
-    """Makes a run directory in one step: a run that stopped after the last checkpoints of the earlier one.
+    """Makes a run directory in one step, like that of a run that stopped after the last checkpoints of the earlier run.
 
     Raises ConfigError if the folder is not empty, RunError if a method has no checkpoint that can be used.
     """
@@ -88,7 +88,7 @@ def begin_extended(earlier: Path, run_dir: Path, experiment: Experiment) -> None
     sync(run_dir.parent)
 
 
-def _copy_method(earlier: RunDirectory, target: RunDirectory, hash_there: str, hash_here: str) -> None:
+def _copy_method(earlier: RunDirectory, target: RunDirectory, earlier_hash: str, target_hash: str) -> None:
     """Copies what a method has saved; without a checkpoint it begins at its first round.
 
     Raises RunError for a method that is finished and has no checkpoint any more.
@@ -96,13 +96,13 @@ def _copy_method(earlier: RunDirectory, target: RunDirectory, hash_there: str, h
     if not earlier.path.is_dir():
         return
     target.path.mkdir(mode=0o700)
-    round = CheckpointStore(earlier.path, hash_there).copy_to(CheckpointStore(target.path, hash_here))
+    round = CheckpointStore(earlier.path, earlier_hash).copy_to(CheckpointStore(target.path, target_hash))
     if round is None and (end := read_end(earlier.path)) is not None and end.status == "FINISHED":
         raise RunError(f"extend: {earlier.path} has no checkpoint any more, so nothing can begin with its rounds")
     copy_events(earlier.path, target.path)
     for source in earlier.records if round is not None else ():
         if source.is_file():
-            copy = target.path / source.name  # of an earlier format: under the name there
+            copy = target.path / source.name  # a file of an earlier format keeps its name
             shutil.copyfile(source, copy)
             sync(copy)
     sync(target.path)

@@ -117,7 +117,7 @@ def resume(
 
 
 def _with_current_cluster(experiment: Experiment, watcher: Watcher) -> Experiment:
-    """The experiment on the cluster that RAY_ADDRESS names: the one that its record names may be gone."""
+    """The experiment on the cluster that RAY_ADDRESS names, since the recorded cluster may no longer exist."""
     recorded, now = experiment.runtime.address, os.environ.get("RAY_ADDRESS")
     if recorded in (None, "auto", "local", now) or not now:  # no other specific cluster is recorded
         return experiment
@@ -143,7 +143,7 @@ def run_of_study(
         runtime = experiment.runtime.model_copy(update={"hosts": hosts})
         experiment = experiment.model_copy(update={"runtime": runtime})
     directory = RunDirectory(run_dir)
-    if there := directory.is_run:
+    if resumed := directory.is_run:
         check_hash_of_run(directory, experiment)
         if (finished := finished_results(run_dir, experiment)) is not None:
             return finished
@@ -152,8 +152,8 @@ def run_of_study(
         watcher or Watcher(),
         on_ray=on_ray,
         run_dir=run_dir,
-        resumed=there,
-        extend=None if there else extend,
+        resumed=resumed,
+        extend=None if resumed else extend,
         study=place,
     ).run()
 
@@ -183,7 +183,7 @@ class _Launch:
 
     def __post_init__(self) -> None:
         self.on_ray = self.on_ray and self.experiment.runtime.backend == "ray"
-        with contextlib.suppress(FileNotFoundError):  # the working directory is gone
+        with contextlib.suppress(FileNotFoundError):  # the working directory does not exist
             output = str(Path(self.experiment.output).absolute())  # the server has another working directory
             self.experiment = self.experiment.model_copy(update={"output": output})
 
@@ -207,7 +207,7 @@ class _Launch:
                 raise Interrupted(f"stopped. {self._how_to_continue()}") from None
             except (RunError, RunStopped) as error:
                 raise type(error)(f"{error}. {self._how_to_continue()}") from error
-            except OSError as error:  # a full disk, or a folder that is gone
+            except OSError as error:  # a full disk, or a folder that was removed
                 file = f"{error.filename}: " if error.filename else ""
                 raise RunError(f"{file}{error.strerror or error}. {self._how_to_continue()}") from error
             finally:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -268,49 +269,45 @@ class _Recorder(TorchFunctionMode):
             return result
         if not torch.equal(before, torch.get_rng_state()):
             raise _unsupported(self.place, name, "draws random numbers")
-        self._add(name, function, args, kwargs, tensors, result)
+        self._check(name, tensors, result)
+        arguments, options = replaced((args, kwargs), partial(self._reference, name))
+        self._add(Call(name.strip("_"), function, arguments, options, len(self.shapes), self.place), result)
         return result
 
-    def _add(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        result: Tensor,
-    ) -> None:
-        """Adds an operation and its activation."""
-        place, sample = self.place, tuple(result.shape[1:])
+    def _check(self, name: str, tensors: list[Tensor], result: Tensor) -> None:
+        """Raises Unsupported for an operation on these tensors whose result is not an activation."""
         if result.shape[:1] != (self.batch,):
             what = f"shape {tuple(result.shape)} for a batch of {self.batch} samples"
-            raise _unsupported(place, name, f"gives {what}; the first axis has to be the batch")
+            raise _unsupported(self.place, name, f"gives {what}; the first axis has to be the batch")
         if result.dtype != torch.float32:
-            raise _unsupported(place, name, f"gives {str(result.dtype).removeprefix('torch.')}")
+            raise _unsupported(self.place, name, f"gives {str(result.dtype).removeprefix('torch.')}")
         if result.requires_grad != any(tensor.requires_grad for tensor in tensors) or not torch.is_grad_enabled():
-            raise _unsupported(place, name, "passes no gradient on")
-        index = len(self.shapes)
-        refer = lambda part: self._reference(part, place, name) if isinstance(part, Tensor) else part  # noqa: E731
+            raise _unsupported(self.place, name, "passes no gradient on")
+
+    def _add(self, call: Call, result: Tensor) -> None:
+        """Adds an operation and its activation."""
         in_place = id(result) in self.values
-        call = Call(name.strip("_"), function, replaced(args, refer), replaced(kwargs, refer), index, place)
         self.calls.append(_out_of_place(call) if in_place else call)
         if in_place:
             memory = self.storages[self.values[id(result)]]
             self.overwritten |= {key for key, value in self.values.items() if self.storages[value] == memory}
             self.overwritten.remove(id(result))
-        self.values[id(result)] = index
-        self.storages[index] = result.untyped_storage().data_ptr()
+        self.values[id(result)] = call.output
+        self.storages[call.output] = result.untyped_storage().data_ptr()
         self.alive.append(result)  # so that no other tensor has its id
-        self.shapes.append(sample)
+        self.shapes.append(tuple(result.shape[1:]))
 
-    def _reference(self, tensor: Tensor, place: str, name: str) -> Value | Parameter | Buffer | Mask:
+    def _reference(self, name: str, tensor: Any) -> Any:
+        """The `Value`, `Parameter`, `Buffer` or `Mask` that stands for a tensor; any other argument unchanged."""
+        if not isinstance(tensor, Tensor):
+            return tensor
         if id(tensor) in self.values:
             return Value(self.values[id(tensor)])
         if id(tensor) in self.known:
             return self.known[id(tensor)]
         if id(tensor) in self.frozen:
-            raise _unsupported(place, name, f"uses the frozen parameter {self.frozen[id(tensor)]}")
-        raise _unsupported(place, name, "uses a tensor that is neither an activation nor a trained parameter")
+            raise _unsupported(self.place, name, f"uses the frozen parameter {self.frozen[id(tensor)]}")
+        raise _unsupported(self.place, name, "uses a tensor that is neither an activation nor a trained parameter")
 
 
 def _out_of_place(call: Call) -> Call:

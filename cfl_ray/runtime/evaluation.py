@@ -216,7 +216,7 @@ def cluster_metrics(state: State, online: np.ndarray, group_N: np.ndarray | None
 
 
 def _sizes(assign_N: np.ndarray, online: np.ndarray, count: int) -> np.ndarray:
-    """Number of online clients in each cluster, int64 (K,), counted in blocks. count: at most K."""
+    """Number of online clients in each cluster, int64 (K,), counted in blocks. count: a lower bound of K."""
     size_K = np.zeros(count + 1, np.int64)
     for at in range(0, len(online), _BLOCK):
         more_K = np.bincount(assign_N[online[at : at + _BLOCK]] + 1, minlength=len(size_K))

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +17,8 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_report import RoundDraft
 from cfl_ray.setup.run_plan import RunPlan
-from cfl_ray.system.files import open_private
+from cfl_ray.setup.setup import Setup
+from cfl_ray.system.files import open_private, read_file
 
 _BYTES = 32
 
@@ -27,7 +27,7 @@ def key_of(noise: str, seed: int, store: CheckpointStore | None) -> bytes:
     """The key of a run's noise. noise: as in the config."""
     if noise == "reproducible":
         return b"reproducible, not private" + seed.to_bytes(8, "little")
-    return secrets.token_bytes(_BYTES) if store is None else _key(RunDirectory(store.directory).privacy_key)
+    return secrets.token_bytes(_BYTES) if store is None else _key(store)
 
 
 class RunPrivacy:
@@ -41,6 +41,12 @@ class RunPrivacy:
         self.plan = plan
         key = key_of(plan.config.noise, seed, store)
         self.run = PrivateRun(plan.privacy, Noise(key))
+
+    @classmethod
+    def of(cls, setup: Setup, label: str, store: CheckpointStore | None) -> "RunPrivacy | None":
+        """The privacy of a method before round 1; None if it is not private."""
+        plan = setup.privacy.get(label)
+        return None if plan is None else cls(plan, setup.experiment.seed, store)
 
     def draw_cohorts(self, population: Population, requests: Requests) -> None:
         """Makes cohorts depend on the key; if they amplify the privacy, requests to join or leave are refused."""
@@ -80,6 +86,12 @@ class RunExamples:
         self.noise = ExampleNoise(config.examples.noise_multiplier, config.examples.clip, key)
         self.account = ExampleAccount(plan.noise_multiplier, plan.delta, len(plan.account_N2))
 
+    @classmethod
+    def of(cls, setup: Setup, label: str, store: CheckpointStore | None) -> "RunExamples | None":
+        """The privacy of samples of a method before round 1; None if its clients train without noise."""
+        config, plan = setup.experiment.privacy, setup.examples.get(label)
+        return None if config is None or plan is None else cls(config, plan, setup.experiment.seed, store)
+
     def end_round(self, draft: RoundDraft, local: LocalSGD, evaluated: bool) -> None:
         """Enters the steps of the round into the account."""
         for ids_M, num_samples_M, steps_M in draft.stats.example_steps:
@@ -91,17 +103,17 @@ class RunExamples:
             draft.stats.diagnostics.add("example_epsilon_of_clients", epsilon_N, ["clients"], ids, 0.0)
 
 
-def _key(file: Path) -> bytes:
-    """The key in the file. A new key is written if the file is absent or its key incomplete."""
-    try:
-        with open_private(file, "rb") as source:
-            key = source.read()
-    except FileNotFoundError:
-        key = b""
+def _key(store: CheckpointStore) -> bytes:
+    """The key in the method's directory; a new key, which is written, if the file is absent or its key incomplete.
+
+    A process that only reads the run, without a lease, writes nothing.
+    """
+    file = RunDirectory(store.directory).privacy_key
+    key = read_file(file) or b""
     if len(key) != _BYTES:
         key = secrets.token_bytes(_BYTES)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open_private(file, "wb") as out:
-            out.write(key)
-            os.fsync(out.fileno())
+        if store.lease.epoch:
+            with open_private(file, "wb") as out:
+                out.write(key)
+                os.fsync(out.fileno())
     return key

@@ -1,4 +1,4 @@
-"""The arrays that go out with an evaluated round: reported by the method, of clusters, and label counts."""
+"""The arrays in the report of an evaluated round: reported by the method, of clusters, and label counts."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from cfl_ray.tracking.record import cluster_diagnostics_of
 
 
 class RoundDiagnostics:
-    """The last array reported under each name, which goes out with the next evaluated round.
+    """The last array reported under each name, for the report of the next evaluated round.
 
     A method may report a function instead of an array; `resolve` calls it before a checkpoint is saved or the models
     are freed.

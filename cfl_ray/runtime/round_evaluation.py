@@ -41,7 +41,7 @@ class RoundEvaluation:
         self.steps, self.clients_of, self.membership = steps, clients_of, membership
         self.evaluator = Evaluator(self.settings, setup.federation, backend, self.seed, self.task)
         self.initial_P, self.primary = initial_P, self.task.metrics[0].name
-        self.attackers = np.array(sorted(setup.attack.clients), np.int64)
+        self.attackers = setup.attack.ids
         self.taken = taken_names([metric.name for metric in self.task.metrics])
         self.label_counts = LabelCounts(setup.federation.shape.num_classes)
 

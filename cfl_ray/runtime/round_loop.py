@@ -66,22 +66,20 @@ class RoundLoop:
         store: CheckpointStore | None,
         session: str = "",
     ):
-        self.setup, self.experiment = setup, (experiment := setup.experiment)
-        self.label, self.network, self.store, self.method = label, network, store, setup.methods[label]
+        self.setup, self.experiment, self.label = setup, (experiment := setup.experiment), label
+        self.network, self.store, self.method = network, store, setup.methods[label]
+        self.num_scores = len(setup.task.score_names)  # of one client
+
+        # the method
         self.steps = CheckedMethod(self.method, network.spec.size)
         self.server = None if (step := self.method.server_step) is None else ServerMoments(step)
-        attackers = np.array(sorted(setup.attack.clients), np.int64)
-        self.backend = ReusingBackend(backend, setup.federation, attackers)
-        plan = setup.privacy.get(label)
-        self.privacy = None if plan is None else RunPrivacy(plan, experiment.seed, store)
+        self.backend = ReusingBackend(backend, setup.federation, setup.attack.ids)
+        self.privacy = RunPrivacy.of(setup, label, store)
         self.private = None if self.privacy is None else self.privacy.run
-        examples, config = setup.examples.get(label), experiment.privacy
-        self.examples = (
-            None if examples is None or config is None else RunExamples(config, examples, experiment.seed, store)
-        )
+        self.examples = RunExamples.of(setup, label, store)
         self.account = None if self.examples is None else self.examples.account
-        self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
-        self.interval = CheckpointInterval() if store and experiment.runtime.checkpoint_every is None else None
+
+        # its clients
         recorded = max((record.round for record in read_records(store.directory)), default=0) if store else 0
         journal = Journal(store.directory if store else None)
         self.requests = Requests(label, journal, setup.federation, experiment.rounds, session, recorded)
@@ -89,24 +87,19 @@ class RoundLoop:
         if self.privacy is not None:
             self.privacy.draw_cohorts(self.membership.population, self.requests)
         self.participation = Participation(setup, label, network.spec, self.membership)
-        self.num_scores = len(setup.task.score_names)  # of one client
-        self.fallbacks: set[str] = set()  # reasons noted so far why the chosen engine did not train clients
-        self.status: Status = "starting"
-        self.round = 0  # the round in progress, or the last round
-        checkpoint = store.load(self._decoded) if store else None
-        self.saved = checkpoint.round if checkpoint else 0  # the last round with a checkpoint
-        self.membership.restore(self.saved)
-        self.backend.use(self.membership.federation)
         initial_P = network.new_model(experiment.seed, 0)
         self.evaluation = RoundEvaluation(
             setup, label, self.steps, self.backend, self.membership, self.clients_of, initial_P
         )
-        snapshot = self._decoded(checkpoint) if checkpoint else self._first()
-        if self.privacy is not None:
-            self.plan = replace(self.plan, rounds=self.privacy.last_round(self.saved, experiment.rounds))
-        self.state, self.traffic, self.local_scores_N2 = snapshot.state, snapshot.traffic, snapshot.local_scores_N2
-        self.restored = self._restored(snapshot, checkpoint)
-        self.diagnostics = RoundDiagnostics(() if self.restored.diagnostics else snapshot.report.diagnostics)
+
+        # its rounds
+        self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
+        self.interval = CheckpointInterval() if store and experiment.runtime.checkpoint_every is None else None
+        self.fallbacks: set[str] = set()  # reasons noted so far why the chosen engine did not train clients
+        self.status: Status = "starting"
+        self.round = 0  # the round in progress, or the last round
+        self.diagnostics = RoundDiagnostics()  # not recorded yet
+        self.restored = self._restore()
 
     # ---- the loop
 
@@ -160,7 +153,7 @@ class RoundLoop:
     def _report(self, draft: RoundDraft) -> RoundReport:
         reported, stop = self.diagnostics.reported, self.stops_after(draft.round)
         if draft.scores_MV is not None:
-            self.diagnostics = RoundDiagnostics()  # `reported` goes out with this round
+            self.diagnostics = RoundDiagnostics()  # the report of this round has those so far
         return draft.report(self.status, stop, reported)
 
     def trained(self, backend: InProcessBackend) -> TrainedMethod:
@@ -183,6 +176,38 @@ class RoundLoop:
 
     # ---- before the first round
 
+    def _restore(self) -> RoundReport:
+        """Restores the newest usable checkpoint, otherwise the state before round 1. Returns its report."""
+        checkpoint = self.store.load(self._decoded) if self.store else None
+        self.saved = checkpoint.round if checkpoint else 0  # the last round with a checkpoint
+        self.membership.restore(self.saved)
+        self.backend.use(self.membership.federation)
+        notes: tuple[str, ...] = ()
+        if checkpoint is None:
+            snapshot = self._first()
+        else:
+            snapshot = self._decoded(checkpoint)
+            if self.server is not None:
+                self.server.restore(snapshot.moments)
+            self.participation.restore(snapshot.time)
+            self.backend.restore(checkpoint.client_states())
+            notes = (*checkpoint.refused, f"goes on after round {self.saved}")
+        self.state, self.traffic, self.local_scores_N2 = snapshot.state, snapshot.traffic, snapshot.local_scores_N2
+        if self.privacy is not None:
+            self.plan = replace(self.plan, rounds=self.privacy.last_round(self.saved, self.experiment.rounds))
+        if (last := self.requests.stop_after) is not None and last > self.saved:
+            notes += (f"ends after round {last}, as was asked before the fault",)
+        self._close(self.saved)
+        reported, evaluated = snapshot.report.diagnostics, snapshot.report.scores_MV is not None
+        self.diagnostics = RoundDiagnostics(() if evaluated else reported)
+        return replace(
+            snapshot.report,
+            status=self.status,
+            notes=notes,
+            stop=self.stops_after(self.saved),
+            diagnostics=reported if evaluated else (),
+        )
+
     def _first(self) -> Snapshot:
         """The snapshot before round 1."""
         num_clients = self.membership.federation.num_clients
@@ -191,6 +216,7 @@ class RoundLoop:
         return Snapshot(self.steps.init(start), Traffic(), unknown_N2, {}, RoundReport("starting", 0))
 
     def _decoded(self, checkpoint: Checkpoint) -> Snapshot:
+        """The snapshot in a checkpoint. Raises RunError if it is not one of this method and model."""
         snapshot = Snapshot.decoded(
             checkpoint, self.label, self.method.state_type, self.num_scores, self.private, self.account
         )
@@ -200,27 +226,6 @@ class RoundLoop:
                 f"(digest {snapshot.frozen or 'none'}); its factory and model.weights must be as when the run began"
             )
         return snapshot
-
-    def _restored(self, snapshot: Snapshot, checkpoint: Checkpoint | None) -> RoundReport:
-        """The report of the last saved round. Restores the parts of the snapshot that other objects hold."""
-        notes: tuple[str, ...] = ()
-        if checkpoint is not None:
-            if self.server is not None:
-                self.server.restore(snapshot.moments)
-            self.participation.restore(snapshot.time)
-            self.backend.restore(checkpoint.client_states())
-            notes = (*checkpoint.refused, f"goes on after round {self.saved}")
-        if (last := self.requests.stop_after) is not None and last > self.saved:
-            notes += (f"ends after round {last}, as was asked before the fault",)
-        self._close(self.saved)
-        evaluated = snapshot.report.scores_MV is not None
-        return replace(
-            snapshot.report,
-            status=self.status,
-            notes=notes,
-            stop=self.stops_after(self.saved),
-            diagnostics=snapshot.report.diagnostics if evaluated else (),
-        )
 
     # ---- the steps of a round
 

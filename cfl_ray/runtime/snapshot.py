@@ -19,12 +19,14 @@ from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.runtime.round_report import RoundReport
 
-_MOMENTS = "server.optimizer."  # first part of the names of the server optimiser's tensors
+# names of tensors
 _SIGNATURES = "server.privacy.signatures_N"
 _EXAMPLES = "server.privacy.examples_N2"
 _REASSIGNED = ("server.reassigned.client_R", "server.reassigned.cluster_R")
-_TIME = "server.time."  # the same, of the virtual time and of clients in flight
-_DIAGNOSTICS = "server.diagnostics."  # the same, of the arrays that the method reported
+# first parts of names
+_MOMENTS = "server.optimizer."  # of the server optimiser
+_TIME = "server.time."  # of the virtual time and of clients in flight
+_DIAGNOSTICS = "server.diagnostics."  # of the arrays that the method reported
 
 
 class _Strict(BaseModel):
@@ -78,37 +80,26 @@ class Snapshot:
 
     def encoded(self, num_scores: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON values), as `CheckpointStore.save` takes them. num_scores: of one client in the report."""
-        report = self.report
         tensors, scalars = self.state.to_checkpoint()
         tensors |= {f"{_MOMENTS}{name}": value for name, value in self.moments.items()}
         tensors |= {f"{_TIME}{name}": value for name, value in self.time.items()}
         tensors["server.local_scores_N2"] = torch.from_numpy(self.local_scores_N2)
+        # accounts change in place, saved tensors must not: the next checkpoint is compared with them
         if self.private is not None:
-            tensors[_SIGNATURES] = torch.from_numpy(self.private.releases.signatures_N)
+            tensors[_SIGNATURES] = torch.from_numpy(self.private.releases.signatures_N.copy())
         if self.examples is not None:
             tensors[_EXAMPLES] = torch.from_numpy(self.examples.account_N2.copy())
-        scores_MV = np.zeros((0, 1 + num_scores)) if report.scores_MV is None else report.scores_MV
-        tensors["server.scores_MV"] = torch.from_numpy(scores_MV)
-        changed = report.reassigned
-        tensors |= zip(_REASSIGNED, map(torch.from_numpy, (changed.client_R, changed.cluster_R)), strict=True)
-        for reported in report.diagnostics:
-            tensors |= _diagnostic_tensors(reported)
-        values = {
-            "metrics": report.metrics,
-            "time_ms": report.time_ms,
-            "numbers": report.numbers,
-            "diagnostics": [
-                {"name": reported.name, "round": reported.round, "axes": list(reported.diagnostic.axes)}
-                for reported in report.diagnostics
-            ],
-            "phase": report.phase,
-            "events": [event.to_fields() for event in report.events],
-            "fallbacks": report.fallbacks,
+        tensors |= _report_tensors(self.report, num_scores)
+        values: dict[str, Any] = {
+            "state": scalars,
+            "traffic": vars(self.traffic),
+            "report": _report_values(self.report),
         }
-        more: dict[str, Any] = {"frozen": self.frozen} if self.frozen else {}
+        if self.frozen:
+            values["frozen"] = self.frozen
         if self.private is not None:
-            more["privacy"] = self.private.to_values()
-        return tensors, {"state": scalars, "traffic": vars(self.traffic), "report": values, **more}
+            values["privacy"] = self.private.to_values()
+        return tensors, values
 
     @classmethod
     def decoded(
@@ -121,19 +112,17 @@ class Snapshot:
         examples: ExampleAccount | None = None,
     ) -> "Snapshot":
         """The inverse; `private` and `examples` are restored. Raises RunError for a checkpoint of another method."""
-        tensors = dict(checkpoint.tensors)
+        tensors = dict(checkpoint.tensors)  # each part takes its tensors; the rest is the method's state
         try:
             values = _Values.model_validate(checkpoint.values)
             local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
             scores_MV = tensors.pop("server.scores_MV").numpy()
-            reassigned = _read_reassigned(tensors)
+            report = _read_report(checkpoint.round, values.report, scores_MV, tensors)
             if private is not None:
-                private.restore(values.privacy, tensors.pop(_SIGNATURES).numpy())
+                private.restore(values.privacy, tensors.pop(_SIGNATURES).numpy().copy())
             if examples is not None:
                 examples.account_N2 = tensors.pop(_EXAMPLES).numpy().reshape(-1, 2).copy()
             moments, time = _taken(tensors, _MOMENTS), _taken(tensors, _TIME)
-            diagnostics = tuple(_read_diagnostic(header, tensors) for header in values.report.diagnostics)
-            events = tuple(map(ClusterEvent.from_fields, values.report.events))
             state = state_type.from_checkpoint(tensors, values.state)
             count = len(state.assign_N)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
@@ -144,21 +133,8 @@ class Snapshot:
                 f"it is no checkpoint of {label}: scores of shape {local_scores_N2.shape} and {scores_MV.shape} "
                 f"for {count} clients"
             )
-        report = RoundReport(
-            "starting",
-            checkpoint.round,
-            values.report.metrics,
-            reassigned=reassigned,
-            scores_MV=scores_MV if len(scores_MV) else None,
-            time_ms=values.report.time_ms,
-            numbers=tuple(values.report.numbers),
-            diagnostics=diagnostics,
-            phase=values.report.phase,
-            events=events,
-            fallbacks=tuple(values.report.fallbacks),
-        )
         traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
-        return cls(state, traffic, local_scores_N2, moments, report, values.frozen, private, time)
+        return cls(state, traffic, local_scores_N2, moments, report, values.frozen, private, time, examples)
 
 
 def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -167,11 +143,50 @@ def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensors.pop(name) for name in names}
 
 
-def _read_reassigned(tensors: dict[str, Tensor]) -> Reassigned:
-    """The clients reassigned in the round, removed from `tensors`. Raises ValueError for invalid values."""
+def _report_tensors(report: RoundReport, num_scores: int) -> dict[str, Tensor]:
+    """The arrays of a report. num_scores: as in `Snapshot.encoded`."""
+    scores_MV = np.zeros((0, 1 + num_scores)) if report.scores_MV is None else report.scores_MV
+    tensors = {"server.scores_MV": torch.from_numpy(scores_MV)}
+    changed = report.reassigned
+    tensors |= zip(_REASSIGNED, map(torch.from_numpy, (changed.client_R, changed.cluster_R)), strict=True)
+    for reported in report.diagnostics:
+        tensors |= _diagnostic_tensors(reported)
+    return tensors
+
+
+def _report_values(report: RoundReport) -> dict[str, Any]:
+    """The JSON values of a report, as `_Report` reads them."""
+    return {
+        "metrics": report.metrics,
+        "time_ms": report.time_ms,
+        "numbers": report.numbers,
+        "diagnostics": [
+            {"name": reported.name, "round": reported.round, "axes": list(reported.diagnostic.axes)}
+            for reported in report.diagnostics
+        ],
+        "phase": report.phase,
+        "events": [event.to_fields() for event in report.events],
+        "fallbacks": report.fallbacks,
+    }
+
+
+def _read_report(round: int, values: _Report, scores_MV: np.ndarray, tensors: dict[str, Tensor]) -> RoundReport:
+    """The report with these values; removes its other arrays from `tensors`. Raises ValueError for invalid arrays."""
     reassigned = Reassigned(*(tensors.pop(name).numpy() for name in _REASSIGNED))
     reassigned.check()
-    return reassigned
+    return RoundReport(
+        "starting",
+        round,
+        values.metrics,
+        reassigned=reassigned,
+        scores_MV=scores_MV if len(scores_MV) else None,
+        time_ms=values.time_ms,
+        numbers=tuple(values.numbers),
+        diagnostics=tuple(_read_diagnostic(header, tensors) for header in values.diagnostics),
+        phase=values.phase,
+        events=tuple(map(ClusterEvent.from_fields, values.events)),
+        fallbacks=tuple(values.fallbacks),
+    )
 
 
 def _diagnostic_tensors(reported: ReportedDiagnostic) -> dict[str, Tensor]:

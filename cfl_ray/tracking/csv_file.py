@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory import check_inside
-from cfl_ray.system.files import append_line, open_private, read_text, write_text
+from cfl_ray.system.files import append_line, cut_torn_line, open_private, read_text, write_text
 from cfl_ray.tracking.record import ROUND_METRICS, RoundRecord, RunEnd, RunInfo
 
 
@@ -19,27 +19,26 @@ class CsvFile:
 
     def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
         self.path = run_dir / self.name
-        self.columns, self.last = ["round", "time_ms", *ROUND_METRICS], 0
-        if self.path.is_file():
-            try:
-                rows = list(csv.DictReader((read_text(self.path) or "").splitlines()))
-                self.last = int(rows[-1]["round"]) if rows else 0
-            except (csv.Error, ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{self.path} is damaged ({error!r}); remove it") from error
-            self.columns = list(rows[0]) if rows else self.columns
+        cut_torn_line(self.path)
+        try:
+            reader = csv.DictReader((read_text(self.path) or "").splitlines())
+            self.columns = list(reader.fieldnames or ("round", "time_ms", *ROUND_METRICS))
+            rows = list(reader)
+            self.last = int(rows[-1]["round"]) if rows else 0
+        except (csv.Error, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{self.path} is damaged ({error!r}); remove it") from error
 
     def log(self, record: RoundRecord) -> None:
         if record.round <= self.last:  # written already, but the cursor was not saved
             return
         if new := [name for name in record.metrics if name not in self.columns]:
             self._add_columns(new)
-        is_new = not self.path.is_file()
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, self.columns)
-        if is_new:
-            writer.writeheader()
-        writer.writerow({"round": record.round, "time_ms": record.time_ms, **record.metrics})
         with open_private(self.path, "ab") as file:
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerow({"round": record.round, "time_ms": record.time_ms, **record.metrics})
             append_line(file, text.getvalue().encode())
         self.last = record.round
 
@@ -48,8 +47,7 @@ class CsvFile:
 
     def _add_columns(self, names: list[str]) -> None:
         self.columns += names
-        if self.path.is_file():
-            header, rows = self.path.read_text().split("\n", 1)
-            short = "," * len(names)
-            lines = [line.rstrip("\r") + short for line in rows.splitlines()]
-            write_text(self.path, "\r\n".join([",".join([header.rstrip("\r"), *names]), *lines, ""]))
+        if lines := (read_text(self.path) or "").splitlines():
+            header, *rows = lines
+            longer = [",".join([header, *names]), *(row + "," * len(names) for row in rows)]
+            write_text(self.path, "".join(f"{line}\r\n" for line in longer))

@@ -157,6 +157,9 @@ class LiveDelivery:
         self._ends = threading.Event()  # no record follows: pauses are short from now on
         self._new = threading.Event()  # records may be undelivered
         self._done = threading.Event()  # all records are delivered, or the delivery has given up
+        # for the thread
+        self._failures = self._failures_at_end = 0  # failed attempts in a row; of these, since the end
+        self._retries_at_end = len(PAUSES_AT_END_SECONDS)  # attempts after the first failure since the end
 
     def start(self) -> None:
         self._new.set()
@@ -191,40 +194,40 @@ class LiveDelivery:
             self.warn(f"{self._title()} lacks {rounds} rounds and the end of {run_dir}, which {log} keeps{later}")
 
     def _deliver_until_done(self) -> None:
-        failures = failures_at_end = 0
-        pauses_at_end: int | None = None  # None: not known before the end
-        while not self._done.is_set():
-            self._new.clear()
-            ends, progress = self._ends.is_set(), self.delivery.progress
-            if ends and pauses_at_end is None:
-                pauses_at_end = 1 if failures else len(PAUSES_AT_END_SECONDS)
-            try:
-                self.delivery.bring_up_to_date()
-            except Timeout:  # another process is delivering this run
-                self._new.set()
-            except Exception as error:  # boundary to user code and services: their errors must not end the training
-                self._new.set()
-                failures += 1
-                if failures == 1:
-                    self._warn_of(error)
-                failures_at_end = (0 if self.delivery.progress > progress else failures_at_end) + ends
-                if failures_at_end and (not self.delivery.was_opened or failures_at_end > (pauses_at_end or 0)):
-                    break
-            else:
-                failures = 0
-                if ends:
-                    break
-            self._pause(failures, failures_at_end)
+        while not self._done.is_set() and not self._attempt():
+            self._pause()
         with suppress(Exception):  # the warning is given already
             self.delivery.give_up(self.unrecorded_end)
         self._done.set()
 
-    def _pause(self, failures: int, failures_at_end: int) -> None:
-        """Waits for the pause after this number of failures, and then until records may be undelivered."""
+    def _attempt(self) -> bool:
+        """Delivers what the tracker lacks. Returns whether no attempt follows: all is delivered, or it gives up."""
+        self._new.clear()
+        ends, progress = self._ends.is_set(), self.delivery.progress
+        try:
+            self.delivery.bring_up_to_date()
+        except Timeout:  # another process is delivering this run
+            self._new.set()
+            return False
+        except Exception as error:  # boundary to user code and services: their errors must not end the training
+            self._new.set()
+            self._failures += 1
+            if self._failures == 1:
+                self._warn_of(error)
+            if not ends:
+                self._retries_at_end = 1
+                return False
+            self._failures_at_end = 1 if self.delivery.progress > progress else self._failures_at_end + 1
+            return not self.delivery.was_opened or self._failures_at_end > self._retries_at_end
+        self._failures, self._retries_at_end = 0, len(PAUSES_AT_END_SECONDS)
+        return ends
+
+    def _pause(self) -> None:
+        """Waits for the pause after the failures so far, and then until records may be undelivered."""
         if self._ends.is_set():
-            self._done.wait(PAUSES_AT_END_SECONDS[max(0, failures_at_end - 1)])
+            self._done.wait(PAUSES_AT_END_SECONDS[max(0, self._failures_at_end - 1)])
         else:
-            self._ends.wait(PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS) - 1)])
+            self._ends.wait(PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS) - 1)])
         self._new.wait()
 
     def _warn_of(self, error: Exception) -> None:

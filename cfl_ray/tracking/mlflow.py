@@ -94,14 +94,14 @@ class MlflowRun:
             for record in records
             for name, value in self._metrics_of(record).items()
         ]
-        said = [("phase", record.next_phase) for record in records[-1:] if record.phase]
+        tags = [("phase", record.next_phase) for record in records[-1:] if record.phase]
         events = [event for record in records for event in record.events]
-        said += [("last_event", f"round {event.round}: {event.text}") for event in events[-1:]]
+        tags += [("last_event", f"round {event.round}: {event.text}") for event in events[-1:]]
         if self._may_be_delivered and metrics:
             missing = self._missing(metrics)
             self._may_be_delivered = len(missing) < len(metrics)
             metrics = missing
-        self._client.log_batch(self.run_id, metrics=metrics, tags=[RunTag(name, value) for name, value in said])
+        self._client.log_batch(self.run_id, metrics=metrics, tags=[RunTag(name, value) for name, value in tags])
 
     def log_wait(self, text: str) -> None:
         """Sets the tag `last_wait`: the reason for the last wait of a round."""

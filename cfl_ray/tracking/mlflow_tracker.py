@@ -195,8 +195,8 @@ def deliver_pending(
             pending.append((run_dir, destination.uri))
         else:
             unknown.setdefault(destination.uri, []).append(run_dir)
-    for there, run_dirs in unknown.items():
-        warn(_not_sent(there, run_dirs, Path(output)))
+    for unknown_uri, run_dirs in unknown.items():
+        warn(_not_sent(unknown_uri, run_dirs, Path(output)))
     delivered: dict[Path, int] = {}
     if pending:
         arguments = (pending, uri, time.monotonic() + seconds, delivered, warn)

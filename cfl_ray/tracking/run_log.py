@@ -23,7 +23,7 @@ _warn_in_log = logging.getLogger(__name__).warning
 class RunLog:
     """Writes the reports of a run to its directory, in the order start, log ..., finish, and wakes its trackers.
 
-    A resumed run calls `start` again on the same directory.
+    A resumed run has a new RunLog on the same directory.
     """
 
     def __init__(
@@ -43,7 +43,6 @@ class RunLog:
 
     def start(self, info: RunInfo) -> None:
         """Opens the run. If the directory already holds a run, `info` is ignored and the recorded info remains."""
-        self.close()
         files = RunDirectory(self.run_dir)
         private_folder(files.artifacts)
         if not files.info.exists():

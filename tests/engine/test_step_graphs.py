@@ -211,7 +211,7 @@ def test_a_batch_whose_copy_does_not_fit_is_trained_without(graphs, monkeypatch)
     def full(steps):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(VmapSteps, "on_tensors_that_stay", full)
+    monkeypatch.setattr(VmapSteps, "on_static_tensors", full)
     assert_as_without(recorded, network, tasks_of(network, SIZES, replace(SGD, epochs=8)))
     assert list(recorded.refused.values()) == ["CUDA out of memory."] and graphs.recorded == 0
 

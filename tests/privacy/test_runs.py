@@ -3,9 +3,9 @@
 import stat
 
 import pytest
-from interrupted import interrupt_once
+from interrupted import interrupt_once, simulate_until
 
-from cfl_ray import Experiment, resume, simulate
+from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.config import load
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.privacy.plan import describe
@@ -75,6 +75,15 @@ def test_a_resumed_run_releases_the_same_sums(noise, tmp_path, monkeypatch):
         assert other != resumed, "another run draws other noise and other cohorts"
 
 
+def test_models_can_be_read_without_the_key_and_none_is_written(tmp_path):
+    """Whoever has the key can subtract the noise, so a run may be handed on without it."""
+    simulate(experiment(rounds=1, privacy={"noise_multiplier": 1.0}), tmp_path / "run")
+    (tmp_path / "run/ifca/privacy.key").unlink()
+    files = sorted((tmp_path / "run").rglob("*"))
+    assert load_run(tmp_path / "run")["ifca"].model(0) is not None
+    assert sorted((tmp_path / "run").rglob("*")) == files
+
+
 def test_clients_cannot_join_or_leave_on_request(monkeypatch):
     from cfl_ray.runtime.round_loop import RoundLoop
 
@@ -96,6 +105,15 @@ def test_methods_with_signatures(tmp_path):
     found = figures(simulate(experiment(methods=["stocfl"], privacy=privacy)), "stocfl")
     plain = figures(simulate(experiment(methods=["fedavg"])), "fedavg")
     assert found[-1]["epsilon"] > plain[-1]["epsilon"], "two sums a round, and a vector of each client"
+
+
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_every_checkpoint_has_the_vectors_released_so_far(last, tmp_path):
+    """Of each client another one in each round: the account of a resumed run counts all of them."""
+    privacy = {"noise_multiplier": 1.0, "noise": "reproducible", "signatures": {"noise_multiplier": 1.0}}
+    private = experiment(methods=["fesem"], cohort={"fraction": 1.0}, privacy=privacy)
+    simulate_until(last, private, tmp_path / "run")
+    assert figures(resume(tmp_path / "run", on_ray=False), "fesem") == figures(simulate(private), "fesem")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Trackers: every record once, also after faults and in resumed runs, and no round waits for them."""
 
 import csv
+import errno
 import re
 import sys
 import threading
@@ -13,7 +14,7 @@ import pytest
 import cfl_ray
 from cfl_ray.config import Experiment, TrackingConfig
 from cfl_ray.errors import ConfigError
-from cfl_ray.tracking import Delivery, RoundRecord, RunInfo, RunLog, delivery, new_trackers
+from cfl_ray.tracking import Delivery, RoundRecord, RunInfo, RunLog, csv_file, delivery, new_trackers
 from cfl_ray.tracking.csv_file import CsvFile
 
 
@@ -198,6 +199,40 @@ class TestCsv:
             {"round": "1", "time_ms": "1000", "accuracy": "0.1", "ari": ""},
             {"round": "2", "time_ms": "2000", "accuracy": "0.2", "ari": "0.5"},
         ]
+
+    @pytest.mark.parametrize(
+        "left, rounds",
+        [
+            ("", ["3", "4"]),
+            ("round,ti", ["3", "4"]),
+            ("round,time_ms,accuracy\r\n2,2000,0.2\r\n", ["2", "3", "4"]),
+            ("round,time_ms,accuracy\r\n2,2000,0.2\r\n31,3", ["2", "3", "4"]),
+        ],
+        ids=["no line", "a part of the header", "fewer columns", "a part of a row"],
+    )
+    def test_a_file_that_a_crash_left_goes_on_with_whole_rows(self, left, rounds, tmp_path):
+        (tmp_path / "metrics.csv").write_text(left)
+        file = CsvFile()
+        file.open(tmp_path, RunInfo("run"), 2)
+        file.log(record(3))
+        file.log(RoundRecord(4, {"accuracy": 0.4, "later": 2.0}, time_ms=4000))
+        rows = self.rows(tmp_path)
+        assert [row["round"] for row in rows] == rounds
+        assert [row["accuracy"] for row in rows] == [str(int(round) / 10) for round in rounds]
+        assert [row["later"] for row in rows] == [""] * (len(rounds) - 1) + ["2.0"] and None not in rows[-1]
+
+    def test_a_full_disk_at_its_first_row_leaves_room_for_the_header(self, tmp_path, monkeypatch):
+        def full(file, line):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        file = CsvFile()
+        file.open(tmp_path, RunInfo("run"), 0)
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr(csv_file, "append_line", full)
+            file.log(record(1))
+        file.log(record(1))
+        (row,) = csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())
+        assert (row["round"], row["accuracy"]) == ("1", "0.1")
 
 
 def test_tensorboard_has_a_scalar_per_metric_and_round(tmp_path):

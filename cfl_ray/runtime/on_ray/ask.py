@@ -11,7 +11,7 @@ from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress
 from cfl_ray.runtime.on_ray.connect import as_user_error, join_cluster, short_reason
 
 _ANSWER_SECONDS, _STOP_SECONDS = 120, 8
-_AFTER_ROUND, _NOW = b"after the round", b"now"  # when a run ends that is asked to stop
+_AFTER_ROUND, _NOW = b"after the round", b"now"  # when a run ends after a request to stop
 
 
 def ask_server(server: ServerAddress, verb: str, *arguments: Any) -> Any:
@@ -48,7 +48,7 @@ def ask_server(server: ServerAddress, verb: str, *arguments: Any) -> Any:
             f"the server has not answered within {seconds} s; it may still do what was asked: see `cfl-ray status`"
         ) from None
     except RayActorError as error:
-        if verb == "stop":  # the driver ends the run, and it does not start another server for a run that is to stop
+        if verb == "stop":  # the driver then ends the run instead of starting another server
             return "the server was ended before it answered: the run ends now; every saved round is kept"
         raise RunError(
             f"the server died when it was asked ({short_reason(error)}); another one is started: "
@@ -70,7 +70,7 @@ def stop_is_asked(actor: str) -> bool:
 
 
 def stop_is_due(actor: str) -> bool:
-    """Whether the driver is to end the run at once: the server was not ready when a user asked to stop."""
+    """Whether the driver must end the run now, because the server was not ready when a user asked to stop."""
     return bool(_internal_kv_get(_stop_key(actor)) == _NOW)
 
 

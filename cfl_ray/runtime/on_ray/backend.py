@@ -244,7 +244,7 @@ class Exchange:
         return {(table, row): self.backend.row(tables[table], row) for table, row in uses}
 
     def seconds(self, chunks: Sequence[Chunk]) -> float | None:
-        """Seconds after which the host of these chunks is ended; None: no limit. A chain has that of all clients."""
+        """Seconds after which the host of these chunks is ended; None: no limit. Clients of a chain add up."""
         deadline = None if isinstance(self.work, CombineColumns) else self.setup.experiment.runtime.round_deadline
         return deadline and deadline * (len(chunks[0].index_m) if self.work.chained else len(chunks))
 

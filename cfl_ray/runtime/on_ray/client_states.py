@@ -24,7 +24,7 @@ from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.stored import Place, StoredValue, fetched, place_of, put_all, tensor_of
 
 _ANSWER_SECONDS = 10.0  # for a host that is asked whether it has the run directory
-_LOOK_SECONDS = 1.0  # of a wait for files
+_POLL_SECONDS = 1.0  # between polls of the files that hosts write
 
 
 class RayClientStates(ClientStateStore):
@@ -80,11 +80,7 @@ class RayClientStates(ClientStateStore):
 
         The server writes a file whose host is lost, or that no host can write.
         """
-        queues: dict[str, deque[int]] = {}  # numbers of files, by node
-        for number, file in enumerate(files):
-            values = [self[key] for key in file.keys]
-            if all(isinstance(value, StoredValue) or _has_file(value) for value in values):
-                queues.setdefault(getattr(values[0], "node", ""), deque()).append(number)
+        queues = self._queues(files)
         idle = [host for host in self.pool.ready_now if self._shares(host)]
         calls: dict[ray.ObjectRef[Any], tuple[int, Host]] = {}
         written: dict[int, Any] = {}
@@ -96,8 +92,8 @@ class RayClientStates(ClientStateStore):
                 file = files[number := queue.popleft()]
                 places = [place_of(self[key]) for key in file.keys]
                 calls[host.actor.write.remote(file, places)] = number, host
-            ended, _ = ray.wait(list(calls), timeout=_LOOK_SECONDS)
-            self.pool.looks += len(ended)
+            ended, _ = ray.wait(list(calls), timeout=_POLL_SECONDS)
+            self.pool.polls += len(ended)
             for ref in ended:
                 number, host = calls.pop(ref)
                 try:
@@ -115,6 +111,15 @@ class RayClientStates(ClientStateStore):
             if number not in written:
                 written[number] = file.write(self.tensors(file.keys), again=True)
         return [written[number] for number in range(len(files))]
+
+    def _queues(self, files: Sequence[StateFile]) -> dict[str, deque[int]]:
+        """Numbers of the files whose values hosts can read, by the node of their first value; "": in a file."""
+        queues: dict[str, deque[int]] = {}
+        for number, file in enumerate(files):
+            values = [self[key] for key in file.keys]
+            if all(isinstance(value, StoredValue) or _has_file(value) for value in values):
+                queues.setdefault(getattr(values[0], "node", ""), deque()).append(number)
+        return queues
 
     def _shares(self, host: Host) -> bool:
         """Whether a host also has the run directory."""

@@ -16,7 +16,7 @@ from cfl_ray.errors import RunError, RunStopped, UserError
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
-from cfl_ray.runtime.on_ray.stall import LOOK_SECONDS, STOP_SECONDS, duration
+from cfl_ray.runtime.on_ray.stall import POLL_SECONDS, STOP_SECONDS, duration
 
 _CALLS_PER_HOST = 2  # one running, one queued, so that the host never waits for the server
 # a chunk that failed on so many hosts, or so many times, ends the run; a single bad host cannot reach these limits
@@ -31,7 +31,8 @@ class _CallUnderWay:
     numbers: list[int]  # of the chunks
     returns: list[ray.ObjectRef[Any]]
     seconds: float | None
-    told: tuple[float, str] | None = None  # if it is slow: the seconds after which it is reported next, the last report
+    reported: str = ""  # its last report, if it is slow
+    next_report: float = 0.0  # seconds without progress after which it is reported (again)
     computed: tuple[float, float] | None = None  # time and CPU seconds of its host, at the last query of a stop
 
 
@@ -73,13 +74,13 @@ class Dispatch:
 
         Raises ObjectLostError if an object that the calls need (client state) was lost with its node.
         """
-        free, looked = self._all_free(), time.monotonic()
+        free, polled = self._all_free(), time.monotonic()
         while self.schedule or self.under_way:
             self._hand_out(free)
             ended = self.pool.wait(list(self.under_way), self._seconds_left())
             free = [call.host for ref in ended if (call := self._end(ref)) is not None]
-            if not ended or time.monotonic() - looked > LOOK_SECONDS:  # also if other hosts end calls all the time
-                looked = time.monotonic()
+            if not ended or time.monotonic() - polled > POLL_SECONDS:  # also if other hosts end calls all the time
+                polled = time.monotonic()
                 self._end_late()
                 self.pool.watch_starts()
                 self._watch()
@@ -185,7 +186,7 @@ class Dispatch:
     def _seconds_left(self) -> float:
         """Seconds until the first call reaches its limit, at most those until the next check for slow calls."""
         due = min((when for when, _ in self._due()), default=float("inf"))
-        return min(LOOK_SECONDS, max(0.0, due - time.monotonic()))
+        return min(POLL_SECONDS, max(0.0, due - time.monotonic()))
 
     def _end_late(self) -> None:
         """Ends the hosts whose time is up. The parts of their calls run first, so that little other work is wasted."""
@@ -207,8 +208,8 @@ class Dispatch:
 
         Raises RunStopped if a user asks to stop in the meantime, RunError for work that was given up too often.
         """
-        rule, self.pool.looks = self.pool.stall_rule, self.pool.looks + 1
-        slow, named = [], []
+        rule, self.pool.polls = self.pool.stall_rule, self.pool.polls + 1
+        slow, reported = [], []
         for number, refs in list(self.of_host.items()):
             if not refs:
                 continue
@@ -221,13 +222,13 @@ class Dispatch:
             if waited <= rule.slow_after(usual) or self._has_progressed(call):
                 continue
             slow.append(f"{self._doing(call, chunks, waited)}{self._usually(usual)}")
-            if call.told is None or waited >= call.told[0]:
-                call.told = 2 * waited, slow[-1]
+            if waited >= call.next_report:
+                call.reported, call.next_report = slow[-1], 2 * waited
                 self.pool.notes.append(slow[-1])
-            named.append(call.told[1])
+            reported.append(call.reported)
             if waited > rule.given_up_after(usual):
                 self._give_up(call, waited)
-        self.pool.slow, self.pool.named = "; ".join(slow), "; ".join(named)
+        self.pool.slow, self.pool.reported = "; ".join(slow), "; ".join(reported)
 
     def _has_progressed(self, call: _CallUnderWay) -> bool:
         """Whether a host has done chunks of its call since the last query; if so, its time starts again."""

@@ -1,7 +1,7 @@
-"""The client host as Ray sees it: a process with one compute thread, wherever there is room.
+"""The Ray actor of a client host: a process with one compute thread.
 
-Importing this is light. What the actor does is imported when it starts: importing torch takes seconds, and the server
-starts its hosts before it imports torch itself, so that all of them load it at the same time.
+This module is fast to import. What the actor does is imported when it starts: importing torch takes seconds, and the
+server starts its hosts before it imports torch itself, so that all of them load it at the same time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _HOST_ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",  # of NumPy
 }
-_LIVE = "live"  # the concurrency group of questions that do not wait for the work to end
-_PRIORITY = {"RAY_worker_niceness": "0"}  # as the user's own; Ray's default gives way to all other processes (15)
+_LIVE = "live"  # the concurrency group of calls that are answered while work is in progress
+_PRIORITY = {"RAY_worker_niceness": "0"}  # as other processes of the user; Ray's default, 15, gives way to all of them
 # set in processes of a cluster that was started with this environment: its instructions, "" where they are not set
 _INHERITED = "CFL_RAY_HOST_ENVIRONMENT"
 
@@ -113,7 +113,7 @@ class ClientHost:
 
     @ray.method(concurrency_group=_LIVE)
     def progress(self) -> tuple[int, float]:
-        """(Chunks that are done of the present call, CPU seconds of this process), while the call is under way."""
+        """(Number of completed chunks of the present call, CPU seconds of this process so far)."""
         return self.process.chunks_done if self.process else 0, time.process_time()
 
     @ray.method(concurrency_group=_LIVE)
@@ -135,8 +135,8 @@ class StartedHost(NamedTuple):
     """A host that was started."""
 
     actor: Any
-    ready: ray.ObjectRef[Any]  # answers when it is ready
-    placed: ray.ObjectRef[Any]  # answers when it has a process, with `ClientHost.placed`
+    ready: ray.ObjectRef[Any]  # resolved when it is ready
+    placed: ray.ObjectRef[Any]  # resolved when it has a process, with the result of `ClientHost.placed`
 
 
 def start_host(
@@ -148,9 +148,8 @@ def start_host(
 ) -> StartedHost:
     """Starts a host wherever there is room, or as soon as there is. pause: see `ClientHost.start`.
 
-    An actor that waits for room is how the cluster's autoscaler learns that machines are missing, and it goes with this
-    run. `ray.autoscaler.sdk.request_resources` would not: it is one request for the whole cluster, which every caller
-    replaces and which stays until someone does.
+    For an actor that waits for room, the cluster's autoscaler adds machines, until the run ends. A call of
+    `ray.autoscaler.sdk.request_resources` would stay after the run, and replace that of other runs on the cluster.
     """
     remote: Any = ray.remote(concurrency_groups={_LIVE: 1})  # type: ignore[call-overload]
     actor_class = remote(ClientHost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -111,36 +112,21 @@ class HostProcess:
         sums = HostSums() if return_sums else self.sums
         self.chunks_done = 0
         results, states, deferred = [], {}, {}
-
-        def stored_of(part: np.ndarray) -> LazyTensors | dict[int, Tensor]:
-            if isinstance(work, CombineColumns):
-                first = int(part[0]) * len(work.members)
-                return LazyTensors(stored[0], [places[first + i][0] for i in range(len(work.members))])
-            at = {i: places[client] for i, client in enumerate(part.tolist()) if client in places}
-            return {i: _joined([tensor_of(stored[argument], pos) for argument, pos in of]) for i, of in at.items()}
-
-        chunks = ((work.take(part), part, stored_of(part)) for part in np.split(np.arange(len(index_m)), cuts))
+        parts = np.split(np.arange(len(index_m)), cuts)
+        chunks = ((work.take(part), part, _stored_of(work, part, places, stored)) for part in parts)
         for result, kept in self.worker.run_all(chunks, lambda table, row: self._row(models, table, row), sums):
             results.append(result)
             self.chunks_done = len(results)
             states.update({int(result.index_m[i]): value for i, value in kept.states.items()})
             deferred.update({int(result.index_m[i]): value for i, value in kept.deferred.items()})
         totals = {out: total_2P.numpy() for out, total_2P in sums.totals.items()} if return_sums else {}
-        result = merged(results, index_m)
-        whole = replace(result, seconds=time.perf_counter() - began), totals
+        whole = replace(merged(results, index_m), seconds=time.perf_counter() - began), totals
         kinds = [states] * work.updates_client_state
         if isinstance(work, Train) and work.defers_results:
             size = next(map(len, deferred.values()), 0)
             kinds += [{i: value[part] for i, value in deferred.items()} for part in work.parts(size)]
-        if not kinds:
-            return whole
-        left: list[Any] = []
-        for of_kind, is_packed in zip(kinds, packed, strict=True):
-            if is_packed:
-                left.append(tuple(Pack.of(of_kind, len(index_m))))
-            else:
-                left += [of_kind[i].numpy() if i in of_kind else None for i in range(len(index_m))]
-        return whole, *left
+        left = _objects_of(kinds, packed, len(index_m))
+        return (whole, *left) if left else whole
 
     def _fetch_files(self, clients: np.ndarray) -> None:
         """Fetches the files of the call's clients while the first clients train.
@@ -182,8 +168,27 @@ class HostProcess:
         return (sums.values() if last else sums.totals)[0].numpy()
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _stored_of(
+    work: Work, part: np.ndarray, places: dict[int, list[tuple[int, int | None]]], stored: Sequence[Any]
+) -> LazyTensors | dict[int, Tensor]:
+    """The stored values of the clients of a chunk, by position in it. part: their positions in the call."""
+    if isinstance(work, CombineColumns):
+        first = int(part[0]) * len(work.members)
+        return LazyTensors(stored[0], [places[first + i][0] for i in range(len(work.members))])
+    of_client = {i: places[client] for i, client in enumerate(part.tolist()) if client in places}
+    tensors = {i: [tensor_of(stored[at], position) for at, position in of] for i, of in of_client.items()}
+    return {i: parts[0] if len(parts) == 1 else torch.cat(parts) for i, parts in tensors.items()}
+
+
+def _objects_of(kinds: Sequence[Mapping[int, Tensor]], packed: Sequence[bool], count: int) -> list[Any]:
+    """The values of `count` clients as they are returned: for each kind one pack, or a value (or None) per client."""
+    objects: list[Any] = []
+    for values, is_packed in zip(kinds, packed, strict=True):
+        if is_packed:
+            objects.append(tuple(Pack.of(values, count)))
+        else:
+            objects += [values[i].numpy() if i in values else None for i in range(count)]
+    return objects
 
 
 def fetch(ref: ray.ObjectRef[Any]) -> Any:

@@ -29,10 +29,10 @@ _STEP_SECONDS = 1.0  # of a wait for hosts
 # from the loss of a node until the cluster detects it: five of Ray's health checks fail, each 10 s and a pause of 3 s
 _NODE_SECONDS = 120
 # of a wait, after which the user is notified (again): longer than hosts take to start if the cluster has room
-_TELL_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
+_NOTICE_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
 _MEASURE_SECONDS = 600  # for a host to measure its engines
 _ANSWER_SECONDS = 1.0  # for a host to report the progress of its call
-_LOOK_SECONDS = 1.0  # between looks for new room on the cluster, which take about a millisecond
+_ROOM_SECONDS = 1.0  # between checks for new room on the cluster, which take about a millisecond
 
 
 @dataclass
@@ -75,11 +75,11 @@ class Pool:
     waiting: str = ""  # the wait of a run without hosts, as text; empty while it has hosts. Read by other threads
     stop_asked: Callable[[], bool] = lambda: False  # whether a user has asked to stop, which ends a wait for hosts
     slow: str = ""  # the hosts that make no progress, as text; read by other threads
-    named: str = ""  # the same as reported last; the time between reports doubles
-    looks: int = 0  # number of looks at work in progress: grows while the thread of the rounds is alive
+    reported: str = ""  # the same, as reported last; the time between reports doubles
+    polls: int = 0  # of work in progress; grows while the thread of the rounds is alive
     kinds: dict[tuple[str, str], None] = field(default_factory=dict)  # (instructions, PyTorch) of hosts, in order
     federation_ref: ray.ObjectRef[Any] | None = None  # of the federation, if it is not that of `setup_ref`
-    _next_look: float = 0.0
+    _next_check: float = 0.0
 
     def start(self, started: Sequence[StartedHost], setup_ref: ray.ObjectRef[Any]) -> None:
         """Adds these hosts and, once a host is ready, chooses the engine."""
@@ -146,20 +146,20 @@ class Pool:
         Empty if a host was replaced meanwhile, or if the wait takes too long and other hosts are ready; then the
         starting hosts are given up. Otherwise raises as `ready`.
         """
-        needed, began, told = not self.ready_now, time.monotonic(), 0
+        needed, began, notices = not self.ready_now, time.monotonic(), 0
         limit = self._limit() if needed else _PLACE_SECONDS
         try:
             while (waited := time.monotonic() - began) < limit:
                 ended, _ = ray.wait(starting, timeout=min(_STEP_SECONDS, limit - waited))
-                self.looks += 1
+                self.polls += 1
                 if ended:
                     return ended
                 if self.watch_starts():
                     return []
                 if needed and self.stop_asked():
                     raise RunStopped("stopped while it waited for client hosts, as asked")
-                if needed and told < len(_TELL_SECONDS) and waited >= _TELL_SECONDS[told]:
-                    told += 1
+                if needed and notices < len(_NOTICE_SECONDS) and waited >= _NOTICE_SECONDS[notices]:
+                    notices += 1
                     self.waiting = self._what_is_missing(waited, limit)
         finally:
             if self.waiting:
@@ -199,7 +199,7 @@ class Pool:
         for host in list(self.hosts):
             if host.starting is None:
                 continue
-            if line := host.start.look(now):
+            if line := host.start.poll(now):
                 self.notes.append(line)
             if host.start.is_over(now):
                 over = True
@@ -207,8 +207,8 @@ class Pool:
         return over
 
     def halted_starts(self) -> list[str]:
-        """The hosts that make no progress while they start, in words; read by other threads."""
-        return [host.start.told for host in list(self.hosts) if host.starting is not None and host.start.told]
+        """The hosts that make no progress while they start, as text; called by other threads."""
+        return [host.start.reported for host in list(self.hosts) if host.starting is not None and host.start.reported]
 
     def nodes(self, seconds: float = 30) -> int:
         """Number of nodes that have a host, counting hosts that are ready within `seconds`."""
@@ -297,8 +297,8 @@ class Pool:
 
     def next_exchange(self) -> int:
         """A new exchange number. Starts hosts if the cluster has new room."""
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + _LOOK_SECONDS
+        if time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + _ROOM_SECONDS
             self._refill()
             self.watch_starts()
         self.exchanges += 1

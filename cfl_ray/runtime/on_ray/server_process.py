@@ -57,19 +57,19 @@ class ServerProcess:
         self.loop: RoundLoop | None = None  # None while it is made
         self.requests: Requests | None = None  # of the loop, or of the last one while the next is made
         self.rounds: Iterator[RoundReport] = iter(())  # of the loop
-        self.replacing = threading.Lock()  # held while a loop is made: it must know every request that was granted
+        self.replacing = threading.Lock()  # held while a loop is made, which reads all granted requests
         kept = read_environment(run_dir)
         engine = kept.engine if kept else None
         self.pool = Pool(self.setup, kept_engine=engine, had_hosts=fault is not None, stop_asked=self._stop_asked)
         self.network = self.setup.network()
 
-    # ---- asked by the driver
+    # ---- called by the driver
 
     def report(self, label: str) -> RoundReport:
-        """The next report of a method: of the round that is restored (0: none is), then of each round.
+        """The next report of a method: of the restored round (0: none), then of each round.
 
-        After the loss of client states the newest checkpoint is restored again. Raises RunError if they are lost again
-        and again and no round is saved in between.
+        If client states are lost, the newest checkpoint is restored. Raises RunError if that happens too often without
+        a new checkpoint.
         """
         if self.label != label:
             self.label = label
@@ -95,7 +95,7 @@ class ServerProcess:
 
     def _count_loss(self, error: ObjectLostError) -> None:
         loop, reason = self.loop, short_reason(error)
-        assert loop is not None, "a round of it was at work"
+        assert loop is not None, "the loss was in one of its rounds"
         decision = self.going_back.decide(progress=loop.saved)
         where = f"round {loop.saved}, the last one saved" if loop.saved else "the start: no round is saved"
         if not decision.granted:
@@ -110,7 +110,7 @@ class ServerProcess:
         time.sleep(decision.pause_seconds)
 
     def about(self) -> tuple[dict[str, str], Environment]:
-        """Hosts, device, engine, CPU and PyTorch of this run, in words; and its environment."""
+        """(Hosts, device, engine, CPU and PyTorch of this run as text, its environment)."""
         nodes, choice = self.pool.nodes(), self.pool.choice
         assert choice is not None
         place = f"{len(self.pool.hosts)} on {nodes} node{'s' * (nodes > 1)}"
@@ -118,11 +118,11 @@ class ServerProcess:
         return described(runtime, choice, self.pool.device, self.pool.environments(), place)
 
     def progress(self) -> Progress:
-        """How far the run is; asked while a round may be at work."""
+        """The progress of the run; called while a round may be running."""
         loop, pool = self.loop, self.pool
         at = (loop.label, loop.status, loop.round) if loop else ()
-        steps = (*at, pool.exchanges, pool.finished, pool.changes, pool.looks, pool.waiting)
-        waits_for = pool.waiting or "; ".join(filter(None, (pool.named, *pool.halted_starts())))
+        steps = (*at, pool.exchanges, pool.finished, pool.changes, pool.polls, pool.waiting)
+        waits_for = pool.waiting or "; ".join(filter(None, (pool.reported, *pool.halted_starts())))
         return Progress(waits_for, steps, time.process_time(), self._stop_asked())
 
     def _stop_asked(self) -> bool:
@@ -132,10 +132,10 @@ class ServerProcess:
         assert self.requests is not None, "the driver begins a method first"
         return self.requests
 
-    # ---- asked by `cfl-ray status`, `join`, `leave` and `stop`, while a round may be at work
+    # ---- called for `cfl-ray status`, `join`, `leave` and `stop`, while a round may be running
 
     def ask(self, verb: str, *arguments: Any) -> Any:
-        """The answer to a request. Raises ConfigError for one that is refused."""
+        """The answer to a request. Raises ConfigError for a refused request."""
         if verb == "status":
             return self._status()
         if verb == "join_shards":
@@ -164,7 +164,7 @@ class ServerProcess:
         }
 
     def _opened(self, uri: str) -> tuple[JoinedShards, Federation]:
-        """Shards, read whole here and opened on every other node with a host. Raises DataError if they cannot be."""
+        """Shards, verified here and opened on every other node with a host. Raises DataError if one of these fails."""
         added = open_shards(uri, verify=True)
         here = ray.get_runtime_context().get_node_id()
         for node in {host.node for host in list(self.pool.hosts) if host.node} - {here}:

@@ -29,8 +29,8 @@ from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import sigterm_interrupts
 
-# between two looks at what the server waits for, and for its answer: with STOP_SECONDS, `stop` holds within 10 s
-_LOOK_SECONDS, _ANSWER_SECONDS = 2.0, 1.0
+# between two polls of the server's progress, and for the answer: with STOP_SECONDS, `stop` holds within 10 s
+_POLL_SECONDS, _ANSWER_SECONDS = 2.0, 1.0
 
 
 class ServerStalled(Exception):
@@ -42,7 +42,7 @@ class RaySession:
 
     def __init__(self, setup: Setup, run_dir: Path | None, warn: Callable[[str], None] = lambda text: None):
         self.setup, self.run_dir, self.warn = setup, run_dir, warn
-        self.told = ""  # what the user knows that the server waits for
+        self.reported = ""  # the last wait of the server that the user was told of
         self.record_wait: Callable[[str], None] = lambda text: None
         runtime = setup.experiment.runtime
         self.stall_rule = StallRule(runtime.stall_warning, runtime.stall_limit)
@@ -54,7 +54,7 @@ class RaySession:
         self.servers = 0
         self.actor: Any = None
         self.ready = False  # the server has started
-        self.looked = time.monotonic()  # for a request to stop
+        self.polled = time.monotonic()  # for a request to stop
         self.started_here = connect(runtime.address, runtime.hosts, runtime.cpu_capability)
         self.signals = ExitStack()
         self.signals.enter_context(sigterm_interrupts())
@@ -94,16 +94,18 @@ class RaySession:
         self._publish()
 
     def _publish(self) -> None:
-        """Writes where the server is, for the command line."""
+        """Writes the address of the server, for other commands."""
         if self.run_dir is None or not RunDirectory(self.run_dir).is_run:  # a new run is not kept before it has started
             return
         configured = self.setup.experiment.runtime.address or ""
         address = configured if configured.startswith("ray://") else ray.get_runtime_context().gcs_address
         if self.started_here:
-            address = f"127.0.0.1:{address.rpartition(':')[2]}"  # the address it listens on, whatever it reports
+            address = (
+                f"127.0.0.1:{address.rpartition(':')[2]}"  # Ray reports another address than the one that it listens on
+            )
         publish_server(self.run_dir, ServerAddress.here(address, self.server_name, self.started_here))
 
-    # ---- asked by the driver
+    # ---- called by the driver
 
     def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundReport]:
         self.label, self.record_wait = label, record_wait
@@ -132,7 +134,7 @@ class RaySession:
         self.signals.close()
 
     def _ask(self, verb: str, *arguments: Any) -> Any:
-        """The server's answer; a server that died is replaced first. Raises what a user can act on."""
+        """The server's answer; a server that died is replaced first. Errors are UserErrors."""
         while True:
             try:
                 if not self.ready:
@@ -156,23 +158,23 @@ class RaySession:
         Raises ServerStalled if it makes no progress for too long, RunStopped if a user asks to stop meanwhile.
         """
         watch = ProgressWatch(rule, time.monotonic(), "the server", ", from the last checkpoint")
-        looking = None
+        pending = None  # the progress that the server was asked for
         while True:
             self._end_if_asked()
-            if ray.wait([ref], timeout=_LOOK_SECONDS)[0]:
+            if ray.wait([ref], timeout=_POLL_SECONDS)[0]:
                 return ray.get(ref)
             progress: Progress | None = None
-            looking = looking or self.actor.progress.remote()
-            if ray.wait([looking], timeout=_ANSWER_SECONDS)[0]:  # otherwise a late answer counts at the next look
-                with suppress(RayError):  # a server that died, which `ref` says as well
-                    progress = ray.get(looking)
-                looking = None
-            watch.look(progress, now := time.monotonic())
+            pending = pending or self.actor.progress.remote()
+            if ray.wait([pending], timeout=_ANSWER_SECONDS)[0]:  # otherwise a late answer counts at the next poll
+                with suppress(RayError):  # the server died; `ref` has the same error
+                    progress = ray.get(pending)
+                pending = None
+            watch.update(progress, now := time.monotonic())
             waits_for = (progress.waits_for if progress else "") or watch.warning(now)
-            if waits_for and waits_for != self.told:
+            if waits_for and waits_for != self.reported:
                 self.warn(waits_for)
                 self.record_wait(waits_for)
-            self.told = waits_for or self.told
+            self.reported = waits_for or self.reported
             if watch.stops(now, progress is None and stop_is_asked(self.server_name)):
                 silent = duration(now - watch.since)
                 raise RunStopped(f"stopped, as asked, while the server has made no progress for {silent}")
@@ -181,8 +183,8 @@ class RaySession:
 
     def _end_if_asked(self) -> None:
         """Raises RunStopped if a user asked to stop when no round was running."""
-        if (now := time.monotonic()) > self.looked + _LOOK_SECONDS:
-            self.looked = now
+        if (now := time.monotonic()) > self.polled + _POLL_SECONDS:
+            self.polled = now
             if stop_is_due(self.server_name) or (not self.ready and stop_is_asked(self.server_name)):
                 raise RunStopped("stopped, as asked, when no round was running")
 
@@ -204,7 +206,7 @@ class RaySession:
         self.faults.append(f"the server died and was started again: {cause}")
         self.last_fault = (time.time(), self.faults[-1])
         self.retry.started()
-        ray.kill(self.actor)  # it may only be out of reach; it would work in addition to the new one
+        ray.kill(self.actor)  # if it is only out of reach, both servers would run
         self._start_server()
 
 

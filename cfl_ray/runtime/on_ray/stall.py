@@ -1,8 +1,8 @@
-"""Work that makes no progress: when it is named, and when it is given up.
+"""Work that makes no progress: when it is reported, and when it is given up.
 
 A call on a host is slow if it takes ten times as long as the same work took before, and `runtime.stall_warning` seconds
-at least. It is named then, and again each time that it has taken twice as long. After `runtime.stall_limit` seconds (or
-ten times the slow time, if that is more) its host is replaced and the work is done again, with the same results.
+at least. It is reported then, and again each time that it has taken twice as long. After `runtime.stall_limit` seconds
+(or ten times the slow time, if that is more) its host is replaced and the work is done again, with the same results.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _FACTOR = 10  # of the usual seconds, from which on work is slow
 _UNKNOWN_FACTOR = 6  # of the limit, if nothing is known of such work
 STOP_SECONDS = 5.0  # without progress, after which a request to stop does not wait for the end of the round
 _COMPUTES = 0.2  # of a CPU, from which on a process computes
-LOOK_SECONDS = 2.0  # between two looks at work that is under way
+POLL_SECONDS = 2.0  # between two polls of work in progress
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a server is. `steps` differ from one look to the next while it makes progress."""
+    """The progress of a server. `steps` differ from one poll to the next while it makes progress."""
 
     waits_for: str  # client hosts that are missing, or that make no progress; empty: none
     steps: tuple[object, ...]
@@ -65,29 +65,29 @@ class ProgressWatch:
     """A view of a process that is waited for: the server, or a host that starts.
 
     It makes progress if its steps change, or if it computes: clustering may take long, a process that hangs takes no
-    CPU time. name: of the process, and then: how another one continues, for the user.
+    CPU time. name: of the process, for the user. then: how a new process continues, for the user.
     """
 
     def __init__(self, rule: StallRule, now: float, name: str = "the server", then: str = ""):
-        self.rule, self.since, self.looked, self.name, self.then = rule, now, now, name, then
+        self.rule, self.since, self.updated, self.name, self.then = rule, now, now, name, then
         self.last: Progress | None = None
-        self.tell_after = rule.warning
+        self.warn_after = rule.warning
 
-    def look(self, progress: Progress | None, now: float) -> None:
-        """Takes note of an answer; None: there was none."""
-        last, passed = self.last, now - self.looked
+    def update(self, progress: Progress | None, now: float) -> None:
+        """Records the answer to a poll; None: the process did not answer."""
+        last, passed = self.last, now - self.updated
         if progress is not None:
             computed = last is not None and progress.cpu_seconds - last.cpu_seconds > _COMPUTES * passed
             if last is None or progress.steps != last.steps or computed:
-                self.since, self.tell_after = max(self.since, now), self.rule.warning
-            self.last, self.looked = progress, now
+                self.since, self.warn_after = max(self.since, now), self.rule.warning
+            self.last, self.updated = progress, now
 
     def warning(self, now: float) -> str:
-        """A line for the user, each time that the silence is twice as long; empty otherwise."""
+        """A line for the user, each time that the wait for progress has doubled; empty otherwise."""
         silent = now - self.since
-        if silent < self.tell_after:
+        if silent < self.warn_after:
             return ""
-        self.tell_after = 2 * silent
+        self.warn_after = 2 * silent
         limit = self.rule.limit
         until = "never" if limit is None else f"after {duration(limit)}"
         return (
@@ -96,7 +96,7 @@ class ProgressWatch:
         )
 
     def is_slow(self, now: float) -> bool:
-        """Whether the user is to know that there is no progress."""
+        """Whether it has made no progress for so long that the user should know."""
         return now - self.since >= self.rule.warning
 
     def stops(self, now: float, asked: bool = False) -> bool:
@@ -105,7 +105,7 @@ class ProgressWatch:
         return asked and now - self.since > STOP_SECONDS
 
     def is_over(self, now: float) -> bool:
-        """Whether the process is to be replaced."""
+        """Whether the process must be replaced."""
         return self.rule.limit is not None and now - self.since > self.rule.limit
 
 
@@ -117,26 +117,26 @@ class StartWatch:
 
     def __init__(self, number: int, started: StartedHost, rule: StallRule, pause: float = 0.0):
         self.number, self.started, self.rule, self.pause = number, started, rule, pause
-        self.watch: ProgressWatch | None = None  # None: it has no place that is known
-        self.looking: ray.ObjectRef[Any] | None = None  # its present progress
-        self.told = ""  # what the user was told last
+        self.watch: ProgressWatch | None = None  # None: it is not known to have a place
+        self.pending: ray.ObjectRef[Any] | None = None  # the progress that it was asked for
+        self.reported = ""  # the last line for the user, while the host makes no progress
 
-    def look(self, now: float) -> str:
+    def poll(self, now: float) -> str:
         """A line for the user, each time that the host has made no progress for twice as long; does not wait."""
         if self.watch is None:
             self.watch = self._placed(now)
             return ""
-        self.looking = self.looking or self.started.actor.progress.remote()
-        if ray.wait([self.looking], timeout=0)[0]:
-            with suppress(RayError):  # it died, which `started.ready` says as well
-                self.watch.look(Progress("", (), cpu_seconds=ray.get(self.looking)[1]), now)
-            self.looking = None
+        self.pending = self.pending or self.started.actor.progress.remote()
+        if ray.wait([self.pending], timeout=0)[0]:
+            with suppress(RayError):  # the host died; `started.ready` has the same error
+                self.watch.update(Progress("", (), cpu_seconds=ray.get(self.pending)[1]), now)
+            self.pending = None
         line = self.watch.warning(now)
-        self.told = line or (self.told if self.watch.is_slow(now) else "")
+        self.reported = line or (self.reported if self.watch.is_slow(now) else "")
         return line
 
     def is_over(self, now: float) -> bool:
-        """Whether the host is to be replaced."""
+        """Whether the host must be replaced."""
         return self.watch is not None and self.watch.is_over(now)
 
     def _placed(self, now: float) -> ProgressWatch | None:
@@ -151,7 +151,7 @@ class StartWatch:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words: 45 s, 12 min, 3.5 h."""
+    """Seconds as text: 45 s, 12 min, 3.5 h."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -161,7 +161,7 @@ def test_objects_that_are_lost_go_to_the_caller(run):
 class HangingPool(FakePool):
     """Host 0 hangs, with a CPU share of `computes`; the others end a call every half second. The clock is fake."""
 
-    stall_rule, looks, slow, named = StallRule(30, None), 0, "", ""
+    stall_rule, polls, slow, reported = StallRule(30, None), 0, "", ""
 
     def __init__(self, hosts, usual=1.0, computes=0.0, asked=float("inf")):
         super().__init__(hosts)

@@ -33,7 +33,7 @@ def session(experiment, monkeypatch, tmp_path):
     monkeypatch.setattr(session_module, "checkpoint_store", lambda *_: store)
     monkeypatch.setattr(session_module, "stop_is_asked", lambda actor: False)
     monkeypatch.setattr(session_module, "stop_is_due", lambda actor: False)
-    made.name, made.servers, made.ready, made.looked, made.told = "run", 1, True, 0.0, ""
+    made.name, made.servers, made.ready, made.polled, made.reported = "run", 1, True, 0.0, ""
     made.warn = made.record_wait = lambda text: None
     clock = [0.0]
 
@@ -193,5 +193,5 @@ def test_a_late_answer_shows_progress_all_the_same(session, monkeypatch):
     server = session.actor = SlowServer()
     monkeypatch.setattr(session_module, "ray", server)
     monkeypatch.setattr(session_module, "time", server)
-    session.told, session.warn = "", pytest.fail
+    session.reported, session.warn = "", pytest.fail
     assert session._answer("answer", StallRule(8, 20)) == "answer"

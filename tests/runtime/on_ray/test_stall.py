@@ -48,7 +48,7 @@ class TestProgressWatch:
         watch, now = ProgressWatch(StallRule(30, 600), 0.0), 0.0
         for answer in answers:
             now += 5.0
-            watch.look(answer, now)
+            watch.update(answer, now)
         return watch, now
 
     @pytest.mark.parametrize(
