@@ -136,6 +136,14 @@ def drawn(drawing):
 
 
 @pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """Methods that a test defines are registered until it ends."""
+    from cfl_ray.core.method import Method
+
+    monkeypatch.setattr(Method, "registry", dict(Method.registry))
+
+
+@pytest.fixture(autouse=True)
 def environment(monkeypatch):
     """No cluster and no MLflow server of the user's; MLflow itself sets its variable in a test before."""
     for name in ("RAY_ADDRESS", "RAY_JOB_ID", "MLFLOW_TRACKING_URI"):
@@ -159,14 +167,6 @@ def _until():
 @pytest.fixture
 def figures():
     """Returns a function: results -> every metric of every round of every method, without the seconds."""
+    from small_runs import figures
 
-    def of(results):
-        return {
-            label: [
-                (record.round, {name: value for name, value in record.metrics.items() if name != "round_seconds"})
-                for record in method.records
-            ]
-            for label, method in results.methods.items()
-        }
-
-    return of
+    return lambda results: {label: figures(method) for label, method in results.methods.items()}

@@ -33,6 +33,11 @@ def planted(clients: int = 8, groups: int = 2, samples: int = 200, seed: int = 0
     return SyntheticFederation(clients, input=(1, 4, 4), classes=4, groups=groups, samples=samples, seed=seed)
 
 
+def linear() -> nn.Module:
+    """A linear model of planted images: 64 weights and 4 biases."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
+
+
 def uneven(sizes: Sequence[int], shape: tuple[int, ...] = (6,), classes: int = 3, seed: int = 0) -> Federation:
     """Client i has `sizes[i]` random training samples, and half as many test samples."""
     draw = np.random.default_rng(seed)

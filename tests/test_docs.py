@@ -18,12 +18,12 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
+from commands import call
 from packaging.requirements import Requirement
 from studies import InlinePool
 from wheels import make_project, make_wheel
 
 from cfl_ray import config, simulate
-from cfl_ray.cli import main
 from cfl_ray.study import run
 from cfl_ray.tracking.record import primary_of
 
@@ -39,11 +39,9 @@ def blocks(language: str, page: str = README) -> list[str]:
 
 
 def command(arguments: list[str], capsys) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    printed = capsys.readouterr()
-    assert ended.value.code == 0, printed.err
-    return printed.out
+    status, printed, error = call(capsys, *arguments)
+    assert status == 0, error
+    return printed
 
 
 @pytest.fixture(autouse=True)
@@ -179,12 +177,10 @@ def test_the_examples_of_all_commands_run_in_order(capsys, monkeypatch, inline):
         words = shlex.split(line, comments=True)
         target = words[words.index(">") + 1] if ">" in words else None
         arguments = words[1 : words.index(">")] if target else words[1:]
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        printed = capsys.readouterr()
-        assert (ended.value.code or 0) == (1 if line.endswith("# exit status 1") else 0), (line, printed.err)
+        status, printed, error = call(capsys, *arguments)
+        assert status == (1 if line.endswith("# exit status 1") else 0), (line, error)
         if target:
-            Path(target).write_text(printed.out)
+            Path(target).write_text(printed)
         shown.add(arguments[0])
     assert shown >= typer.main.get_command(app).commands.keys()
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from commands import call, status_of
 from pyarrow import fs
 
 from cfl_ray import Experiment, config, data, simulate
-from cfl_ray.cli import main
 from cfl_ray.data import folder, open_shards
 from cfl_ray.errors import ConfigError, DataError, RunError
 from cfl_ray.run_directory.session_file import ServerAddress, publish_server
@@ -253,10 +253,9 @@ def cli(capfd):
     """Returns a function: runs a command, expects an exit status, and returns what it printed, without the secret."""
 
     def command(*arguments: object, status: int = 0) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main([str(one) for one in arguments])
-        printed = "".join(capfd.readouterr())
-        assert (ended.value.code or 0) == status and printed, printed
+        ended, *streams = call(capfd, *arguments)
+        printed = "".join(streams)
+        assert ended == status and printed, printed
         assert SECRET not in printed, arguments
         return printed
 
@@ -328,8 +327,7 @@ def test_what_a_run_writes_about_itself_is_for_its_user_alone(tmp_path, umask):
         simulate(experiment, run_dir)
         Journal(run_dir / "ifca").add(JournalEvent(2, leave=(1,)))
         publish_server(run_dir, ServerAddress.here("127.0.0.1:1", "server"))
-        with pytest.raises(SystemExit):
-            main(["export", str(run_dir), "--cluster", "0", "-o", str(tmp_path / "model.pt")])
+        assert status_of("export", run_dir, "--cluster", 0, "-o", tmp_path / "model.pt") == 0
     finally:
         os.umask(before)
     modes = {path: path.lstat().st_mode & 0o777 for path in [run_dir, *run_dir.rglob("*")]}
@@ -354,8 +352,7 @@ def test_what_a_run_writes_about_itself_is_for_its_user_alone(tmp_path, umask):
 @pytest.mark.slow
 def test_a_resumed_run_prints_and_records_no_credentials(tmp_path):
     run_dir = tmp_path / "run"
-    with pytest.raises(SystemExit):
-        main(["run", "--in-process", "--run-dir", str(run_dir), *tracked_run(tmp_path / "out")])
+    assert status_of("run", "--in-process", "--run-dir", run_dir, *tracked_run(tmp_path / "out")) == 0
     environment = os.environ | {"CFL_RAY_DEBUG": "", "RAY_AUTH_MODE": "token"}
     command = [sys.executable, "-m", "cfl_ray", "resume", str(run_dir)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)

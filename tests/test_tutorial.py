@@ -9,8 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
-
-from cfl_ray.cli import main
+from commands import status_of
 
 PAGES = {page.stem: page for page in (Path(__file__).parents[1] / "docs/tutorial").glob("*.md")}
 BEFORE = {"method": ["data"]}  # pages whose files and runs a page goes on with
@@ -35,9 +34,7 @@ def run_page(name: str) -> list[tuple[str, str]]:
         with contextlib.redirect_stdout(out):
             if language == "bash":
                 for line in block.splitlines():
-                    with pytest.raises(SystemExit) as ended:
-                        main(shlex.split(line, comments=True)[1:])
-                    assert not ended.value.code, line
+                    assert status_of(*shlex.split(line, comments=True)[1:]) == 0, line
             else:
                 assert language == "python", language
                 exec(compile(block, f"{name}.md", "exec"), space)

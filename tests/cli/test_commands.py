@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import call
 
-from cfl_ray import Method
 from cfl_ray.cli import main
 from cfl_ray.config import load
 from cfl_ray.errors import RunStopped
@@ -24,13 +24,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "CFL_RAY_DATA"):
         monkeypatch.delenv(name, raising=False)
-
-
-def call(capsys, *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    printed = capsys.readouterr()
-    return ended.value.code or 0, printed.out, printed.err
 
 
 QUICK = ["methods=[fedavg]", "rounds=1", "tracking.enabled=false", "runtime.engine=manual", "local.epochs=1"]
@@ -359,8 +352,7 @@ def test_methods_lists_all_and_explains_one(capsys):
     assert call(capsys, "methods", "stokfl")[0] == 2
 
 
-def test_methods_refers_to_ones_own_as_a_config_does(capsys, monkeypatch):
-    monkeypatch.setattr(Method, "registry", dict(Method.registry))
+def test_methods_refers_to_ones_own_as_a_config_does(capsys):
     Path("ema.py").write_text(
         "from dataclasses import dataclass\nfrom cfl_ray.methods.fedavg import FedAvg\n\n"
         "@dataclass(frozen=True)\nclass EMA(FedAvg, name='ema'):\n    decay: float = 0.8\n"

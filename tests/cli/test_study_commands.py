@@ -10,10 +10,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from commands import call
 from rich.console import Console
 from studies import InlinePool, small_study
 
-from cfl_ray.cli import main
 from cfl_ray.cli.study_progress import show_tables, show_trials
 from cfl_ray.study import run
 from cfl_ray.study.ranking import RankedTrial, best_of
@@ -26,13 +26,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(InlinePool, "done", [])
     for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
         monkeypatch.delenv(name, raising=False)
-
-
-def call(capsys, *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    printed = capsys.readouterr()
-    return ended.value.code or 0, printed.out, printed.err
 
 
 def write(name: str = "study.yaml", **changes) -> str:

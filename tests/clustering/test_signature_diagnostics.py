@@ -5,9 +5,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from federations import Stage, planted
+from federations import Stage, linear, planted
 from scipy.spatial.distance import cdist, pdist, squareform
-from torch import nn
 
 from cfl_ray.clustering.signature_diagnostics import (
     principal_components,
@@ -20,7 +19,7 @@ from cfl_ray.clustering.signature_diagnostics import (
 
 @pytest.fixture
 def clients():
-    return Stage(planted(6), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4))).clients([0])
+    return Stage(planted(6), linear).clients([0])
 
 
 def signatures(count, features=20):

@@ -688,12 +688,9 @@ def test_options_of_a_users_method_are_checked():
         def round(self, state, clients, rng): ...
         def serve(self, state, clients): ...
 
-    try:
-        with pytest.raises(ConfigError, match="method users_local has no option 'x'"):
-            resolve([{Local: {"x": 1}}])
-        assert list(resolve([Local])) == ["users_local"] and "users_local" not in REGISTRY
-    finally:
-        del Method.registry["users_local"]
+    with pytest.raises(ConfigError, match="method users_local has no option 'x'"):
+        resolve([{Local: {"x": 1}}])
+    assert list(resolve([Local])) == ["users_local"] and "users_local" not in REGISTRY
 
 
 class TestDefaultView:

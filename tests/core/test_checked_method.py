@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage, planted
-from torch import nn
+from federations import Spoiled, Stage, linear, planted
 
 from cfl_ray import Method, Serving, State
 from cfl_ray.core.checked_method import CheckedMethod
@@ -18,14 +17,9 @@ from cfl_ray.errors import RunError
 from cfl_ray.methods.fedavg import FedAvg
 
 
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    monkeypatch.setattr(Method, "registry", dict(Method.registry))
-
-
 @pytest.fixture
 def stage():
-    return Stage(planted(6), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
+    return Stage(planted(6), linear)
 
 
 def method(**given) -> Any:
@@ -242,7 +236,7 @@ class TestNewcomersWithoutARule:
         assert method().join(before, clients) is before and clients.stats.exchanges == 0
 
     def test_with_data_that_are_not_valid_it_stays_without_one(self):
-        stage = Stage(Spoiled([5], 6), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
+        stage = Stage(Spoiled([5], 6), linear)
         assert method().join(self.trained(stage), stage.clients([4, 5])).assign_N[4:].tolist() == [0, -1]
 
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from federations import Stage, planted
+from federations import Stage, linear, planted
 from scipy.spatial.distance import squareform
-from torch import nn
 
 from cfl_ray import Method, Serving, State
 from cfl_ray.core.checked_method import CheckedMethod
@@ -20,7 +19,7 @@ from cfl_ray.errors import RunError
 @pytest.fixture
 def clients() -> Clients:
     """The clients 1, 3 and 4 of six; the label of the method is "own", and one metric is called accuracy."""
-    stage = Stage(planted(6), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
+    stage = Stage(planted(6), linear)
     found = stage.clients([1, 3, 4])
     found.stats.diagnostics = Diagnostics("own", frozenset({"accuracy"}))
     return found
@@ -123,9 +122,7 @@ def test_equal_arrays():
         assert not one.equals(replace(one, **other))
 
 
-def test_an_error_has_the_line_of_the_author(clients, monkeypatch):
-    monkeypatch.setattr(Method, "registry", dict(Method.registry))
-
+def test_an_error_has_the_line_of_the_author(clients):
     @dataclass(frozen=True)
     class Wrong(Method[State], name="wrong"):
         """For tests."""

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from federations import Stage, planted
-from torch import nn
+from federations import Stage, linear, planted
 
 from cfl_ray.core.events import PHASES, ClusterEvent, births_and_deaths, check_phases, drawn, phase_change
 from cfl_ray.methods import REGISTRY
@@ -14,7 +13,7 @@ from cfl_ray.methods import REGISTRY
 
 @pytest.fixture
 def clients():
-    return Stage(planted(4), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4))).clients(round=21)
+    return Stage(planted(4), linear).clients(round=21)
 
 
 def test_a_split_goes_through_json_as_it_is(clients):

@@ -19,11 +19,6 @@ class Plain:
     def serve(self, state, clients): ...
 
 
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    monkeypatch.setattr(Method, "registry", dict(Method.registry))
-
-
 @pytest.fixture
 def cls():
     @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from federations import Stage, planted
-from torch import nn
+from federations import Stage, linear, planted
 
 from cfl_ray.core.clients import LocalTraining, Mixture
 from cfl_ray.core.state import State
@@ -76,7 +75,7 @@ class TestPast:
 
 
 def stage() -> Stage:
-    return Stage(planted(4), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
+    return Stage(planted(4), linear)
 
 
 def stale_round(method, weight_of=None, **settings):

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from cfl_ray.config import DataConfig
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data.images import Images
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.sources import locate
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from federations import Stage, planted, uneven
+from federations import Stage, linear, planted, uneven
 from torch import nn
 
 import cfl_ray
@@ -20,7 +20,7 @@ KINDS = ["label_flip", "sign_flip", "scaled", "gaussian", "colluders"]
 
 
 def stage(kind: str = "none", engine: str = "sequential", **options) -> Stage:
-    one = Stage(planted(6), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), LocalSGD(epochs=2, lr=0.3), engine)
+    one = Stage(planted(6), linear, LocalSGD(epochs=2, lr=0.3), engine)
     one.backend.worker.attack = Attack(kind, frozenset(BAD), **options)
     return one
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage, planted, uneven
+from federations import Spoiled, Stage, linear, planted, uneven
 from torch import nn
 
 from cfl_ray import Experiment, simulate
@@ -109,7 +109,7 @@ class TestTests:
         assert len(stage.asked()) == 1
 
     def test_excluded_clients_are_tried_again(self):
-        stage = Counted(Spoiled([1], clients=3), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
+        stage = Counted(Spoiled([1], clients=3), linear)
         for round in (1, 2):
             clients = stage.evaluated(round)
             found = clients.losses(clients.broadcast(stage.models(0)))
@@ -117,7 +117,7 @@ class TestTests:
         assert [work.ids_M.tolist() for work in stage.asked()] == [[0, 1, 2], [1]]
 
     def test_pairs_of_a_model_and_a_test_set(self):
-        stage = Counted(planted(4), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
+        stage = Counted(planted(4), linear)
 
         def test(round, sets, rows, *numbers):
             work = EvaluateShared(
@@ -188,7 +188,7 @@ class TestLosses:
 
 def test_changed_data_are_tested_again():
     federation = ChangingFederation(planted(3), [DataChange(2, (1,), 1, 0, None)])
-    stage = Counted(federation, lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
+    stage = Counted(federation, linear)
     found = []
     for round in (1, 2, 3):
         clients = stage.evaluated(round)
@@ -212,7 +212,7 @@ ASKING = [
 
 
 @pytest.mark.parametrize("view, names", [("cluster", WAYS + ASKING), ("holdout", WAYS)])
-def test_figures_of_methods_are_those_without_reuse(view, names, monkeypatch, tmp_path):
+def test_figures_of_methods_are_those_without_reuse(view, names, monkeypatch, tmp_path, figures):
     """Also while clients join and leave, and while data change."""
     values = {
         "rounds": 4,
@@ -236,13 +236,6 @@ def test_figures_of_methods_are_those_without_reuse(view, names, monkeypatch, tm
         "output": str(tmp_path),
     }
 
-    def figures():
-        results = simulate(Experiment(**values)).methods
-        return {
-            label: [(record.round, {**record.metrics, "round_seconds": 0.0}) for record in result.records]
-            for label, result in results.items()
-        }
-
-    reused = figures()
+    reused = figures(simulate(Experiment(**values)))
     monkeypatch.setattr(reuse, "_is_reusable", lambda work: False)
-    assert repr(reused) == repr(figures())  # NaN equals itself
+    assert repr(reused) == repr(figures(simulate(Experiment(**values))))  # NaN equals itself

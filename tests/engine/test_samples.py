@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fake_memory import FakeMemory
-from federations import Spoiled, Stage, planted, uneven
+from federations import Spoiled, Stage, linear, planted, uneven
 from torch import nn
 
 from cfl_ray.core.local_sgd import LocalSGD
@@ -18,10 +18,6 @@ from cfl_ray.engine.samples import SampleCache
 from cfl_ray.nn.network import Network
 
 SIZE = 200 * (16 * 4 + 8)  # bytes of a planted client
-
-
-def linear():
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
 
 
 def stage_of(federation, limit: int | None, engine: str = "sequential") -> tuple[Stage, Counter]:

@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 import torch
-from federations import Stage, planted
+from federations import Stage, linear, planted
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 from cfl_ray.core import work
@@ -12,10 +11,6 @@ from cfl_ray.core.work import Address, Rows
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.engine.scoring import confusion, scores
 from cfl_ray.nn.network import Network
-
-
-def linear():
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
 
 
 @pytest.fixture(scope="module")

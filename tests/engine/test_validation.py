@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from federations import Stage, planted
-from torch import nn
+from federations import Stage, linear, planted
 
 from cfl_ray.core.clients import ClientState
 from cfl_ray.core.local_sgd import LocalSGD
@@ -18,10 +17,6 @@ from cfl_ray.engine.validation import invalid_data_reason, invalid_update_reason
 from cfl_ray.errors import DataError
 
 SHAPE = DataShape((1, 4, 4), 4)
-
-
-def linear():
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
 
 
 def samples(size=3, shape=(1, 4, 4), value=1.0, labels=(0, 3, 1), dtype=torch.float32):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import training_tasks
 from fake_memory import FakeMemory, install
-from federations import Spoiled, Stage, uneven
+from federations import Spoiled, Stage, linear, uneven
 from torch import nn
 from training_tasks import LONG, long_mlp, results, rows
 
@@ -225,7 +225,7 @@ class TestChunksOfACall:
     def test_without_valid_clients_are_passed_over(self, engine):
         """Clients 4 to 7 are a chunk without any, clients 8 to 10 leave one."""
         federation = Spoiled([4, 5, 6, 7, 8, 9, 10], clients=16, samples=6)
-        options = {"federation": federation, "factory": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4))}
+        options = {"federation": federation, "factory": linear}
         memory = FakeMemory(10**9)
         found, expected = self.outcome(engine, memory, **options), self.outcome("sequential", **options)
         assert found[2].tolist() == [not 4 <= i <= 10 for i in range(16)] == expected[2].tolist()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage, planted, uneven
+from federations import Spoiled, Stage, linear, planted, uneven
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -22,10 +22,6 @@ from cfl_ray.engine.chunks import chunks_of
 from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.failure import ClientFailure
 from cfl_ray.engine.task import TrainingTask
-
-
-def linear():
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
 
 
 def net():

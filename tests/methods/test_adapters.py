@@ -48,11 +48,6 @@ class Adapted(nn.Module):
         return self.head(self.norm(self.squeeze(hidden)))
 
 
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch):
-    monkeypatch.setattr("cfl_ray.lifecycle.recorder.write_figures", lambda *arguments: None)
-
-
 def experiment(output, **changes) -> cfl_ray.Experiment:
     values = {
         "methods": ["ifca"],

@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from small_runs import PLANTED, merged
 
 import cfl_ray
 from cfl_ray.lifecycle.driver import Watcher
@@ -20,25 +21,8 @@ class Notes(Watcher):
 
 
 def experiment(methods, tmp_path, rounds=6, clients=12, **sections):
-    data = {
-        "source": "synthetic",
-        "synthetic_shape": [1, 4, 4],
-        "synthetic_classes": 4,
-        "synthetic_groups": 2,
-        "synthetic_samples": 60,
-        "partition": {"clients": clients},
-    }
-    base = {
-        "data": data,
-        "model": {"name": "mlp", "options": {"hidden": 16}},
-        "local": {"epochs": 3, "batch_size": 20, "lr": 0.3},
-        "cohort": {"fraction": 1.0},
-        "evaluation": {"local_images": 100},
-        "runtime": {"engine": "manual"},
-        "tracking": {"enabled": False},
-        "output": str(tmp_path),
-    }
-    return cfl_ray.Experiment(methods=methods, rounds=rounds, **base | sections)
+    base = {"data": {"partition": {"clients": clients}}, "local": {"epochs": 3}, "output": str(tmp_path)}
+    return cfl_ray.Experiment(**merged(merged(PLANTED, base), {"methods": methods, "rounds": rounds, **sections}))
 
 
 def test_a_federation_may_start_without_a_group(tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage, planted
+from federations import Spoiled, Stage, linear, planted
 from linear import ETA, assert_layers, data, deep_stage, layers
 from rounds import (
     EnginesAndCheckpoints,
@@ -563,7 +563,7 @@ class TestStart:
     def test_traffic_does_not_depend_on_the_start(self):
         traffic = []
         for start in ("own", "cluster", "global"):
-            one = Stage(planted(4), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
+            one = Stage(planted(4), linear)
             one.play(FedAC(num_clusters=2, start=start, adapt_clusters=False), None, None)
             traffic.append((one.stats.traffic.down_bits, one.stats.traffic.up_bits))
         assert traffic[0] == traffic[1] == traffic[2]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage, planted
+from federations import Spoiled, Stage, linear, planted
 from linear import ETA, N_0, N_1, STEPS, assert_close, data, matrix, stage
 from rounds import COHORTS, accuracy, floats, groups, mlp
 from torch import nn
@@ -290,7 +290,7 @@ def test_a_round_costs_the_server_one_copy_of_the_weights():
 
 
 def test_the_train_loss_is_that_of_the_mixture():
-    one = Stage(planted(2, 1), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), LocalSGD(steps=1, lr=0.1))
+    one = Stage(planted(2, 1), linear, LocalSGD(steps=1, lr=0.1))
     method = FedEM(num_models=2)
     state, clients = method.init(one.start()), one.clients()
     method.round(state, clients, None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checksums import EARLY
 from federations import Spoiled
-from interrupted import interrupt_once
+from small_runs import PLANTED, figures, interrupt_once, merged
 
 import cfl_ray
 from cfl_ray.checkpoint.store import CheckpointStore
@@ -23,15 +23,6 @@ from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.results.results import MethodResult
 
-CLOCKS = {"round_seconds"}
-DATA = {
-    "source": "synthetic",
-    "synthetic_shape": [1, 4, 4],
-    "synthetic_classes": 4,
-    "synthetic_groups": 2,
-    "synthetic_samples": 40,
-    "partition": {"clients": 10},
-}
 WITH_CLIENT_STATE = {
     "ditto",
     "local",
@@ -49,34 +40,15 @@ WITH_CLIENT_STATE = {
 
 
 def make_experiment(output: Path, methods=("fedavg",), rounds=6, **sections) -> cfl_ray.Experiment:
-    """Ten synthetic clients in two groups; `sections` are merged into these settings."""
-    base = {
-        "data": DATA,
-        "model": {"name": "mlp", "options": {"hidden": 16}},
-        "local": {"epochs": 1, "batch_size": 20, "lr": 0.3},
-        "cohort": {"fraction": 0.5},
-        "runtime": {"engine": "manual"},
-        "evaluation": {"local_images": 100},
-        "tracking": {"enabled": False},
-        "output": str(output),
-    }
-    merged = {
-        name: base.get(name, {}) | value if isinstance(value, dict) else value for name, value in sections.items()
-    }
-    return cfl_ray.Experiment(methods=list(methods), rounds=rounds, **base | merged)
+    """Ten clients in two groups, of which half take part in a round; sections are merged into these settings."""
+    data = {"synthetic_samples": 40, "partition": {"clients": 10}}
+    base = merged(PLANTED, {"data": data, "cohort": {"fraction": 0.5}, "output": str(output)})
+    return cfl_ray.Experiment(**merged(base, {"methods": list(methods), "rounds": rounds, **sections}))
 
 
 @pytest.fixture
 def experiment(tmp_path):
     return lambda *arguments, **sections: make_experiment(tmp_path / "out", *arguments, **sections)
-
-
-def figures(result) -> list[tuple[int, dict[str, float]]]:
-    """Every record without measured times."""
-    return [
-        (record.round, {name: value for name, value in record.metrics.items() if name not in CLOCKS})
-        for record in result.records
-    ]
 
 
 class Reports(Watcher):
@@ -336,7 +308,7 @@ def test_newcomers_of_stocfl_are_placed_before_they_train(experiment):
     run = experiment(
         [{"stocfl": {"tau": 0.5}}],
         8,
-        data=DATA | {"synthetic_samples": 200},
+        data={"synthetic_samples": 200},
         local={"epochs": 5, "batch_size": 25},
         cohort={"clients": 1},
         schedule=[{"round": 8, "join": [6, 7, 8, 9]}],
@@ -402,7 +374,7 @@ class TestFigures:
             ["fedavg", "local", "ditto"],
             6,
             cohort={"fraction": 1.0},
-            data=DATA | {"synthetic_samples": 60},
+            data={"synthetic_samples": 60},
             local={"epochs": 2, "batch_size": 25},
             evaluation={"local_images": 500},
         )

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from interrupted import interrupt_once
+from small_runs import interrupt_once, metrics_of
 from torch import nn
 
 from cfl_ray import Experiment, resume, simulate
@@ -50,7 +50,7 @@ def experiment(**sections) -> Experiment:
 
 
 def figures(results, label="fedavg"):
-    return [{k: v for k, v in one.metrics.items() if k != "round_seconds"} for one in results[label].records]
+    return metrics_of(results[label])
 
 
 def test_the_account_is_that_of_the_steps_of_each_client():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage, protected
+from federations import Spoiled, Stage, linear, protected
 from torch import nn
 
 from cfl_ray.config.privacy import SignatureConfig
@@ -311,7 +311,7 @@ class TestSecureSums:
     def test_clients_without_a_valid_update_upload_zeros_and_noise(self):
         one = stage()
         one.federation = Spoiled([1], 4)
-        network = Stage(one.federation, lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
+        network = Stage(one.federation, linear)
         secure = replace(self.SECURE, threshold=1.0)
         clients = protected(network.clients([0, 1, 2]), noise=private(2.0, b"key"), masks=secure)
         updates = clients.train(clients.send(torch.zeros(1, 68)), average=torch.ones(1, 3))

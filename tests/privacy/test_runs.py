@@ -3,7 +3,7 @@
 import stat
 
 import pytest
-from interrupted import interrupt_once, simulate_until
+from small_runs import interrupt_once, metrics_of, simulate_until
 
 from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.config import load
@@ -29,7 +29,7 @@ def experiment(**sections) -> Experiment:
 
 
 def figures(results, label="ifca"):
-    return [{k: v for k, v in one.metrics.items() if k != "round_seconds"} for one in results[label].records]
+    return metrics_of(results[label])
 
 
 def test_epsilon_grows_by_the_round_and_the_plan_says_its_end():

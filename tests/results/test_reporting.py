@@ -8,9 +8,9 @@ import shutil
 
 import numpy as np
 import pytest
+from commands import call
 
 import cfl_ray
-from cfl_ray.cli import main
 from cfl_ray.config.published import load_published
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.lifecycle.driver import Watcher
@@ -111,9 +111,8 @@ def test_the_same_seed_twice_is_refused(runs):
 
 
 def test_the_command_writes_one_page(runs, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["report", str(runs), "-o", str(tmp_path / "page.html")])
-    assert str(tmp_path / "page.html") in capsys.readouterr().out
+    status, printed, _ = call(capsys, "report", runs, "-o", tmp_path / "page.html")
+    assert status == 0 and str(tmp_path / "page.html") in printed
     text = (tmp_path / "page.html").read_text()
     final = cfl_ray.load_run(runs / "run-0")["fedclust"].final
     assert "fedclust: distance of the clients, ordered by cluster (round 1, seed 0)" in text

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from small_runs import merged
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
 from cfl_ray import Experiment, simulate
 from cfl_ray.config import load
-from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.plugins.loading import load_plugin
 from cfl_ray.results.trust import sign_record
@@ -92,12 +92,7 @@ def small_experiment(output: Path, **changes) -> Experiment:
         "runtime": {"engine": "manual", "hosts": 2, "checkpoint_every": 1},
         "tracking": {"enabled": False},
     }
-    for key, value in changes.items():
-        merge = isinstance(value, dict) and isinstance(values.get(key), dict)
-        if key == "data" and merge:
-            SOURCE_KINDS.drop_others(values["data"], value.get("source", "synthetic"))
-        values[key] = values[key] | value if merge else value
-    return Experiment(**values)
+    return Experiment(**merged(values, changes))
 
 
 @pytest.fixture

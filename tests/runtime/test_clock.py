@@ -4,7 +4,7 @@ import itertools
 import time
 
 import pytest
-from interrupted import simulate_until
+from small_runs import simulate_until
 
 from cfl_ray import load_run, resume, simulate
 from cfl_ray.cli.live_client import status

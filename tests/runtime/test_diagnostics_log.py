@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from interrupted import simulate_until
+from small_runs import simulate_until
 
 from cfl_ray import load_run, resume, simulate
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
-from cfl_ray.core.method import Method
 from cfl_ray.errors import DataError, RunError
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.results.comparison import compare_runs, format_table
@@ -21,11 +20,6 @@ from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.run_directory import RunDirectory
 
 DIAGNOSTICS = RunDirectory.diagnostics.name
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    monkeypatch.setattr(Method, "registry", dict(Method.registry))
 
 
 @dataclass(frozen=True)
@@ -127,9 +121,7 @@ def test_without_files_they_are_in_memory(reporting, whole):
 def whole(module_experiment, tmp_path_factory):
     """The diagnostics of an uninterrupted run, and the bytes of its file."""
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Method, "registry", dict(Method.registry))
-        expected = shown(simulate(module_experiment(**REPORTING), folder / "run")["reporting"])
+    expected = shown(simulate(module_experiment(**REPORTING), folder / "run")["reporting"])
     return expected, (folder / "run/reporting" / DIAGNOSTICS).read_bytes()
 
 

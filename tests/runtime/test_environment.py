@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interrupted import simulate_until
+from small_runs import simulate_until
 
 from cfl_ray import load_run, resume, simulate
 from cfl_ray.engine import autotune, cpu

@@ -4,8 +4,8 @@ import io
 import json
 
 import pytest
-from interrupted import simulate_until
 from rich.console import Console
+from small_runs import PLANTED, merged, simulate_until
 
 from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.cli.live_client import status
@@ -14,27 +14,11 @@ from cfl_ray.cli.tables import describe_method
 from cfl_ray.methods import REGISTRY
 from cfl_ray.run_directory import RunDirectory
 
-PLANTED = {
-    "data": {
-        "source": "synthetic",
-        "synthetic_shape": [1, 4, 4],
-        "synthetic_classes": 4,
-        "synthetic_groups": 2,
-        "synthetic_samples": 200,
-        "partition": {"clients": 8},
-    },
-    "model": {"name": "mlp", "options": {"hidden": 16}},
-    "local": {"epochs": 1, "batch_size": 20, "lr": 0.3},
-    "cohort": {"fraction": 1.0},
-    "runtime": {"engine": "manual"},
-    "tracking": {"enabled": False},
-}
 CFL = {"cfl": {"eps1": 0.6, "eps2": 0.95, "min_rounds": 5}}
 
 
 def planted(**changes) -> Experiment:
-    """Clients 0, 2, 4, 6 and 1, 3, 5, 7 disagree about every label."""
-    return Experiment(**(PLANTED | changes))
+    return Experiment(**merged(PLANTED, {"data": {"synthetic_samples": 200}} | changes))
 
 
 def test_a_split_of_cfl_is_explained_by_its_record(tmp_path):
@@ -78,8 +62,7 @@ ROUNDS_OF_FIRST_PHASE = {"autocfl": 2, "fl_hc": 2, "ifca": 2}  # 1 of the others
 
 def test_every_method_goes_through_its_phases_and_reports_how_its_clusters_came(tmp_path):
     methods = [{name: OPTIONS.get(name, {})} for name in sorted(REGISTRY)]
-    few = PLANTED["data"] | {"synthetic_samples": 60}
-    results = simulate(planted(methods=methods, rounds=4, data=few))
+    results = simulate(planted(methods=methods, rounds=4, data={"synthetic_samples": 60}))
     for name, cls in REGISTRY.items():
         records = results[name].records
         names = list(cls.phases)

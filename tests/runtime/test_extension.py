@@ -5,7 +5,7 @@ import json
 import shutil
 
 import pytest
-from interrupted import simulate_until
+from small_runs import simulate_until
 
 from cfl_ray import ConfigError, load_run, resume, run, simulate
 from cfl_ray.errors import RunError

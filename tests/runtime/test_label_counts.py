@@ -11,16 +11,10 @@ from torch import nn
 import cfl_ray
 from cfl_ray import Experiment, simulate
 from cfl_ray.core.diagnostics import CLIENTS, Diagnostic, ReportedDiagnostic
-from cfl_ray.core.method import Method
 from cfl_ray.errors import RunError
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.runtime.round_diagnostics import LabelCounts, compared_clients
 from cfl_ray.setup.prepare import prepare
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    monkeypatch.setattr(Method, "registry", dict(Method.registry))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from interrupted import interrupt_once
+from small_runs import interrupt_once, metrics_of
 from torch import nn
 
 from cfl_ray import Experiment, Metric, Task, federation_from_arrays, load_run, resume, simulate
@@ -107,14 +107,12 @@ def test_parts_as_objects_in_python(tmp_path):
     local = {"lr": 0.01, "optimizer": torch.optim.Adam, "optimizer_options": {"betas": [0.8, 0.9]}, "schedule": halving}
     methods = [FedAvg(server_optimizer=FedAvgM(momentum=0.5))]
     values = {"local": local, "methods": methods, "task": TASKS.builtin["regression"]}
-    by_object = simulate(experiment(**values), tmp_path / "run")["fedavg"].final
+    by_object = simulate(experiment(**values), tmp_path / "run")["fedavg"]
     (tmp_path / "rates.py").write_text("def halving(t, total):\n    return 0.5**t\n")
     named = local | {"optimizer": "adam", "schedule": f"{tmp_path}/rates.py:halving"}
     server = {"fedavgm": {"momentum": 0.5}}
-    by_name = simulate(experiment(local=named, methods=[{"fedavg": {"server_optimizer": server}}]))["fedavg"].final
-    for metrics in (by_object, by_name):
-        metrics.pop("round_seconds")
-    assert by_object == by_name
+    by_name = simulate(experiment(local=named, methods=[{"fedavg": {"server_optimizer": server}}]))["fedavg"]
+    assert metrics_of(by_object) == metrics_of(by_name)
 
 
 def test_mlflow_has_the_scores(tmp_path):
@@ -135,16 +133,14 @@ class TestOwnMetric:
         return outputs.max()
 
     def test_is_measured_beside_the_others_which_do_not_change(self, tmp_path):
-        plain = simulate(experiment("classification"))["fedavg"].final
+        plain = metrics_of(simulate(experiment("classification"))["fedavg"])[-1]
         metrics = [self.largest_output, "micro_f1"]
         results = simulate(experiment("classification", evaluation={"metrics": metrics}), tmp_path / "run")
-        final = dict(results["fedavg"].final)
+        final = metrics_of(results["fedavg"])[-1]
         clients = load_run(tmp_path / "run")["fedavg"].client_metrics()
         mean = clients[clients["round"] == 3]["largest_output"].mean()
         assert final.pop("largest_output") == pytest.approx(mean, abs=1e-6)
         assert final.pop("micro_f1") == final["accuracy"], "of classes they are equal"
-        for metrics in (plain, final):
-            metrics.pop("round_seconds")
         assert final == plain
 
     @pytest.mark.parametrize("view", ["cluster", "label", "holdout"])
@@ -247,15 +243,12 @@ class TestLearningRates:
         methods = [{"fedavg": {"server_optimizer": {"fedadam": {"lr": 0.1}}}}]
         local = {"optimizer": "adam", "lr": 0.05, "schedule": "cosine", "step_schedule": "linear", "batch_size": 5}
         values = {"methods": methods, "local": local, "rounds": 5}
-        whole = simulate(experiment(**values))["fedavg"].final
+        whole = simulate(experiment(**values))["fedavg"]
         seen = interrupt_once(monkeypatch, in_round=3)
         with pytest.raises(Interrupted):
             simulate(experiment(**values), tmp_path / "run")
-        resumed = resume(tmp_path / "run", on_ray=False, experiment=experiment(**values))["fedavg"].final
-        assert seen[0].equal(seen[1])
-        for metrics in (whole, resumed):
-            metrics.pop("round_seconds")
-        assert resumed == whole
+        resumed = resume(tmp_path / "run", on_ray=False, experiment=experiment(**values))["fedavg"]
+        assert seen[0].equal(seen[1]) and metrics_of(resumed) == metrics_of(whole)
 
 
 class TestRefusals:

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from interrupted import interrupt_once
+from small_runs import interrupt_once, metrics_of
 
 from cfl_ray import Experiment, resume, simulate
 from cfl_ray.errors import ConfigError, Interrupted
@@ -26,7 +26,7 @@ def secure(**sections) -> Experiment:
 
 
 def metrics(results, label="ifca"):
-    return [{k: v for k, v in one.metrics.items() if k != "round_seconds"} for one in results[label].records]
+    return metrics_of(results[label])
 
 
 @pytest.mark.parametrize("privacy", [None, {"noise_multiplier": 1.0, "noise": "reproducible"}])

@@ -6,9 +6,10 @@ import shutil
 import sys
 
 import pytest
+from commands import status_of
 
 from cfl_ray import compare_runs, load_run, resume, simulate
-from cfl_ray.cli import live_client, main
+from cfl_ray.cli import live_client
 from cfl_ray.config import RuntimeConfig, TrackingConfig, load
 from cfl_ray.config.study import load_study
 from cfl_ray.errors import ConfigError
@@ -57,18 +58,15 @@ def imports(tmp_path):
     return since
 
 
-def cli(*arguments) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(one) for one in arguments])
-    return ended.value.code or 0
-
-
 def test_nothing_changes_for_own_runs_also_moved_ones(own, tmp_path, capsys):
     moved = shutil.move(own, tmp_path / "moved")
     assert load_record(moved).evaluation.metrics == load(moved / "config.yaml").evaluation.metrics
     load_run(moved)["ditto"].model(0)
-    assert (cli("export", moved, "--cluster", 0, "-o", tmp_path / "model.pt"), cli("resume", moved)) == (0, 0)
-    assert (cli("table", moved), cli("status", moved)) == (0, 0)
+    assert (status_of("export", moved, "--cluster", 0, "-o", tmp_path / "model.pt"), status_of("resume", moved)) == (
+        0,
+        0,
+    )
+    assert (status_of("table", moved), status_of("status", moved)) == (0, 0)
     assert (moved / "signature.json").stat().st_mode & 0o777 == 0o600
 
 
@@ -84,9 +82,9 @@ def test_a_run_of_another_user_or_machine_imports_nothing(own, imports, tmp_path
         with pytest.raises(UntrustedError, match=message):
             act()
     for command in (("export", own, "-o", tmp_path / "m.pt"), ("table", own), ("resume", own)):
-        assert cli(*command) == 2
+        assert status_of(*command) == 2
         assert "say --trust" in capsys.readouterr().err
-    assert cli("status", own) == 0
+    assert status_of("status", own) == 0
     assert not imports()
 
 
@@ -110,8 +108,11 @@ def test_a_signature_of_an_earlier_version_says_what_to_do(own, tmp_path):
 
 def test_trust_is_an_option_and_lasts_where_the_run_goes_on(own, imports, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "another home"))
-    assert cli("export", own, "--cluster", 0, "-o", tmp_path / "m.pt", "--trust") == 0 and imports()
-    assert cli("table", own, "--trust") == 0 and (cli("table", own), cli("resume", "--trust", own)) == (2, 0)
+    assert status_of("export", own, "--cluster", 0, "-o", tmp_path / "m.pt", "--trust") == 0 and imports()
+    assert status_of("table", own, "--trust") == 0 and (
+        status_of("table", own),
+        status_of("resume", "--trust", own),
+    ) == (2, 0)
     (own / "ditto/end.json").unlink()
     (own / "end.json").unlink()
     resume(own, on_ray=False, trust=True)
@@ -123,9 +124,9 @@ def test_on_a_terminal_the_user_is_asked(own, imports, tmp_path, monkeypatch, ca
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     answers = iter([False, True])
     monkeypatch.setattr("typer.confirm", lambda text, err: next(answers))
-    assert cli("table", own) == 2 and not imports()
+    assert status_of("table", own) == 2 and not imports()
     assert "warning: " in capsys.readouterr().err
-    assert cli("table", own) == 0
+    assert status_of("table", own) == 0
 
 
 def test_what_was_not_signed_is_not_trusted(own, tmp_path):
@@ -237,9 +238,9 @@ def test_a_key_of_the_environment_is_known_with_another_home(experiment, tmp_pat
 class TestCheck:
     def test_imports_the_users_files(self, tmp_path, imports, capsys):
         (tmp_path / "checked_of_trust.py").write_text(CODE)
-        assert cli("check", f"evaluation.metrics=['{tmp_path / 'checked_of_trust.py'}:score']", "rounds=1") == 0
+        assert status_of("check", f"evaluation.metrics=['{tmp_path / 'checked_of_trust.py'}:score']", "rounds=1") == 0
         assert imports()
-        assert cli("check", "--help") == 0
+        assert status_of("check", "--help") == 0
         assert "imports the Python files that the config names" in " ".join(capsys.readouterr().out.split())
 
     @pytest.mark.parametrize("named_by", ["options", "a study"])
@@ -251,12 +252,12 @@ class TestCheck:
         monkeypatch.setattr(trust, "_ROOT", -1)
         options = [f"evaluation.metrics=['{file}:score']", "rounds=1"]
         given = options if named_by == "options" else [study]
-        assert cli("check", *given) == 2 and not imports()
+        assert status_of("check", *given) == 2 and not imports()
         printed = capsys.readouterr().err
         assert "foreign_of_trust.py belongs to another user" in printed and "say --trust" in printed
         with pytest.raises(ConfigError, match="belongs to another user"):
             check_owners(load(None, options))
-        assert cli("check", "--trust", *given) == 0 and imports()
+        assert status_of("check", "--trust", *given) == 0 and imports()
 
 
 class TestStudies:
@@ -279,7 +280,7 @@ class TestStudies:
         imports()
         with pytest.raises(UntrustedError, match=r"mine_of_trust.py, the Ray cluster ray://elsewhere:10001; what it"):
             load_study_record(study)
-        assert cli("resume", study) == 2 and "--trust" in capsys.readouterr().err
+        assert status_of("resume", study) == 2 and "--trust" in capsys.readouterr().err
         assert not imports(), "a file of an untrusted study was imported"
         assert load_study_record(study, trust=True).name == "one"
 

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from interrupted import simulate_until
+from small_runs import simulate_until
 
 from cfl_ray import resume, simulate
 from cfl_ray.checkpoint.manifest import _digest

@@ -1,0 +1,86 @@
+"""Small experiments, the figures of their runs, and runs that are interrupted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from cfl_ray import Experiment, simulate
+from cfl_ray.config.data import SOURCE_KINDS
+from cfl_ray.errors import Interrupted
+from cfl_ray.lifecycle.driver import Watcher
+from cfl_ray.results.results import MethodResult
+from cfl_ray.runtime.round_loop import RoundLoop
+from cfl_ray.runtime.round_report import RoundReport
+
+PLANTED = {  # eight clients, of which the even and the odd ones disagree about every label
+    "data": {
+        "source": "synthetic",
+        "synthetic_shape": [1, 4, 4],
+        "synthetic_classes": 4,
+        "synthetic_groups": 2,
+        "synthetic_samples": 60,
+        "partition": {"clients": 8},
+    },
+    "model": {"name": "mlp", "options": {"hidden": 16}},
+    "local": {"epochs": 1, "batch_size": 20, "lr": 0.3},
+    "cohort": {"fraction": 1.0},
+    "evaluation": {"local_images": 100},
+    "runtime": {"engine": "manual"},
+    "tracking": {"enabled": False},
+}
+
+
+def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The keys of an experiment with changes; of a section, the keys that are named."""
+    result = dict(values)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(values.get(key), dict)
+        if key == "data" and both:
+            result["data"] = dict(values["data"])
+            SOURCE_KINDS.drop_others(result["data"], value.get("source", "synthetic"))
+        result[key] = result[key] | value if both else value
+    return result
+
+
+def metrics_of(result: MethodResult) -> list[dict[str, float]]:
+    """The metrics of every round of a method, without the seconds."""
+    return [
+        {name: value for name, value in record.metrics.items() if name != "round_seconds"} for record in result.records
+    ]
+
+
+def figures(result: MethodResult) -> list[tuple[int, dict[str, float]]]:
+    """The same with the numbers of the rounds."""
+    return list(zip((record.round for record in result.records), metrics_of(result), strict=True))
+
+
+def simulate_until(round: int, experiment: Experiment, run_dir: Path, **options: Any) -> list[RoundReport]:
+    """Simulates a run that is interrupted after this round, before the next one. Returns the reports of its rounds."""
+    reports = []
+
+    class Stopping(Watcher):
+        def round(self, label, report):
+            reports.append(report)
+            if report.round == round:
+                raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        simulate(experiment, run_dir, Stopping(), **options)
+    return reports
+
+
+def interrupt_once(monkeypatch, in_round: int) -> list[Tensor]:
+    """Interrupts the next run before it saves this round. Returns the models after each attempt at the round."""
+    real, models = RoundLoop._save_and_close, []
+
+    def save_and_close(self, draft):
+        if draft.round == in_round:
+            models.append(self.state.models_KP)
+            if len(models) == 1:
+                raise KeyboardInterrupt
+        real(self, draft)
+
+    monkeypatch.setattr(RoundLoop, "_save_and_close", save_and_close)
+    return models
