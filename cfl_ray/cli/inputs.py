@@ -39,6 +39,13 @@ def load_experiment(file: str | None, overrides: list[str] | None, asks: bool = 
     return experiment
 
 
+def folder_of(argument: str) -> Path:
+    """The folder that an option names. Raises BadParameter for an empty name, such as "$RUN" if RUN is not set."""
+    if not argument:
+        raise typer.BadParameter("the name of a folder is empty; leave the option out for a new one")
+    return Path(argument)
+
+
 def is_file(argument: str) -> bool:
     """Whether an argument names a file; False for an override that is too long for a file name."""
     try:

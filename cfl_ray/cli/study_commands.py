@@ -7,7 +7,7 @@ import typer
 
 from cfl_ray.cli.arguments import OnlyMethods, OnlySeeds, OnlySettings
 from cfl_ray.cli.console import command_line, out, say
-from cfl_ray.cli.inputs import output_base
+from cfl_ray.cli.inputs import folder_of, output_base
 from cfl_ray.errors import ConfigError, RunError
 
 if TYPE_CHECKING:  # the help text does not wait for torch
@@ -43,7 +43,12 @@ def launch(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Folder of the study; default: its name below `output`.", show_default=False),
+        typer.Option(
+            parser=folder_of,
+            metavar="PATH",
+            help="Folder of the study; default: its name below `output`.",
+            show_default=False,
+        ),
     ] = None,
     at_once: Annotated[
         int | None,

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
@@ -18,9 +19,14 @@ class ConfigSection(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _paths_as_texts(cls, values: Any) -> Any:
+    def _plain(cls, values: Any) -> Any:
+        """Paths as texts. Refuses true and false for a number, which pydantic takes for 1 and 0."""
         if not isinstance(values, Mapping):
             return values
+        for key, field in cls.model_fields.items():
+            kinds, value = _kinds_of(field.annotation), values.get(key)
+            if isinstance(value, bool) and kinds & {int, float} and not kinds & {bool, Any}:
+                raise ValueError(f"{key} is a number, got {str(value).lower()}")
         return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
 
     @field_validator("*")
@@ -29,6 +35,15 @@ class ConfigSection(BaseModel):
         if isinstance(value, int) and abs(value) > _LARGEST:
             raise ValueError(f"a whole number is at most {_LARGEST}")
         return value
+
+
+def _kinds_of(annotation: Any) -> set[Any]:
+    """The kinds that an annotation allows for the value itself: the members of a union."""
+    if get_origin(annotation) is Annotated:
+        return _kinds_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*map(_kinds_of, get_args(annotation)))
+    return {annotation}
 
 
 def as_yaml(value: Any) -> str:

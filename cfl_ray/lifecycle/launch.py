@@ -58,7 +58,7 @@ def run(
         experiment or config.load(),
         watcher or Watcher(),
         on_ray=True,
-        run_dir=_path(run_dir or None),
+        run_dir=_path(run_dir),
         replay=_path(replay),
         extend=_path(extend),
     ).run()
@@ -314,4 +314,6 @@ class _Launch:
 
 
 def _path(path: str | Path | None) -> Path | None:
+    if path == "":  # such as "$RUN" of a variable that is not set
+        raise ConfigError("the name of a run directory is empty; leave it out for a new folder")
     return None if path is None else Path(path)

@@ -1,6 +1,7 @@
 """Checks of a setup before its run. All raise ConfigError."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import SEQUENTIAL
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.network import Network
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.dry_rounds import why_synchronous
 from cfl_ray.setup.dry_run import try_aggregation, try_attack, try_availability, try_metrics
 from cfl_ray.setup.first_models import start_of
@@ -78,6 +80,17 @@ def try_plugins(setup: Setup) -> None:
         try_aggregation(method.aggregation_rule, setup.division.cohort)
     try_attack(setup.attack_kind, setup.recipe, shape)
     try_availability(setup.availability, num_clients)
+
+
+def check_labels(labels: Iterable[str]) -> None:
+    """Raises ConfigError for the label of a method whose folder would be a file or folder of the run."""
+    taken = RunDirectory.names_in("run")
+    for label in labels:
+        if label in taken:
+            raise ConfigError(
+                f"methods: {label!r} cannot be a label, for it is the name of a file or folder of the run directory "
+                f"({', '.join(taken)})"
+            )
 
 
 def _check_memory(label: str, method: Method[Any], parameters: int) -> None:

@@ -40,6 +40,7 @@ from cfl_ray.setup.checks import (
     check_attackers,
     check_batches,
     check_engine,
+    check_labels,
     check_targets,
     try_methods,
     try_plugins,
@@ -70,6 +71,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     `cfl-ray check` calls it with a stand-in of the same sizes, so that both refuse the same experiments.
     """
     methods = resolve(experiment.methods)
+    check_labels(methods)
     task, local, own_local = resolve_learning(experiment, methods)
     check_targets(task, federation)
     new_trackers(experiment.tracking)  # called only for the errors that it raises; every method gets its own trackers

@@ -38,6 +38,7 @@ INVALID = {
     "no such file": (["nowhere.yaml"], "there is no config file nowhere.yaml"),
     "a key without a value": (["local.lr"], "there is no config file local.lr; if the key local.lr is meant, write"),
     "plugin absent": (["methods=[mine.py:Mine]"], "there is no file"),
+    "a folder whose variable is not set": (["--run-dir", ""], "the name of a folder is empty"),
 }
 
 
@@ -277,6 +278,10 @@ def test_the_command_that_check_prints_can_be_pasted(capsys):
 
 
 UNFIT = {
+    "a label that is a file": (
+        ["methods=[{fedavg: {label: config.yaml}}]"],
+        "methods: 'config.yaml' cannot be a label, for it is the name of a file or folder of the run directory",
+    ),
     "unknown client changes": (
         ["schedule=[{round: 2, change: [{clients: 41, relabel: 1}]}]"],
         "schedule, round 2: client 41 does not exist; the federation has clients 0 .. 39",

@@ -87,6 +87,10 @@ model: {name: 3}
     ^model.name: a model is a name, .*, got 3$
 schedule: [{join: [1]}]
     ^schedule.0.round: Field required$
+rounds: true
+    rounds is a number, got true$
+local: {lr: false}
+    ^local: lr is a number, got false$
 rounds: 0
     ^rounds: .*greater than or equal to 1, got 0$
 seed: -1
