@@ -92,6 +92,7 @@ class ChangedFederation(FederationView):
     def __init__(self, base: Federation, derived: dict[int, DerivedData], is_one_group: bool = False) -> None:
         super().__init__(base)
         self._is_one_group = is_one_group
+        self._latest: tuple[int, TensorSamples] | None = None  # a test set, by its number
         self._derived = {client: data for client, data in derived.items() if data != DerivedData(client)}
         self._ids = np.array(list(self._derived), np.int64)
         self._sources = np.array([data.source for data in self._derived.values()], np.int64)
@@ -157,10 +158,21 @@ class ChangedFederation(FederationView):
         return self._transform(self._base.holdout(data.source), data, "hold-out")
 
     def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
-        data = self._data(client)
-        if data.domain is not None and max_images is None:  # images of the test set, with the same noise
-            return super().test(client)
-        return self._transform(self._base.test(data.source, max_images, seed), data, "test")
+        if self.view == "holdout":
+            return self.holdout(client)
+        data, one = self._data(client), np.array([client])
+        if data.domain is None:
+            return self._transform(self._base.test(data.source, max_images, seed), data, "test")
+        _, y = self._base.test_set(int(self._base.test_set_of(self._with_sources(one))[0]))
+        keep = self._base.test_rows(data.source, y.numpy(), max_images, seed)
+        new_x, new_y = self._noisy_test_set(int(self.test_set_of(one)[0]))
+        return new_x[keep], new_y[keep]
+
+    def _noisy_test_set(self, index: int) -> TensorSamples:
+        """A test set in another domain; the latest one is kept, since many clients are tested on images of it."""
+        if self._latest is None or self._latest[0] != index:
+            self._latest = index, self.test_set(index)
+        return self._latest[1]
 
     def _data(self, client: int) -> DerivedData:
         return self._derived.get(client) or DerivedData(client)

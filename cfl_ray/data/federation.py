@@ -169,10 +169,10 @@ class Federation(ABC):
         if self.view == "holdout":
             return self.holdout(client)
         x, y = self.test_set(int(self.test_set_of(np.array([client]))[0]))
-        keep = self._test_rows(client, y.numpy(), max_images, seed)
+        keep = self.test_rows(client, y.numpy(), max_images, seed)
         return (x, y) if len(keep) == len(y) else (x[keep], y[keep])
 
-    def _test_rows(self, client: int, y: np.ndarray, max_images: int | None, seed: int) -> np.ndarray:
+    def test_rows(self, client: int, y: np.ndarray, max_images: int | None, seed: int) -> np.ndarray:
         """Returns the rows, ascending, of its shared test set on which the client is tested. y: the set's labels."""
         labels = self.labels_of(np.array([client]))
         keep = np.arange(len(y)) if labels is None else np.flatnonzero(labels[0][y])

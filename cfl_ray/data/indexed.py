@@ -118,7 +118,7 @@ class IndexedFederation(Federation):
         if self.view == "holdout":
             return self.holdout(client)
         samples = self._test_file(int(self.index.test_set_N[client]))
-        return self._tensors(samples, self._test_rows(client, samples[1], max_images, seed))
+        return self._tensors(samples, self.test_rows(client, samples[1], max_images, seed))
 
     def _tensors(self, samples: StoredSamples, rows: slice | np.ndarray) -> TensorSamples:
         x, y = samples

@@ -232,17 +232,24 @@ class TestDomains:
             x, y = now.test_set(int(now.test_set_of(np.array([client]))[0]))
             assert equal(now.test(client), (x, y)) and not equal((x, y), digits.test(client))
 
-    def test_a_client_with_few_test_images_is_tested_on_them_in_its_domain(self, digits):
-        """Only these images are changed, so noise is drawn anew, the same in every call."""
+    def test_a_client_with_few_test_images_is_tested_on_images_of_its_test_set(self, digits):
+        """With the noise of that set, on which shared models are tested."""
         changes = [
             DataChange(1, (0,), domain=Domain("brightness", 0.5)),
-            DataChange(1, (1,), domain=Domain("noise", 1)),
+            DataChange(1, (1, 2), swap=(1, 2), domain=Domain("noise", 1)),
         ]
         now = ChangingFederation(digits, changes).at(1)
-        x, y = now.test_set(int(now.test_set_of(np.array([0]))[0]))
-        rows = now._test_rows(0, y.numpy(), 7, 0)
-        assert equal(now.test(0, 7), (x[rows], y[rows])) and equal(now.test(1, 7), now.test(1, 7))
-        assert len(now.test(1, 7)[0]) == 7 and not equal(now.test(1, 7), digits.test(1, 7))
+        for client in (0, 1, 2, 1):
+            x, y = now.test_set(int(now.test_set_of(np.array([client]))[0]))
+            rows = now.test_rows(client, y.numpy(), 7, 0)
+            assert len(rows) == 7 and equal(now.test(client, 7), (x[rows], y[rows]))
+            assert equal(now.test(client), (x, y)) and not equal(now.test(client, 7), digits.test(client, 7))
+
+    def test_held_out_images_have_one_noise(self):
+        x = np.random.default_rng(0).random((20, 4), np.float32)
+        own = federation_from_arrays(x, np.arange(20) % 3, np.repeat([0, 1], 10), holdout=0.4)
+        now = ChangingFederation(own, [DataChange(1, (1,), domain=Domain("noise", 1))]).at(1)
+        assert equal(now.test(1, 100), now.holdout(1)) and not equal(now.test(1), own.test(1))
 
     def test_the_latest_domain_counts_and_is_a_group_of_its_own(self, digits):
         changes = [
