@@ -36,14 +36,14 @@ def write_shards(
     target = folder.local
     staging = (target.parent if target is not None else cache()) / f".writing-{uuid.uuid4().hex}"
     try:
-        staging.mkdir(parents=True)
-    except OSError as error:
-        raise DataError(
-            f"shards cannot be written below {staging.parent}: {error.strerror or error}; set data.shards, or output, "
-            "below which they are by default"
-        ) from error
-    try:
-        names = _write(staging, plan, recipe, normalize, progress)
+        try:
+            staging.mkdir(parents=True)
+            names = _write(staging, plan, recipe, normalize, progress)
+        except OSError as error:  # read-only, or full
+            raise DataError(
+                f"shards cannot be written below {staging.parent}: {error.strerror or error}; set data.shards, or "
+                "output, below which they are by default"
+            ) from error
         if target is None:
             folder.put(staging, names)
         else:

@@ -76,6 +76,13 @@ class ModelRecipe:
             ) from error
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(f"model {self._place} has no parameter to train, expected at least 1")
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                kind = str(parameter.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    f"model {self._place}: the parameter {name} is {kind}, those that are trained must be float32; "
+                    "runtime.precision sets what passes are computed in"
+                )
         for training in (False, True):
             self._check_forward(module.train(training))
 

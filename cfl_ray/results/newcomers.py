@@ -14,6 +14,7 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.data.federation import Federation, FederationView, TensorSamples
 from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.engine.validation import INPUT_POWER, invalid_data_reason, invalid_value_reason
 from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.results.trained import Newcomer, TrainedMethod
@@ -78,7 +79,10 @@ class _Joined:
 def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None) -> Newcomer:
     """See `MethodResult.place`."""
     if y is None:
-        return _without_labels(trained, trained.inputs(x))
+        inputs = trained.inputs(x)
+        if inputs.is_floating_point() and (reason := invalid_value_reason(inputs, INPUT_POWER)):
+            raise DataError(f"the inputs have {reason}")
+        return _without_labels(trained, inputs)
     joined, method = _Joined(trained, _samples(trained, x, y)), trained.steps.method
     serving = joined.serving
     if serving.weight_MK is not None:
@@ -137,9 +141,11 @@ def _without_labels(trained: TrainedMethod, x: Tensor) -> Newcomer:
 
 
 def _samples(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> TensorSamples:
-    shape = trained.federation.shape
-    inputs, targets = trained.inputs(x), torch.as_tensor(y, dtype=shape.target_dtype)
-    if tuple(targets.shape) != (len(inputs), *shape.target_shape) or not len(inputs):
-        wanted = (len(inputs), *shape.target_shape)
-        raise DataError(f"targets have shape {tuple(targets.shape)}, expected {wanted}: one for each input, at least 1")
+    """The samples as tensors. Raises DataError for samples on which a client of the federation could not train."""
+    shape, given = trained.federation.shape, torch.as_tensor(y)
+    inputs, targets = trained.inputs(x), given.to(shape.target_dtype)
+    if given.is_floating_point() and not targets.is_floating_point() and not torch.equal(targets.to(given), given):
+        raise DataError("the samples have labels that are not whole numbers")
+    if reason := invalid_data_reason(inputs, targets, shape):
+        raise DataError(f"the samples have {reason}")
     return inputs, targets

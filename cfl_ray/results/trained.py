@@ -243,12 +243,14 @@ class TrainedMethod:
     def task(self) -> Task:
         return self.backend.worker.network.task
 
-    def _known(self, client: int) -> int:
+    def _known(self, client: Any) -> int:
+        if not isinstance(client, int | np.integer):
+            raise ConfigError(f"a client is named by its number, from 0, got {client!r}")
         if not 0 <= client < self.federation.num_clients:
             raise ConfigError(
                 f"client {client} does not exist; the federation has clients 0 .. {self.federation.num_clients - 1}"
             )
-        return client
+        return int(client)
 
     def tuned(
         self, client: int, row_P: Tensor, local: LocalSGD, samples: TensorSamples, frozen_P: Tensor | None

@@ -37,6 +37,15 @@ def test_a_failed_write_leaves_nothing(planned, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_names_the_folder(planned, tmp_path):
+    def full(what, done, total):
+        raise OSError("Error writing bytes to file. Detail: [errno 28] No space left on device")  # as pyarrow
+
+    with pytest.raises(DataError, match=r"shards cannot be written below .*No space left on device; set data.shards"):
+        write_shards(tmp_path / "shards", planned(), {}, progress=full)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_another_process_wrote_stays(planned, tmp_path):
     for made_by in ("first", "second"):
         write_shards(tmp_path / "shards", planned(), {"made_by": made_by})

@@ -167,8 +167,21 @@ def test_what_does_not_fit_is_named(results):
     x, y = results["ifca"].train(0)
     with pytest.raises(DataError, match=r"inputs have shape \(2, 3\), expected"):
         results["ifca"].place(np.zeros((2, 3)))
-    with pytest.raises(DataError, match=r"targets have shape \(1,\), expected \(\d+,\): one for each input"):
+    with pytest.raises(DataError, match=r"samples and labels of shape \(1,\), expected one label for each"):
         results["ifca"].place(x, y[:1])
+    broken = torch.where(torch.arange(len(x)).view(-1, *[1] * (x.ndim - 1)) == 1, torch.nan, x)
+    for result in (results["ifca"], results["fedper"]):
+        for act in (result.place, result.adapt):
+            with pytest.raises(DataError, match="the samples have labels .* expected"):
+                act(x, torch.full_like(y, 10))
+            with pytest.raises(DataError, match="the samples have values that are not finite"):
+                act(broken, y)
+            with pytest.raises(DataError, match="labels that are not whole numbers"):
+                act(x, y + 0.5)
+    with pytest.raises(DataError, match="the inputs have values that are not finite"):
+        results["ifca"].place(broken)
+    with pytest.raises(ConfigError, match="a client is named by its number, from 0, got 'a'"):
+        results["ifca"].predict(x, like="a")
 
 
 def test_without_labels_several_models_need_classes():
