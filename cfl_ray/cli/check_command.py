@@ -31,7 +31,9 @@ def check(
     (file.py:Name), and tries the parts in them on random numbers. FILE may be a study: then all its runs are validated,
     or those that --setting, --method and --seed select, and sizes and traffic are printed for every setting.
     """
-    from cfl_ray.cli import estimate, tables
+    from cfl_ray.cli import tables
+    from cfl_ray.cli.estimate import estimate
+    from cfl_ray.cli.estimate_tables import show
     from cfl_ray.config.study import is_study_file
 
     if file is not None and is_file(file) and is_study_file(file):
@@ -40,17 +42,18 @@ def check(
     if settings or methods or seeds:
         raise ConfigError("--setting, --method and --seed select runs of a study; an experiment is one run")
     experiment = load_experiment(file, overrides, asks=not trust)
-    estimated = estimate.estimate(experiment)
+    estimated = estimate(experiment)
     if as_yaml:
         say(experiment.to_yaml(credentials=False).rstrip())
         return
     tables.show_differences(experiment, out)
-    estimate.show(estimated, out)
+    show(estimated, out)
     say(f"The config is valid. Run it with: {command_line('run', file, *(overrides or ()))}")
 
 
 def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yaml: bool, trust: bool) -> None:
-    from cfl_ray.cli import estimate
+    from cfl_ray.cli.estimate import estimate_study
+    from cfl_ray.cli.estimate_tables import show_study
     from cfl_ray.results.trust import check_owners
     from cfl_ray.study.run import plan_study
 
@@ -58,11 +61,11 @@ def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yam
     if not trust:
         is_trusted(lambda: check_owners(study))
     runs, root = plan_study(study, only=selection_of(only))
-    estimated = estimate.estimate_study(runs)
+    estimated = estimate_study(runs)
     if as_yaml:
         say(study.to_yaml(credentials=False).rstrip())
         return
-    estimate.show_study(estimated, study, len({run.seed for run in runs}), root, out)
+    show_study(estimated, study, len({run.seed for run in runs}), root, out)
     verb = "sweep" if study.sweep else "compare"
     options = [(option, value) for option, chosen in zip(SELECTING, only, strict=True) for value in chosen or ()]
     selected = [str(word) for pair in options for word in pair]
