@@ -76,7 +76,6 @@ class Images:
 class Source:
     """A data set whose files exist but are not read yet."""
 
-    name: str
     files: tuple[Path, ...]  # empty if the data come with a library or from a function
     read: Callable[[bool, Progress | None], Images]  # (whether to read pixels, progress)
     digest: str | None = None  # hash of the data if they are not in files
