@@ -1,7 +1,7 @@
 """Data sets before their division among clients: inputs, labels and, if known, the client of each sample."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -99,14 +99,11 @@ def roots(data: DataConfig) -> list[Path]:
     return ([Path(named).expanduser()] if named else []) + [Path("data")] + here
 
 
-def find(
-    data: DataConfig, subfolders: Iterable[str], patterns: Iterable[str], name: str, get: str
-) -> tuple[Path, list[Path]]:
+def find(data: DataConfig, subfolders: list[str], patterns: list[str], name: str, get: str) -> tuple[Path, list[Path]]:
     """Returns the first folder in which a glob pattern matches files, and these files, sorted.
 
     Raises DataError with every folder searched, followed by `get`, which says how to obtain the data.
     """
-    subfolders, patterns = list(subfolders), list(patterns)
     if outside := [pattern for pattern in patterns if Path(pattern).is_absolute()]:
         raise DataError(f"{outside[0]!r} must be a pattern below data.root, not an absolute path")
     folders = [root / sub for root in roots(data) for sub in subfolders]
