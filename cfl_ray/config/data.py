@@ -123,9 +123,11 @@ class DataConfig(ConfigSection):
 
     def of_source(self, name: str) -> "DataConfig":
         """The section of another source, with the keys that both have."""
+        if self.source == name:
+            return self
         keys = SOURCE_KINDS.builtin[name].section.model_fields.keys() & type(self).model_fields.keys()
         values = {key: getattr(self, key) for key in keys - {"federation", "shift", "partition", "test"}}
-        return self if self.source == name else SOURCE_KINDS.of(**{**values, "source": name})
+        return SOURCE_KINDS.of(**values | {"source": name})
 
     @field_validator("federation")
     @classmethod

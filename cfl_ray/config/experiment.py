@@ -267,23 +267,29 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     if "experiment" in values:
         verb = "sweep" if values.get("sweep") else "compare"
         raise ConfigError(f"{file} is a study, no experiment; run it with: {shlex.join(['cfl-ray', verb, str(file)])}")
-    written, moved = {}, {}
+    written: dict[str, str] = {}
+    moved: dict[str, str] = {}
     if file is not None:
-        text = read_text(Path(file), follow=True) or ""
-        moved = moves_of(values, text, Path(file).parent)
-        values = with_replaced(values, moved)
-        written = from_record(text)
-        # by present path; a path that the record did not change was written as it is recorded
-        written = {moved.get(path, path): old for path, old in ({path: path for path in moved} | written).items()}
-        values = with_known_credentials(
-            root_resolved_in(resolved_in(values, Path(file).parent, Experiment), Path(file).parent)
-        )
+        values, written, moved = _located(values, Path(file))
     for override in overrides * 2:  # twice, so that a key dropped by a later override of the kind is an error
         key, value = split_override(override)
         set_key(values, key, value, f"override {override!r}")
     if file is None and not any(override.startswith("schedule") for override in overrides):
         values["schedule"] = _events_for(values["schedule"], values["data"])
     return Experiment(**values)._from_record(written, moved)
+
+
+def _located(values: dict[str, Any], file: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """Returns the values of a file with paths that are valid in the working directory, and with known credentials.
+
+    Also returns, for the record of a run, the paths as written by present path, and the new paths by recorded path.
+    """
+    text, folder = read_text(file, follow=True) or "", file.parent
+    moved = moves_of(values, text, folder)
+    recorded = {path: path for path in moved} | from_record(text)  # other moved paths: as they are recorded
+    written = {moved.get(path, path): old for path, old in recorded.items()}
+    values = resolved_in(with_replaced(values, moved), folder, Experiment)
+    return with_known_credentials(root_resolved_in(values, folder)), written, moved
 
 
 def _events_for(events: list[dict[str, Any]], data: Any) -> list[dict[str, Any]]:

@@ -181,7 +181,7 @@ def make_room(size: int) -> None:
     Files that were used in the last hour are kept, since a run may need them again. A process that has mapped a file
     can read it after its removal.
     """
-    limit = float(os.environ.get("CFL_RAY_CACHE_GB", _CACHE_GB)) * 1e9
+    limit = _cache_limit()
     oldest_first = sorted(((file.stat(), file) for file in cache().glob("*.arrow")), key=lambda pair: pair[0].st_atime)
     total = size + sum(status.st_size for status, _ in oldest_first)
     for status, file in oldest_first:
@@ -189,6 +189,15 @@ def make_room(size: int) -> None:
             return
         file.unlink(missing_ok=True)
         total -= status.st_size
+
+
+def _cache_limit() -> float:
+    """Bytes of the cache at most: CFL_RAY_CACHE_GB times 1e9. Raises DataError for a text that is no number."""
+    text = os.environ.get("CFL_RAY_CACHE_GB", str(_CACHE_GB))
+    try:
+        return float(text) * 1e9
+    except ValueError:
+        raise DataError(f"the environment variable CFL_RAY_CACHE_GB is {text!r}, expected a number of GB") from None
 
 
 def cache() -> Path:

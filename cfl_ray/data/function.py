@@ -70,4 +70,4 @@ def _from_mapping(arrays: dict[str, Any], data: PluginDataConfig, seed: int, tar
     images = images_from_arrays(**arrays, targets=targets)
     parts = (images.train_x, images.train_y, images.test_x, images.test_y, images.group)
     of_data = digest(*(part for part in parts if part is not None))
-    return Source(data.source, (), lambda pixels, progress: images, of_data)
+    return Source((), lambda pixels, progress: images, of_data)

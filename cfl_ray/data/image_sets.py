@@ -88,7 +88,7 @@ def _find(name: str, data: DataConfig) -> Source:
     root, files = find(data, subfolders, patterns, name, get)
     if hub is not None and files[0].suffix == ".parquet":
         return _of_hub(name, hub, root, files)
-    return Source(name, tuple(files), lambda pixels, progress: _read_torchvision(name, root))
+    return Source(tuple(files), lambda pixels, progress: _read_torchvision(name, root))
 
 
 # --- torchvision --------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
         )
     columns = ColumnsConfig(image=hub.image, label=hub.label)
     read = partial(parquet.read, train, test, columns, _TORCHVISION[name].num_classes)
-    return Source(name, (*train, *test), read)
+    return Source((*train, *test), read)
 
 
 # --- MedMNIST -----------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def medmnist(data: FilesDataConfig) -> Source:
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise DataError(f"data.train_files: {root.absolute()} holds {len(files)} data sets, name one of: {names}")
-    return Source("medmnist", tuple(files), lambda pixels, progress: _read_medmnist(files[0]))
+    return Source(tuple(files), lambda pixels, progress: _read_medmnist(files[0]))
 
 
 def _read_medmnist(file: Path) -> Images:

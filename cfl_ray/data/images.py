@@ -1,7 +1,7 @@
 """Data sets before their division among clients: inputs, labels and, if known, the client of each sample."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,7 +76,6 @@ class Images:
 class Source:
     """A data set whose files exist but are not read yet."""
 
-    name: str
     files: tuple[Path, ...]  # empty if the data come with a library or from a function
     read: Callable[[bool, Progress | None], Images]  # (whether to read pixels, progress)
     digest: str | None = None  # hash of the data if they are not in files
@@ -100,14 +99,11 @@ def roots(data: DataConfig) -> list[Path]:
     return ([Path(named).expanduser()] if named else []) + [Path("data")] + here
 
 
-def find(
-    data: DataConfig, subfolders: Iterable[str], patterns: Iterable[str], name: str, get: str
-) -> tuple[Path, list[Path]]:
+def find(data: DataConfig, subfolders: list[str], patterns: list[str], name: str, get: str) -> tuple[Path, list[Path]]:
     """Returns the first folder in which a glob pattern matches files, and these files, sorted.
 
     Raises DataError with every folder searched, followed by `get`, which says how to obtain the data.
     """
-    subfolders, patterns = list(subfolders), list(patterns)
     if outside := [pattern for pattern in patterns if Path(pattern).is_absolute()]:
         raise DataError(f"{outside[0]!r} must be a pattern below data.root, not an absolute path")
     folders = [root / sub for root in roots(data) for sub in subfolders]

@@ -47,7 +47,7 @@ def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
 
 def digits(data: DataConfig) -> Source:
     """Returns scikit-learn's digits, with a fifth of the images of each digit as the test part."""
-    return Source("digits", (), _read_digits)
+    return Source((), _read_digits)
 
 
 def _read_digits(pixels: bool, progress: Progress | None) -> Images:
@@ -86,11 +86,7 @@ def mnist_by_writer(data: DataConfig) -> Source:
         "mnist_by_writer",
         "write mnist_writers.parquet (columns split, row, writer, hsf) from QMNIST's extended labels",
     )
-    return Source(
-        "mnist_by_writer",
-        (*base.files, files[0]),
-        lambda pixels, progress: _join_writers(base.read(True, None), files[0]),
-    )
+    return Source((*base.files, files[0]), lambda pixels, progress: _join_writers(base.read(True, None), files[0]))
 
 
 def _join_writers(images: Images, file: Path) -> Images:
@@ -132,7 +128,7 @@ def images(data: ColumnsDataConfig) -> Source:
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
     usual = ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
     train, test = _parts(data, [""], usual, "images", get)
-    return _parquet("images", train, test, data.columns, None)
+    return Source((*train, *test), partial(parquet.read, train, test, data.columns, None))
 
 
 def femnist(data: ColumnsDataConfig) -> Source:
@@ -143,12 +139,8 @@ def femnist(data: ColumnsDataConfig) -> Source:
     )
     usual = ["hf/femnist/data/*.parquet", "data/*.parquet", "*.parquet"]
     train, test = _parts(data, ["", "femnist"], usual, "femnist", get)
-    columns = {"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
-    return _parquet("femnist", train, test, ColumnsConfig(**columns), leaf.CLASSES)
-
-
-def _parquet(name: str, train: list[Path], test: list[Path], columns: ColumnsConfig, num_classes: int | None) -> Source:
-    return Source(name, (*train, *test), partial(parquet.read, train, test, columns, num_classes))
+    names = {"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
+    return Source((*train, *test), partial(parquet.read, train, test, ColumnsConfig(**names), leaf.CLASSES))
 
 
 def _parts(
@@ -188,10 +180,10 @@ def _leaf(name: str, data: FilesDataConfig, read: Callable[..., Images], get: st
     """Returns the data set in LEAF's folder data/NAME. get: how to obtain it, if there is more to say."""
     get = get or f"run LEAF's data/{name}/preprocess.sh and point data.root at LEAF's data/{name}/data"
     usual = ["", f"{name}/data", f"data/{name}/data", f"leaf/data/{name}/data"]
-    source, subfolders = f"{name}_leaf", [data.train_files] if data.train_files else usual
-    root, train = find(data, subfolders, ["train/*.json"], source, get)
+    subfolders = [data.train_files] if data.train_files else usual
+    root, train = find(data, subfolders, ["train/*.json"], f"{name}_leaf", get)
     test = sorted(root.glob("test/*.json"))
-    return Source(source, (*train, *test), lambda pixels, progress: read(train, test, progress=progress))
+    return Source((*train, *test), lambda pixels, progress: read(train, test, progress=progress))
 
 
 def shakespeare_leaf(data: FilesDataConfig) -> Source:
@@ -213,7 +205,7 @@ def csv(data: ColumnsDataConfig, targets: str = "class") -> Source:
     """Returns the samples of CSV files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.csv'"
     train, test = _parts(data, [""], ["*.csv"], "csv", get)
-    return Source("csv", (*train, *test), lambda pixels, progress: tables.read_csv(train, test, data.columns, targets))
+    return Source((*train, *test), lambda pixels, progress: tables.read_csv(train, test, data.columns, targets))
 
 
 def image_folder(data: PartsDataConfig) -> Source:
@@ -222,7 +214,7 @@ def image_folder(data: PartsDataConfig) -> Source:
     files = image_folder_files.files_of(train) + ([] if test is None else image_folder_files.files_of(test))
     clients_file = train / image_folder_files.CLIENTS_FILE
     files += [clients_file] if clients_file.is_file() else []
-    return Source("image_folder", tuple(files), partial(image_folder_files.read, train, test))
+    return Source(tuple(files), partial(image_folder_files.read, train, test))
 
 
 def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
@@ -233,9 +225,7 @@ def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
             raise DataError(f"data.{key}: there is no folder {folder.absolute()} of Dataset.save_to_disk")
     files = [file for folder in (train, test) if folder is not None for file in sorted(folder.glob("*.arrow"))]
     return Source(
-        "hf_disk",
-        tuple(files),
-        lambda pixels, progress: tables.read_hf(train, test, data.columns, data.vocabulary, targets),
+        tuple(files), lambda pixels, progress: tables.read_hf(train, test, data.columns, data.vocabulary, targets)
     )
 
 

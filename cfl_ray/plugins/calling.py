@@ -132,10 +132,11 @@ def check_options(
         signature = inspect.signature(part)
     except (TypeError, ValueError):  # a function written in C has no signature
         return
-    parameters = list(signature.parameters.values())[len(arguments) :]
-    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    names = [parameter.name for parameter in parameters if parameter.kind in by_name]
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    parameters = signature.parameters.values()
+    taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][: len(arguments)]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [name for name in named if name not in taken]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in options:
             if name not in names:
                 known = did_you_mean(name, names) if names else "; it has none"

@@ -173,6 +173,12 @@ def test_the_cache_has_a_limit_and_keeps_what_was_used_lately(cache, monkeypatch
     assert [path.name for path in cache.iterdir()] == ["a.arrow"], "used in the last hour"
 
 
+def test_a_limit_of_the_cache_that_is_no_number(monkeypatch):
+    monkeypatch.setenv("CFL_RAY_CACHE_GB", "50 GB")
+    with pytest.raises(DataError, match="CFL_RAY_CACHE_GB is '50 GB', expected a number of GB"):
+        folder_module.make_room(500)
+
+
 def test_a_file_that_is_fetched_takes_the_room_of_old_ones(remote, cache, monkeypatch):
     monkeypatch.setenv("CFL_RAY_CACHE_GB", "0")
     (cache / "old.arrow").write_bytes(bytes(1000))

@@ -73,6 +73,10 @@ def test_references_are_names():
 def test_options_are_bound_to_functions_and_make_objects():
     assert with_options(halve, {"factor": 0.25}, "part", ("x", "draw"))(8, None) == 2
     assert with_options(Scale, {"factor": 3.0}, "part", ("x", "draw"))(8, None) == 24
+    assert with_options(lambda *given, factor=1: given[0] * factor, {"factor": 3}, "part", ("x", "draw"))(8, None) == 24
+    assert (
+        with_options(lambda *given, **more: given[0] * more["factor"], {"factor": 3}, "part", ("x", "draw"))(8, 0) == 24
+    )
     made = Scale(5.0)
     assert with_options(made, {}, "part") is made and with_options(halve, {}, "part", ("x", "draw")) is halve
 
