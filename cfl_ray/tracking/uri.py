@@ -9,6 +9,8 @@ from typing import Any
 from cfl_ray.errors.redaction import split
 from cfl_ray.security.credentials import with_credentials
 
+_CONNECT_SECONDS = 2.0
+
 
 def resolve_uri(tracking: Any, output: str | Path) -> str:
     """Returns the destination of results: `tracking.uri` of the config, MLFLOW_TRACKING_URI, or an SQLite store.
@@ -22,8 +24,8 @@ def resolve_uri(tracking: Any, output: str | Path) -> str:
     return f"sqlite:///{path}" if path else uri  # absolute, since a later command may run in another folder
 
 
-def accepts_connection(uri: str, seconds: float = 2.0) -> bool:
-    """Returns False for a server that refuses connections or does not answer within `seconds`.
+def accepts_connection(uri: str) -> bool:
+    """Returns False for a server that refuses connections or does not answer within two seconds.
 
     True for a file, and for a server behind a proxy, which only a request could check.
     """
@@ -34,7 +36,7 @@ def accepts_connection(uri: str, seconds: float = 2.0) -> bool:
         return True
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        socket.create_connection((parts.hostname, port), timeout=seconds).close()
+        socket.create_connection((parts.hostname, port), timeout=_CONNECT_SECONDS).close()
     except (OSError, ValueError):
         return False
     return True

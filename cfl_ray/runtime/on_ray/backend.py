@@ -94,6 +94,33 @@ class RayBackend(KeepsClientStates):
         self.pool.use(federation)
 
 
+@dataclass
+class _LeftValues:
+    """Values of a kind that the work leaves with its clients, by key: client states, or a part of deferred results."""
+
+    nbytes: int  # of each value
+    values: dict[int, StoredValue] = field(default_factory=dict)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the values of a call are one object."""
+        return self.nbytes <= PACKED_BYTES
+
+
+def _left_values(work: Work) -> tuple[_LeftValues | None, list[_LeftValues]]:
+    """(client states, parts of deferred results) that the work leaves with its clients; (None, []): it leaves none."""
+    states: _LeftValues | None = None
+    parts: list[_LeftValues] = []
+    if isinstance(work, Train):
+        size = work.tables[work.start.table].shape[1]
+        if (state := work.client_state) is not None:
+            floats = (size if state.columns is None else state.columns.count) + size * work.local.persist
+            states = _LeftValues(4 * floats)
+        if work.defers_results:
+            parts = [_LeftValues(4 * (part.stop - part.start)) for part in work.parts(size)]
+    return states, parts
+
+
 class Exchange:
     """One exchange over the hosts: its calls, and their results so far.
 
@@ -106,29 +133,11 @@ class Exchange:
         self.setup = backend.pool.setup
         self.results: list[ChunkResult] = []  # of calls
         self.skipped: list[ChunkResult] = []  # of excluded clients
-        self.states: dict[int, StoredValue] = {}  # by key
-        self.deferred: list[dict[int, StoredValue]] = []  # of each part of a result: by key
-        # values that the work leaves with clients: (by key, whether those of a call are packed, bytes of a value)
-        self.left: list[tuple[dict[int, StoredValue], bool, int]] = []
+        self.states, self.deferred = _left_values(work)
+        self.left = [kind for kind in (self.states, *self.deferred) if kind is not None]
         self.node_of: dict[ray.ObjectRef[Any], str] = {}  # of the values that calls in progress will leave
-        self.left_bytes = 0  # of each client, with the features or the description that the call returns of it
-        if isinstance(work, Train):
-            size = work.tables[work.start.table].shape[1]
-            if (state := work.client_state) is not None:
-                floats = (size if state.columns is None else state.columns.count) + size * work.local.persist
-                self.left.append((self.states, 4 * floats <= PACKED_BYTES, 4 * floats))
-                self.left_bytes += 4 * floats
-            if work.defers_results:
-                for part in work.parts(size):
-                    self.deferred.append({})
-                    nbytes = 4 * (part.stop - part.start)
-                    self.left.append((self.deferred[-1], nbytes <= PACKED_BYTES, nbytes))
-                self.left_bytes += 4 * size
-            if work.features is not None:
-                self.left_bytes += 4 * work.features.count
-        elif isinstance(work, Describe):
-            shape = self.setup.federation.shape
-            self.left_bytes += 4 * work.most_features(math.prod(shape.input), shape.num_classes)
+        # of each client, with the features or the description that the call returns of it
+        self.left_bytes = sum(kind.nbytes for kind in self.left) + 4 * self._returned_floats()
         self.cost = 0.0  # of all chunks
         self.received_cost = 0.0  # of the chunks whose results were received
         self.return_sums = False  # whether calls return their sums; otherwise these are collected from the hosts
@@ -151,9 +160,10 @@ class Exchange:
             dispatch.run()
             if self.collects:
                 self._collect(dispatch)
-        keys = self.deferred[0] if self.deferred else ()
-        deferred = {key: tuple(part[key] for part in self.deferred) for key in keys}
-        self.backend.client_states.keep(self.work, self.states, deferred)
+        states = {} if self.states is None else self.states.values
+        keys = self.deferred[0].values if self.deferred else ()
+        deferred = {key: tuple(part.values[key] for part in self.deferred) for key in keys}
+        self.backend.client_states.keep(self.work, states, deferred)
         results = [*self.results, *self.skipped]  # `skipped` last: exclusions override results
         return outcome_of(self.work, results, self.changes or self.sums.values())
 
@@ -166,6 +176,14 @@ class Exchange:
     def stays_on_hosts(self) -> bool:
         """Whether sums or values of clients stay on hosts, so that the work of a host that dies is lost."""
         return self.collects or bool(self.left)
+
+    def _returned_floats(self) -> int:
+        """The size of the features, or of the description, that a call returns of each client, at most."""
+        if isinstance(self.work, Describe):
+            shape = self.setup.federation.shape
+            return self.work.most_features(math.prod(shape.input), shape.num_classes)
+        features = self.work.features if isinstance(self.work, Train) else None
+        return 0 if features is None else features.count
 
     def _returns_sums(self, chunks: int) -> bool:
         """Whether calls return their sums: if these are small and no values of clients stay on the hosts."""
@@ -227,7 +245,7 @@ class Exchange:
         arguments: list[Any] = [sources] if isinstance(work, CombineColumns) else sources
         uses = {(rows.table, row) for rows in order.rows() for row in set(rows.row_M.tolist())}
         models = self._models(sorted(uses))
-        packed = [is_packed for _, is_packed, _ in self.left]
+        packed = [kind.is_packed for kind in self.left]
         returns = 1 + sum(1 if is_packed else len(index_m) for is_packed in packed)
         cuts = np.cumsum([len(chunk.index_m) for chunk in chunks])[:-1]
         call = host.actor.work.options(num_returns=returns)
@@ -287,15 +305,15 @@ class Exchange:
         self.sums.merge({out: shared_tensor(total_2P) for out, total_2P in totals.items()})
         keys = self.work.keys_of(self.work.ids_M[result.index_m], result.index_m).tolist()
         rest = iter(refs)
-        for kept, is_packed, size in self.left:
-            if is_packed:
+        for kind in self.left:
+            if kind.is_packed:
                 pack = next(rest)
                 node = self.node_of.pop(pack)
-                values = [StoredValue(pack, position, size, node) for position in range(len(keys))]
+                values = [StoredValue(pack, position, kind.nbytes, node) for position in range(len(keys))]
             else:
-                values = [StoredValue(ref, None, size, self.node_of.pop(ref)) for ref in islice(rest, len(keys))]
+                values = [StoredValue(ref, None, kind.nbytes, self.node_of.pop(ref)) for ref in islice(rest, len(keys))]
             entries = zip(keys, values, result.arrays["valid"], strict=True)
-            kept.update({key: value for key, value, valid in entries if valid})
+            kind.values.update({key: value for key, value, valid in entries if valid})
 
     def _collect(self, dispatch: Dispatch) -> None:
         """Adds up the sums of all hosts. The chunks of a host that dies before this are put back."""

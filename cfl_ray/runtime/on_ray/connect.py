@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from cfl_ray.engine.failure import ClientFailure, may_be_machine
 from cfl_ray.errors import ConfigError, RunError, UserError
 from cfl_ray.run_directory.session_file import cluster_address
-from cfl_ray.runtime.on_ray.host_actor import host_environment
+from cfl_ray.runtime.on_ray.host_actor import environment, host_environment
 from cfl_ray.system.machine import usable_cpus
 from cfl_ray.system.signals import interrupt_held
 
@@ -93,14 +93,9 @@ def join_cluster(address: str, loopback: bool = False) -> None:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-    before = os.environ.get(_WAIT_VARIABLE)
-    os.environ.setdefault(_WAIT_VARIABLE, "1")
-    try:
-        with _loopback_only() if loopback else nullcontext():
-            ray.init(address=address, **_QUIET)
-    finally:
-        if before is None:
-            del os.environ[_WAIT_VARIABLE]  # it would also limit the start of this run's cluster
+    wait = {_WAIT_VARIABLE: os.environ.get(_WAIT_VARIABLE, "1")}  # it would also limit the start of this run's cluster
+    with environment(wait), _loopback_only() if loopback else nullcontext():
+        ray.init(address=address, **_QUIET)
 
 
 def as_user_error(error: RayTaskError) -> UserError:

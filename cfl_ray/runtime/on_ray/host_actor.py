@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,15 +38,10 @@ _INHERITED = "CFL_RAY_HOST_ENVIRONMENT"
 
 
 @contextmanager
-def host_environment(instructions: str | None) -> Iterator[None]:
-    """Context in which a cluster is started whose hosts inherit their environment.
-
-    Two hosts with an environment of their own cost 1.4 s of CPU more, and are ready 2 s later on two cores: Ray waits
-    for its agent that makes environments, and cannot use the processes that it has started already.
-    """
-    ours = _HOST_ENVIRONMENT | instructions_environment(instructions) | {_INHERITED: instructions or ""} | _PRIORITY
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context in which these environment variables are set."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -55,6 +50,16 @@ def host_environment(instructions: str | None) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def host_environment(instructions: str | None) -> AbstractContextManager[None]:
+    """Context in which a cluster is started whose hosts inherit their environment.
+
+    Two hosts with an environment of their own cost 1.4 s of CPU more, and are ready 2 s later on two cores: Ray waits
+    for its agent that makes environments, and cannot use the processes that it has started already.
+    """
+    own = {_INHERITED: instructions or ""}
+    return environment(_HOST_ENVIRONMENT | instructions_environment(instructions) | own | _PRIORITY)
 
 
 def host_runtime_env(instructions: str | None) -> dict[str, Any] | None:
