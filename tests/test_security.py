@@ -34,22 +34,28 @@ TEXTS = [
     if path.suffix in {".py", ".yaml", ".md", ".sh"} and "__pycache__" not in path.parts
 ] + [ROOT / "README.md"]
 
+GATED = f"{ROOT / 'tests/runtime/gated.py'}:Gated"
 STARTS = re.compile(r"""^[^#\n]*(?<![`"])\bray start --|\bray\.init\(|\bCluster\(""", re.M)
 
 
 @contextlib.contextmanager
 def live_run(folder: Path, **variables: str) -> Iterator[list[psutil.Process]]:
-    """The processes of a live `cfl-ray run` on a cluster of its own, in the folder `run`, with these variables."""
+    """The processes of a `cfl-ray run` on a cluster of its own, in the folder `run`, which waits in round 2.
+
+    variables: of the environment of the run.
+    """
     excluded = ("RAY_ADDRESS", "RAY_AUTH_MODE", "MLFLOW_TRACKING_URI")
     environment = {name: value for name, value in os.environ.items() if name not in excluded} | variables
-    log = folder / "log"
-    options = ["rounds=100000", "methods=[fedavg]", "tracking.enabled=false", f"output={folder}"]
+    log, gate = folder / "log", folder / "gate"
+    gate.write_text("1")
+    options = [f"methods=[{{'{GATED}': {{gate: '{gate}'}}}}]", "runtime={engine: sequential, hosts: 1}"]
+    options += ["rounds=9", "tracking.enabled=false", f"output={folder}"]
     command = [sys.executable, "-m", "cfl_ray", "run", "--run-dir", str(folder / "run"), *options]
     with log.open("w") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
     try:
         deadline = time.monotonic() + 400
-        while "fedavg round" not in log.read_text():  # a note about clients that join before round 8
+        while "gated round 1" not in log.read_text():
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
         yield [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
@@ -59,13 +65,6 @@ def live_run(folder: Path, **variables: str) -> Iterator[list[psutil.Process]]:
             process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory):
-    """The processes of a live run."""
-    with live_run(tmp_path_factory.mktemp("live")) as processes:
-        yield processes
 
 
 def listening(processes):
@@ -79,32 +78,37 @@ def listening(processes):
 
 
 @pytest.mark.slow
-def test_a_cluster_of_its_own_listens_on_loopback_only(live):
-    found = listening(live)
-    assert len(found) > 3
-    loopback = ("127.0.0.1", "::1", "::ffff:127.0.0.1", "::ffff:::1")
-    assert [(process.name(), address) for process, address in found if address.ip not in loopback] == []
+class TestAClusterOfItsOwn:
+    @pytest.fixture(scope="class")
+    def live(self, tmp_path_factory):
+        """The processes of a live run."""
+        with live_run(tmp_path_factory.mktemp("live")) as processes:
+            yield processes
 
+    def test_listens_on_loopback_only(self, live):
+        found = listening(live)
+        assert len(found) > 3
+        loopback = ("127.0.0.1", "::1", "::ffff:127.0.0.1", "::ffff:::1")
+        assert [(process.name(), address) for process, address in found if address.ip not in loopback] == []
 
-@pytest.mark.slow
-def test_a_cluster_of_its_own_requires_the_token(live):
-    (port,) = {address.port for process, address in listening(live) if process.name() == "gcs_server"}
-    script = (
-        # Without ENABLE_RAY_CLUSTER = False, Ray connects to another address of the machine.
-        "import ray; from ray._private import ray_constants; ray_constants.ENABLE_RAY_CLUSTER = False\n"
-        f"ray.init(address='127.0.0.1:{port}', log_to_driver=False); print('connected')"
-    )
-    found = []
-    for token in (
-        {"RAY_AUTH_MODE": "token"},
-        {"RAY_AUTH_MODE": "disabled"},
-        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
-    ):
-        environment = os.environ | token | {"RAY_gcs_server_port_wait_time_s": "1"}
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-        found.append(("connected" in done.stdout, bool(re.search("(?i)authenticat|token", done.stderr))))
-    assert found == [(True, False), (False, True), (False, True)]
+    def test_requires_the_token(self, live):
+        (port,) = {address.port for process, address in listening(live) if process.name() == "gcs_server"}
+        script = (
+            # Without ENABLE_RAY_CLUSTER = False, Ray connects to another address of the machine.
+            "import ray; from ray._private import ray_constants; ray_constants.ENABLE_RAY_CLUSTER = False\n"
+            f"ray.init(address='127.0.0.1:{port}', log_to_driver=False); print('connected')"
+        )
+        found = []
+        for token in (
+            {"RAY_AUTH_MODE": "token"},
+            {"RAY_AUTH_MODE": "disabled"},
+            {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
+        ):
+            environment = os.environ | token | {"RAY_gcs_server_port_wait_time_s": "1"}
+            command = [sys.executable, "-c", script]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+            found.append(("connected" in done.stdout, bool(re.search("(?i)authenticat|token", done.stderr))))
+        assert found == [(True, False), (False, True), (False, True)]
 
 
 def certificates(folder: Path) -> dict[str, str]:
@@ -294,7 +298,7 @@ def test_credentials_are_neither_printed_nor_recorded(object_store, tmp_path, cl
     assert (tmp_path / "home/credentials.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_credentials_that_are_not_known_are_asked_for(object_store, tmp_path, monkeypatch):
+def test_credentials_that_are_not_known_are_asked_for(object_store, tmp_path):
     experiment = config.load(None, [f"data.shards={SHARDS}", f"tracking.uri={TRACKING}"])
     (tmp_path / "config.yaml").write_text(experiment.to_record())  # of another user: nothing is kept here
     loaded = config.load(tmp_path / "config.yaml")

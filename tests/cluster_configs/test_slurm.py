@@ -239,7 +239,7 @@ def test_nodes_that_do_not_join_end_the_job(without_ray, tmp_path):
     assert calls(tmp_path, "cfl-ray") == [] and left_behind(tmp_path) == []
 
 
-def test_outside_a_job_it_says_how_to_submit(tmp_path):
+def test_outside_a_job_it_says_how_to_submit():
     environment = {name: text for name, text in os.environ.items() if name != "SLURM_JOB_ID"}
     done = subprocess.run(["bash", SCRIPT, "RUN"], env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "usage: sbatch slurm.sh RUN" in done.stderr

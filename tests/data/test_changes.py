@@ -215,7 +215,7 @@ class TestDomains:
         assert torch.allclose(now.train(2)[0], (x - 0.3) / 0.4, atol=1e-6) and not equal(now.train(2), digits.train(2))
         assert torch.equal(now.train(2)[1], digits.train(2)[1]) and equal(now.train(1), digits.train(1))
 
-    def test_noise_has_its_deviation_and_is_the_same_in_every_call(self, base):
+    def test_noise_has_its_deviation_and_is_the_same_in_every_call(self):
         federation = planted(6, groups=2, samples=400)
         changing = ChangingFederation(federation, [DataChange(1, (0, 1), domain=Domain("noise", 0.2, seed=3))])
         noise = changing.at(1).train(0)[0] - federation.train(0)[0]

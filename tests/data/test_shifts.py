@@ -161,7 +161,7 @@ class TestPixels:
         x = groups(images, kind="brightness", factors=[2.0])[0].variant.train(rows)[0]
         assert np.array_equal(x, np.clip(images.train_x[rows].astype(int) * 2, 0, 255))
 
-    def test_blur_needs_images(self, toy):
+    def test_blur_needs_images(self):
         with pytest.raises(DataError, match=r"blur needs images, these samples are of shape \(5,\); use another kind"):
             groups(Images(np.zeros((4, 5), np.float32), np.zeros(4, np.int16), None, None, 2), kind="blur")
 

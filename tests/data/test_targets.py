@@ -73,7 +73,7 @@ def test_a_dataset():
         federation_from_dataset([pairs[0], (pairs[1][0], pairs[1][1][:1])], [0, 1], targets="real")
 
 
-def test_a_function_and_its_shards(tmp_path, monkeypatch):
+def test_a_function_and_its_shards(tmp_path):
     (tmp_path / "heat.py").write_text(
         "import numpy as np\n\n\ndef load():\n    x = np.arange(60, dtype='float32').reshape(20, 3)\n"
         "    return x, x.sum(1)\n"

@@ -44,8 +44,8 @@ def test_newcomers_of_a_group_that_is_known_are_placed_with_it(name, options, tm
     assert found.final["ari"] == 1.0 and found.summary["newcomer_accuracy"] > 0.9
 
 
-@pytest.mark.parametrize("regroup, expected", [(True, 1.0), (False, None)])
-def test_fedgroup_regroups_a_client_when_its_data_changed(regroup, expected, tmp_path):
+@pytest.mark.parametrize("regroup", [True, False])
+def test_fedgroup_regroups_a_client_when_its_data_changed(regroup, tmp_path):
     """Clients 0 and 1 swap their data, and so their true groups; a static grouping is wrong for two of twelve."""
     swap = [{"round": 3, "change": [{"clients": [0, 1], "data_of": [1, 0]}]}]
     watcher = Notes()

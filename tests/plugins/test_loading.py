@@ -23,7 +23,7 @@ def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path):
     assert [load_plugin(f"{tmp_path}/{value}/same.py:VALUE", "model") for value in (1, 2)] == [1, 2]
 
 
-def test_a_missing_file_is_named_in_full(tmp_path):
+def test_a_missing_file_is_named_in_full():
     with pytest.raises(ConfigError, match="method 'no.py:Mine': there is no file /.*/no.py"):
         load_plugin("no.py:Mine", "method")
 

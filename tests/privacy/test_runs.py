@@ -100,7 +100,7 @@ def test_clients_cannot_join_or_leave_on_request(monkeypatch):
     assert refused
 
 
-def test_methods_with_signatures(tmp_path):
+def test_methods_with_signatures():
     privacy = {"noise_multiplier": 1.0, "noise": "reproducible", "signatures": {"noise_multiplier": 5.0}}
     found = figures(simulate(experiment(methods=["stocfl"], privacy=privacy)), "stocfl")
     plain = figures(simulate(experiment(methods=["fedavg"])), "fedavg")

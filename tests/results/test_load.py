@@ -154,7 +154,7 @@ def test_every_method_of_a_result_gives_the_same_for_each_way_of_getting_it(expe
         assert len(set(found.values())) == 1, (name, found)
 
 
-def test_a_run_that_was_stopped_has_what_was_saved(experiment_, kept, tmp_path):
+def test_a_run_that_was_stopped_has_what_was_saved(kept, tmp_path):
     """A method that has not begun is there, without rounds and models."""
     import shutil
 

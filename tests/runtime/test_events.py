@@ -60,7 +60,7 @@ OPTIONS = {
 ROUNDS_OF_FIRST_PHASE = {"autocfl": 2, "fl_hc": 2, "ifca": 2}  # 1 of the others with two phases
 
 
-def test_every_method_goes_through_its_phases_and_reports_how_its_clusters_came(tmp_path):
+def test_every_method_goes_through_its_phases_and_reports_how_its_clusters_came():
     methods = [{name: OPTIONS.get(name, {})} for name in sorted(REGISTRY)]
     results = simulate(planted(methods=methods, rounds=4, data={"synthetic_samples": 60}))
     for name, cls in REGISTRY.items():

@@ -72,7 +72,7 @@ def synced(file):
 
 
 @pytest.mark.parametrize("name", RECORD_FILES)
-def test_a_file_cut_anywhere_is_made_whole_again(name, stopped, changing, tmp_path):
+def test_a_file_cut_anywhere_is_made_whole_again(name, stopped, changing):
     """The run goes on from round 4 and does round 5 again: the file is as before, whichever others were cut.
 
     Tried at every seventh byte, and at the last twelve.

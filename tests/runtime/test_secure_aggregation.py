@@ -43,7 +43,7 @@ def test_a_resumed_run_has_the_same_bits(privacy, tmp_path, monkeypatch):
 PRIVATE = {"target_epsilon": 20.0, "noise": "reproducible"}
 
 
-def test_a_private_run_has_noise_of_the_clients_and_an_account_without_amplification(tmp_path):
+def test_a_private_run_has_noise_of_the_clients_and_an_account_without_amplification():
     """Noise that lasts for the target by the moments of N(0, z^2), all of the rounds charged in full."""
     pytest.importorskip("dp_accounting")
     one = secure(privacy=PRIVATE)

@@ -58,7 +58,7 @@ def imports(tmp_path):
     return since
 
 
-def test_nothing_changes_for_own_runs_also_moved_ones(own, tmp_path, capsys):
+def test_nothing_changes_for_own_runs_also_moved_ones(own, tmp_path):
     moved = shutil.move(own, tmp_path / "moved")
     assert load_record(moved).evaluation.metrics == load(moved / "config.yaml").evaluation.metrics
     load_run(moved)["ditto"].model(0)
@@ -97,7 +97,7 @@ def test_a_copy_of_a_run_is_not_trusted_nor_a_copied_signature(own, imports, tmp
     assert not imports()
 
 
-def test_a_signature_of_an_earlier_version_says_what_to_do(own, tmp_path):
+def test_a_signature_of_an_earlier_version_says_what_to_do(own):
     """It held for any folder."""
     values = json.loads((own / "signature.json").read_text())
     (own / "signature.json").write_text(json.dumps(values | {"signature": "0" * 64}))
@@ -106,7 +106,7 @@ def test_a_signature_of_an_earlier_version_says_what_to_do(own, tmp_path):
     load_record(own, trust=True)
 
 
-def test_trust_is_an_option_and_lasts_where_the_run_goes_on(own, imports, tmp_path, monkeypatch, capsys):
+def test_trust_is_an_option_and_lasts_where_the_run_goes_on(own, imports, tmp_path, monkeypatch):
     monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "another home"))
     assert status_of("export", own, "--cluster", 0, "-o", tmp_path / "m.pt", "--trust") == 0 and imports()
     assert status_of("table", own, "--trust") == 0 and (
@@ -184,7 +184,7 @@ def test_a_cluster_and_a_server_of_a_stranger_are_not_connected_to(run_dir, monk
         ("task={loss: 'os.path:join'}", "the code in os.path:join"),
     ],
 )
-def test_nothing_outside_the_directory_is_touched_without_trust(run_dir, tmp_path, monkeypatch, override, named):
+def test_nothing_outside_the_directory_is_touched_without_trust(run_dir, override, named):
     (run_dir / "config.yaml").write_text(load(None, [override]).to_yaml())
     for act in (lambda: load_record(run_dir), lambda: resume(run_dir, on_ray=False)):
         with pytest.raises(UntrustedError, match=named):
@@ -296,7 +296,7 @@ class TestStudies:
         with pytest.raises(UntrustedError, match=r"runtime\.address ray://swept:1; what it"):
             load_study_record(study)
 
-    def test_of_this_user_are_signed(self, study, tmp_path):
+    def test_of_this_user_are_signed(self, study):
         sign_study(study, load_study(study / "study.yaml"))
         assert load_study_record(study).name == "one"
         text = (study / "study.yaml").read_text()

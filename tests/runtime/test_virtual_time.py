@@ -98,7 +98,7 @@ class TestFlights:
         assert self.step(flights, 2) == ([0, 2], [0, 1], 4.0)
         assert sorted(flights.client_F.tolist()) == [1, 3] and flights.versions.past.keys() == {0, 1}
 
-    def test_with_equal_times_and_a_buffer_for_all_rounds_are_synchronous(self, monkeypatch):
+    def test_with_equal_times_and_a_buffer_for_all_rounds_are_synchronous(self):
         flights = self.flights(seconds=[2.0] * 6, buffer=3)
         for round in range(1, 5):
             ids, stale, now = self.step(flights, round)

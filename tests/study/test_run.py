@@ -149,7 +149,7 @@ def test_runs_of_another_config_are_refused(study, inline):
         run_study(study(name="other"), root / "all" / "fedavg" / "seed-0")
 
 
-def test_a_selection_and_the_rest_later(study, inline, tmp_path):
+def test_a_selection_and_the_rest_later(study, inline):
     results = run_study(study(), only=Selection(methods=["two"], seeds=[1]))
     assert inline == ["all, two, seed 1"]
     found = study_status(results.root)
@@ -190,7 +190,7 @@ def test_an_unexpected_error_is_kept_with_its_traceback(study, inline, monkeypat
     assert not run_study(study(seeds=[0])).failed and not file.exists(), "tried again"
 
 
-def test_an_interrupted_study_names_the_command_that_goes_on(study, monkeypatch, inline, tmp_path):
+def test_an_interrupted_study_names_the_command_that_goes_on(study, inline, tmp_path):
     def interrupt(self, outcome):
         raise KeyboardInterrupt
 
@@ -339,7 +339,7 @@ def test_a_metric_that_no_run_may_have_is_told_before_the_runs(study, inline):
     assert warning.startswith("sweep.metric: 'omega_score' is no metric of all methods; it is found only if a method")
 
 
-def test_one_parent_in_mlflow_and_no_second_one(study, inline, tmp_path, drawn):
+def test_one_parent_in_mlflow_and_no_second_one(study, inline, drawn):
     tracking = {"tracking": {"enabled": True}, "methods": ["fedavg"], "rounds": 1}
     results = run_study(study(experiment=tracking))
     run_study(study(experiment=tracking, seeds=[0, 1, 2]))

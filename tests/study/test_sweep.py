@@ -214,7 +214,7 @@ def test_a_grid_for_each_method_in_each_setting(study, inline):
     assert not run_study(results.study).failed and inline == []
 
 
-def test_values_that_are_no_names_of_folders(study, inline, tmp_path):
+def test_values_that_are_no_names_of_folders(study, inline):
     rules = ["mean", {"trimmed_mean": {"share": 0.2}}]
     sweep = {"parameters": {"methods.fedavg.aggregation": rules}}
     results = run_study(study(seeds=[0], experiment={"methods": ["fedavg"]}, sweep=sweep))

@@ -448,7 +448,7 @@ class TestDestinations:
         assert len(deliver_pending(tmp_path, "http://server", warn=warnings.append)) == 1
         assert reached == ["http://elsewhere"] and "copy names MLflow at http://elsewhere" in warnings[0]
 
-    def test_a_run_that_goes_on_is_signed_again_and_not_delivered_again(self, pending, tmp_path):
+    def test_a_run_that_goes_on_is_signed_again_and_not_delivered_again(self, pending):
         run_dir = pending("run", "http://server", own=False)
         cursor = json.loads((run_dir / CURSOR).read_text()) | {"run_id": "abc", "delivered": 7}
         (run_dir / CURSOR).write_text(json.dumps(cursor))
@@ -456,7 +456,7 @@ class TestDestinations:
         again = json.loads((run_dir / CURSOR).read_text())
         assert again | {"signature": ""} == cursor | {"signature": ""} and again["signature"] != cursor["signature"]
 
-    def test_the_parent_of_a_run_contains_it(self, pending, tmp_path):
+    def test_the_parent_of_a_run_contains_it(self, pending):
         run_dir = pending("run", "sqlite:///x.db")
         for parent in ("../../elsewhere", "/etc", ".", "artifacts"):
             cursor = json.loads((run_dir / CURSOR).read_text()) | {"parent": parent}

@@ -115,7 +115,7 @@ def test_an_evaluation_has_its_own_late_clients(backend, ended):
     assert outcome.excluded[1].late and ended() >= 2
 
 
-def test_a_client_is_not_excluded_for_a_host_that_halts(backend, ended, actors, meanwhile, until):
+def test_a_client_is_not_excluded_for_a_host_that_halts(backend, ended, actors, until):
     """SIGSTOP halts it without a trace: its client is tried again on another host and finishes there."""
     asked, models_KP = clients(backend, [0, 1, 2], 3), start(backend)
     backend.pool.nodes(seconds=300)  # a host that is still starting gets no work
@@ -135,7 +135,7 @@ def test_a_chain_with_a_late_client_is_excluded(backend, ended):
 
 
 def test_a_run_with_a_training_that_never_ends(
-    backend, experiment, logged, cluster, notes, actors, tmp_path, figures, meanwhile, until
+    backend, experiment, logged, cluster, notes, actors, tmp_path, meanwhile, until
 ):
     """Its model computes for ever. The server is killed while it waits for that; no host is left behind."""
     settings = {

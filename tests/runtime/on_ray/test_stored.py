@@ -22,7 +22,7 @@ def test_a_pack_has_values_of_any_length():
     assert len(tensor_of(pack, 1)) == len(tensor_of(pack, 4)) == 0
 
 
-def test_values_are_fetched_one_by_one(cluster, monkeypatch):
+def test_values_are_fetched_one_by_one(cluster):
     pack, single = ray.put(tuple(Pack.of({0: torch.ones(2), 1: torch.zeros(3)}, 2))), ray.put(np.full(4, 7, np.float32))
     lazy = LazyTensors([pack, single], [(0, 1), (1, None), (0, 0)])
     assert [tensor.tolist() for tensor in (lazy[0], lazy[1], lazy[2])] == [[0] * 3, [7] * 4, [1] * 2]

@@ -84,7 +84,9 @@ def test_a_request_to_stop_ends_a_wait_in_mid_run(cluster, impatient, experiment
 
     watcher = notes(after_round)
     watcher.warn = lambda text: answers.append((text, live_client.ask(tmp_path / "run", "stop")))
-    with pytest.raises(RunStopped, match=r"stopped while it waited for client hosts, as asked.*go on with: cfl_ray"):
+    with pytest.raises(
+        RunStopped, match=r"stopped while it waited for client hosts, as asked.*go on with: cfl_ray.resume"
+    ):
         run(small, tmp_path / "run", watcher)
     ((text, answer),) = answers
     assert "the run waits for ever (runtime.wait_for_hosts)" in text
