@@ -23,6 +23,8 @@ class CsvFile:
         try:
             reader = csv.DictReader((read_text(self.path) or "").splitlines())
             self.columns = list(reader.fieldnames or ("round", "time_ms", *ROUND_METRICS))
+            if "round" not in self.columns:
+                raise ValueError("it has no column 'round'")
             rows = list(reader)
             self.last = int(rows[-1]["round"]) if rows else 0
         except (csv.Error, ValueError, KeyError, TypeError) as error:

@@ -13,7 +13,7 @@ import pytest
 
 import cfl_ray
 from cfl_ray.config import Experiment, TrackingConfig
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.tracking import Delivery, RoundRecord, RunInfo, RunLog, csv_file, delivery, new_trackers
 from cfl_ray.tracking.csv_file import CsvFile
 
@@ -220,6 +220,12 @@ class TestCsv:
         assert [row["round"] for row in rows] == rounds
         assert [row["accuracy"] for row in rows] == [str(int(round) / 10) for round in rounds]
         assert [row["later"] for row in rows] == [""] * (len(rounds) - 1) + ["2.0"] and None not in rows[-1]
+
+    @pytest.mark.parametrize("other", ["client,accuracy\n", "round,accuracy\nmany,0.5\n"])
+    def test_another_table_is_refused(self, other, tmp_path):
+        (tmp_path / "metrics.csv").write_text(other)
+        with pytest.raises(DataError, match=r"metrics\.csv is damaged .*; remove it"):
+            CsvFile().open(tmp_path, RunInfo("run"), 0)
 
     def test_a_full_disk_at_its_first_row_leaves_room_for_the_header(self, tmp_path, monkeypatch):
         def full(file, line):
