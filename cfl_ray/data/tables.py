@@ -170,13 +170,19 @@ def _numbers(part: Named, column: str) -> np.ndarray:
 def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:
     """The labels of each part, int16 (n,), and the words by label, in sorted order of the training words, if any."""
     columns = [column_of(part, column) for part in parts]
-    if all(pa.types.is_integer(values.type) for values in columns):
+    kinds = [values.type for values in columns]
+    if all(map(pa.types.is_integer, kinds)):
         return [integer_labels(part, column) for part in parts], ()
-    if not all(is_text(values.type) for values in columns):
-        is_real = pa.types.is_floating(columns[0].type)
+    for (file, _), kind in zip(parts, kinds, strict=True):
+        if not pa.types.is_integer(kind) and not is_text(kind):
+            is_real = pa.types.is_floating(kind)
+            raise DataError(
+                f"{file}: label column {column!r} must hold integers or words, it holds {kind}; "
+                f"{'set task: regression to learn numbers (csv, hf_disk), or ' * is_real}set data.columns.label"
+            )
+    if not all(map(is_text, kinds)):
         raise DataError(
-            f"{parts[0][0]}: label column {column!r} must hold integers or words, it holds {columns[0].type}; "
-            f"{'set task: regression to learn numbers (csv, hf_disk), or ' * is_real}set data.columns.label"
+            f"{parts[1][0]}: label column {column!r} holds {kinds[1]}, but {kinds[0]} in {parts[0][0]}; they must agree"
         )
     words = [np.asarray(values.to_pylist(), np.str_) for values in columns]
     known = np.unique(words[0])

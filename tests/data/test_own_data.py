@@ -146,6 +146,14 @@ class TestCsv:
         assert images.class_names == ("apple", "pear")
         assert self.read(tmp_path, columns={"features": ["b"]}).shape == (1,)
 
+    def test_labels_of_two_types(self, tmp_path):
+        (tmp_path / "tests.csv").write_text("a,b,kind,shop\n1,2,3,x\n")
+        with pytest.raises(DataError, match="tests.csv: label column 'kind' holds int64, but string in .*t.csv; they"):
+            self.read(tmp_path, train_files="t.csv", test_files="tests.csv")
+        (tmp_path / "tests.csv").write_text("a,b,kind,shop\n1,2,3.5,x\n")
+        with pytest.raises(DataError, match="tests.csv: label column 'kind' must hold integers or words, it holds d"):
+            self.read(tmp_path, train_files="t.csv", test_files="tests.csv")
+
     def test_more_words_than_labels(self, tmp_path):
         rows = "".join(f"1,word {number},x\n" for number in range(32769))
         with pytest.raises(DataError, match="'kind' holds 32769 different words, at most 32768 can be classes"):
