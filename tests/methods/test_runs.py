@@ -93,7 +93,7 @@ def run_of_every_method(tmp_path_factory):
 
     @functools.cache
     def of(engine: str, local: str):
-        data, evaluation = {"synthetic_samples": 7}, {"local_images": 1000}
+        data, evaluation = {"synthetic_samples": 7}, {"local_images": 1000, "every": 3}
         runtime, local = {"engine": engine}, LOCALS[local]
         folder, watcher = tmp_path_factory.mktemp("every"), Reports()
         run = make_experiment(folder, EVERY_METHOD, 3, local=local, runtime=runtime, data=data, evaluation=evaluation)
