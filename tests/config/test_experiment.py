@@ -631,15 +631,6 @@ class TestMethods:
             ([{"stocfl": {"tua": 0.5}}], r"method stocfl has no option 'tua' \(did you mean 'tau'\?\)"),
             ([{"stocfl": {"tau": 1.5}}], "methods: stocfl.tau: Input should be less than or equal to 1, got 1.5"),
             (
-                [{"stocfl": {"signature": "grad"}}],
-                "methods: stocfl.signature: Input should be 'gradient' or 'displacement', got 'grad'",
-            ),
-            ([{"ifca": {"num_clusters": 2.5}}], "methods: ifca.num_clusters: Input should be a valid integer, got 2.5"),
-            (
-                [{"ifca": {"select_samples": 2.5}}],
-                "methods: ifca.select_samples: Input should be a valid integer, got 2.5",
-            ),
-            (
                 [{"ifca": {"num_clusters": "1e-3"}}],
                 "methods: ifca.num_clusters: Input should be a valid integer, got 0.001",
             ),

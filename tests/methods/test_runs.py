@@ -93,7 +93,7 @@ def run_of_every_method(tmp_path_factory):
 
     @functools.cache
     def of(engine: str, local: str):
-        data, evaluation = {"synthetic_samples": 7}, {"local_images": 1000}
+        data, evaluation = {"synthetic_samples": 7}, {"local_images": 1000, "every": 3}
         runtime, local = {"engine": engine}, LOCALS[local]
         folder, watcher = tmp_path_factory.mktemp("every"), Reports()
         run = make_experiment(folder, EVERY_METHOD, 3, local=local, runtime=runtime, data=data, evaluation=evaluation)
@@ -268,15 +268,6 @@ class TestRunDirectories:
         ):
             cfl_ray.resume(tmp_path / "run", on_ray=False)
         assert len(cfl_ray.resume(tmp_path / "run", experiment=run, on_ray=False)["fedavg"].records) == 2
-
-    def test_a_directory_belongs_to_one_run(self, experiment, tmp_path):
-        cfl_ray.simulate(experiment(rounds=1), tmp_path / "run")
-        with pytest.raises(ConfigError, match="already holds a run of this config; continue it with `cfl-ray resume"):
-            cfl_ray.simulate(experiment(rounds=1), tmp_path / "run")
-        with pytest.raises(ConfigError, match=r"another config: rounds \(1 there, 2 here\); choose another folder"):
-            cfl_ray.simulate(experiment(rounds=2), tmp_path / "run")
-        with pytest.raises(ConfigError, match="holds no run: there is no"):
-            cfl_ray.resume(tmp_path / "nothing", on_ray=False)
 
 
 class TestRepeating:
