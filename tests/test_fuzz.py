@@ -251,7 +251,7 @@ TARGETS = {
     "journal of a run that goes on": Target("run/ditto/events.jsonl", other_json_lines, _resume, 3, writes=True),
     "engines": Target("engine-choices.json", other_json, _choose_engine, 40, writes=True),
     "credentials": Target("home/credentials.json", other_json, _find_credentials, 60, writes=True),
-    "csv": Target("run/ditto/metrics.csv", other_bytes, _read_csv, 60),
+    "csv": Target("run/ditto/metrics.csv", other_bytes, _read_csv, 60, writes=True),
 }
 
 

@@ -10,8 +10,10 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from cfl_ray.cli.tables import default_text
+from cfl_ray.clock.from_config import ARGUMENTS as CLOCK_ARGUMENTS
 from cfl_ray.config import BuiltinKind, ConfigSection
 from cfl_ray.config.attack import ATTACK_KINDS
+from cfl_ray.config.clock import CLOCK_KINDS, STALENESS_KINDS
 from cfl_ray.config.cohort import AVAILABILITY_KINDS
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.config.partition import PARTITION_KINDS
@@ -52,13 +54,13 @@ class PartKind:
     registry: Registry[Any]
     own: str  # how to write a plugin, as text
     example: str  # in a config
-    topic: str  # of the page in docs/extend
+    topic: str  # the page, without docs/ and .md
     given: tuple[str, ...] = ()
 
     @property
     def page(self) -> str:
         """The page of the documentation."""
-        return f"docs/extend/{self.topic}.md"
+        return f"docs/{self.topic}.md"
 
     def parts(self) -> Iterator[ListedPart]:
         """All parts, those of this package first."""
@@ -118,91 +120,103 @@ def _first_line(part: Any) -> str:
 
 # A line per kind: all other facts about a kind are in its registry.
 KINDS: Mapping[str, PartKind] = {
-    "methods": PartKind(METHODS, "a subclass of cfl_ray.Method", "methods: [my.py:MyMethod]", "method"),
+    "methods": PartKind(METHODS, "a subclass of cfl_ray.Method", "methods: [my.py:MyMethod]", "extend/method"),
     "models": PartKind(
         MODELS,
         "a function or class that returns a torch.nn.Module",
         "model: {name: my.py:Net}",
-        "model",
+        "extend/model",
         given=(*INPUT_NAMES, *CLASS_NAMES),
     ),
     "datasets": PartKind(
-        SOURCE_KINDS, "a function that returns arrays or a Federation", "data: {source: my.py:load}", "data"
+        SOURCE_KINDS, "a function that returns arrays or a Federation", "data: {source: my.py:load}", "extend/data"
     ),
-    "tasks": PartKind(TASKS, "a cfl_ray.Task, or a function that returns one", "task: my.py:Ranking", "task"),
+    "tasks": PartKind(TASKS, "a cfl_ray.Task, or a function that returns one", "task: my.py:Ranking", "extend/task"),
     "losses": PartKind(
         LOSSES,
         "a function f(outputs, targets) of the loss of each sample",
         "task: {loss: my.py:f, targets: real, metrics: [mae]}",
-        "task",
+        "extend/task",
         given=("outputs", "targets"),
     ),
     "metrics": PartKind(
-        METRICS, "a function f(outputs, targets) of a client", "evaluation: {metrics: [my.py:f]}", "metric"
+        METRICS, "a function f(outputs, targets) of a client", "evaluation: {metrics: [my.py:f]}", "extend/metric"
     ),
     "optimizers": PartKind(
         OPTIMIZERS,
         "a subclass of torch.optim.Optimizer, or a function that returns one",
         "local: {optimizer: my.py:Sign}",
-        "optimizer",
+        "extend/optimizer",
         given=("params", "lr"),
     ),
     "schedules": PartKind(
         SCHEDULES,
         "a function f(t, total), the factor of the learning rate",
         "local: {schedule: my.py:f}",
-        "optimizer",
+        "extend/optimizer",
         given=("t", "total"),
     ),
     "server_optimizers": PartKind(
         SERVER_OPTIMIZERS,
         "a class whose objects are called with (delta_P, moments)",
         "methods: [{fedavg: {server_optimizer: my.py:Class}}]",
-        "optimizer",
+        "extend/optimizer",
     ),
     "aggregation": PartKind(
         AGGREGATION,
         "a class with combine, weigh or scale",
         "methods: [{fedavg: {aggregation: my.py:Rule}}]",
-        "aggregation",
+        "extend/aggregation",
     ),
     "shifts": PartKind(
         SHIFT_KINDS,
         "a function f(x, y, group, draw)",
         "data: {shift: {kind: my.py:f, groups: 2}}",
-        "shift",
+        "extend/shift",
         ("x", "y", "group", "draw"),
     ),
     "partitions": PartKind(
         PARTITION_KINDS,
         "a function f(labels, clients, draw)",
         "data: {partition: {kind: my.py:f}}",
-        "partition",
+        "extend/partition",
         ("labels", "clients", "draw"),
     ),
     "attacks": PartKind(
         ATTACK_KINDS,
         "a function f(upload_P, start_P, draw), or a class",
         "attack: {kind: my.py:f}",
-        "attack",
+        "extend/attack",
         ("upload_P", "start_P", "draw"),
     ),
     "availability": PartKind(
         AVAILABILITY_KINDS,
         "a function f(clients, round, draw)",
         "cohort: {availability: {kind: my.py:f}}",
-        "availability",
+        "extend/availability",
         ("clients", "round", "draw"),
+    ),
+    "clocks": PartKind(CLOCK_KINDS, "a function f(clients, draw)", "clock: {kind: my.py:f}", "time", CLOCK_ARGUMENTS),
+    "staleness": PartKind(
+        STALENESS_KINDS,
+        "a function f(staleness), the weights of updates",
+        "asynchronous: {buffer: 10, staleness: {kind: my.py:f}}",
+        "time",
+        ("staleness",),
     ),
     "trackers": PartKind(
         TRACKERS,
         "a class with open, log and close",
         "tracking: {trackers: [csv, my.py:Tracker]}",
-        "tracker",
+        "extend/tracker",
         given=tuple(inspect.signature(Mlflow).parameters),
     ),
     "backends": PartKind(
-        BACKENDS, "a subclass of InProcessBackend", "runtime: {backend: my.py:Backend}", "backend", given=("worker",)
+        BACKENDS,
+        "a subclass of InProcessBackend",
+        "runtime: {backend: my.py:Backend}",
+        "extend/backend",
+        given=("worker",),
     ),
 }
 

@@ -22,3 +22,8 @@ def warn(text: str) -> None:
 def command_line(*parts: object) -> str:
     """Returns a command that can be pasted into a shell; parts that are None are skipped."""
     return shlex.join(["cfl-ray", *(str(part) for part in parts if part is not None)])
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun in the plural, if it is not 1."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

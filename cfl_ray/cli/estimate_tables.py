@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from cfl_ray.cli.console import say
+from cfl_ray.cli.console import counted, say
 from cfl_ray.cli.estimate import Estimate
 from cfl_ray.cli.tables import notes_on, number_table, print_table
 from cfl_ray.config.study import Study
@@ -81,7 +81,7 @@ def show_study(
         ends, trials = 2, study.sweep.trials or 0
         say(f"shown: the ends of the ranges; {trials} trials, {runs // ends * trials} runs", console)
     else:
-        say(f"{runs} runs: {len(estimates)} with each of {seeds} seeds", console)
+        say(f"{counted(runs, 'run')}: {len(estimates)} with each of {counted(seeds, 'seed')}", console)
     runtime = estimates[0][0].experiment.runtime
     if runtime.backend != "ray" or cluster_address(runtime.address) is None:
         say(f"on this machine: {resources_for(runtime, runs)}", console)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cfl_ray.cli.arguments import OnlyMethods, OnlySeeds, OnlySettings
-from cfl_ray.cli.console import command_line, out, say
+from cfl_ray.cli.console import command_line, counted, out, say
 from cfl_ray.cli.inputs import folder_of, output_base
 from cfl_ray.errors import ConfigError, RunError
 
@@ -114,7 +114,7 @@ def run_all(
         runs, root = plan_study(study, folder, selection)
         for run in runs:
             say(f"{run.name}{': finished' if run.is_finished(root) else ''}")
-        say(f"{len(runs)} runs{' at the ends of the ranges' * study.learns}; folder: {root}")
+        say(f"{counted(len(runs), 'run')}{' at the ends of the ranges' * study.learns}; folder: {root}")
         return
     with StudyDisplay(out, study.learns) as display:
         results = run_study(study, folder, selection, at_once, display, extend)

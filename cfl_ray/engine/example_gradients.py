@@ -9,7 +9,7 @@ finite counts as zeros.
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 
 from cfl_ray.core.rng import secret_stream
 from cfl_ray.engine.local_steps import LocalGradient
@@ -79,7 +79,7 @@ class ExampleGradient(LocalGradient):
         y: Tensor,
         frozen_C: Tensor | None,
     ) -> Tensor:
-        with self.network.autocast(), self.network.without_cudnn():
-            logits_1C = functional_call(self.network.module, (params, masks), (x[None],)).float()
+        with self.network.without_cudnn():
+            logits_1C = self.network.trained_outputs(x[None], params | masks)
         logits_1C = logits_1C if frozen_C is None else logits_1C + frozen_C
         return self.network.task.loss(logits_1C, y[None]).sum()

@@ -84,8 +84,8 @@ class _Gradient(LocalGradient):
         kept: AbstractContextManager[list[Tensor]] = nullcontext([])
         if self.objective is not None:
             kept = self.network.kept_features()
-        with self.draws(batch), self.network.autocast(), kept as features:
-            logits_BC = self.network.module(x_B).float()
+        with self.draws(batch), kept as features:
+            logits_BC = self.network.trained_outputs(x_B)
         logits_BC = logits_BC if frozen_BC is None else logits_BC + frozen_BC
         if self.weight_n is None:
             loss = self.network.task.mean_loss(logits_BC, y_B)

@@ -89,11 +89,9 @@ class StepGraphs:
 
     @property
     def remarks(self) -> set[str]:
-        """A line for each reason why the steps of a kind could not be recorded."""
-        given = (
-            "vectorised starts the operations of some steps one by one, which takes longer, as no CUDA graph of them"
-        )
-        return {f"{given} could be recorded: {reason}" for reason in self.refused.values()}
+        """At most one line: why the first kind that could not be recorded could not."""
+        reasons = list(self.refused.values())[:1]
+        return {f"vectorised takes some steps without a CUDA graph, which is slower: {reason}" for reason in reasons}
 
     def _drop(self) -> None:
         _, graph = self._kept.popitem(last=False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 
 from cfl_ray.engine import sequential
 from cfl_ray.engine.local_steps import companion_arguments, companion_parts
@@ -304,8 +304,8 @@ class _Gradient:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of one client on one batch, and the buffers after it."""
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}  # the network updates buffers in place
-        with self.network.autocast(), self.network.without_cudnn():
-            logits_BC = functional_call(self.network.module, (params, buffers), (x_B,)).float()
+        with self.network.without_cudnn():
+            logits_BC = self.network.trained_outputs(x_B, params | buffers)
         logits_BC = logits_BC if frozen_BC is None else logits_BC + frozen_BC
         return (self.network.task.loss(logits_BC, y_B) * weight_B).sum(), buffers
 

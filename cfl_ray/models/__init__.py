@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.models import cnn, mlp, resnet, vgg
+from cfl_ray.nn.functional_dropout import Recording
 from cfl_ray.nn.shared import FrozenParameter
 from cfl_ray.plugins.calling import explained, place_of
 from cfl_ray.plugins.registry import Registry
@@ -90,13 +91,18 @@ class ModelRecipe:
         samples = "samples" if self.dtype.is_floating_point else f"{self.dtype} samples"
         mode = " in training mode" if module.training else ""
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), Recording() as dropouts:
                 outputs = module(self._zeros())
         except Exception as error:
             raise ConfigError(
                 f"model {self._place} does not take {samples} of shape {self.input_shape}{mode}: "
                 f"{explained(self.factory, error)}"
             ) from error
+        if dropouts.calls and not module.training:
+            raise ConfigError(
+                f"model {self._place} calls functional dropout in evaluation, where predictions would be random; write "
+                "F.dropout(x, p, self.training)"
+            )
         if not isinstance(outputs, torch.Tensor):
             raise ConfigError(f"model {self._place} answers with {type(outputs).__name__}, expected one tensor")
         expected = (2, *(self.outputs or (self.num_classes,)))

@@ -1,11 +1,13 @@
 """Functional dropout with masks by key, as of dropout layers.
 
 The trial passes of a network record its calls of `torch.nn.functional.dropout` and its relatives. From then on, call i
-of a forward pass in training multiplies by the mask of layer i of a list that `attach` adds to the module.
+of a forward pass in training multiplies by the mask of layer i of a list, for which engines draw masks as for the
+dropout layers of the module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -17,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cfl_ray.errors import RunError
 from cfl_ray.nn.layers import AddressedDropout
 
-_NAME = "_functional_dropouts"
-_WHOLE_CHANNELS: dict[Callable[..., Any], bool] = {
-    functional.dropout: False,
-    torch.dropout: False,
-    functional.dropout1d: True,
-    functional.dropout2d: True,
-    functional.dropout3d: True,
+# function -> number of axes of an argument with which PyTorch drops whole channels of each sample; None: single values
+_CHANNELS: dict[Callable[..., Any], tuple[int, ...] | None] = {
+    functional.dropout: None,
+    torch.dropout: None,
+    functional.dropout1d: (3,),
+    functional.dropout2d: (3, 4),
+    functional.dropout3d: (5,),
 }
 
 
@@ -34,6 +36,7 @@ class DropoutCall:
     p: float
     whole_channels: bool
     shape: tuple[int, ...]  # of its argument
+    by_sample: bool  # whether it can have a mask by sample: not in place, and not without a batch
 
     def layer(self) -> AddressedDropout:
         """A layer that draws its masks."""
@@ -43,23 +46,24 @@ class DropoutCall:
 
 
 class _Intercepting(TorchFunctionMode):
-    """Multiplies by `mask_of(call)` in place of functional dropout."""
+    """Calls `dropped(x, call)` in place of functional dropout in training."""
 
-    def __init__(self, mask_of: Callable[[DropoutCall], Tensor]):
+    def __init__(self, dropped: Callable[[Tensor, DropoutCall], Tensor]):
         super().__init__()
-        self.mask_of = mask_of
+        self.dropped = dropped
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function not in _WHOLE_CHANNELS:
+        if function not in _CHANNELS:
             return function(*args, **kwargs)
         x, p, trains, inplace = _arguments(*args, **kwargs)
         if not trains or not p:
             return x
-        mask = self.mask_of(DropoutCall(float(p), _WHOLE_CHANNELS[function], tuple(x.shape)))
-        return x.mul_(mask) if inplace else x * mask
+        axes = _CHANNELS[function]
+        by_sample = not inplace and (axes is None or x.ndim in axes)
+        return self.dropped(x, DropoutCall(float(p), axes is not None, tuple(x.shape), by_sample))
 
 
 def _arguments(
@@ -76,64 +80,69 @@ class Recording(_Intercepting):
         self.calls: list[DropoutCall] = []
         super().__init__(self._record)
 
-    def _record(self, call: DropoutCall) -> Tensor:
+    def _record(self, x: Tensor, call: DropoutCall) -> Tensor:
         self.calls.append(call)
-        return torch.ones(())
+        return x
 
 
-def regular(passes: list[list[DropoutCall]], batches: list[int]) -> bool:
-    """Whether passes on batches of these sizes have the same calls, on activations whose first axis is the batch."""
+def regular(passes: Sequence[Sequence[DropoutCall]], batches: Sequence[int]) -> bool:
+    """Whether passes on batches of these sizes have the same calls, all of which can have masks by sample."""
     by_sample = [[(call.p, call.whole_channels, call.shape[1:]) for call in calls] for calls in passes]
     return all(calls == by_sample[0] for calls in by_sample) and all(
-        call.shape[:1] == (batch,) for calls, batch in zip(passes, batches, strict=True) for call in calls
+        call.by_sample and call.shape[:1] == (batch,)
+        for calls, batch in zip(passes, batches, strict=True)
+        for call in calls
     )
 
 
-class _Masked(_Intercepting):
-    """Forward passes in training whose calls use the masks of these layers, one after the other."""
+class Masked(_Intercepting):
+    """Context of a forward pass whose calls multiply by masks of these layers, one after the other.
 
-    def __init__(self, layers: nn.ModuleList):
-        super().__init__(self._next_mask)
-        self.layers, self.calls, self.entered = layers, 0, False
+    Raises RunError if the calls are not those of the layers.
+    """
 
-    def enter(self, module: nn.Module, inputs: object) -> None:
-        if module.training:
-            self.calls, self.entered = 0, True
-            self.__enter__()
+    def __init__(self, layers: Sequence[AddressedDropout], masks: Sequence[Tensor]):
+        super().__init__(self._masked)
+        self.layers, self.masks, self.calls = layers, masks, 0
 
-    def leave(self, module: nn.Module, inputs: object, output: object) -> None:
-        if self.entered:
-            self.entered = False
-            self.__exit__(None, None, None)
-            if output is not None and self.calls != len(self.layers):
-                self._differs(f"{self.calls} calls")
-
-    def _next_mask(self, call: DropoutCall) -> Tensor:
+    def _masked(self, x: Tensor, call: DropoutCall) -> Tensor:
         self.calls += 1
         if self.calls > len(self.layers):
-            self._differs("more calls")
-        layer = self.layers[self.calls - 1]
-        assert isinstance(layer, AddressedDropout)
-        if (call.p, call.shape[1:]) != (layer.p, layer.sample_shape):
-            self._differs(f"call {self.calls} with p = {call.p:g} on samples of shape {call.shape[1:]}")
-        return layer.mask
+            self._differ(f"there are more than {len(self.layers)}")
+        layer, mask = self.layers[self.calls - 1], self.masks[self.calls - 1]
+        fits = not mask.ndim or mask.shape[0] == call.shape[0]
+        if not (call.by_sample and fits and (call.p, call.shape[1:]) == (layer.p, layer.sample_shape)):
+            self._differ(f"number {self.calls} drops {call.p:g} of shape {call.shape}")
+        return x * mask.to(x.dtype)
 
-    def _differs(self, what: str) -> NoReturn:
-        there = ", ".join(f"p = {layer.p} on {layer.sample_shape}" for layer in self.layers)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None and self.calls < len(self.layers):
+            self._differ(f"there are {self.calls}")
+
+    def _differ(self, what: str) -> NoReturn:
+        expected = ", ".join(f"{layer.p:g} of shape (batch, *{layer.sample_shape})" for layer in self.layers)
         raise RunError(
-            f"the model's functional dropout differs from pass to pass: {what}, where its first pass has "
-            f"{len(self.layers)} ({there}); use nn.Dropout layers where calls depend on values"
+            f"the model's calls of functional dropout are not the same in all passes: {what}; its first passes drop "
+            f"{expected}; calls must not depend on values or on the size of the batch"
         )
 
 
 def repeated_backwards(module: nn.Module, x: Tensor) -> bool:
-    """Whether calls are repeated in the backward pass, out of order, as by `torch.utils.checkpoint`."""
+    """Whether the backward pass draws random numbers: it repeats calls, as with `torch.utils.checkpoint`.
+
+    Also if there is no backward pass.
+    """
     params, found = [part for part in module.parameters() if part.requires_grad], _RandomOperations()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        output = module(x)
-        if output.requires_grad:
+        try:
+            output = module(x)
             with found:
                 torch.autograd.grad(output.sum(), params, allow_unused=True)
+        except RuntimeError:
+            return True
     return found.any
 
 
@@ -147,13 +156,3 @@ class _RandomOperations(TorchDispatchMode):
     ) -> Any:
         self.any |= torch.Tag.nondeterministic_seeded in function.tags
         return function(*args, **(kwargs or {}))
-
-
-def attach(module: nn.Module, calls: list[DropoutCall]) -> None:
-    """Adds layers that draw the masks of these calls to a submodule without children, whose `forward` ignores them."""
-    owner = next(part for part in module.modules() if not list(part.children()))
-    layers = nn.ModuleList(call.layer() for call in calls)
-    owner.add_module(_NAME, layers)
-    masked = _Masked(layers)
-    module.register_forward_pre_hook(masked.enter)
-    module.register_forward_hook(masked.leave, always_call=True)

@@ -201,7 +201,7 @@ def _record(network: Network, batch: int) -> Graph:
     recorder = _Recorder(network, x)
     network.module.train()
     with recorder.naming_modules(network.module), recorder:
-        output = network.module(x)
+        output = network.trained_outputs(x)
     index = recorder.values.get(id(output))
     if not isinstance(output, Tensor) or index is None:
         raise Unsupported("its output is not made by recorded functions of PyTorch")

@@ -34,9 +34,13 @@ class AddressedDropout(nn.Module):
             return x
         if not self.training:
             return x
-        if self.sample_shape is None:
-            raise RunError("a dropout layer is called that the model's first forward pass does not call")
-        return x * self.mask
+        if x.shape[1:] != self.sample_shape or (self.mask.ndim and self.mask.shape[0] != x.shape[0]):
+            expected = "no call" if self.sample_shape is None else f"one call with shape (batch, *{self.sample_shape})"
+            raise RunError(
+                f"a dropout layer is called with shape {tuple(x.shape)}, in the first passes it has {expected}; its "
+                "calls must not depend on values or on the size of the batch"
+            )
+        return x * self.mask.to(x.dtype)
 
     def regular(self, batches: list[int]) -> bool:
         """Whether each trial, with these batch sizes, calls the layer once, on the same samples; or none calls it."""

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import torch_stream
@@ -21,6 +22,7 @@ from cfl_ray.nn.splitmix import Keys, split
 
 _WIDE = 32  # channels from which oneDNN is faster channels-last (measured: 1.25 times on a CNN with 32 and 64)
 _TRIAL_BATCHES = (2, 3)  # two sizes: they show which axis of an activation is the batch
+_LARGER_BATCH = 20  # a third one, for modules that split large batches
 _TEST_BATCH = 1024
 _TEST_BATCH_CPU = 256  # activations of a small batch stay in the cache (twice as fast on a LeNet-5)
 
@@ -102,6 +104,7 @@ class Network:
         self.memory = DeviceMemory(self.device, memory_share)
         self._kept: set[str] = set()  # dropout layers that are not replaced
         self.dropouts: dict[str, AddressedDropout] = {}
+        self.dropout_calls: dict[str, AddressedDropout] = {}
         self.seed, self.template = seed, template
         self.module = self._new_module()
         self.spec = ParamSpec.of(self.module)
@@ -164,50 +167,59 @@ class Network:
         """Sets these attributes by forward passes in training mode, which change buffers of the module.
 
         output_shape:     shape of the output for one sample.
-        dropouts:         dropout layers and calls whose masks engines draw, by name.
+        dropouts:         dropout layers and calls of functional dropout whose masks engines draw, by name.
+        dropout_calls:    of these, the calls of functional dropout.
         random_forward:   whether a forward pass in training draws from PyTorch's global generator: dropout of attention
                           and recurrent layers, noise; also dropout that cannot have masks by sample, because the first
                           axis of its inputs is not the batch or the passes differ.
         batch_statistics: whether the network has layers with batch statistics.
         """
-        draws, calls = self._trial_passes()
-        self._kept = {name for name, layer in self.dropouts.items() if not layer.regular(list(_TRIAL_BATCHES))}
+        layers, draws, calls = self._trial_passes()
+        self._kept = {name for name, layer in layers.items() if not layer.regular(list(_TRIAL_BATCHES))}
         if self._kept:  # they stay nn.Dropout, which calls functional dropout
             self.module = self._new_module()
-            draws, calls = self._trial_passes()
-        have_masks = functional_dropout.regular(calls, list(_TRIAL_BATCHES))
-        if calls[0] and have_masks:
-            have_masks = not functional_dropout.repeated_backwards(self.module, self._zeros(_TRIAL_BATCHES[0]))
-        self.random_forward = draws or not have_masks
-        self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
-        for layer in self.dropouts.values():
+            layers, draws, calls = self._trial_passes()
+        for layer in layers.values():
             layer.end_trial()
-        if calls[0] and have_masks:
-            functional_dropout.attach(self.module, calls[0])
-        self.dropouts = {
-            name: layer for name, layer in self._dropout_layers().items() if layer.sample_shape is not None
-        }
+        self.dropouts = {name: layer for name, layer in layers.items() if layer.sample_shape is not None}
+        if not draws and self._have_masks(calls):
+            self.dropout_calls = {f"call {number}": call.layer() for number, call in enumerate(calls[0])}
+            self.dropouts |= self.dropout_calls
+        self.random_forward = draws or len(calls[0]) > len(self.dropout_calls)
+        self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
 
-    def _trial_passes(self) -> tuple[bool, list[list[DropoutCall]]]:
-        """Forward passes without dropout. Returns whether they draw random numbers, and their functional dropouts.
+    def _trial_passes(self) -> tuple[dict[str, AddressedDropout], bool, list[list[DropoutCall]]]:
+        """Forward passes without dropout, which set `output_shape`.
 
-        Begins a trial of the dropout layers, and sets `output_shape`.
+        Returns the dropout layers, each in its trial, whether the passes draw random numbers, and their functional
+        dropouts.
         """
-        self.dropouts, calls = self._dropout_layers(), []
-        for layer in self.dropouts.values():
+        layers = {name: m for name, m in self.module.named_modules() if isinstance(m, AddressedDropout)}
+        for layer in layers.values():
             layer.trial = []
         frozen = {name: (p, p._version) for name, p in self.module.named_parameters() if not p.requires_grad}
-        with torch.random.fork_rng(devices=[]):
-            before = torch.get_rng_state()
-            for batch in _TRIAL_BATCHES:
-                with functional_dropout.Recording() as recording:
-                    outputs = self.module.train()(self._zeros(batch))
-                self.output_shape = tuple(outputs.shape[1:])
-                calls.append(recording.calls)
-            draws = not torch.equal(before, torch.get_rng_state())
+        draws, calls = False, list[list[DropoutCall]]()
+        inputs = self._zeros(_TRIAL_BATCHES[0]), self._others(_TRIAL_BATCHES[1])
+        for x in inputs:
+            with torch.random.fork_rng(devices=[]), functional_dropout.Recording() as recording:
+                torch.default_generator.manual_seed(0)
+                before = torch.get_rng_state()
+                outputs = self.module.train()(x)
+                draws |= not torch.equal(before, torch.get_rng_state())
+            self.output_shape = tuple(outputs.shape[1:])
+            calls.append(recording.calls)
         if written := [name for name, (p, version) in frozen.items() if p._version != version]:
             raise ConfigError(f"the model writes to its frozen parameter {written[0]}, which all clients share")
-        return draws, calls
+        return layers, draws, calls
+
+    def _have_masks(self, calls: list[list[DropoutCall]]) -> bool:
+        """Whether functional dropout can have masks by sample; `calls`: of the trial passes."""
+        if not calls[0] or not functional_dropout.regular(calls, _TRIAL_BATCHES):
+            return False
+        with functional_dropout.Recording() as recording:
+            self.module(self._others(_LARGER_BATCH))
+        same = functional_dropout.regular([calls[0], recording.calls], [_TRIAL_BATCHES[0], _LARGER_BATCH])
+        return same and not functional_dropout.repeated_backwards(self.module, self._others(_TRIAL_BATCHES[0]))
 
     @torch.no_grad()
     def why_not_batch_of(self, size: int) -> str | None:
@@ -223,8 +235,11 @@ class Network:
     def _zeros(self, batch: int) -> Tensor:
         return torch.zeros(batch, *self.input_shape, dtype=self.dtype)
 
-    def _dropout_layers(self) -> dict[str, AddressedDropout]:
-        return {name: m for name, m in self.module.named_modules() if isinstance(m, AddressedDropout)}
+    def _others(self, batch: int) -> Tensor:
+        """Other samples: numbers from 0 to 1, or the token 1."""
+        if not self.dtype.is_floating_point:
+            return self._zeros(batch) + 1
+        return torch.rand(batch, *self.input_shape, dtype=self.dtype, generator=torch.Generator().manual_seed(0))
 
     def _bind_to_flat(self) -> None:
         """Makes trained parameters and float buffers views into `flat`; weights in channels-last layout are copies."""
@@ -301,6 +316,22 @@ class Network:
         if self.recurrent and self.device.type == "cuda":
             return torch.backends.cudnn.flags(enabled=False)
         return nullcontext()
+
+    def trained_outputs(self, x: Tensor, tensors: dict[str, Tensor] | None = None) -> Tensor:
+        """Outputs (B, ...), float32, of a forward pass in training, in the network's precision.
+
+        tensors: parameters, buffers and masks, as NAME.mask, that replace those of the module and the dropouts.
+        """
+        masked: AbstractContextManager[object] = nullcontext()
+        if self.dropout_calls:
+            names = [f"{name}.mask" for name in self.dropout_calls]
+            own = [layer.mask for layer in self.dropout_calls.values()]
+            masks = own if tensors is None else [tensors[name] for name in names]
+            masked = functional_dropout.Masked(list(self.dropout_calls.values()), masks)
+            tensors = None if tensors is None else {k: v for k, v in tensors.items() if k not in names}
+        with self.autocast(), masked:
+            outputs = self.module(x) if tensors is None else functional_call(self.module, tensors, (x,))
+        return outputs.float()
 
     @contextmanager
     def draws_from(self, seed: int) -> Iterator[None]:

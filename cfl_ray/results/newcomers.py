@@ -80,6 +80,8 @@ def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
     """See `MethodResult.place`."""
     if y is None:
         inputs = trained.inputs(x)
+        if not len(inputs):
+            raise DataError("no inputs are given, expected at least 1")
         if inputs.is_floating_point() and (reason := invalid_value_reason(inputs, INPUT_POWER)):
             raise DataError(f"the inputs have {reason}")
         return _without_labels(trained, inputs)

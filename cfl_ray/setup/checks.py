@@ -179,7 +179,9 @@ def check_asynchronous(setup: Setup) -> None:
     check_buffer(setup.asynchrony.buffer, setup.experiment.asynchronous.concurrency or setup.division.cohort)
     spec = setup.network().spec
     for label, method in setup.methods.items():
-        if reason := why_synchronous(method, spec, setup.local_of(label), setup.federation.shape):
+        if reason := why_synchronous(
+            method, spec, setup.local_of(label), setup.federation.shape, setup.experiment.rounds
+        ):
             raise ConfigError(
                 f"asynchronous.buffer: {label} cannot run asynchronously: {reason}; leave out the method or the buffer"
             )

@@ -168,8 +168,11 @@ def traffic(
     return TrafficEstimate(mbit[0], mbit[1], models, deferred, load, backend.kept)
 
 
-def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape: DataShape) -> str:
-    """Why rounds of the method cannot be asynchronous, by three rounds without training; empty: they can."""
+def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape: DataShape, rounds: int) -> str:
+    """Why rounds of the method cannot be asynchronous, by rounds without training; empty: they can.
+
+    rounds: of the run. Three rounds of the method's last phase are played, if it comes to that.
+    """
     if not isinstance(method.aggregation_rule, Mean):
         return f"aggregation {method.aggregation} compares results of clients that start from the same model"
     if method.only_synchronous:
@@ -178,8 +181,10 @@ def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape
     steps, first_KP = CheckedMethod(method, spec.size), models.random(count, spec.size)
     state = steps.init(Start(count, spec, lambda k: first_KP[k % count] + k // count, shape.input, shape.outputs))
     versions, sizes = Versions(strict=True), np.ones(4, np.int64)
-    for round in range(1, 4):
-        ids = np.array([0, 1, 2 * round, 2 * round + 1])  # two of them for the first time
+    left = 3
+    for round in range(1, rounds + 1):
+        new = 2 + 2 * (round - 1) % (count - 2)
+        ids = np.array([0, 1, new, new + 1])  # at first, two of them for the first time
         # all of them have received the version before the present version
         received = Received(versions, dict.fromkeys(range(count), round - 2), round - 1)
         clients = Clients(ids, sizes, spec, local, models, seed=0, round=round, received=received)
@@ -188,7 +193,9 @@ def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape
         except NotAsynchronous as error:
             return str(error)
         versions.advance(round - 1, state, after, {round - 1})
-        state = after
+        state, left = after, left - (not method.phases[after.phase])
+        if not left:
+            break
     return ""
 
 

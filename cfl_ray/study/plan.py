@@ -109,7 +109,7 @@ def _runs_of(study: Study, setting: str, parameters: Mapping[str, Any], seed: in
     place = place_of(study, setting, trial)
     try:
         values = study.values(setting, parameters)
-        entries = _by_label(values.get("methods", ["fedavg"]))
+        entries = _by_label(values.get("methods", Experiment.model_fields["methods"].default))
         return [
             StudyRun(place, label, seed, _experiment(study, values, entry, seed), trial, setting, parameters)
             for label, entry in entries

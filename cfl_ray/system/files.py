@@ -17,6 +17,7 @@ from cfl_ray.errors import ConfigError, DataError
 
 Record = TypeVar("Record")
 PRIVATE, SHARED = 0o600, 0o666  # permission bits; the umask takes bits away from SHARED
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _REPAIR = "restore it, or remove it to start its part afresh"
 
 # ---- files that only the user can read
@@ -102,8 +103,10 @@ def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
         yield draft
         draft.replace(path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename in (None, draft, str(draft)):
-            error.filename = str(path)  # the user does not know the draft; a full disk has no name
+        if isinstance(error, OSError) and (
+            error.filename in (draft, str(draft)) or (error.filename is None and error.errno in _FULL)
+        ):
+            error.filename = str(path)  # the user does not know the draft; errors of a full disk have no name
         with suppress(OSError):  # for example in a folder that is read-only
             draft.unlink(missing_ok=True)
         raise

@@ -196,8 +196,8 @@ def simulate_round(
     )
     finish = patch.object(backend_module, "outcome_of", lambda *_: None)  # of real sums, which there are none of
     modules = [patch.object(module, "ray", ray) for module in (backend_module, collect_module, dispatch_module)]
-    never_look = patch.object(dispatch_module, "LOOK_SECONDS", float("inf"))  # for hosts that hang or start
-    with modules[0], modules[1], modules[2], finish, never_look:
+    never_poll = patch.object(dispatch_module, "POLL_SECONDS", float("inf"))  # for hosts that hang or start
+    with modules[0], modules[1], modules[2], finish, never_poll:
         began = time.thread_time()
         backend = RayBackend(pool)  # type: ignore[arg-type]
         backend._seconds_of_cost[Train] = 1.0  # as after the first round

@@ -1,23 +1,21 @@
 """Networks whose forward pass draws random numbers: attention, recurrent layers, noise; and functional dropout."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 import training_tasks
-from fake_cuda import fake_cuda
 from torch import nn
 from torch.nn.functional import dropout, dropout1d
 from torch.utils.checkpoint import checkpoint
 from training_tasks import assert_same, rows
 
-from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
+from cfl_ray import models
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import manual, sequential, span, vectorised
-from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.task import TrainingTask
-from cfl_ray.errors import RunError
+from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.nn.network import Network
 
 
@@ -87,8 +85,50 @@ class Checkpointed(nn.Module):
         return self.outer(checkpoint(self.part, x.flatten(1), use_reentrant=False))
 
 
+class InPlace(Functional):
+    def forward(self, x):
+        x = self.inner(x.flatten(1))
+        if self.training:
+            dropout(x, 0.5, inplace=True)
+        return self.outer(x.tanh())
+
+
+class WithoutBatch(Functional):
+    """PyTorch drops whole samples here, which it takes for channels."""
+
+    def forward(self, x):
+        return self.outer(dropout1d(self.inner(x.flatten(1)), 0.5, self.training))
+
+
+class ByValue(Functional):
+    """A call more for other values than zeros."""
+
+    def forward(self, x):
+        x = dropout(self.inner(x.flatten(1)), 0.2, self.training) if x.any() else self.inner(x.flatten(1))
+        return self.outer(dropout(x, 0.5, self.training))
+
+
+class BySize(Functional):
+    """A call for every three samples of a large batch."""
+
+    def forward(self, x):
+        parts = self.inner(x.flatten(1)).split(3)
+        return self.outer(torch.cat([dropout(part, 0.5, self.training) for part in parts]))
+
+
+class LayerDrop(Functional):
+    """Calls that depend on chance."""
+
+    def forward(self, x):
+        x = self.inner(x.flatten(1))
+        if not self.training or torch.rand(()) > 0.5:
+            x = dropout(x, 0.5, self.training)
+        return self.outer(x)
+
+
 SHAPE = (5, 4)
 RANDOM = [Transformer, lambda: Transformer(0.1, batch_first=False), Recurrent, Noise, Checkpointed]
+RANDOM += [InPlace, WithoutBatch, ByValue, BySize, LayerDrop]
 
 
 def tasks_of(network: Network, clients: int = 3) -> list[TrainingTask]:
@@ -173,18 +213,6 @@ def test_masks_by_sample_stay_where_they_suit():
     assert set(network.dropouts) == {"layer.dropout", "layer.dropout1", "layer.dropout2"} and network.random_forward
 
 
-class InPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(20, 32), nn.Linear(32, 3)
-
-    def forward(self, x):
-        x = self.inner(x.flatten(1))
-        if self.training:
-            dropout(x, 0.5, inplace=True)
-        return self.outer(torch.dropout(x.tanh(), 0.25, train=self.training))
-
-
 class Convolutional(nn.Sequential):
     """Whole channels, in a module that goes through its children."""
 
@@ -198,6 +226,34 @@ class Convolutional(nn.Sequential):
 
     def __init__(self):
         super().__init__(self.Block(), nn.Flatten(), nn.Linear(24, 3))
+
+
+class Recursive(Functional):
+    """Calls itself, with a mask for each pass."""
+
+    def forward(self, x, inner=False):
+        return super().forward(x) if inner else (self(x, True) + self(x, True)) / 2
+
+
+class Empty(Functional):
+    """Has containers without children."""
+
+    def __init__(self):
+        super().__init__()
+        self.shortcut, self.none = nn.Sequential(), nn.ModuleList()
+
+    def forward(self, x):
+        x = self.shortcut(self.inner(x.flatten(1)))
+        assert len(list(self.modules())) == 5 and not [part(x) for part in self.none]
+        return self.outer(torch.dropout(x, 0.25, train=self.training))
+
+
+class Half(Functional):
+    """Activations of another type."""
+
+    def forward(self, x):
+        x = dropout(self.inner(x.flatten(1)).bfloat16(), 0.5, self.training)
+        return nn.functional.linear(x, self.outer.weight.bfloat16()).float()
 
 
 def twice():
@@ -219,7 +275,8 @@ class TestFunctionalDropout:
         "factory, shares",
         [
             (Functional, [0.5]),
-            (InPlace, [0.5, 0.25]),
+            (Recursive, [0.5, 0.5]),
+            (Empty, [0.25]),
             (Convolutional, [0.3]),
             (two_sizes, [0.5, 0.5]),
             (twice, [0.5, 0.5]),
@@ -236,6 +293,10 @@ class TestFunctionalDropout:
         again = Network(factory, SHAPE)
         assert torch.equal(rows(sequential, network, tasks), rows(sequential, again, tasks))
         assert list(again.spec.names) == list(dict(factory().named_parameters()))
+
+    def test_keeps_the_type_of_activations(self):
+        network = Network(Half, SHAPE)
+        assert_same(network, tasks_of(network), vectorised, atol=0.02)
 
     def test_is_the_same_as_a_layer(self):
         class Layer(Functional):
@@ -267,48 +328,47 @@ class TestFunctionalDropout:
         x = torch.randn(6, *SHAPE)
         assert torch.equal(network.logits(x), network.logits(x))
 
-    @pytest.mark.parametrize("times, what", [(2, "more calls, where its first pass has 1"), (0, "0 calls")])
-    def test_calls_that_depend_on_values_are_an_error(self, times, what):
-        class ByValue(Functional):
+    def test_calls_that_depend_on_large_values_are_an_error(self):
+        class Late(Functional):
             def forward(self, x):
                 x = self.inner(x.flatten(1))
-                for _ in range(1 if (x == self.inner.bias).all() else times):  # the trial has zeros
+                for _ in range(int((x.abs() < 9).all()) + self.more):
                     x = dropout(x, 0.5, self.training)
                 return self.outer(x)
 
-        network = Network(ByValue, SHAPE)
-        with pytest.raises(RunError, match=what):
-            rows(sequential, network, tasks_of(network))
+        Late.more = 0
+        network = Network(Late, SHAPE)
+        (task,) = tasks_of(network, 1)
+        with pytest.raises(
+            RunError, match="not the same in all passes: there are 0; its first passes drop 0.5"
+        ):
+            rows(sequential, network, [replace(task, x=task.x * 1e4)])
+        Late.more = 1
+        with pytest.raises(RunError, match="there are more than 1"):
+            rows(sequential, network, [task])
         assert network.logits(torch.ones(2, *SHAPE)).isfinite().all()
 
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+    def test_a_pass_that_ends_early_leaves_dropout_as_it_is(self, error):
+        class Stopping(Functional):
+            def forward(self, x):
+                if self.stops:
+                    raise error
+                return super().forward(x)
 
-def test_cudnn_is_not_used_where_its_recurrent_layers_have_no_gradient(monkeypatch):
-    """It refuses a backward pass in evaluation mode, and vmap has no rule for it."""
+        Stopping.stops = False
+        network = Network(Stopping, SHAPE)
+        Stopping.stops = True
+        with pytest.raises(error):
+            rows(sequential, network, tasks_of(network, 1))
+        assert set(dropout(torch.ones(100), 0.5).tolist()) == {0, 2}
 
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 3)
+    def test_it_is_refused_in_evaluation(self):
+        class Always(Functional):
+            def forward(self, x):
+                return self.outer(dropout(self.inner(x.flatten(1))))
 
-        def forward(self, x):
-            used.append(torch.backends.cudnn.enabled)
-            return self.head(self.lstm(x)[0][:, -1])
-
-    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda self: None)  # of cuDNN
-    used, found = [], {}
-    for device, context in (("cpu", nullcontext()), ("cuda", fake_cuda())):
-        with context:
-            network = Network(Plain, SHAPE, device)
-            tasks = tasks_of(network)
-            noisy = replace(tasks[0].local, examples=ExampleNoise(1.0, 1.0))
-            view = ClientView(0, tasks[0].x, tasks[0].y, network, tasks[0].address, tasks[0].local, lambda task: task)
-            used.clear()
-            gradient = view.gradient(tasks[0].start_P)
-            trained = rows(vectorised, network, tasks)
-            private = rows(sequential, network, [replace(tasks[0], local=noisy)])
-            assert set(used) == {device == "cpu"}
-            rows(sequential, network, tasks)
-            assert used[-1]
-            found[device] = [gradient, trained.cpu(), private.cpu()]
-    for here, there in zip(found["cpu"], found["cuda"], strict=True):
-        assert torch.allclose(here, there, atol=1e-6)
+        with pytest.raises(
+            ConfigError, match="Always .* calls functional dropout in evaluation, where"
+        ):
+            models.recipe(Always, {}, SHAPE, 3).check()

@@ -231,4 +231,4 @@ def test_a_round_says_why_steps_are_not_recorded(monkeypatch):
     for _ in range(2):
         clients.train(clients.send(w), average=torch.ones(1, len(clients))).averaged(w)
     (line,) = clients.stats.fallbacks
-    assert line.endswith("could be recorded: operation not permitted when stream is capturing")
+    assert line.endswith("which is slower: operation not permitted when stream is capturing")
