@@ -5,6 +5,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
+import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
@@ -19,13 +20,13 @@ class ConfigSection(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _plain(cls, values: Any) -> Any:
+    def _prepared(cls, values: Any) -> Any:
         """Paths as texts. Refuses true and false for a number, which pydantic takes for 1 and 0."""
         if not isinstance(values, Mapping):
             return values
         for key, field in cls.model_fields.items():
             kinds, value = _kinds_of(field.annotation), values.get(key)
-            if isinstance(value, bool) and kinds & {int, float} and not kinds & {bool, Any}:
+            if isinstance(value, bool | np.bool_) and kinds & {int, float} and not kinds & {bool, Any}:
                 raise ValueError(f"{key} is a number, got {str(value).lower()}")
         return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
 

@@ -92,7 +92,7 @@ class ChangedFederation(FederationView):
     def __init__(self, base: Federation, derived: dict[int, DerivedData], is_one_group: bool = False) -> None:
         super().__init__(base)
         self._is_one_group = is_one_group
-        self._latest: tuple[int, TensorSamples] | None = None  # a test set, by its number
+        self._test_labels: dict[int, np.ndarray] = {}  # of the test sets of `base` that are in another domain
         self._derived = {client: data for client, data in derived.items() if data != DerivedData(client)}
         self._ids = np.array(list(self._derived), np.int64)
         self._sources = np.array([data.source for data in self._derived.values()], np.int64)
@@ -163,16 +163,12 @@ class ChangedFederation(FederationView):
         data, one = self._data(client), np.array([client])
         if data.domain is None:
             return self._transform(self._base.test(data.source, max_images, seed), data, "test")
-        _, y = self._base.test_set(int(self._base.test_set_of(self._with_sources(one))[0]))
-        keep = self._base.test_rows(data.source, y.numpy(), max_images, seed)
-        new_x, new_y = self._noisy_test_set(int(self.test_set_of(one)[0]))
-        return new_x[keep], new_y[keep]
-
-    def _noisy_test_set(self, index: int) -> TensorSamples:
-        """A test set in another domain; the latest one is kept, since many clients are tested on images of it."""
-        if self._latest is None or self._latest[0] != index:
-            self._latest = index, self.test_set(index)
-        return self._latest[1]
+        test_set = int(self._base.test_set_of(self._with_sources(one))[0])
+        if test_set not in self._test_labels:
+            self._test_labels[test_set] = self._base.test_set(test_set)[1].numpy()
+        rows = self._base.test_rows(data.source, self._test_labels[test_set], max_images, seed)
+        samples = self._base.test(data.source, max_images, seed)
+        return self._transform(samples, replace(data, source=test_set), "test set", rows)
 
     def _data(self, client: int) -> DerivedData:
         return self._derived.get(client) or DerivedData(client)
@@ -200,7 +196,8 @@ class ChangedFederation(FederationView):
         if index >= self.num_test_sets():
             raise IndexError(f"test set {index} of {self.num_test_sets()}")
         origin = list(self._new_test_sets)[index - self._base.num_test_sets()]
-        return self._transform(self._base.test_set(origin.source), origin, "test set")
+        x, y = self._base.test_set(origin.source)
+        return self._transform((x, y), origin, "test set", np.arange(len(y)))
 
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
         test_set_M = np.array(self._base.test_set_of(self._with_sources(clients)))
@@ -224,21 +221,42 @@ class ChangedFederation(FederationView):
         positions = np.flatnonzero(np.isin(clients, self._ids))
         return [(int(position), self._derived[int(clients[position])]) for position in positions]
 
-    def _transform(self, samples: TensorSamples, data: DerivedData, part: str) -> TensorSamples:
+    def _transform(
+        self, samples: TensorSamples, data: DerivedData, part: str, rows: np.ndarray | None = None
+    ) -> TensorSamples:
         """Returns the samples rotated, relabelled and in the domain of `data`; samples: of the client `data.source`.
 
-        part: name of these samples, a part of the random key of a domain's noise.
+        part: name of these samples, a part of the random key of a domain's noise. rows: of a test set, whose samples
+            have a noise of their own each, so that any of them can be drawn alone; None: one draw for all.
         """
         x, y = samples
         x = torch.rot90(x, data.turns, (-2, -1)).contiguous() if data.turns else x
         if data.domain is not None:
             kind, amount, seed = data.domain
-            draw = stream(seed, -1, -1, data.source, f"data/domain of {part}")
+            purpose = f"data/domain of {part}"
+            draw = stream(seed, -1, -1, data.source, purpose) if rows is None else _RowDraws(seed, data.source, rows)
             scaling = Scaling(self.scale, self.normalize)
             stored = scaling.to_stored(x)
             changed, _ = pixels.DOMAINS[kind](stored, y.numpy(), 0, draw, amount=amount, scale=self.scale)
             x = scaling.to_tensor(changed)
         return x, torch.tensor(data.labels, dtype=y.dtype)[y.long()] if data.labels else y
+
+
+@dataclass(frozen=True)
+class _RowDraws:
+    """Draws of some rows of a test set, each from a random key of its own."""
+
+    seed: int
+    test_set: int
+    rows: np.ndarray
+
+    def standard_normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Standard normals (rows, ...)."""
+        drawn = np.empty(shape)
+        for values, row in zip(drawn, self.rows.tolist(), strict=True):
+            draw = stream(self.seed, -1, row, self.test_set, "data/domain of test set")
+            draw.standard_normal(out=values)
+        return drawn
 
 
 class ChangingFederation(ChangedFederation):

@@ -1,6 +1,6 @@
 """Transformations of pixel values, for shifts and drifts: functions (x, y, group, draw, *, amount, scale) -> (x, y)."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -10,16 +10,18 @@ from cfl_ray.data.federation import DataShape
 Samples = tuple[np.ndarray, np.ndarray]
 
 
-def with_noise(
-    x: np.ndarray, y: np.ndarray, group: int, draw: np.random.Generator, *, amount: float, scale: float
-) -> Samples:
+class Normals(Protocol):
+    """A `numpy.random.Generator`, or another source of standard normals."""
+
+    def standard_normal(self, size: tuple[int, ...], /) -> np.ndarray: ...
+
+
+def with_noise(x: np.ndarray, y: np.ndarray, group: int, draw: Normals, *, amount: float, scale: float) -> Samples:
     """Adds Gaussian noise with standard deviation `amount` times the pixel range."""
     return (_stored(x + amount * scale * draw.standard_normal(x.shape), x, scale), y) if amount else (x, y)
 
 
-def blurred(
-    x: np.ndarray, y: np.ndarray, group: int, draw: np.random.Generator, *, amount: float, scale: float
-) -> Samples:
+def blurred(x: np.ndarray, y: np.ndarray, group: int, draw: Normals, *, amount: float, scale: float) -> Samples:
     """Blurs images (n, C, H, W) by a Gaussian of `amount` pixels. Outside an image, its edge's values are repeated."""
     from scipy.ndimage import gaussian_filter  # imported here: it takes a second, and other shifts do not need it
 
@@ -28,9 +30,7 @@ def blurred(
     return _stored(gaussian_filter(x.astype(np.float64), (0, 0, amount, amount), mode="nearest"), x, scale), y
 
 
-def brightened(
-    x: np.ndarray, y: np.ndarray, group: int, draw: np.random.Generator, *, amount: float, scale: float
-) -> Samples:
+def brightened(x: np.ndarray, y: np.ndarray, group: int, draw: Normals, *, amount: float, scale: float) -> Samples:
     """Multiplies values by `amount`."""
     return _stored(x.astype(np.float64) * amount, x, scale), y
 

@@ -339,9 +339,7 @@ class TestFunctionalDropout:
         Late.more = 0
         network = Network(Late, SHAPE)
         (task,) = tasks_of(network, 1)
-        with pytest.raises(
-            RunError, match="not the same in all passes: there are 0; its first passes drop 0.5"
-        ):
+        with pytest.raises(RunError, match="not the same in all passes: there are 0; its first passes drop 0.5"):
             rows(sequential, network, [replace(task, x=task.x * 1e4)])
         Late.more = 1
         with pytest.raises(RunError, match="there are more than 1"):
@@ -368,7 +366,5 @@ class TestFunctionalDropout:
             def forward(self, x):
                 return self.outer(dropout(self.inner(x.flatten(1))))
 
-        with pytest.raises(
-            ConfigError, match="Always .* calls functional dropout in evaluation, where"
-        ):
+        with pytest.raises(ConfigError, match="Always .* calls functional dropout in evaluation, where"):
             models.recipe(Always, {}, SHAPE, 3).check()

@@ -271,10 +271,16 @@ def test_the_methods_of_asynchronous_rounds():
     """Which methods run asynchronously, and why the others do not (docs/time.md)."""
     network = Network(lambda: torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3)), (8,))
     shape = SyntheticFederation(4, input=(8,), classes=3, groups=1, samples=4, seed=0).shape
-    found = {name: why_synchronous(REGISTRY[name](), network.spec, LocalSGD(), shape) for name in REGISTRY}
+
+    def why(method, rounds=20):
+        return why_synchronous(method, network.spec, LocalSGD(), shape, rounds)
+
+    found = {name: why(REGISTRY[name]()) for name in REGISTRY}
     refused = {"cflgp", "cgpfl", "fedac", "fedcac", "fedem", "fedrc", "fedsoft", "fesem", "fesem_cam", "pfedgraph"}
     refused |= {"fedccfa"}
     assert {name for name, reason in found.items() if reason} == refused
+    alternating = REGISTRY["ifca_cam"](schedule="alternating", warmup_rounds=5)
+    assert "models that the server computes within the round" in why(alternating) and not why(alternating, rounds=5)
 
 
 @pytest.mark.parametrize(
