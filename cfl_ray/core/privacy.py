@@ -42,7 +42,7 @@ class PrivateSums(Protocol):
 class Protection:
     """The protection of the uploads of a round's clients; by default none.
 
-    In the methods, `private` are columns that are not uploaded, and `models` is the number that each client trains.
+    Arguments of its methods: private: columns that are not uploaded. models: number that each client trains.
     """
 
     noise: PrivateSums | None = None  # None: sums have no noise

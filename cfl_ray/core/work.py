@@ -614,7 +614,7 @@ class ChunkResult:
     arrays: dict[str, np.ndarray]
     excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position in the chunk
     seconds: float = 0.0  # the host's time; 0: not measured
-    fallbacks: frozenset[str] = frozenset()  # why clients were not trained by the chosen engine, one line each
+    fallbacks: frozenset[str] = frozenset()  # lines: why clients were not trained by the chosen engine, or more slowly
 
 
 @dataclass(frozen=True)
@@ -626,4 +626,4 @@ class Outcome:
     means: dict[int, Tensor] = field(default_factory=dict)
     arrived_R: np.ndarray | None = None  # float64 (R,): sum of the normalised weights that arrived
     excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position among the M clients
-    fallbacks: frozenset[str] = frozenset()  # why clients were not trained by the chosen engine, one line each
+    fallbacks: frozenset[str] = frozenset()  # lines: why clients were not trained by the chosen engine, or more slowly

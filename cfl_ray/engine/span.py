@@ -61,7 +61,7 @@ def _network_without_shortcut(network: Network) -> str | None:
     if len(network.spec.shapes[0]) != 2:  # before its operations are recorded
         return "its first parameter is not the weights of a linear layer"
     if network.dropouts or network.random_forward:
-        return "the forward pass draws random numbers"
+        return "the forward pass has dropout, or draws other random numbers"
     if reason := why_no_passes(network):
         return reason
     if passes_of(network).graph.first_linear() is None:
