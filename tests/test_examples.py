@@ -77,7 +77,7 @@ def test_adapters_of_a_frozen_transformer():
     [
         ("vectorised", "draws random numbers"),
         ("manual", "the first axis has to be the batch"),
-        ("span", "draws random numbers"),
+        ("span", "random numbers"),
     ],
 )
 def test_an_engine_that_cannot_train_it_is_refused_with_the_reason(engine, reason):

@@ -228,7 +228,7 @@ class RoundStats:
     local_scores: dict[int, tuple[float, float]] = field(default_factory=dict)
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     events: list[ClusterEvent] = field(default_factory=list)
-    fallbacks: set[str] = field(default_factory=set)  # why clients were not trained by the chosen engine, or more slowly
+    fallbacks: set[str] = field(default_factory=set)  # why the chosen engine did not train clients, or more slowly
     # clients that took local steps with privacy of single samples, their samples, and their steps
     example_steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
     lost_sums: list[str] = field(default_factory=list)  # why secure sums could not be read
