@@ -37,7 +37,7 @@ def write(name: str = "study.yaml", **changes) -> str:
 def test_a_study_from_check_to_resume(capsys, drawn):
     file = write(seeds=[0], settings={"a": {}, "b": {"local": {"lr": 0.5}}})
     status, printed, _ = call(capsys, "check", file)
-    assert status == 0 and "setting a:" in printed and "4 runs: 4 with each of 1 seeds" in printed
+    assert status == 0 and "setting a:" in printed and "4 runs: 4 with each of 1 seed" in printed
     assert printed.splitlines()[-1] == "The study is valid. Run it with: cfl-ray compare study.yaml"
     assert call(capsys, "compare", "--dry-run", file)[1].splitlines()[-1] == f"4 runs; folder: {Path.cwd()}/runs/small"
     assert not Path("runs").exists()
@@ -92,7 +92,7 @@ def test_a_part_of_a_study_is_checked_alone(capsys):
     file = write(seeds=[0, 1], settings={"a": {}, "gone": {"data": {"source": "csv", "train_files": ["gone.csv"]}}})
     assert call(capsys, "check", file)[0] == 2
     status, printed, _ = call(capsys, "check", file, "--setting", "a", "--method", "two", "--seed", "1")
-    assert status == 0 and "1 runs: 1 with each of 1 seeds" in printed and "setting gone:" not in printed
+    assert status == 0 and "1 run: 1 with each of 1 seed" in printed and "setting gone:" not in printed
     assert printed.splitlines()[-1].endswith("cfl-ray compare study.yaml --setting a --method two --seed 1")
     assert "the study has no setting 'b'" in call(capsys, "check", file, "--setting", "b")[2]
     Path("plain.yaml").write_text("rounds: 2\n")
