@@ -154,5 +154,5 @@ class _RandomOperations(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.any |= torch.Tag.nondeterministic_seeded in function.tags
+        self.any |= torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
         return function(*args, **(kwargs or {}))
