@@ -22,7 +22,7 @@ class Impatient(SyntheticFederation):
 
     def __init__(self):
         super().__init__(12, input=(8,), samples=20)
-        pool._TELL_SECONDS = (2,)
+        pool._NOTICE_SECONDS = (2,)
 
     def __reduce__(self):
         return Impatient, ()
@@ -30,7 +30,7 @@ class Impatient(SyntheticFederation):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(pool, "_TELL_SECONDS", pool._TELL_SECONDS)  # of this process, undone after the test
+    monkeypatch.setattr(pool, "_NOTICE_SECONDS", pool._NOTICE_SECONDS)  # of this process, undone after the test
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     return Impatient()
 
