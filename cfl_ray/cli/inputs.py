@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -39,7 +39,12 @@ def load_experiment(file: str | None, overrides: list[str] | None, asks: bool = 
     return experiment
 
 
-def folder_of(argument: str) -> Path:
+def folder_option(help: str) -> Any:
+    """An option that names a folder."""
+    return typer.Option(parser=_folder_of, metavar="PATH", help=help, show_default=False)
+
+
+def _folder_of(argument: str) -> Path:
     """The folder that an option names. Raises BadParameter for an empty name, such as "$RUN" if RUN is not set."""
     if not argument:
         raise typer.BadParameter("the name of a folder is empty; leave the option out for a new one")

@@ -7,7 +7,7 @@ import typer
 
 from cfl_ray.cli.arguments import File, InProcess, Overrides, RunDir, Trust
 from cfl_ray.cli.console import command_line, out, say
-from cfl_ray.cli.inputs import deliver_earlier_results, folder_of, is_trusted, load_experiment
+from cfl_ray.cli.inputs import deliver_earlier_results, folder_option, is_trusted, load_experiment
 from cfl_ray.cli.study_commands import run_all, study_from
 from cfl_ray.errors import ConfigError
 from cfl_ray.system.imports import uncollected
@@ -16,15 +16,7 @@ from cfl_ray.system.imports import uncollected
 def run(
     file: File = None,
     overrides: Overrides = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            parser=folder_of,
-            metavar="PATH",
-            help="Directory of the run; default: a new one below `output`.",
-            show_default=False,
-        ),
-    ] = None,
+    run_dir: Annotated[Path | None, folder_option("Directory of the run; default: a new one below `output`.")] = None,
     in_process: InProcess = False,
     replay: Annotated[
         Path | None,

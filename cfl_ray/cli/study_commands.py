@@ -7,7 +7,7 @@ import typer
 
 from cfl_ray.cli.arguments import OnlyMethods, OnlySeeds, OnlySettings
 from cfl_ray.cli.console import command_line, counted, out, say
-from cfl_ray.cli.inputs import folder_of, output_base
+from cfl_ray.cli.inputs import folder_option, output_base
 from cfl_ray.errors import ConfigError, RunError
 
 if TYPE_CHECKING:  # the help text does not wait for torch
@@ -41,15 +41,7 @@ def launch(
             show_default=False,
         ),
     ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            parser=folder_of,
-            metavar="PATH",
-            help="Folder of the study; default: its name below `output`.",
-            show_default=False,
-        ),
-    ] = None,
+    folder: Annotated[Path | None, folder_option("Folder of the study; default: its name below `output`.")] = None,
     at_once: Annotated[
         int | None,
         typer.Option(

@@ -25,9 +25,10 @@ class ConfigSection(BaseModel):
         if not isinstance(values, Mapping):
             return values
         for key, field in cls.model_fields.items():
-            kinds, value = _kinds_of(field.annotation), values.get(key)
-            if isinstance(value, bool | np.bool_) and kinds & {int, float} and not kinds & {bool, Any}:
-                raise ValueError(f"{key} is a number, got {str(value).lower()}")
+            if isinstance(value := values.get(key), bool | np.bool_):
+                kinds = _kinds_of(field.annotation)
+                if kinds & {int, float} and not kinds & {bool, Any}:
+                    raise ValueError(f"{key} is a number, got {str(value).lower()}")
         return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
 
     @field_validator("*")

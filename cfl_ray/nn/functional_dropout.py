@@ -109,11 +109,10 @@ class Masked(_Intercepting):
         self.calls += 1
         if self.calls > len(self.layers):
             self._differ(f"there are more than {len(self.layers)}")
-        layer, mask = self.layers[self.calls - 1], self.masks[self.calls - 1]
-        fits = not mask.ndim or mask.shape[0] == call.shape[0]
-        if not (call.by_sample and fits and (call.p, call.shape[1:]) == (layer.p, layer.sample_shape)):
+        layer = self.layers[self.calls - 1]
+        if not call.by_sample or (call.p, call.whole_channels) != (layer.p, layer.whole_channels):
             self._differ(f"number {self.calls} drops {call.p:g} of shape {call.shape}")
-        return x * mask.to(x.dtype)
+        return layer.masked(x, self.masks[self.calls - 1])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

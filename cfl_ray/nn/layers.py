@@ -32,15 +32,17 @@ class AddressedDropout(nn.Module):
         if self.trial is not None:
             self.trial.append(tuple(x.shape))
             return x
-        if not self.training:
-            return x
-        if x.shape[1:] != self.sample_shape or (self.mask.ndim and self.mask.shape[0] != x.shape[0]):
+        return self.masked(x, self.mask) if self.training else x
+
+    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        """The product of activations with a mask. Raises RunError for activations of another shape."""
+        if x.shape[1:] != self.sample_shape or (mask.ndim and mask.shape[0] != x.shape[0]):
             expected = "no call" if self.sample_shape is None else f"one call with shape (batch, *{self.sample_shape})"
             raise RunError(
-                f"a dropout layer is called with shape {tuple(x.shape)}, in the first passes it has {expected}; its "
+                f"dropout is called with activations of shape {tuple(x.shape)}, in the first passes it has {expected}; "
                 "calls must not depend on values or on the size of the batch"
             )
-        return x * self.mask.to(x.dtype)
+        return x * mask.to(x.dtype)
 
     def regular(self, batches: list[int]) -> bool:
         """Whether each trial, with these batch sizes, calls the layer once, on the same samples; or none calls it."""

@@ -57,18 +57,15 @@ class Noise(nn.Linear):
         return super().forward(x + torch.randn_like(x) if self.training else x)
 
 
-def two_sizes():
-    """One dropout layer on activations of two shapes."""
+class Twice(nn.Module):
+    """One dropout layer, called twice: on 20 values of a sample, then on `width`."""
 
-    class TwoSizes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.drop, self.inner, self.outer = nn.Dropout(0.5), nn.Linear(20, 32), nn.Linear(32, 3)
+    def __init__(self, width: int = 20):
+        super().__init__()
+        self.drop, self.inner, self.outer = nn.Dropout(0.5), nn.Linear(20, width), nn.Linear(width, 3)
 
-        def forward(self, x):
-            return self.outer(self.drop(self.inner(self.drop(x.flatten(1)))))
-
-    return TwoSizes()
+    def forward(self, x):
+        return self.outer(self.drop(self.inner(self.drop(x.flatten(1)))))
 
 
 class Checkpointed(nn.Module):
@@ -256,20 +253,6 @@ class Half(Functional):
         return nn.functional.linear(x, self.outer.weight.bfloat16()).float()
 
 
-def twice():
-    """One dropout layer, called twice on activations of the same shape."""
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.drop, self.inner, self.outer = nn.Dropout(0.5), nn.Linear(20, 20), nn.Linear(20, 3)
-
-        def forward(self, x):
-            return self.outer(self.drop(self.inner(self.drop(x.flatten(1)))))
-
-    return Twice()
-
-
 class TestFunctionalDropout:
     @pytest.mark.parametrize(
         "factory, shares",
@@ -278,8 +261,8 @@ class TestFunctionalDropout:
             (Recursive, [0.5, 0.5]),
             (Empty, [0.25]),
             (Convolutional, [0.3]),
-            (two_sizes, [0.5, 0.5]),
-            (twice, [0.5, 0.5]),
+            (lambda: Twice(32), [0.5, 0.5]),
+            (Twice, [0.5, 0.5]),
         ],
     )
     def test_has_masks_as_a_layer(self, factory, shares):
@@ -311,7 +294,7 @@ class TestFunctionalDropout:
         assert torch.equal(*trained)
 
     def test_two_calls_of_a_layer_have_two_masks(self):
-        network = Network(twice, SHAPE)
+        network = Network(Twice, SHAPE)
         first, second = network.masks([3], 0, 4)
         assert not torch.equal(first, second)
 
