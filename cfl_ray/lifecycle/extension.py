@@ -16,6 +16,7 @@ from cfl_ray.methods import resolve
 from cfl_ray.results.run_record import check_not_edited, differences, recorded_hash, rounds_at_start, write_config
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import copy_events
+from cfl_ray.runtime.private_run import copy_key
 from cfl_ray.setup.learning import resolve_learning
 from cfl_ray.system.files import sync
 from cfl_ray.tracking import read_end
@@ -100,6 +101,8 @@ def _copy_method(earlier: RunDirectory, target: RunDirectory, earlier_hash: str,
     if round is None and (end := read_end(earlier.path)) is not None and end.status == "FINISHED":
         raise RunError(f"extend: {earlier.path} has no checkpoint any more, so nothing can begin with its rounds")
     copy_events(earlier.path, target.path)
+    if round is not None:
+        copy_key(earlier.path, target.path)
     for source in earlier.records if round is not None else ():
         if source.is_file():
             copy = target.path / source.name  # a file of an earlier format keeps its name

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from pathlib import Path
 
 import numpy as np
 
@@ -104,16 +105,34 @@ class RunExamples:
 
 
 def _key(store: CheckpointStore) -> bytes:
-    """The key in the method's directory; a new key, which is written, if the file is absent or its key incomplete.
+    """The key in the method's directory; before the first checkpoint a new key, which is written, if there is none.
 
-    A process that only reads the run, without a lease, writes nothing.
+    A process that only reads the run, without a lease, writes nothing. Raises RunError if a run would go on without its
+    key.
     """
     file = RunDirectory(store.directory).privacy_key
     key = read_file(file) or b""
-    if len(key) != _BYTES:
-        key = secrets.token_bytes(_BYTES)
-        if store.lease.epoch:
-            with open_private(file, "wb") as out:
-                out.write(key)
-                os.fsync(out.fileno())
+    if len(key) == _BYTES:
+        return key
+    if store.lease.epoch and store.rounds():
+        raise RunError(
+            f"{file}: the key of this private run is absent or has {len(key)} bytes instead of {_BYTES}; with another "
+            "key, a round that is computed again would have other noise, a second release that no account counts. Put "
+            "the file back, or begin a new run"
+        )
+    key = secrets.token_bytes(_BYTES)
+    if store.lease.epoch:
+        _write(file, key)
     return key
+
+
+def copy_key(source: Path, target: Path) -> None:
+    """Copies the key of a private run to a run that begins with its rounds, so that cohorts and noise are the same."""
+    if key := read_file(RunDirectory(source).privacy_key):
+        _write(RunDirectory(target).privacy_key, key)
+
+
+def _write(file: Path, key: bytes) -> None:
+    with open_private(file, "wb") as out:
+        out.write(key)
+        os.fsync(out.fileno())

@@ -7,7 +7,7 @@ from small_runs import interrupt_once, metrics_of, simulate_until
 
 from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.config import load
-from cfl_ray.errors import ConfigError, Interrupted
+from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.privacy.plan import describe
 from cfl_ray.setup.prepare import prepare
 
@@ -75,6 +75,27 @@ def test_a_resumed_run_releases_the_same_sums(noise, tmp_path, monkeypatch):
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
         other = figures(simulate(experiment(privacy=privacy), tmp_path / "other"))
         assert other != resumed, "another run draws other noise and other cohorts"
+
+
+def test_a_run_does_not_go_on_without_its_key(tmp_path):
+    """With another key, a round that is computed again would be a second release."""
+    private = experiment(privacy={"noise_multiplier": 1.0})
+    simulate_until(2, private, tmp_path / "run")
+    (tmp_path / "run/ifca/privacy.key").write_bytes(b"short")
+    with pytest.raises(RunError, match="privacy.key: the key of this private run is absent or has 5 bytes instead"):
+        resume(tmp_path / "run", on_ray=False)
+    (tmp_path / "run/ifca/privacy.key").unlink()
+    with pytest.raises(RunError, match="absent or has 0 bytes"):
+        resume(tmp_path / "run", on_ray=False)
+
+
+def test_an_extended_run_draws_the_noise_of_the_earlier_run(tmp_path):
+    privacy = {"noise_multiplier": 1.0}
+    simulate(experiment(rounds=2, privacy=privacy), tmp_path / "two")
+    keys = [tmp_path / run / "ifca/privacy.key" for run in ("two", "four")]
+    longer = simulate(experiment(privacy=privacy), tmp_path / "four", extend=tmp_path / "two")
+    assert keys[0].read_bytes() == keys[1].read_bytes() and stat.S_IMODE(keys[1].stat().st_mode) == 0o600
+    assert len(figures(longer)) == 4
 
 
 def test_models_can_be_read_without_the_key_and_none_is_written(tmp_path):
