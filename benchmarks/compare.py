@@ -73,20 +73,21 @@ class CannotRun(Exception):
 class Results:
     """Figures of all systems."""
 
-    lines: dict[tuple[str, str], list[dict]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # by workload and module
-    reasons: dict[tuple[str, str], str] = field(default_factory=dict)  # why there are none, by workload and module
+    # by workload and module, by number of the repetition
+    lines: dict[tuple[str, str], dict[int, dict]] = field(default_factory=lambda: defaultdict(dict))
+    reasons: dict[tuple[str, str], str] = field(default_factory=dict)  # why one is missing, by workload and module
     checks: dict[tuple[str, str], float] = field(default_factory=dict)  # distance to the plain loop
 
-    def seconds(self, workload: str, module: str) -> list[float]:
+    def seconds(self, workload: str, module: str) -> dict[int, float]:
         """Seconds per round, the median of each repetition."""
-        return [statistics.median(line["seconds"]) for line in self.lines[workload, module]]
+        lines = self.lines[workload, module]
+        return {repetition: statistics.median(line["seconds"]) for repetition, line in lines.items()}
 
     def ratio(self, workload: str, module: str) -> float:
         """Seconds over those of the bare loop in the same repetition, median; NaN without the bare loop."""
-        pairs = zip(self.seconds(workload, module), self.seconds(workload, "bare"))
-        return statistics.median(a / b for a, b in pairs) if self.seconds(workload, "bare") else float("nan")
+        seconds, bare = self.seconds(workload, module), self.seconds(workload, "bare")
+        ratios = [seconds[repetition] / bare[repetition] for repetition in seconds if repetition in bare]
+        return statistics.median(ratios) if ratios else float("nan")
 
 
 # ---- running a system
@@ -181,7 +182,7 @@ def distance(model: Sequence[np.ndarray], expected: Sequence[np.ndarray], first:
 def measure(arguments: argparse.Namespace) -> Iterator[Results]:
     """Installs, checks and measures all systems, and yields the results so far after every repetition.
 
-    A system that fails has a reason in the place of figures.
+    A system that fails in all repetitions has a reason in the place of figures.
     """
     results, interpreters = Results(), {}
     for module in arguments.peers:
@@ -205,11 +206,11 @@ def measure(arguments: argparse.Namespace) -> Iterator[Results]:
     for repetition in range(arguments.repetitions):
         order = todo if repetition % 2 == 0 else todo[::-1]
         for workload, module in order:
-            if (workload, module) in results.reasons:
+            if (workload, module) in results.reasons and not results.lines.get((workload, module)):
                 continue
             try:
                 line = run_peer(PEERS[module], interpreters[module], workload, arguments)
-                results.lines[workload, module].append(line)
+                results.lines[workload, module][repetition] = line
                 print(json.dumps(line), flush=True)
             except CannotRun as reason:
                 results.reasons[workload, module] = str(reason)
@@ -240,8 +241,8 @@ def page_section(results: Results, arguments: argparse.Namespace, command: str, 
     lines = [
         f"Machine: {machine()}; load average at the start {load_average:.1f}.",
         "",
-        f"`{command}`: {arguments.repetitions} repetitions in turn, each of one warm-up and {arguments.rounds} rounds"
-        f"{clients}.",
+        f"`{command}`: repetitions in turn ({arguments.repetitions}), each of a warm-up and measured rounds "
+        f"({arguments.rounds}){clients}.",
         "",
     ]
     if arguments.clients or arguments.rounds * arguments.repetitions < 6 or load_average > 1:
@@ -258,7 +259,7 @@ def page_section(results: Results, arguments: argparse.Namespace, command: str, 
         ]
     lines += ["### Versions", "", "| system | versions |", "|---|---|"]
     for module in arguments.peers:
-        found = next((lines_[0] for (_, name), lines_ in results.lines.items() if name == module and lines_), None)
+        found = next((line for (_, name), of in results.lines.items() if name == module for line in of.values()), None)
         versions = _versions(found["versions"]) if found else _pinned(PEERS[module])
         lines.append(f"| {PEERS[module].title} | {versions} |")
     return "\n".join(lines)
@@ -271,14 +272,16 @@ def _table(results: Results, workload: str, modules: Sequence[str]) -> list[str]
     ]
     for module in modules:
         title, key = PEERS[module].title, (workload, module)
-        if key in results.reasons:
-            rows.append(f"| {title} | not measured: {results.reasons[key]} | | | |")
+        lines, reason = results.lines[key].values(), results.reasons.get(key)
+        if not lines:
+            rows.append(f"| {title} | not measured: {reason} | | | |")
             continue
-        rounds = [value for line in results.lines[key] for value in line["seconds"]]
-        seconds, peak = statistics.median(results.seconds(*key)), max(line["peak_mb"] for line in results.lines[key])
+        rounds = [value for line in lines for value in line["seconds"]]
+        seconds, peak = statistics.median(results.seconds(*key).values()), max(line["peak_mb"] for line in lines)
         far = f"{results.checks[key]:.0e} of the change" if key in results.checks else "`tests/engine`"
         spread = f"{min(rounds):.2f} .. {max(rounds):.2f}"
-        rows.append(f"| {title} | {seconds:.2f} ({spread}) | {results.ratio(*key):.2f} | {peak:,} MB | {far} |")
+        failed = f", {len(lines)} times; once {reason}" if reason else ""
+        rows.append(f"| {title} | {seconds:.2f} ({spread}){failed} | {results.ratio(*key):.2f} | {peak:,} MB | {far} |")
     return rows
 
 

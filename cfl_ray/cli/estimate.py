@@ -21,7 +21,7 @@ from cfl_ray.nn.network import Network
 from cfl_ray.population.population import Population, count_of
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.membership import drawn_cohort, wanted_clients
-from cfl_ray.setup.checks import compared_clients, own_models_bytes, why_not_engine
+from cfl_ray.setup.checks import bytes_of_participants, compared_clients, why_not_engine
 from cfl_ray.setup.dry_rounds import TrafficEstimate, traffic
 from cfl_ray.setup.engine_choice import compute_device
 from cfl_ray.setup.prepare import setup_on
@@ -59,7 +59,7 @@ class Estimate:
         _, pairs = self.compared.get(label, (0, 0))
         models = (traffic.models + 1) * 4 * self.model_bytes
         weights = 8 * traffic.mixed  # float32, before and after a round
-        own = own_models_bytes(self.setup, label, self.network.spec.size)
+        own = bytes_of_participants(self.setup, label, self.network.spec)
         return _PROCESS_BYTES + models + own + pairs + (_CLIENT_BYTES + weights) * self.federation.clients
 
     def host_bytes(self, traffic: TrafficEstimate) -> float:

@@ -18,7 +18,7 @@ from cfl_ray.data.federation import tested_on
 from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
-from cfl_ray.setup.checks import most_participants, own_models_bytes
+from cfl_ray.setup.checks import bytes_of_participants, most_participants
 from cfl_ray.study.metrics import metric_warnings
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.resources import resources_for
@@ -48,9 +48,9 @@ def show(estimate: Estimate, console: Console) -> None:
         for label, (count, size) in estimate.compared.items()
     }
     clients = f"each of up to {most_participants(estimate.setup):,} clients"
-    for label in methods:
-        own = own_models_bytes(estimate.setup, label, estimate.network.spec.size)
-        held |= {f"{label} keeps a model on the server for {clients}": own} if own else {}
+    for label, method in methods.items():
+        if own := bytes_of_participants(estimate.setup, label, estimate.network.spec):
+            held[f"{label} keeps {method.state_type.of_each_client} on the server for {clients}"] = own
     here = f"{available_memory() / 1e6:,.0f} MB are available here"
     for what, size in held.items():
         say(f"{what}: {size / 1e6:,.1f} MB of the server's memory; {here}", console)

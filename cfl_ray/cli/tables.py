@@ -237,9 +237,8 @@ def _kept_in_words(cls: "type[Method[Any]]") -> str:
 
 def _kept_on_server(cls: "type[Method[Any]]") -> str:
     """Models and pairs that the server keeps for single clients, as text; empty: none."""
-    from cfl_ray.core.state import OwnModelsState
-
-    parts = ["a model of each that has taken part"] if issubclass(cls.state_type, OwnModelsState) else []
+    kept = cls.state_type.of_each_client
+    parts = [f"{kept} of each that has taken part"] if kept else []
     if cls.compares != "none":
         of = {"cohort": "of a cohort", "reachable": "reachable in round 1", "participants": "that took part"}
         parts.append(f"{cls.pair_bytes} bytes for each pair of clients {of[cls.compares]}, while it compares them")

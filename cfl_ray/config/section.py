@@ -25,10 +25,9 @@ class ConfigSection(BaseModel):
         if not isinstance(values, Mapping):
             return values
         for key, field in cls.model_fields.items():
-            if isinstance(value := values.get(key), bool | np.bool_):
-                kinds = _kinds_of(field.annotation)
-                if kinds & {int, float} and not kinds & {bool, Any}:
-                    raise ValueError(f"{key} is a number, got {str(value).lower()}")
+            if _has_boolean(value := values.get(key), _kinds_of(field.annotation)):
+                kind = "numbers" if isinstance(value, list | tuple) else "a number"
+                raise ValueError(f"{key} takes {kind}, got {str(value).lower()}")
         return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
 
     @field_validator("*")
@@ -46,6 +45,17 @@ def _kinds_of(annotation: Any) -> set[Any]:
     if get_origin(annotation) in (Union, UnionType):
         return set().union(*map(_kinds_of, get_args(annotation)))
     return {annotation}
+
+
+def _has_boolean(value: Any, kinds: set[Any]) -> bool:
+    """Whether true or false is given for a number, or for an element of a list of numbers."""
+    if isinstance(value, bool | np.bool_):
+        return bool(kinds & {int, float}) and not kinds & {bool, Any}
+    if not isinstance(value, list | tuple):
+        return False
+    lists = [get_args(kind) for kind in kinds if get_origin(kind) in (list, tuple)]
+    elements = set().union(*(_kinds_of(kind) for of_list in lists for kind in of_list))
+    return any(_has_boolean(element, elements) for element in value)
 
 
 def as_yaml(value: Any) -> str:

@@ -36,6 +36,11 @@ class Classifier:
         parts += [tensors[_tensor(self.layer, "bias")][..., None]] if self.has_bias else []
         return torch.cat(parts, -1)
 
+    def places_in_head(self, spec: ParamSpec) -> Tensor:
+        """The place of each entry of the rows among the columns of `spec.head`, int64 (C, F + 1) or (C, F)."""
+        column_P = torch.arange(spec.size)
+        return torch.searchsorted(spec.head.of(column_P), self.rows(spec, column_P))
+
     def put(self, spec: ParamSpec, models_XP: Tensor, row_XCF: Tensor) -> None:
         """Writes rows into models, in place."""
         tensors = spec.tensors(models_XP)

@@ -3,15 +3,22 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cfl_ray.core.params import ParamSpec
+
 UNASSIGNED = -1  # cluster of a client without a cluster
 
 Array = Tensor | np.ndarray
+
+# copies of all clients' models at the peak of the server: the states before and after a round, the table that is sent,
+# the uploads, and what the method computes from them. Measured in rounds of all clients without training and without
+# messages: pFedGraph 6.9, FedCAC 6.1
+_OWN_MODEL_COPIES = 8
 
 _AXES = re.compile(r"_([A-Z][A-Z0-9]*)$")  # axis letters at the end of a field's name
 
@@ -28,6 +35,16 @@ class State:
     assign_N: np.ndarray  # int32 (N,): cluster of each client, UNASSIGNED for a client without one
     # stage of the clustering, such as "warmup" or "federate"; by keyword, so that fields of a subclass need no default
     phase: str = field(default="federate", kw_only=True)
+
+    of_each_client: ClassVar[str] = ""  # kept on the server for each client that has taken part, such as "a model"
+
+    @classmethod
+    def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int) -> int:
+        """Most numbers of float32 that a round needs on the server for what is kept `of_each_client`.
+
+        seen: number of clients that have taken part. cohort: number of clients of the round.
+        """
+        return 0
 
     @property
     def num_clusters(self) -> int:
@@ -142,7 +159,13 @@ class OwnModelsState(SeenState):
     Other clients have the global model, row 0 of `models_KP`.
     """
 
+    of_each_client = "a model"
+
     own_SP: Tensor  # float32
+
+    @classmethod
+    def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int) -> int:
+        return _OWN_MODEL_COPIES * seen * spec.size
 
     @property
     def all_models(self) -> Tensor:

@@ -117,7 +117,9 @@ class HostSums:
             with suppress(torch.OutOfMemoryError):
                 if size <= _GPU_BYTES:
                     return self._on_gpu.setdefault(out, exact.zeros(len(change_P), change_P.device))
-        return self._on_cpu.setdefault(out, exact.zeros(len(change_P)))
+        if out not in self._on_cpu:
+            self._on_cpu[out] = exact.zeros(len(change_P))
+        return self._on_cpu[out]
 
     def values(self) -> dict[int, Tensor]:
         """The sums, float32 (P,) by output row; totals of masked uploads are unchanged."""

@@ -200,7 +200,7 @@ class SpanBatch:
         outputs_Hn = [outputs[index, row_P.data_ptr()].contiguous() for row_P, _ in terms]
         x_nD = self.x_ND[part]
         gram_nn = product(x_nD, x_nD)
-        passes.row_P.copy_(task.start_P)
+        passes.row_P[self.size :].copy_(task.start_P[self.size :])
         w_P, g_P = passes.w_P[self.size :], passes.g_P[self.size :]
         proximal = [ProximalGradient.of_row(network, term, w_P, self.size) for term in task.proximal]
         decay = task.local.weight_decay + sum(weight for _, weight in terms)

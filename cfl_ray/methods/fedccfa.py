@@ -39,7 +39,7 @@ from cfl_ray.core.method import Method, Start, option
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import OwnModelsState
+from cfl_ray.core.state import SeenState
 from cfl_ray.core.weights import global_weights
 from cfl_ray.methods.fedas import OWN, check_classifier
 from cfl_ray.methods.fedrep import training_of
@@ -48,24 +48,31 @@ _RECEIVED = ClientState("model", private=False, resumed=Columns(()))  # training
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelGroupsState(OwnModelsState):
-    """Models with the classifiers h_i of the clients, and their prototypes z_iy."""
+class LabelGroupsState(SeenState):
+    """The classifiers h_i and the prototypes z_iy of the clients that have taken part, beside the average model."""
 
+    of_each_client = "a classifier"
+
+    row_SCF: Tensor  # float32: h_i, a row of weights and bias for each label
     prototype_SCF: Tensor  # float32; NaN: none
-    first_F: Tensor  # float32: h^0, the columns of the first classifier
+    first_CF: Tensor  # float32: h^0
+
+    @classmethod
+    def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int) -> int:
+        kept = Classifier.of(spec)
+        return 4 * seen * kept.num_classes * (2 * kept.num_features + 1) + 4 * cohort * spec.size
 
     def models_of(self, ids_M: np.ndarray, spec: ParamSpec) -> Tensor:
-        """Models (M, P): theta under h_i."""
-        models_MP = self.models_KP.new_empty(len(ids_M), self.models_KP.shape[1])
-        for model_P, position in zip(models_MP, self.positions(ids_M).tolist(), strict=True):
-            model_P.copy_(self.own_SP[position] if position >= 0 else self.models_KP[0])
-        spec.base.put(models_MP, spec.base.of(self.models_KP[0]))
+        """Models (M, P): theta under h_i, or under the average classifier if a client has none."""
+        models_MP, position_M = self.models_KP[0].repeat(len(ids_M), 1), self.positions(ids_M)
+        for at in np.flatnonzero(position_M >= 0):
+            Classifier.of(spec).put(spec, models_MP[at], self.row_SCF[position_M[at]])
         return models_MP
 
     def prototypes_of(self, ids_M: np.ndarray) -> Tensor:
         """z_iy, (M, C, F); NaN for a client without prototypes."""
         none_1CF = torch.full((1, *self.prototype_SCF.shape[1:]), torch.nan)
-        return torch.cat([none_1CF, self.prototype_SCF])[torch.from_numpy(self.rows_of(ids_M))]
+        return torch.cat([none_1CF, self.prototype_SCF])[torch.from_numpy(self.positions(ids_M) + 1)]
 
 
 @dataclass(frozen=True)
@@ -145,13 +152,14 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
 
     def init(self, start: Start) -> LabelGroupsState:
         first_KP, classifier = start.new_model(0)[None], Classifier.of(start.spec)
+        first_CF = classifier.rows(start.spec, first_KP[0])
         return LabelGroupsState(
             models_KP=first_KP,
             assign_N=start.one_cluster(),
-            own_SP=first_KP[:0],
             seen_S=np.zeros(0, np.int64),
+            row_SCF=first_CF.new_zeros(0, *first_CF.shape),
             prototype_SCF=torch.zeros(0, classifier.num_classes, classifier.num_features),
-            first_F=start.spec.head.of(first_KP[0]),
+            first_CF=first_CF,
         )
 
     def round(self, state: LabelGroupsState, clients: Clients, rng: Draws) -> LabelGroupsState:
@@ -161,7 +169,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         received = clients.send(state.models_of(clients.ids_M, spec), np.arange(len(clients)))
         # v_i <- SGD on h^0 under theta, on a balanced part
         local, compared_KP = clients.local, state.models_KP.clone()
-        spec.head.put(compared_KP, state.first_F[None])
+        classifier.put(spec, compared_KP, state.first_CF[None])
         balanced = BalancedClassifier(
             classifier, self.balanced_epochs, self.balanced_lr, local.momentum, local.weight_decay, self.per_class
         )
@@ -186,9 +194,8 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         if not valid_M.any():
             return state
         ids_m = clients.ids_M[valid_M]
-        models_mP = state.models_of(ids_m, spec)
-        spec.head.put(models_mP, updates.valid_features_MF[torch.from_numpy(valid_M[updates.valid_M])])
-        row_mCF = classifier.rows(spec, models_mP)
+        head_mX = updates.valid_features_MF[torch.from_numpy(valid_M[updates.valid_M])]
+        row_mCF = head_mX[:, classifier.places_in_head(spec)]
         z_mCF = prototype_MX[valid_M].reshape(len(ids_m), count, -1)[..., :-1].clone()
         group_mC = label_groups(v_MCF[valid_M], count_MC[valid_M] > 0, self.eps)
         for c in range(count):
@@ -198,8 +205,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
                 z_mCF[members, c] = z_mCF[members, c].mean(0)
         z_mCF[torch.from_numpy(group_mC < 0)] = torch.nan
         clients.record("label_groups", group_mC.max(0) + 1, ("labels",))
-        classifier.put(spec, models_mP, row_mCF)
-        return state.with_values(ids_m, own_SP=models_mP, prototype_SCF=z_mCF)
+        return state.with_values(ids_m, row_SCF=row_mCF, prototype_SCF=z_mCF)
 
     def alignment(self, state: LabelGroupsState, clients: Clients, count_MC: Tensor) -> Objective:
         """The loss on features, with the prototypes and the entropy of each client."""

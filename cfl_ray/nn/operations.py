@@ -203,13 +203,10 @@ class Bias(Layer):
 
     def backward(self, grad: Array, needs_input: bool) -> Array:
         channels = len(self.bias)
-        if self.axis:
-            flat = grad.reshape(-1, channels)
-            ones = self.buffers.get("ones", (len(flat),))
-            ones.fill(1)
-            np.matmul(ones, flat, out=self.grad_bias)  # faster than a sum over the outer axis
-        else:
-            np.add.reduce(grad.reshape(channels, -1), 1, out=self.grad_bias)
+        flat = grad.reshape(-1, channels) if self.axis else grad.reshape(channels, -1).T
+        ones = self.buffers.get("ones", (len(flat),))
+        ones.fill(1)
+        np.matmul(ones, flat, out=self.grad_bias)  # faster than a sum over an axis
         return grad
 
 

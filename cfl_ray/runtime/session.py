@@ -82,8 +82,7 @@ class InProcessSession:
         self.settings.enter_context(one_thread())
         self.settings.enter_context(products_in(setup.experiment.runtime.precision))
         self.device = compute_device(setup.experiment, has_gpu=True)
-        # several runs of a study may share a GPU
-        self.worker = setup.worker(self.device, memory_share=min(setup.experiment.runtime.gpus_per_host or 1.0, 1.0))
+        self.worker = setup.worker(self.device)
         self.choice = engine_choice(
             setup,
             autotune.device_name(self.device),

@@ -10,7 +10,7 @@ from cfl_ray.config import check_buffer
 from cfl_ray.config.client_ids import format_ids
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.method import Method
-from cfl_ray.core.state import OwnModelsState
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.tasks import Task
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import autotune
@@ -25,11 +25,6 @@ from cfl_ray.setup.first_models import start_of
 from cfl_ray.setup.schedule import population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.machine import available_memory
-
-# float32 copies of all clients' models at the peak of the server: the states before and after a round, the table that
-# is sent, the uploads, and what the method computes from them. Measured in rounds of all clients without training and
-# without messages: pFedGraph 6.9, FedCAC 6.1, FedCCFA 4.3
-_OWN_MODEL_COPIES = 8
 
 
 def check_batches(setup: Setup) -> None:
@@ -136,22 +131,22 @@ def most_participants(setup: Setup) -> int:
     return min(setup.division.cohort * setup.experiment.rounds, setup.federation.num_clients)
 
 
-def own_models_bytes(setup: Setup, label: str, parameters: int) -> int:
-    """Peak bytes on the server of a method that keeps a model there for each participant; 0 for other methods."""
-    if not issubclass(setup.methods[label].state_type, OwnModelsState):
-        return 0
-    return most_participants(setup) * parameters * 4 * _OWN_MODEL_COPIES
+def bytes_of_participants(setup: Setup, label: str, spec: ParamSpec) -> int:
+    """Peak bytes on the server of what a method keeps there for each participant; 0 if it keeps nothing."""
+    state = setup.methods[label].state_type
+    return 4 * state.peak_floats(spec, most_participants(setup), setup.division.cohort)
 
 
-def _check_own_models(setup: Setup, label: str, parameters: int) -> None:
-    """Raises ConfigError if the models that the server keeps for clients do not fit into this machine's memory."""
-    needed, available = own_models_bytes(setup, label, parameters), available_memory()
+def _check_participants(setup: Setup, label: str, spec: ParamSpec) -> None:
+    """Raises ConfigError if what the server keeps for each participant does not fit into this machine's memory."""
+    needed, available = bytes_of_participants(setup, label, spec), available_memory()
     if needed > available:
+        clients = most_participants(setup)
         raise ConfigError(
-            f"{label} keeps a model on the server for each of up to {most_participants(setup):,} clients: they need "
-            f"{needed / 1e9:.1f} GB, and this machine has {available / 1e9:.1f} GB of memory available, enough for "
-            f"{available // (parameters * 4 * _OWN_MODEL_COPIES):,} clients; use fewer clients, a smaller model, a "
-            "larger machine, or a method whose clients keep their own models (ditto)"
+            f"{label} keeps {setup.methods[label].state_type.of_each_client} on the server for each of up to "
+            f"{clients:,} clients: they need {needed / 1e9:.1f} GB, and this machine has {available / 1e9:.1f} GB of "
+            f"memory available, enough for {available * clients // needed:,} clients; use fewer clients, a smaller "
+            "model, a larger machine, or a method whose clients keep their own models (ditto)"
         )
 
 
@@ -162,7 +157,7 @@ def try_methods(setup: Setup) -> None:
         method.check_model(network.spec)
         _check_memory(label, method, network.spec.size)
         _check_pairs(setup, label)
-        _check_own_models(setup, label, network.spec.size)
+        _check_participants(setup, label, network.spec)
         start = start_of(setup.experiment, label, network, setup.federation.num_clients)
         CheckedMethod(method, network.spec.size).init(start)
 

@@ -77,17 +77,17 @@ class Setup:
         estimate = traffic(self.methods[label], size, cohort, spec, local, shape, self.secure)
         return VirtualTime(self.clock, estimate.load, local, sizes_of)
 
-    def network(self, device: str = "cpu", memory_share: float = 1.0) -> Network:
+    def network(self, device: str = "cpu") -> Network:
         """A new network that any model of the experiment can be loaded into."""
-        shape, precision = self.federation.shape, self.experiment.runtime.precision
+        shape, runtime = self.federation.shape, self.experiment.runtime
         network = Network(
             self.recipe,
             shape.input,
             device,
             shape.dtype,
             self.task,
-            precision,
-            memory_share,
+            runtime.precision,
+            runtime.gpus_per_host or 1.0,  # several hosts, or runs of a study, may share a GPU
             seed=self.experiment.seed if self.frozen else 0,
             template=self.template,
         )
@@ -98,9 +98,9 @@ class Setup:
             )
         return network
 
-    def worker(self, device: str = "cpu", engine: str = "sequential", memory_share: float = 1.0) -> Worker:
-        """A new worker for a process. memory_share: of the device's memory that the process may use."""
-        return Worker(self.network(device, memory_share), self.federation, engine, self.attack)
+    def worker(self, device: str = "cpu", engine: str = "sequential") -> Worker:
+        """A new worker for a process."""
+        return Worker(self.network(device), self.federation, engine, self.attack)
 
     @property
     def warnings(self) -> list[str]:

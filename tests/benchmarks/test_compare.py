@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -63,11 +64,31 @@ def test_a_model_that_differs_is_no_figure(arguments, monkeypatch):
     assert not results.lines and "away from that of the plain loop" in results.reasons["W2", "bare"]
 
 
+def test_a_repetition_that_fails_leaves_the_figures_of_the_others(arguments, monkeypatch):
+    monkeypatch.setattr(compare, "environment_of", lambda peer, venvs: Path("python"))
+    monkeypatch.setattr(compare, "check", lambda *given: 0.0)
+    calls = Counter()
+
+    def run_peer(peer, interpreter, workload, arguments):
+        calls[peer.module] += 1
+        if peer.module == "flower" and calls[peer.module] == 2:
+            raise compare.CannotRun("out of luck")
+        return {"seconds": [2.0 + calls[peer.module]], "peak_mb": 1, "versions": {}}
+
+    monkeypatch.setattr(compare, "run_peer", run_peer)
+    arguments.peers, arguments.workloads, arguments.repetitions = ["bare", "flower"], ["W2"], 3
+    *_, results = compare.measure(arguments)
+    assert results.seconds("W2", "flower") == {0: 3.0, 2: 5.0} and results.ratio("W2", "flower") == 1.0
+    section = compare.page_section(results, arguments, "compare", 0.0)
+    assert "| Flower | 4.00 (3.00 .. 5.00), 2 times; once out of luck | 1.00 |" in section
+
+
 def test_ratios_are_taken_within_a_repetition():
     results = compare.Results()
-    for bare, other in ((1.0, 2.0), (10.0, 20.0), (1.0, 2.0)):
-        results.lines["W1", "bare"].append({"seconds": [bare]})
-        results.lines["W1", "flower"].append({"seconds": [other]})
+    for repetition, (bare, other) in enumerate(((1.0, 2.0), (10.0, 20.0), (1.0, 2.0), (1.0, None))):
+        results.lines["W1", "bare"][repetition] = {"seconds": [bare]}
+        if other is not None:
+            results.lines["W1", "flower"][repetition] = {"seconds": [other]}
     assert results.ratio("W1", "flower") == 2.0
     assert np.isnan(results.ratio("W2", "flower"))
 

@@ -164,7 +164,10 @@ def test_the_memory_of_pairs_of_clients_is_shown_and_counted(tmp_path):
 
 
 def test_models_that_the_server_keeps_for_clients_are_shown_and_counted(tmp_path):
-    """3 clients in each of 4 rounds: 12 of 20, or 8 of 8; 8 copies of 8 x 6 + 6 + 6 x 4 + 4 = 82 float32 each."""
+    """3 clients in each of 4 rounds: 12 of 20, or 8 of 8. Of each 8 copies of 8 x 6 + 6 + 6 x 4 + 4 = 82 float32.
+
+    With FedCCFA four copies of 4 rows of 6 + 1 and 6 numbers, and four models of each of the 3 clients of a cohort.
+    """
     for clients, kept in ((20, 12), (8, 8)):
         experiment = cfl_ray.Experiment(
             rounds=4,
@@ -180,13 +183,14 @@ def test_models_that_the_server_keeps_for_clients_are_shown_and_counted(tmp_path
             output=str(tmp_path),
         )
         found = estimate.estimate(experiment)
-        needed = {12: 31_488, 8: 20_992}[kept]  # kept x 82 x 4 x 8
+        needed = {"fedavg": 0, "fedccfa": kept * 4 * (7 + 6) * 4 * 4 + 3 * 82 * 4 * 4}
         for label, sent in found.traffic.items():
             models, pairs = (sent.models + 1) * 4 * 82 * 4, found.compared.get(label, (0, 0))[1]
-            own = needed if label != "fedavg" else 0
+            own = needed.get(label, kept * 82 * 4 * 8)
             assert found.server_bytes(label, sent) == 450e6 + models + own + pairs + 50 * clients, label
         text = shown(found)
         assert f"fedcac keeps a model on the server for each of up to {kept} clients: 0.0 MB of" in text
+        assert "fedccfa keeps a classifier on the server for each of up to" in text
         assert "fedavg keeps" not in text
 
 

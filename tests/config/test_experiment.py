@@ -88,9 +88,13 @@ model: {name: 3}
 schedule: [{join: [1]}]
     ^schedule.0.round: Field required$
 rounds: true
-    rounds is a number, got true$
+    rounds takes a number, got true$
 local: {lr: false}
-    ^local: lr is a number, got false$
+    ^local: lr takes a number, got false$
+data: {shift: {kind: rotated, angles: [0, true]}}
+    angles takes numbers, got \[0, true\]$
+data: {shift: {kind: pathological, label_sets: [[0, 1], [2, false]]}}
+    label_sets takes numbers, got \[\[0, 1\], \[2, false\]\]$
 rounds: 0
     ^rounds: .*greater than or equal to 1, got 0$
 seed: -1

@@ -80,10 +80,10 @@ def test_the_device(experiment, monkeypatch):
 
 def test_precision_and_share_of_memory_reach_the_network(experiment):
     for precision in ("float32", "bf16"):
-        setup = prepare(experiment(runtime={"precision": precision, "engine": "sequential"}))
-        network = setup.worker(memory_share=0.25).network
-        assert (network.precision, network.memory.share) == (precision, 0.25)
-        assert setup.network().memory.share == 1
+        for gpus, share in ((0, 1), (0.25, 0.25)):
+            runtime = {"precision": precision, "engine": "sequential", "gpus_per_host": gpus}
+            network = prepare(experiment(runtime=runtime)).worker().network
+            assert (network.precision, network.memory.share) == (precision, share)
 
 
 def test_a_run_trains_in_its_precision(experiment):
@@ -151,7 +151,7 @@ def test_methods_whose_pairs_of_clients_do_not_fit_are_refused(experiment, monke
     )
     room = [bytes_of_pair * count**2]
     monkeypatch.setattr("cfl_ray.setup.checks.available_memory", lambda: room[0])
-    for other in ("_check_memory", "_check_own_models"):
+    for other in ("_check_memory", "_check_participants"):
         monkeypatch.setattr(f"cfl_ray.setup.checks.{other}", lambda *_: None)
     prepare(small)
     room[0] -= 1
@@ -168,7 +168,7 @@ def test_methods_whose_models_of_clients_do_not_fit_on_the_server_are_refused(ex
     prepare(experiment(methods=["pfedgraph"], **changes))
     room[0] -= 1
     prepare(experiment(methods=["fedavg", "ditto"], **changes))
-    for method in ("fedcac", "fedccfa", "pfedgraph"):
+    for method in ("fedcac", "pfedgraph"):
         message = f"{method} keeps a model on the server for each of up to 32 clients: .* enough for 31 clients"
         with pytest.raises(ConfigError, match=message):
             prepare(experiment(methods=[method], **changes))

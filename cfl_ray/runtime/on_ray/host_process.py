@@ -47,10 +47,9 @@ class HostProcess:
             self.setup = replace(self.setup, federation=fetch(packed[1]))
         cpu.check_instructions(self.setup.experiment.runtime.cpu_capability, "on a host")
         self.device = compute_device(self.setup.experiment, has_gpu=bool(ray.get_gpu_ids()))
-        runtime = self.setup.experiment.runtime
         self.settings = ExitStack()  # until the process ends
-        self.settings.enter_context(products_in(runtime.precision))
-        self.worker = self.setup.worker(self.device, engine, min(runtime.gpus_per_host or 1.0, 1.0))
+        self.settings.enter_context(products_in(self.setup.experiment.runtime.precision))
+        self.worker = self.setup.worker(self.device, engine)
         self.sums = HostSums()
         self.fetching = ThreadPoolExecutor(1, "fetch")
         self.rows: dict[tuple[int, int], Tensor] = {}
