@@ -6,9 +6,9 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 
 import pytest
+from waiting import until
 
 from cfl_ray.system.threads import one_thread
 
@@ -148,15 +148,6 @@ def environment(monkeypatch):
     """No cluster and no MLflow server of the user's; MLflow itself sets its variable in a test before."""
     for name in ("RAY_ADDRESS", "RAY_JOB_ID", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
-
-
-def until(condition, seconds: float = 300):
-    """Waits for a true value of `condition()` and returns it. The limit only bounds a test that fails."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
-        time.sleep(0.02)
-    return found
 
 
 @pytest.fixture(name="until")

@@ -11,11 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import until
 
 from cfl_ray.tracking import read_records
 
@@ -143,13 +143,6 @@ def value(options: list[str], name: str) -> str:
     return found
 
 
-def wait_until(condition, folder: Path, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, (folder / "out").read_text()
-        time.sleep(0.2)
-
-
 def left_behind(folder: Path) -> list[str]:
     """Processes and node-local folders of the job that are still there."""
     remaining = []
@@ -203,7 +196,7 @@ def test_it_starts_a_head_and_workers_then_the_run_and_ends_them(without_ray, tm
 
 def test_two_jobs_at_once_choose_different_ports(without_ray, tmp_path):
     jobs = [without_ray("RUN-slow"), without_ray("other-slow")]
-    wait_until(lambda: len(calls(tmp_path, "cfl-ray")) == 2, tmp_path, 60)
+    until(lambda: len(calls(tmp_path, "cfl-ray")) == 2, (tmp_path / "out").read_text, pause=0.2)
     heads = [options for options in calls(tmp_path, "ray") if "--head" in options]
     assert value(heads[0], "--port") != value(heads[1], "--port")
     for process in jobs:
@@ -225,7 +218,7 @@ def test_a_run_that_exists_is_resumed(without_ray, tmp_path):
 )
 def test_a_signal_ends_the_run_and_all_nodes(without_ray, tmp_path, number, requeue, requeued):
     process = without_ray("RUN-slow", CFL_RAY_REQUEUE=requeue)
-    wait_until(lambda: calls(tmp_path, "cfl-ray"), tmp_path, 60)
+    until(lambda: calls(tmp_path, "cfl-ray"), (tmp_path / "out").read_text, pause=0.2)
     process.send_signal(number)
     assert process.wait(60) == 130
     assert calls(tmp_path, "cfl-ray")[-1] == ["ended"] and left_behind(tmp_path) == []
@@ -264,19 +257,20 @@ def test_two_real_nodes_run_until_the_time_limit_and_resume(job, tmp_path):
         return [record.round for record in read_records(run_dir / "fedavg")] if run_dir.is_dir() else []
 
     process = job("RUN", "mine.yaml", CFL_RAY_REQUEUE="1")
-    wait_until(lambda: process.poll() is None and rounds(), tmp_path)
+    until(lambda: process.poll() is None and rounds(), (tmp_path / "out").read_text, pause=0.2)
     printed = (tmp_path / "out").read_text()
     assert "2 of 2 nodes joined" in printed and "hosts: 2 on 2 nodes" in printed, printed
     assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o077 == 0
     process.send_signal(signal.SIGUSR1)
     assert process.wait(120) == 130, (tmp_path / "out").read_text()
     assert calls(tmp_path, "scontrol") == [["requeue", "77"]]
-    wait_until(lambda: left_behind(tmp_path) == [], tmp_path, 60)  # processes of Ray's dashboard end by themselves
+    # processes of Ray's dashboard end by themselves
+    until(lambda: left_behind(tmp_path) == [], (tmp_path / "out").read_text, pause=0.2)
     last = rounds()[-1]
 
     process = job("RUN", "mine.yaml")
-    wait_until(lambda: rounds()[-1] > last + 1, tmp_path)
+    until(lambda: rounds()[-1] > last + 1, (tmp_path / "out").read_text, pause=0.2)
     process.terminate()
     assert process.wait(120) == 130, (tmp_path / "out").read_text()
     assert rounds() == list(range(1, len(rounds()) + 1))
-    wait_until(lambda: left_behind(tmp_path) == [], tmp_path, 60)
+    until(lambda: left_behind(tmp_path) == [], (tmp_path / "out").read_text, pause=0.2)

@@ -8,11 +8,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from cfl_ray.tracking import read_records
 
@@ -54,13 +54,6 @@ def node(environment: dict[str, str], log: Path, *arguments: str):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def wait_until(condition, message, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, message()
-        time.sleep(0.3)
-
-
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
     """Environment, port and dashboard address of a head node with one CPU."""
@@ -84,7 +77,7 @@ def head(tmp_path_factory):
     ]
     log = tmp_path / "head.log"
     with node(environment, log, *options):
-        wait_until(lambda: responds(dashboard) and has_cpus(1, port, environment), log.read_text)
+        until(lambda: responds(dashboard) and has_cpus(1, port, environment), log.read_text, pause=0.3)
         yield environment, port, f"http://127.0.0.1:{dashboard}"
     shutil.rmtree(session, ignore_errors=True)
 
@@ -101,7 +94,7 @@ def second_node(head, tmp_path_factory):
         f"--dashboard-agent-listen-port={free_port()}",
     ]
     with node(environment, log, *options):
-        wait_until(lambda: has_cpus(2, port, environment), log.read_text)
+        until(lambda: has_cpus(2, port, environment), log.read_text, pause=0.3)
         yield
 
 
@@ -189,22 +182,26 @@ def test_a_job_on_two_nodes_takes_requests_and_is_stopped_and_resumed(submitted,
     run = ["-m", "cfl_ray", "run", "small.yaml", "rounds=100000", "methods=[fedavg]", "--run-dir", str(run_dir)]
     started = submitted(*run, options=["--no-wait", "--submission-id", "first"])
     assert started.returncode == 0, started.stdout + started.stderr
-    wait_until(lambda: run_dir.is_dir() and rounds(), lambda: "no round was completed: " + job("logs"))
+    until(lambda: run_dir.is_dir() and rounds(), lambda: "no round was completed: " + job("logs"), pause=0.3)
     code, printed = ask("status", run_dir)
     assert code == 0 and "live" in printed and "2 on 2 nodes" in printed, printed
     code, printed = ask("leave", run_dir, "3")
     assert code == 0 and "client 3 leaves before round" in printed, printed
     job("stop")
-    wait_until(lambda: "stopped" in job("status").lower(), lambda: "the job was not stopped: " + job("logs"))
+    until(lambda: "stopped" in job("status").lower(), lambda: "the job was not stopped: " + job("logs"), pause=0.3)
     assert f"cfl-ray resume {run_dir}" in job("logs")
     last = rounds()[-1]
 
     resumed = submitted("-m", "cfl_ray", "resume", str(run_dir), options=["--no-wait"])
     assert resumed.returncode == 0
-    wait_until(lambda: rounds()[-1] > last and (run_dir / "session.json").exists(), lambda: "the run did not continue")
+    until(
+        lambda: rounds()[-1] > last and (run_dir / "session.json").exists(),
+        lambda: "the run did not continue",
+        pause=0.3,
+    )
     code, printed = ask("stop", run_dir)
     assert code == 0 and "the run ends after round" in printed, printed
-    wait_until(lambda: not (run_dir / "session.json").exists(), lambda: "the run was not stopped")
+    until(lambda: not (run_dir / "session.json").exists(), lambda: "the run was not stopped", pause=0.3)
     records = list(read_records(run_dir / "fedavg"))
     assert [record.round for record in records] == list(range(1, len(records) + 1))
     assert records[0].metrics["clients_online"] == 12 and records[-1].metrics["clients_online"] == 11

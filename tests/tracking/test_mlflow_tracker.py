@@ -10,6 +10,7 @@ import time
 import urllib.request
 
 import pytest
+from waiting import until
 
 from cfl_ray.report.figures import write_figures
 from cfl_ray.tracking import Mlflow, RoundRecord, RunInfo, RunLog, deliver_pending
@@ -35,13 +36,6 @@ def delivered_rounds(runs, uri, experiment):
     return sum(len(run.histories.get("accuracy", ())) for run in runs(uri, experiment))
 
 
-def wait_until(condition, seconds=240):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.1)
-
-
 def assert_no_secret(*texts):
     shown = "".join(texts)
     assert not [secret for secret in SECRETS if secret in shown], shown
@@ -56,9 +50,9 @@ def test_after_a_restart_of_the_server_every_round_is_there_once(server, tmp_pat
         tracker.log(record(round))
         time.sleep(0.01)  # deliveries continue meanwhile
         if round == 120:
-            wait_until(lambda: delivered_rounds(runs, server.uri, "restarted"))
+            until(lambda: delivered_rounds(runs, server.uri, "restarted"))
             server.kill()
-    wait_until(lambda: warnings)
+    until(lambda: warnings)
     server.start()
     (tmp_path / "artifacts" / "note.txt").write_text("kept")
     tracker.finish("FINISHED", {"newcomer_accuracy": 0.5})
@@ -74,7 +68,7 @@ def test_after_a_restart_of_the_server_every_round_is_there_once(server, tmp_pat
 def test_after_a_kill_of_the_training_every_round_is_there_once(server, tmp_path, runs, expected):
     command = [sys.executable, "-c", TRAINING, tmp_path, server.uri]
     first = subprocess.Popen([*command, "0", "100000", "0.02"], stdout=subprocess.PIPE, text=True)
-    wait_until(lambda: delivered_rounds(runs, server.uri, "killed"))
+    until(lambda: delivered_rounds(runs, server.uri, "killed"))
     first.send_signal(signal.SIGKILL)
     last = int(first.communicate()[0].split()[-1])
     subprocess.run([*command, str(last - 2), str(last + 10), "0"], check=True, stdout=subprocess.DEVNULL)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from pyarrow.fs import S3FileSystem, copy_files
+from waiting import until
 
 from cfl_ray import load_run, simulate
 
@@ -83,10 +84,8 @@ def rounds_in(records):
 
 
 def wait_for_rounds(number, records, run, log):
-    deadline = time.monotonic() + 300
-    while rounds_in(records) < number:
-        assert run.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
+    until(lambda: run.poll() is not None or rounds_in(records) >= number, log.read_text)
+    assert run.poll() is None, log.read_text()
 
 
 @contextmanager
