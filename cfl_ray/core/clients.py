@@ -534,7 +534,7 @@ class Clients:
         if not len(self):
             return np.zeros((0, sent.num_models))
         if sent.row_MK is not None:
-            return self._losses_by_version(sent, sent.row_MK, max_samples, frozen_model)
+            return self._losses_by_version(sent, sent.row_MK, max_samples, frozen_model, errors)
         tables = ModelTables()
         tables.rows(sent.choose(self.first_row()))
         work = Losses(
@@ -550,7 +550,7 @@ class Clients:
         return np.nan_to_num(loss_MK, nan=np.inf, posinf=np.inf)  # argmin would select NaN
 
     def _losses_by_version(
-        self, sent: Sent, row_MK: np.ndarray, max_samples: int | None, frozen_model: Sent | None
+        self, sent: Sent, row_MK: np.ndarray, max_samples: int | None, frozen_model: Sent | None, errors: bool
     ) -> np.ndarray:
         """`_losses` of the clients of each version, one version after another."""
         rows_VK, version_M = np.unique(row_MK, axis=0, return_inverse=True)
@@ -561,7 +561,7 @@ class Clients:
             if frozen is not None and frozen.row_M is not None:
                 frozen = Sent(frozen.models_KP, frozen.row_M[index])
             models = Sent(sent.models_KP[row_K])
-            loss_MK[index] = self.select(index)._losses(models, max_samples, frozen)
+            loss_MK[index] = self.select(index)._losses(models, max_samples, frozen, errors)
         return loss_MK
 
     def accuracies(self, sent: Sent) -> np.ndarray:

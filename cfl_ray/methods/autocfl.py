@@ -129,7 +129,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     )
     vote: str = option(
         "row",
-        "weight of a vote: samples of the voting row, the printed formula, or 1",
+        "weight of a vote (voting): samples of the voting row, the printed formula, or 1",
         source="ours: the printed formula splits IID data",
         choices=("row", "literal", "unweighted"),
     )
@@ -148,8 +148,8 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     )
     min_gap: float = option(
         0.0,
-        "a single cluster if the median over rows of largest gap / median distance is less (0.15 is safe with equal "
-        "sizes); 0: off",
+        "a single cluster if the median over rows of largest gap / median distance is less (voting; 0.15 is safe with "
+        "equal sizes); 0: off",
         source="ours",
         low=0,
     )
@@ -219,9 +219,9 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     def steps(self, state: AutoCFLState, clients: Clients) -> np.ndarray:
         """int64 (M,): floor(E_m ceil(n / B) + 1/2) local steps. If `local.steps` is set, E_0 follows from it."""
         local, num_samples_M = clients.local, clients.num_samples_M
-        first_epochs: int | np.ndarray = local.epochs  # E_0
+        first_epochs: float | np.ndarray = local.epochs  # E_0
         if local.steps is not None:
-            first_epochs = local.steps / -(-num_samples_M // local.batch_of(num_samples_M))
+            first_epochs = local.steps / local.batches_of(num_samples_M)
         return local.steps_of(num_samples_M, first_epochs + state.more_N[clients.ids_M])
 
     def count_progress(

@@ -34,7 +34,8 @@ while the noise does not. So it is off by default, as in the official code.
 Deviations: complete linkage as in the official code (paper: single). Momentum starts from zero in every round (official
 code: it is kept, as with `local.persist`). Updates longer than `sketch` are projected; norms are exact. A client
 without a leaf predicts with the mean of the leaves. `stale_updates: reapply` is CFL in PACFL's code: every member's
-last update is added again in every round, zeros for clients that never took part or have not joined yet.
+last update is added again in every round with equal weights, zeros for clients that never took part or have not joined
+yet.
 """
 
 from dataclasses import dataclass

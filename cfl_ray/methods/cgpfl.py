@@ -8,7 +8,8 @@ Algorithm 1).
     simple:  theta_i <- SGD on f_i + (mu / 2) ||theta - Omega_{c(i)}||^2 from the client's own theta_i;
              Omega_k <- mean of theta_i
 
-theta_i stays with the client, which predicts with it; a client that never took part predicts with Omega.
+theta_i stays with the client, which predicts with it and continues from it in its next round; a client that never took
+part predicts with Omega.
 
 Deviations: written from memory of the paper. The clients upload a single model, y_i (`simple`: theta_i), and are
 clustered by it. Every SGD step takes a new batch. lambda is at most 1 / eta; with a larger lambda, a step would

@@ -17,8 +17,9 @@ In the first round all clients train from the same w_0, and k-means of z gives t
 
 Deviations: clients start from the embedding of their cluster (paper: `start: own`). The paper's numeric settings are
 not known; the defaults are ours. The server does the PCA on centred uploads, so M is never sent. CNT takes a step every
-10 rounds, after round 20. A client that never took part trains from Phi and the mean head. Longer uploads are projected
-(`sketch`).
+10 rounds, after round 20. A client that never took part trains from Phi and the mean head, and has its first r(i) from
+the E-step of that round, so that its omega_i is in Phi but in no Omega_k. The number of clusters in the first round is
+at most that of its clients. Longer uploads are projected (`sketch`).
 
 With the paper's start, the client's own omega_i, the clusters have little effect: with a small mu clients follow their
 own data, with a large mu they stay at the Omega_k of the previous round. On three rotations of Fashion-MNIST, FedAC
@@ -86,7 +87,8 @@ class FedACState(SignatureState):
 class FedAC(Method[FedACState], name="fedac"):
     """Personal models near their cluster's model and a global embedding; clients are clustered in a low-rank space."""
 
-    placement = "the cluster with the highest cosine, by a local training from the mean of the contexts"
+    placement = "the cluster with the highest cosine, by a local training from the global embedding and the mean head"
+    without_cluster = "the global embedding with the mean head"
     phases = {"cluster": ("federate",), "federate": ()}
 
     # CNT

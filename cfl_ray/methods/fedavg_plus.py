@@ -8,7 +8,8 @@ FedAvg run K times from independent starts, with soft voting.
     prediction: argmax of (1/K) sum_k softmax(F(x; theta_k))
 
 Deviations: the K models are trained side by side by the same cohorts. P-local measures a client's local result of the
-first model, and P-tune that model after local tuning.
+first model, and P-tune that model after local tuning. With `local.persist`, only the training of the first model
+keeps its momentum.
 """
 
 from dataclasses import dataclass

@@ -96,7 +96,8 @@ class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
 
     def compared(self, spec: ParamSpec) -> Columns:
         """The columns of s_i."""
-        return spec.head if self.layer is None else spec.layer(self.layer)
+        layer = spec.head if self.layer is None else spec.layer(self.layer)
+        return layer.within(0, spec.trained)  # without the statistics of a normalisation
 
     def init(self, start: Start) -> FedClustState:
         return FedClustState.first(start, "cluster", models=0)

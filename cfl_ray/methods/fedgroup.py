@@ -16,10 +16,9 @@ Decomposed Similarity-Based Clustering. ISPA 2021, arXiv:2010.06870, Algorithms 
         if sum_c |q_c - q_c at its cold start| > `migrate`                                  checked by the client
 
 Deviations: FlexCFL's code compares the sorted numbers of samples by label, which do not change when labels are swapped;
-here each label is compared with itself. The shares are those of the first round in which the client takes part with its
-group. K-means has 10 starts of up to 300 iterations (official code: 1 start of 20). Updates longer than `sketch` are
-projected. P-server is over clients with a group. The number of groups is at most the number of clients in the cold
-start.
+here each label is compared with itself. K-means has 10 starts of up to 300 iterations (official code: 1 start of 20).
+Updates longer than `sketch` are projected. P-server is over clients with a group. The number of groups is at most the
+number of clients in the cold start.
 """
 
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ from cfl_ray.core.weights import cluster_weights
 class GroupState(CentreState):
     """The groups, and the label shares by which a client checks whether its data changed; they are not uploaded."""
 
-    label_NC: np.ndarray  # float32: shares in the client's first round after its cold start; zeros: not yet
+    label_NC: np.ndarray  # float32: shares at the client's cold start; zeros: not known
 
     def forget(self, ids: np.ndarray) -> Self:
         label_NC = self.label_NC.copy()
@@ -137,20 +136,31 @@ class FedGroup(Method[GroupState], name="fedgroup"):
         clients.restart_moments(models_KP)  # FedAvg begins after the cold start
         because = {"clients": len(group_M), "num_clusters": self.num_clusters}
         clients.event("birth", into=range(len(models_KP)), because=because)
-        return state.clustered(clients, state.start_KP, models_KP, assign_N, centre_KF)
+        return self.with_labels(state.clustered(clients, state.start_KP, models_KP, assign_N, centre_KF), clients)
 
     def migrated(self, state: GroupState, clients: Clients, threshold: float) -> GroupState:
         """The state without the groups of the clients whose labels have changed, to be cold-started again."""
         clients = clients.select(state.assign_N[clients.ids_M] != UNASSIGNED)
-        share_MC, valid_M = clients.describe(label_shares, floats=0)
-        ids, now_MC = clients.ids_M[valid_M], share_MC.numpy()[valid_M]
-        classes = max(now_MC.shape[1], state.label_NC.shape[1])
-        label_NC, now_MC = (np.pad(rows, ((0, 0), (0, classes - rows.shape[1]))) for rows in (state.label_NC, now_MC))
-        known_M = label_NC[ids].any(1)
-        moved_M = known_M & (np.abs(now_MC - label_NC[ids]).sum(1) > threshold)
-        label_NC[ids[~known_M]] = now_MC[~known_M]
+        ids_M, now_MC, label_NC = self.labels(state, clients)
+        moved_M = np.abs(now_MC - label_NC[ids_M]).sum(1) > threshold
         clients.record("migrated", int(moved_M.sum()))
-        return state.advance(label_NC=label_NC).forget(ids[moved_M])
+        return state.forget(ids_M[moved_M])
+
+    def with_labels(self, state: GroupState, clients: Clients) -> GroupState:
+        """The state with the label shares of these clients, which were cold-started just now."""
+        if self.migrate is None:
+            return state
+        ids_M, now_MC, label_NC = self.labels(state, clients)
+        label_NC[ids_M] = now_MC
+        return state.advance(label_NC=label_NC)
+
+    def labels(self, state: GroupState, clients: Clients) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids (M',) and label shares (M', C) of the clients with valid data, and a copy of `state.label_NC`, (N, C)."""
+        share_MC, valid_M = clients.describe(label_shares, floats=0)
+        now_MC = share_MC.numpy()[valid_M]
+        classes = max(now_MC.shape[1], state.label_NC.shape[1])
+        now_MC, label_NC = (np.pad(rows, ((0, 0), (0, classes - rows.shape[1]))) for rows in (now_MC, state.label_NC))
+        return clients.ids_M[valid_M], now_MC, label_NC
 
     def groups(self, delta_MF: Tensor, seed: int) -> np.ndarray:
         """int64 (M,): the group of each client of the cold start."""
@@ -171,7 +181,8 @@ class FedGroup(Method[GroupState], name="fedgroup"):
         return (models_KP + self.eta_g * others) / (1 + self.eta_g * (inverse_K.sum() - inverse_K))
 
     def join(self, state: GroupState, clients: Clients) -> GroupState:
-        return place_by_training(state, clients, whole_update(clients.spec, self.sketch), "cosine", self.steps(clients))
+        features, steps_M = whole_update(clients.spec, self.sketch), self.steps(clients)
+        return self.with_labels(place_by_training(state, clients, features, "cosine", steps_M), clients)
 
     def drift(self, state: GroupState, clients: Clients) -> GroupState:
         return state.forget(clients.ids_M) if self.regroup else state

@@ -17,6 +17,7 @@ Deviations: Equation 13 multiplies the loss by n_i / n but not the proximal term
 read with theta_i frozen at Theta_{c(i)}. The last layer of Theta_g starts with zeros, so that Theta_g has no effect at
 first. k-means runs over the participants and the last uploads of all others, on the fully connected layers; features
 longer than `sketch` are projected. A client that never took part, or a newcomer, trains from the mean of the centres.
+The number of centres is at most the number of clients in the first round.
 """
 
 from dataclasses import dataclass, replace

@@ -15,10 +15,10 @@ Theta_g alone, as FedAvg with f taken as 0.
 trains with Theta_{c(i)} frozen, (i) every client receives the new Theta_g and chooses again, (iii) the cluster models
 train with this Theta_g frozen. That the four steps form a single round, with the same cohort, is our reading.
 
-`empty: zero` sets the weights of a cluster model to zero when no client is assigned to it any longer, so that the
-number of clusters in use falls: a client that chooses such a cluster predicts with Theta_g alone and trains f from
-zero (in a ReLU network only the last bias has a gradient at zero). Clients that have not taken part yet belong to no
-cluster.
+`empty: zero` sets the weights of a cluster model to zero when no client is assigned to it, so that the number of
+clusters in use falls: a client that chooses such a cluster predicts with Theta_g alone and trains f from zero (in a
+ReLU network only the last bias has a gradient at zero). Clients that have not taken part yet belong to no cluster: with
+sampled cohorts, a model that no client of the first cohort after the warm-up chose is set to zero.
 
 Traffic: K + 1 models down, two models and c(i) up; `alternating` adds Theta_g down and a second c(i).
 

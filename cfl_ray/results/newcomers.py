@@ -17,7 +17,7 @@ from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.validation import INPUT_POWER, invalid_data_reason, invalid_value_reason
 from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError, DataError
-from cfl_ray.results.trained import Newcomer, TrainedMethod
+from cfl_ray.results.trained import Newcomer, TrainedMethod, cluster_of
 
 _MEAN_MIXTURE = "a mixture of all models, with the mean weights of all clients"
 _LARGEST = "the model with the largest weight, the first of equal ones"
@@ -70,10 +70,8 @@ class _Joined:
         return predicting_row(self.serving.models_KP[row], state, value)
 
     def newcomer(self, row_P: Tensor, why: str) -> Newcomer:
-        row = int(self.serving.row_M[0])
-        return Newcomer(
-            row if row < self.state.num_clusters else -1, why, self.trained.module(row_P, self.serving.frozen_P)
-        )
+        cluster = cluster_of(self.serving, int(self.serving.row_M[0]), self.state.num_clusters)
+        return Newcomer(cluster, why, self.trained.module(row_P, self.serving.frozen_P))
 
 
 def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None) -> Newcomer:
@@ -95,7 +93,8 @@ def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
     if serving.tune is not None:
         row_P = trained.tuned(joined.client, row_P, serving.tune, joined.samples, serving.frozen_P)
         return joined.newcomer(row_P, "the model after the method's own training on x and y")
-    return joined.newcomer(row_P, method.placement)
+    has_clusters = len(serving.models_KP) >= joined.state.num_clusters  # no, in the warm-up of IFCA-CAM
+    return joined.newcomer(row_P, method.placement if has_clusters else method.without_cluster)
 
 
 def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
@@ -128,7 +127,7 @@ def _without_labels(trained: TrainedMethod, x: Tensor) -> Newcomer:
     rows_K = [row for row in rows if state.members_K[row]] or list(rows)
     models = [trained.module(serving.models_KP[row], serving.frozen_P) for row in rows_K]
     if len(models) == 1:
-        return Newcomer(rows_K[0], _ONLY, models[0])
+        return Newcomer(cluster_of(serving, rows_K[0], state.num_clusters), _ONLY, models[0])
     if not models:
         raise ConfigError(f"{trained.label} has no cluster model yet; give labels: place(x, y)")
     if trained.federation.shape.targets != "class":

@@ -221,7 +221,7 @@ class TrainedMethod:
             if serving.weight_MK is not None:
                 why_N[client] = method.placement
                 continue
-            served_N[client] = row if row < self.num_clusters else -1
+            served_N[client] = cluster_of(serving, row, self.num_clusters)
             if row < 0:
                 why_N[client] = "it has no model yet"
             elif name is not None and self.backend.client_state(name, client) is not None:
@@ -229,7 +229,7 @@ class TrainedMethod:
             elif row == self.state.assign_N[client]:
                 why_N[client] = "it is a member"
             else:
-                why_N[client] = method.placement if row < self.num_clusters else method.without_cluster
+                why_N[client] = method.placement if served_N[client] >= 0 else method.without_cluster
         return served_N, why_N
 
     # ---- parts
@@ -276,3 +276,11 @@ class TrainedMethod:
         module.load_state_dict(self._named(row_P), strict=False)  # integer buffers keep their initial values
         module.eval()
         return module if frozen_P is None else AdditiveModel(module, self.module(frozen_P)).eval()
+
+
+def cluster_of(serving: Serving, row: int, num_clusters: int) -> int:
+    """The cluster whose model this row of `serving` is; -1: it is another model.
+
+    If there are fewer rows than clusters, none is a cluster's, as in the warm-up of IFCA-CAM.
+    """
+    return row if row < num_clusters <= len(serving.models_KP) else -1

@@ -128,6 +128,8 @@ def test_clients_choose_among_the_models_of_their_version():
     received = clients.broadcast(second.models_KP)
     assert received.num_models == 2 and clients.losses(received).argmin(1).tolist() == [1, 0]
     assert clients.accuracies(received).argmax(1).tolist() == [1, 0]
+    share_MK = clients.losses(received, errors=True)
+    assert share_MK.argmin(1).tolist() == [1, 0] and share_MK.max() <= 1
     assert method.round(second, clients, None).assign_N[:2].tolist() == [1, 0]
 
 

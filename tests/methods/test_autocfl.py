@@ -116,6 +116,7 @@ class TestSteps:
             ([0.4, 0.5], {}, [2, 3]),
             ([0, 0], {"batch_size": 4, "steps": 7}, [7, 7]),
             ([1, 0.5], {"batch_size": 4, "steps": 7}, [10, 8]),
+            ([1, 0.5], {"batch_size": 4, "steps": 7, "drop_last": True}, [10, 8]),
         ]:
             one = linear(**{"sizes": (12, 5)} | local)
             state = AutoCFL().init(one.start()).advance(more_N=np.array(more))

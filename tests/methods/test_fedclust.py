@@ -17,7 +17,7 @@ from torch import nn
 from cfl_ray import Experiment
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.data.from_config import build
 from cfl_ray.errors import ConfigError
@@ -113,6 +113,10 @@ class TestLayer:
             left = method.leave(state, np.array([5])).advance(centre_KF=centre_KF)
             assert method.join(left, one.clients([5], 2)).assign_N[5] == k
             assert floats(one)[1] == INPUTS * 16 + 16
+
+    def test_the_statistics_of_a_normalisation_are_not_compared(self):
+        spec = ParamSpec.of(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+        assert FedClust(layer=2).compared(spec) == Columns(((16, 24),))
 
     def test_a_layer_that_the_model_does_not_have(self):
         spec = ParamSpec.of(recipe("vgg16", {}, (3, 32, 32), 10)())

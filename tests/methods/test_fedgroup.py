@@ -164,6 +164,19 @@ class TestColdStart:
         assert adjusted_rand_score(one.federation.group_N[known], after.assign_N[known]) == 1
 
 
+def test_migration_compares_with_the_labels_of_the_cold_start():
+    """Clients 1 and 2 take part for the first time in round 2, after labels changed; 2 left and joined again before."""
+    one, method = stage(epochs=1), FedGroup(num_clusters=3, pretrain_steps=1, migrate=0.2)
+    state = one.play(method, [0])  # all clients are cold-started
+    state = method.join(method.leave(state, np.array([2])), one.clients([2], 2))
+    share_NC = np.stack([np.bincount(one.federation.train(client)[1], minlength=4) / 200 for client in range(CLIENTS)])
+    assert np.allclose(state.label_NC, share_NC)
+    changed = state.advance(label_NC=state.label_NC + np.array([0.2, -0.2, 0, 0], np.float32))
+    after = one.play(method, [1, 2], state=changed, first=2)
+    assert one.stats.diagnostics.numbers["migrated"] == 2 and (after.assign_N >= 0).all()
+    assert np.allclose(after.label_NC[[1, 2]], share_NC[[1, 2]])
+
+
 class TestFedGroup(OneShot):
     method = FedGroup(num_clusters=3, pretrain_steps=15)
 

@@ -163,6 +163,14 @@ def test_assignments_say_who_serves_whom_and_why(results):
     assert "its own columns (head) in that model" in set(results["fedper"].assignments()["why"])
 
 
+def test_in_the_warm_up_of_ifca_cam_the_global_model_is_no_cluster(results):
+    result = cfl_ray.simulate(cfl_ray.Experiment(methods=["ifca_cam"], **SECTIONS | {"rounds": 1}))["ifca_cam"]
+    frame, (x, y) = result.assignments(), result.train(0)
+    assert set(frame["served_by"]) == {-1} and set(frame["why"]) == {"the global model"}
+    placed = [result.place(x, y), result.place(x)]
+    assert [(one.cluster, one.why) for one in placed] == [(-1, "the global model"), (-1, "the only model")]
+
+
 def test_what_does_not_fit_is_named(results):
     x, y = results["ifca"].train(0)
     with pytest.raises(DataError, match=r"inputs have shape \(2, 3\), expected"):
