@@ -41,10 +41,7 @@ def run(
 
     experiment = load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:
-        if in_process:
-            results = launch.simulate(experiment, run_dir or launch.new_run_dir(experiment), display, replay, extend)
-        else:
-            results = launch.run(experiment, run_dir, display, replay, extend)
+        results = launch.run(experiment, run_dir, display, replay, extend, on_ray=not in_process)
     display.finish(results)
 
 
