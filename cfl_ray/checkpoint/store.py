@@ -117,7 +117,7 @@ class CheckpointStore:
 
         Returns None, or, if files of the previous checkpoint are missing or altered, a message: then the whole state
         was saved again. Raises RunError if a file cannot be written, or another process has taken the lease;
-        then nothing of this checkpoint remains, and earlier checkpoints stay valid.
+        then earlier checkpoints stay valid, and nothing of this one remains, or all if only the folder was not flushed.
         """
         if self._used and not self.directory.is_dir():
             raise RunError(f"{self.directory} is gone, so nothing more can be saved")
@@ -168,11 +168,11 @@ class CheckpointStore:
                 )
                 lock.enter_context(self.lease.held())
                 manifest.write(target)
-                with writing(target):
-                    sync(self.folder)
             except BaseException:
                 writer.abandon()
                 raise
+            with writing(target):  # the checkpoint is complete: an interruption from here on must not remove its files
+                sync(self.folder)
             self._adopt(round, tensors, files)
             for file in files:
                 if file.segment == writer.segment:

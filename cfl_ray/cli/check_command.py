@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from cfl_ray.cli.arguments import File, OnlyMethods, OnlySeeds, OnlySettings, Overrides
-from cfl_ray.cli.console import command_line, out, say
+from cfl_ray.cli.console import out, say
 from cfl_ray.cli.inputs import is_file, is_trusted, load_experiment
 from cfl_ray.cli.study_commands import Selected, selection_of, study_from
 from cfl_ray.errors import ConfigError
@@ -35,6 +35,7 @@ def check(
     from cfl_ray.cli.estimate import estimate
     from cfl_ray.cli.estimate_tables import show
     from cfl_ray.config.study import is_study_file
+    from cfl_ray.run_directory.lock import command
 
     if file is not None and is_file(file) and is_study_file(file):
         _check_study(Path(file), overrides, (settings, methods, seeds), as_yaml, trust)
@@ -48,13 +49,14 @@ def check(
         return
     tables.show_differences(experiment, out)
     show(estimated, out)
-    say(f"The config is valid. Run it with: {command_line('run', file, *(overrides or ()))}")
+    say(f"The config is valid. Run it with: {command('run', file, *(overrides or ()))}")
 
 
 def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yaml: bool, trust: bool) -> None:
     from cfl_ray.cli.estimate import estimate_study
     from cfl_ray.cli.estimate_tables import show_study
     from cfl_ray.results.trust import check_owners
+    from cfl_ray.run_directory.lock import command
     from cfl_ray.study.run import plan_study
 
     study = study_from(file, overrides)
@@ -69,4 +71,4 @@ def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yam
     verb = "sweep" if study.sweep else "compare"
     options = [(option, value) for option, chosen in zip(SELECTING, only, strict=True) for value in chosen or ()]
     selected = [str(word) for pair in options for word in pair]
-    say(f"The study is valid. Run it with: {command_line(verb, file, *selected, *(overrides or ()))}")
+    say(f"The study is valid. Run it with: {command(verb, file, *selected, *(overrides or ()))}")

@@ -1,7 +1,5 @@
 """Output of commands, without credentials: results on standard output, warnings and errors on standard error."""
 
-import shlex
-
 from rich.console import Console
 
 from cfl_ray.errors.redaction import redact
@@ -17,11 +15,6 @@ def say(text: str, console: Console = out) -> None:
 def warn(text: str) -> None:
     """Prints a line to standard error."""
     say(text, err)
-
-
-def command_line(*parts: object) -> str:
-    """Returns a command that can be pasted into a shell; parts that are None are skipped."""
-    return shlex.join(["cfl-ray", *(str(part) for part in parts if part is not None)])
 
 
 def counted(number: int, noun: str) -> str:

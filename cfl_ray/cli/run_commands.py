@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from cfl_ray.cli.arguments import File, InProcess, Overrides, RunDir, Trust
-from cfl_ray.cli.console import command_line, out, say
+from cfl_ray.cli.console import out, say
 from cfl_ray.cli.inputs import deliver_earlier_results, folder_option, is_trusted, load_experiment
 from cfl_ray.cli.study_commands import run_all, study_from
 from cfl_ray.errors import ConfigError
@@ -41,10 +41,7 @@ def run(
 
     experiment = load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:
-        if in_process:
-            results = launch.simulate(experiment, run_dir or launch.new_run_dir(experiment), display, replay, extend)
-        else:
-            results = launch.run(experiment, run_dir, display, replay, extend)
+        results = launch.run(experiment, run_dir, display, replay, extend, on_ray=not in_process)
     display.finish(results)
 
 
@@ -89,6 +86,7 @@ def prepare(file: File = None, overrides: Overrides = None) -> None:
     """Write the clients' data of an experiment as shards; existing shards are reused."""
     from cfl_ray.cli.progress import Display
     from cfl_ray.data.from_config import with_shards
+    from cfl_ray.run_directory.lock import command
     from cfl_ray.setup.prepare import prepare as prepare_setup
     from cfl_ray.setup.prepare import shards_folder
 
@@ -105,4 +103,4 @@ def prepare(file: File = None, overrides: Overrides = None) -> None:
         f"{federation.shape.targets_in_words}"
     )
     say(f"Shards: {uri}")
-    say(f"Next: {command_line('run', file, *(overrides or ()))}")
+    say(f"Next: {command('run', file, *(overrides or ()))}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cfl_ray.cli.arguments import OnlyMethods, OnlySeeds, OnlySettings
-from cfl_ray.cli.console import command_line, counted, out, say
+from cfl_ray.cli.console import counted, out, say
 from cfl_ray.cli.inputs import folder_option, output_base
 from cfl_ray.errors import ConfigError, RunError
 
@@ -66,10 +66,12 @@ def launch(
     ] = False,
 ) -> None:
     """The command `compare` for a study, `sweep` for a study with a sweep."""
+    from cfl_ray.run_directory.lock import command
+
     study = study_from(file, overrides)
     verb, what = ("compare", "has no `sweep`") if study.sweep is None else ("sweep", "is a sweep")
     if context.info_name != verb:
-        raise ConfigError(f"{file} {what}; run it with: {command_line(verb, file, *(overrides or ()))}")
+        raise ConfigError(f"{file} {what}; run it with: {command(verb, file, *(overrides or ()))}")
     run_all(study, folder, (settings, methods, seeds), at_once, dry_run, extend)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import TaskID
 
-from cfl_ray.cli.console import say
+from cfl_ray.cli.console import counted, say
 from cfl_ray.cli.progress import progress_bars
 from cfl_ray.cli.tables import duration, metrics_line, number_table, print_table
 from cfl_ray.config.section import as_yaml
@@ -60,7 +60,7 @@ class StudyDisplay(StudyWatcher):
         done = f", {len(finished)} finished before" if finished else ""
         how = f", {resources}" if runs else ""
         folder = "" if self.whole is not None else f"; folder: {root}"
-        self._print(f"{_runs(len(runs) + len(finished))}{done}{how}{folder}")
+        self._print(f"{counted(len(runs) + len(finished), 'run')}{done}{how}{folder}")
         if self.whole is None:
             self.whole = self.progress.add_task("runs", total=0, note="")
         total = (self.progress.tasks[0].total or 0) + len(runs)
@@ -167,7 +167,7 @@ def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metr
         if len(trials) > _MOST_TRIALS:
             say(f"and {len(trials) - _MOST_TRIALS} more, in artifacts/trials.csv", console)
     for trial in best:
-        score = f"{metric} {mean_and_spread(trial.mean, trial.std)} over {_runs(len(trial.values))}"
+        score = f"{metric} {mean_and_spread(trial.mean, trial.std)} over {counted(len(trial.values), 'run')}"
         rivals = [other for other in ranked if (other.setting, other.method) == (trial.setting, trial.method)]
         if equal := sum(other.place == trial.place for other in rivals) - 1:
             score += f", equal to {equal} other trial{'s' * (equal > 1)}"
@@ -176,7 +176,3 @@ def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metr
 
 def _in(setting: str) -> str:
     return "" if setting == ALL_SETTINGS else f" in {setting}"
-
-
-def _runs(count: int) -> str:
-    return f"{count} run{'s' * (count != 1)}"

@@ -18,7 +18,7 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from cfl_ray.config.attack import ATTACK_KINDS, AttackConfig
 from cfl_ray.config.clock import CLOCK_KINDS, AsynchronousConfig, ClockConfig, RunningClockConfig, TraceClockConfig
 from cfl_ray.config.cohort import CohortConfig, TraceConfig
-from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, DataConfig, OfficialDataConfig
+from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, ArraysConfig, DataConfig, OfficialDataConfig
 from cfl_ray.config.evaluation import EvaluationConfig
 from cfl_ray.config.explanation import WholeConfig, explain
 from cfl_ray.config.local import LocalConfig
@@ -233,6 +233,19 @@ class Experiment(WholeConfig):
         return [*(self.data.warnings if self.data.federation is None else []), *unused_warnings(self)]
 
     @property
+    def contents(self) -> dict[str, str]:
+        """The sha256 of each file whose content the config hash covers, by its key; without files that are missing."""
+        availability, clock, data = self.cohort.availability, self.clock, self.data
+        files = {
+            "cohort.availability.file": availability.file if isinstance(availability, TraceConfig) else None,
+            "clock.file": clock.file if isinstance(clock, TraceClockConfig) else None,
+            "data.root": data.root if isinstance(data, ArraysConfig) else None,
+            "model.weights": self.model.weights,
+        }
+        paths = {key: Path(file or "").expanduser() for key, file in files.items()}
+        return {key: sha256(path) for key, path in paths.items() if path.is_file()}
+
+    @property
     def config_hash(self) -> str:
         """12 hex digits: a hash of everything that decides a result, except the rounding of engines and devices.
 
@@ -244,13 +257,10 @@ class Experiment(WholeConfig):
         values |= self.runtime.model_dump(exclude_defaults=True, include={"precision"})
         if self.data.federation is not None:
             values["federation"] = self.data.federation.recipe
-        availability, clock = self.cohort.availability, self.clock
-        if isinstance(availability, TraceConfig) and (digest := _digest_of(availability.file)):
-            values["trace"] = digest
-        if isinstance(clock, TraceClockConfig) and (digest := _digest_of(clock.file)):
-            values["clock_trace"] = digest
-        if digest := _digest_of(self.model.weights):
+        contents = self.contents
+        if digest := contents.pop("model.weights", None):
             values["model"]["weights"] = digest
+        values |= contents
         values = with_replaced(json.loads(json.dumps(values, default=_name_of)), self._written)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -405,12 +415,6 @@ def _name_of(value: Any) -> Any:
         unset = [key for key in ("local", "label", "private") if given.get(key) is None]
         return {name: {key: option for key, option in given.items() if key not in unset}}
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-
-
-def _digest_of(file: str | None) -> str | None:
-    """The sha256 of a file's content; None if there is no such file."""
-    path = Path(file or "").expanduser()
-    return sha256(path) if path.is_file() else None
 
 
 def _hashed_method(entry: Any) -> Any:

@@ -1,7 +1,7 @@
 """Backends: what carries out the exchanges of a run, and keeps the states of its clients."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -40,12 +40,7 @@ class SavedState(NamedTuple):
 
     rows_RF: SavedRows
     row: int
-    entry: SavedEntry | None = None  # for other processes; None: a value in memory
-
-    @classmethod
-    def of(cls, value: Tensor) -> Self:
-        """Wraps a value in memory."""
-        return cls(value[None], 0)
+    entry: SavedEntry  # for other processes
 
     def tensor(self) -> Tensor:
         """A copy of the value (F,)."""

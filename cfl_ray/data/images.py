@@ -78,7 +78,7 @@ class Source:
 
     files: tuple[Path, ...]  # empty if the data come with a library or from a function
     read: Callable[[bool, Progress | None], Images]  # (whether to read pixels, progress)
-    digest: str | None = None  # hash of the data if they are not in files
+    digest: str | None = None  # hash of the data; None: names and sizes of the files stand for it
 
 
 def roots(data: DataConfig) -> list[Path]:

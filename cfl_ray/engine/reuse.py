@@ -8,13 +8,13 @@ the initial model.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from cfl_ray.core.backend import Backend, ClientStateKey, ClientStateSource, SavedState
+from cfl_ray.core.server_optimizers import checksum
 from cfl_ray.core.work import Evaluate, EvaluateClients, EvaluateShared, Losses, Outcome, Rows, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import RunError
@@ -214,7 +214,7 @@ class ReusingBackend:
             return b"own" if row == _OWN_MODEL else b""
         _, known = self._checksums.setdefault(id(table), (table, {}))
         if row not in known:
-            known[row] = sha256(table[row].contiguous().numpy().data).digest()
+            known[row] = checksum(table[row])
         return known[row]
 
     # ---- client states

@@ -25,6 +25,7 @@ from cfl_ray.results.export import save_models
 from cfl_ray.results.load import FoundRun, recorded_result
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.results import MethodResult, Results
+from cfl_ray.results.run_record import content_params
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
@@ -122,8 +123,9 @@ class Driver:
         directory = run_dir and RunDirectory(run_dir).method(label).path
         if directory is not None and is_finished(directory):
             return recorded_result(label, directory, self._opens_trained(label))
-        recorder = MethodRecorder(self.setup, label, directory, self._run_log(label))
+        run_log = self._run_log(label)
         try:
+            recorder = MethodRecorder(self.setup, label, directory, run_log)
             recorder.summarise(self._rounds(label, recorder))
             self._check_ending(wait=True)
             if run_dir is not None and self.uri is not None and self.experiment.tracking.log_models:
@@ -132,7 +134,7 @@ class Driver:
                 save_models(trained, RunDirectory(run_dir).method(label).models, self.watcher.warn)
         except BaseException as error:
             status: EndStatus = "KILLED" if isinstance(error, (KeyboardInterrupt, RunStopped)) else "FAILED"
-            finish(recorder.run_log, status, {}, self.watcher.warn)
+            finish(run_log, status, {}, self.watcher.warn)
             raise
         self.ending = self.writer.submit(recorder.finish, self.watcher.warn)
         return recorder.result(self._opens_trained(label))
@@ -216,7 +218,7 @@ def params_of(experiment: Experiment) -> dict[str, str]:
     """The keys that have an effect on a run, for comparisons of runs; all keys are in its config.yaml.
 
     Without what is off, and without places of data and results; of evaluation and runtime what differs from defaults.
-    A default is off if it does nothing, such as no momentum.
+    A default is off if it does nothing, such as no momentum. `content.KEY` is a checksum of the file that KEY names.
     """
     values, defaults = flatten(experiment.to_dict()), flatten(Experiment().to_dict())
     without = {"name", "output", *(f"data.{key}" for key in NOT_IN_RECIPE), *unused_keys(experiment)}
@@ -228,7 +230,7 @@ def params_of(experiment: Experiment) -> dict[str, str]:
         and key not in without
         and not key.startswith("tracking.")
         and not (key.startswith(("evaluation.", "runtime.")) and value == defaults.get(key))
-    }
+    } | content_params(experiment)
 
 
 def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:

@@ -42,6 +42,7 @@ def run(
     watcher: Watcher | None = None,
     replay: str | Path | None = None,
     extend: str | Path | None = None,
+    on_ray: bool = True,
 ) -> Results:
     """Runs every method of the experiment on Ray and returns their results.
 
@@ -50,6 +51,7 @@ def run(
     replay: directory of another run of this experiment, whose requested joins and leaves are repeated in this run.
     extend: directory of a run of this experiment with fewer `rounds`. This run begins with a copy of its rounds; the
         results are the same as without `extend`.
+    on_ray: False runs it in the calling process, as `simulate` does.
 
     Raises ConfigError for bad input and for a folder that belongs to another config, RunError if the run cannot
     continue (saved rounds are kept), RunStopped if a request ended it early.
@@ -57,7 +59,7 @@ def run(
     return _Launch(
         experiment or config.load(),
         watcher or Watcher(),
-        on_ray=True,
+        on_ray=on_ray,
         run_dir=_path(run_dir),
         replay=_path(replay),
         extend=_path(extend),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.config.part import keys_of
 from cfl_ray.config.paths import recorded_in
@@ -23,6 +24,7 @@ from cfl_ray.tracking.record import NEUTRAL, OFF
 _HASH = "# config hash "
 _OBJECTS = "# has objects made in Python\n"
 _LISTED, _SHOWN = 3, 60  # keys that a message names, letters of a value
+_DIGITS = 12  # of a checksum
 
 
 def write_config(directory: Path, experiment: Experiment, run_dir: Path | None = None) -> None:
@@ -57,7 +59,7 @@ def rounds_at_start(directory: RunDirectory, now: Experiment) -> int:
     """The number of rounds that a run began with. now: its config.yaml, which may have been edited."""
     try:
         return int(read_info(directory.path).params["rounds"])
-    except (DataError, KeyError, ValueError):  # killed before info.json was written
+    except (DataError, KeyError, ValueError):  # killed before run.json was written
         return now.rounds
 
 
@@ -68,25 +70,36 @@ def differences(directory: RunDirectory, now: Experiment) -> str:
     return f"{', '.join(different[:_LISTED])}{more}"
 
 
+def content_params(experiment: Experiment) -> dict[str, str]:
+    """The parameters `content.KEY` of a run: checksums of the files whose content the config hash covers."""
+    return {f"content.{key}": digest[:_DIGITS] for key, digest in experiment.contents.items()}
+
+
 def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
-    """The keys that differ, with both values. info.json has the values at the start, also if config.yaml was edited."""
+    """The keys that differ, with both values, and `content.KEY` for a file whose content differs.
+
+    run.json has the values at the start, also if config.yaml was edited.
+    """
     there: Mapping[str, str]
     try:
         there = read_info(directory.path).params
-    except DataError:  # the run was killed before info.json was written
+    except DataError:  # the run was killed before run.json was written
         there = flatten(config.load(directory.config).to_dict_as_written())
     defaults = flatten(Experiment().to_dict())
-    here, written = flatten(now.to_dict()), flatten(now.to_dict_as_written())
+    contents = content_params(now)
+    here, written = flatten(now.to_dict()) | contents, flatten(now.to_dict_as_written()) | contents
     known = {".".join(path) for path, _ in keys_of(Experiment)}  # those that are not in `here` belong to other kinds
-    unused, off = unused_keys(now), OFF | NEUTRAL
+    unused, off, places = unused_keys(now), OFF | NEUTRAL, [f"data.{key}" for key in NOT_IN_RECIPE]
     given = not_default(now, unused)
 
     def is_compared(key: str) -> bool:
-        if key.partition(".")[0] in {*NOT_HASHED, "session"} or (key not in here and key in known):
+        if key.partition(".")[0] in {*NOT_HASHED, "session"} or key in places or (key not in here and key in known):
             return False
+        if key.startswith("content."):
+            return key in here and key in there  # a file that is missing has an error of its own
         if key in there:
             return True
-        return key in given if key in unused else here[key] not in off  # info.json lacks keys without effect
+        return key in given if key in unused else here[key] not in off  # run.json lacks keys without effect
 
     keys = [key for key in sorted({*there, *here}) if is_compared(key)]
     before = {key: there.get(key, defaults.get(key, "null")) for key in keys}
@@ -102,7 +115,7 @@ def _short(value: str) -> str:
 
 
 def check_not_edited(directory: RunDirectory, experiment: Experiment) -> None:
-    """Raises ConfigError if the config.yaml of a run, which is this experiment, was edited after the run began."""
+    """Raises ConfigError if config.yaml, which is this experiment, or a file of it was edited after the run began."""
     if recorded_hash(directory) == experiment.config_hash or not (changed := _changed(directory, experiment)):
         return
     grown = changed[0].startswith("rounds (") and len(changed) == 1
@@ -112,9 +125,10 @@ def check_not_edited(directory: RunDirectory, experiment: Experiment) -> None:
         if grown
         else f"undo the edit to go on, or begin a new run with: {command('run', directory.config)}"
     )
+    files = " or a file that it names" if any(key.startswith("content.") for key in changed) else ""
     raise ConfigError(
-        f"{directory.config} was edited after the run began: {differences(directory, experiment)}; a run keeps the "
-        f"settings that it began with: {advice}"
+        f"{directory.config}{files} was edited after the run began: {differences(directory, experiment)}; a run keeps "
+        f"the settings that it began with: {advice}"
     )
 
 

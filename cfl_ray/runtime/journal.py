@@ -146,9 +146,8 @@ def grown_by(federation: Federation, events: Iterable[JournalEvent]) -> Federati
     return federation
 
 
-def copy_events(source: Path, target: Path) -> int:
-    """Copies the joins and leaves of a run to a run that has not begun. Returns the number of events."""
-    events = [event for event in Journal(source).events if not event.stop]
-    if events:
+def copy_events(source: Path, target: Path) -> None:
+    """Copies the joins and leaves of a run to a run that has not begun, in place of those of an attempt to begin it."""
+    RunDirectory(target).events.unlink(missing_ok=True)
+    if events := [event for event in Journal(source).events if not event.stop]:
         Journal(target).add(*events)
-    return len(events)

@@ -79,6 +79,7 @@ class LabelCounts:
     def of(self, clients: Clients, federation: Federation) -> tuple[np.ndarray, Tensor]:
         """(ids, label counts (M, C)) of the clients whose data are valid."""
         key_of = {client: (client, federation.data_version(client)) for client in clients.ids_M.tolist()}
+        self.known = {key: counts_C for key, counts_C in self.known.items() if key_of.get(key[0], key) == key}
         missing = clients.select(np.array([key not in self.known for key in key_of.values()], bool))
         new_MC, valid_M = missing.describe(CountLabels(self.num_classes))
         for client, counts_C in zip(missing.ids_M[valid_M].tolist(), new_MC[torch.from_numpy(valid_M)], strict=True):

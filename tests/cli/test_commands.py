@@ -15,6 +15,7 @@ from commands import call
 from cfl_ray.cli import main
 from cfl_ray.config import load
 from cfl_ray.errors import RunStopped
+from cfl_ray.lifecycle import launch
 from cfl_ray.methods import resolve
 from cfl_ray.setup.prepare import prepare
 
@@ -229,6 +230,21 @@ def test_commands_for_a_folder_with_spaces_can_be_pasted(capsys):
     Path("my run/end.json").unlink()
     Path("my run/fedavg/end.json").unlink()
     assert "cfl-ray resume 'my run'" in call(capsys, "status", "my run")[1]
+
+
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(capsys, monkeypatch):
+    """The second one starts while the first one prepares its data."""
+    statuses = []
+
+    def prepare_beside_another(*arguments):
+        monkeypatch.setattr(launch, "prepare", prepare)
+        statuses.append(call(capsys, "run", "--in-process", *QUICK)[0])
+        return prepare(*arguments)
+
+    monkeypatch.setattr(launch.time, "strftime", lambda form: "20260101-120000")
+    monkeypatch.setattr(launch, "prepare", prepare_beside_another)
+    statuses.append(call(capsys, "run", "--in-process", *QUICK)[0])
+    assert statuses == [0, 0] and len(list(Path("runs").glob("*/config.yaml"))) == 2
 
 
 def test_a_damaged_shard_is_named(capsys):

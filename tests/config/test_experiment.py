@@ -343,11 +343,20 @@ class TestYaml:
         assert np.allclose([mean for _, mean in found], np.arange(1, 11) / 10, rtol=0, atol=0.1)
         assert found == share(0) != share(1)
 
-    def test_a_trace_that_changed_is_another_experiment(self, tmp_path):
-        file, hashes = tmp_path / "trace.csv", []
-        for text in ("client,from,to\n0,1,2\n", "client,from,to\n0,1,3\n"):
+    @pytest.mark.parametrize(
+        "named",
+        [
+            lambda file: {"cohort": {"availability": {"kind": "trace", "file": file}}},
+            lambda file: {"clock": {"kind": "trace", "file": file}},
+            lambda file: {"data": {"source": "arrays", "root": file}},
+            lambda file: {"model": {"name": "mlp", "weights": file}},
+        ],
+    )
+    def test_a_file_whose_content_changed_makes_another_experiment(self, tmp_path, named):
+        file, hashes = tmp_path / "file", []
+        for text in ("1,2", "1,3"):
             file.write_text(text)
-            hashes.append(Experiment(cohort={"availability": {"kind": "trace", "file": str(file)}}).config_hash)
+            hashes.append(Experiment(**named(str(file))).config_hash)
         assert hashes[0] != hashes[1]
 
     def test_every_key_is_written_except_a_federation(self):

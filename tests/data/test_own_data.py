@@ -68,6 +68,14 @@ class TestFunction:
         with pytest.raises(DataError, match="the raw data changed: delete the folder"):
             build(data, 0, tmp_path / "shards")
 
+    def test_an_edited_table_of_the_same_size_is_not_mixed_with_earlier_shards(self, tmp_path):
+        data = SOURCE_KINDS.of(source="csv", root=str(tmp_path), partition={"clients": 2})
+        (tmp_path / "t.csv").write_text("a,label\n" + "1.5,0\n2.5,1\n" * 10)
+        build(data, 0, tmp_path / "shards")
+        (tmp_path / "t.csv").write_text("a,label\n" + "1.5,1\n2.5,0\n" * 10)
+        with pytest.raises(DataError, match="the raw data changed: delete the folder"):
+            build(data, 0, tmp_path / "shards")
+
     def test_another_number_of_classes_is_not_mixed_with_earlier_shards(self, tmp_path):
         (tmp_path / "sized.py").write_text(
             "import numpy as np\nfrom pathlib import Path\n\n"

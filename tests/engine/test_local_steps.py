@@ -29,7 +29,6 @@ from training_tasks import (
 )
 
 from cfl_ray.config import EvaluationConfig
-from cfl_ray.core.backend import SavedState
 from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream, word
@@ -517,7 +516,7 @@ class TestServing:
     def test_tuning_starts_from_the_client_state(self):
         stage, models_KP = self.stage(planted(4, 2, 60))
         head = stage.network.spec.head
-        stage.backend.restore([(("head", 0), SavedState.of(head.of(models_KP[2])))])
+        stage.backend.restore([(("head", 0), head.of(models_KP[2]))])
         found = self.scores(
             stage,
             Serving(

@@ -6,7 +6,6 @@ from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
 from torch.nn.functional import cross_entropy
 
 from cfl_ray.core import work
-from cfl_ray.core.backend import SavedState
 from cfl_ray.core.work import Address, Rows
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.engine.scoring import confusion, scores
@@ -84,7 +83,7 @@ def test_shared_and_own_tests_agree(federation):
 
 def test_own_test_uses_the_client_state_and_at_most_so_many_samples():
     stage = Stage(planted(2), linear)
-    stage.backend.restore([(("mine", 1), SavedState.of(stage.model(7)))])
+    stage.backend.restore([(("mine", 1), stage.model(7))])
     tests = work.EvaluateClients(
         Address(0, 1, -1),
         np.arange(2),

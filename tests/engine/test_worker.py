@@ -9,7 +9,6 @@ from federations import Spoiled, Stage, linear, planted, uneven
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from cfl_ray.core.backend import SavedState
 from cfl_ray.core.clients import ClientState, LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream
@@ -263,7 +262,7 @@ class TestClientState:
     def test_restored_states_are_the_states(self):
         stage, other = Stage(planted(4), linear), Stage(planted(4), linear)
         train(stage, client_state=ClientState("mine"))
-        other.backend.restore((key, SavedState.of(value.clone())) for key, value in stage.client_states.items())
+        other.backend.restore((key, value.clone()) for key, value in stage.client_states.items())
         options = {"client_state": ClientState("mine"), "features": stage.network.spec.all}
         rows = [train(one, round=2, **options).features_MF for one in (stage, other)]
         assert torch.equal(*rows) and list(other.client_states) == list(stage.client_states)

@@ -14,7 +14,7 @@ import pytest
 
 from cfl_ray import Experiment, simulate
 from cfl_ray.engine.engines import ENGINES
-from cfl_ray.errors import Interrupted, RunError
+from cfl_ray.errors import DataError, Interrupted, RunError
 from cfl_ray.lifecycle import launch, recorder
 from cfl_ray.lifecycle.driver import params_of
 from cfl_ray.runtime.round_report import RoundReport
@@ -56,6 +56,16 @@ def test_an_error_in_the_end_of_a_method_ends_the_run(methods, experiment, tmp_p
     monkeypatch.undo()
     launch.resume(tmp_path / "run", on_ray=False)
     assert {status(tmp_path / "run" / method) for method in methods} == {"FINISHED"}
+
+
+def test_a_record_that_cannot_be_read_ends_its_method_and_the_run(experiment, tmp_path):
+    simulate(experiment(methods=["ifca"], rounds=1), tmp_path / "run")
+    method = tmp_path / "run/ifca"
+    (method / "end.json").unlink()
+    (method / "client_metrics.arrow").write_bytes((method / "reassignments.arrow").read_bytes())
+    with pytest.raises(DataError, match=r"client_metrics.arrow has columns \['round', 'client', 'cluster'\]"):
+        launch.resume(tmp_path / "run", on_ray=False)
+    assert status(method) == status(tmp_path / "run") == "FAILED"
 
 
 def test_runs_are_named_by_what_tells_them_apart_and_the_parent_holds_the_comparison(experiment, tmp_path):

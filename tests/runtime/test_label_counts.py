@@ -117,6 +117,9 @@ def test_a_client_is_asked_once_and_one_without_valid_data_has_none():
         assert found.tolist() == expected
         assert counts_MC.tolist() == [np.bincount(train(client)[1], minlength=3).tolist() for client in expected]
     assert asked == [3, 0, 2, 1, 1]
+    federation.data_version = lambda client: "changed"
+    counts.of(one.clients([0, 3]), federation)
+    assert asked[5:] == [0, 3] and {(0, "changed"), (3, "changed")} < counts.known.keys() and len(counts.known) == 3
 
 
 def test_the_clients_of_all_matrices_within_the_bounds_of_a_diagnostic():

@@ -1,5 +1,6 @@
 """Checks of the run directory, which are made before Ray starts."""
 
+import numpy as np
 import pytest
 
 from cfl_ray import ConfigError, Experiment, load_run, resume, run, simulate
@@ -75,6 +76,33 @@ def test_only_keys_that_differ_are_named_as_edited(tmp_path):
         ConfigError, match=r"was edited after the run began: local.clip_norm \(null there, 2.0 here\); a run"
     ):
         resume(tmp_path / "run", on_ray=False)
+
+
+@pytest.mark.parametrize("source", ["arrays", "digits"])
+def test_a_file_that_was_edited_after_the_start_is_refused(tmp_path, source):
+    """Data of their own folder are no part of the hash, so they are not named."""
+    file = tmp_path / ("data.npz" if source == "arrays" else "trace.csv")
+
+    def write(last):
+        if source == "arrays":
+            x = np.full((40, 3), last, np.float32)
+            np.savez(file, x=x, y=np.arange(40) % 2, clients=np.arange(40) // 10)
+        else:
+            file.write_text("client,from,to\n" + "".join(f"{client},0,{last}\n" for client in range(4)))
+
+    changes = {"data": {"source": "arrays", "root": file}}
+    if source == "digits":
+        trace = {"availability": {"kind": "trace", "file": file}}
+        changes = {"data": {"root": tmp_path, "partition": {"clients": 4}}, "cohort": trace}
+    write(9)
+    simulate(Experiment(methods=["fedavg"], rounds=1, output=tmp_path, **changes), tmp_path / "run")
+    write(8)
+    key = "content.data.root" if source == "arrays" else "content.cohort.availability.file"
+    message = rf"config.yaml or a file that it names was edited after .* began: {key} \(\w+ there, \w+ here\); a run"
+    with pytest.raises(ConfigError, match=message):
+        resume(tmp_path / "run", on_ray=False)
+    write(9)
+    assert resume(tmp_path / "run", on_ray=False)["fedavg"].final
 
 
 def test_the_session_file_of_a_driver_that_was_killed_is_withdrawn(run_dir):

@@ -135,7 +135,8 @@ def test_a_restarted_server_does_the_same(method, checkpoint_every, begin, newco
 @pytest.mark.parametrize("method", ["ditto", "fedgroup"])
 def test_a_replay_does_the_same(method, begin, newcomers, tmp_path):
     expected = play(begin(tmp_path / "run", methods=[method])[0], **requests_of_all_kinds(newcomers))
-    assert copy_events(tmp_path / "run" / method, tmp_path / "again" / method) == 4
+    copy_events(tmp_path / "run" / method, tmp_path / "again" / method)
+    assert len(Journal(tmp_path / "again" / method).events) == 4
     assert play(begin(tmp_path / "again", methods=[method])[0]) == expected
     assert play(begin(tmp_path / "without", methods=[method])[0]) != expected
 

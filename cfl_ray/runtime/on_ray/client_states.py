@@ -78,7 +78,8 @@ class RayClientStates(ClientStateStore):
     def write(self, files: Sequence[StateFile]) -> list[Any]:
         """Writes these files on hosts, each preferably on the node of its first value. Returns their entries.
 
-        The server writes a file whose host is lost, or that no host can write.
+        The server writes a file whose host is lost, or whose values no host can read. Raises the error of a host that
+        cannot write.
         """
         queues = self._queues(files)
         idle = [host for host in self.pool.ready_now if self._shares(host)]
@@ -135,11 +136,11 @@ class RayClientStates(ClientStateStore):
 
 
 def _has_file(value: SavedState) -> bool:
-    return value.entry is not None and Path(value.entry.file).exists()
+    return Path(value.entry.file).exists()
 
 
 def _order(value: StoredValue | SavedState) -> tuple[Any, ...]:
     """A sort key by which values of the same node and object are adjacent."""
     if isinstance(value, SavedState):
-        return "", b"", value.entry or (), value.row
+        return "", b"", value.entry, value.row
     return value.node, value.ref.binary(), (), value.position or 0

@@ -17,6 +17,7 @@ from cfl_ray.plugins.loading import sent_by_value
 from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
+from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.on_ray.ask import stop_is_asked, stop_is_due
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
 from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
@@ -176,8 +177,7 @@ class RaySession:
                 self.record_wait(waits_for)
             self.reported = waits_for or self.reported
             if watch.stops(now, progress is None and stop_is_asked(self.server_name)):
-                silent = duration(now - watch.since)
-                raise RunStopped(f"stopped, as asked, while the server has made no progress for {silent}")
+                raise self._stopped(f"while the server has made no progress for {duration(now - watch.since)}")
             if watch.is_over(now):
                 raise ServerStalled(f"it made no progress for {duration(now - watch.since)}")
 
@@ -186,7 +186,7 @@ class RaySession:
         if (now := time.monotonic()) > self.polled + _POLL_SECONDS:
             self.polled = now
             if stop_is_due(self.server_name) or (not self.ready and stop_is_asked(self.server_name)):
-                raise RunStopped("stopped, as asked, when no round was running")
+                raise self._stopped("when no round was running")
 
     def _recover(self, error: Exception) -> None:
         """Starts another server, which loads the newest checkpoint.
@@ -195,9 +195,8 @@ class RaySession:
         """
         cause = short_reason(error)
         if stop_is_asked(self.server_name):
-            raise RunStopped(f"stopped, as asked, after the server died ({cause})")
-        store = checkpoint_store(self.setup, self.run_dir, self.label) if self.label else None
-        saved = (store.rounds() or [0])[-1] if store else 0
+            raise self._stopped(f"after the server died ({cause})")
+        saved = self._saved()
         methods, rounds = list(self.setup.methods), self.setup.experiment.rounds
         before = methods.index(self.label) * rounds if self.label else 0  # rounds of the methods that are finished
         decision = self.retry.decide(progress=before + saved)
@@ -208,6 +207,18 @@ class RaySession:
         self.retry.started()
         ray.kill(self.actor)  # if it is only out of reach, both servers would run
         self._start_server()
+
+    def _stopped(self, when: str) -> RunStopped:
+        """The end of the run on request, which is journaled: a resumed run goes on, also beyond the round it named."""
+        if self.run_dir is not None and self.label:
+            stop = JournalEvent(self._saved(), stop=self.name)
+            Journal(RunDirectory(self.run_dir).method(self.label).path).add(stop)
+        return RunStopped(f"stopped, as asked, {when}")
+
+    def _saved(self) -> int:
+        """The last saved round of the method; 0: none."""
+        store = checkpoint_store(self.setup, self.run_dir, self.label) if self.label else None
+        return (store.rounds() or [0])[-1] if store else 0
 
 
 def _put(setup: Setup) -> ray.ObjectRef[Any]:

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from cfl_ray.checkpoint import manifest, segments
+from cfl_ray.checkpoint import manifest, segments, store
 from cfl_ray.checkpoint.segments import segments_to_merge
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.core.work import Address, ClientState, Work
@@ -272,6 +272,17 @@ class TestAtomic:
         with pytest.raises(RunError, match=r"000002-6.safetensors could not be written: No space left on device"):
             saver.save(2, range(20))
         self.assert_untouched(saver, before)
+
+    def test_an_interruption_after_the_manifest_keeps_the_checkpoint(self, saver, monkeypatch):
+        """It would be the only one of a run that is interrupted in round 1."""
+
+        def interrupt(folder):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(store, "sync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(1, trained=[0])
+        assert CheckpointStore(saver.folder.parent, HASH).load().round == 1
 
     def test_a_folder_that_cannot_be_made_is_named(self, tmp_path):
         (tmp_path / "fedavg").write_text("a file is in the way")

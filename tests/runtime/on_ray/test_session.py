@@ -7,6 +7,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RuntimeEnvSetupError
 
 from cfl_ray.errors import RunError, RunStopped
+from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.on_ray import retry
 from cfl_ray.runtime.on_ray import session as session_module
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
@@ -59,6 +60,18 @@ def test_no_server_is_started_for_a_run_that_is_to_stop(session, monkeypatch):
     with pytest.raises(RunStopped, match="stopped, as asked, after the server died"):
         session._recover(unreachable())
     assert session.steps == []
+
+
+@pytest.mark.parametrize("asked_after", [None, 5])
+def test_a_run_that_was_stopped_goes_on_when_it_is_resumed(asked_after, session, monkeypatch):
+    """Also beyond the round that the server named before it died."""
+    method = session.run_dir / "ditto"
+    if asked_after:
+        Journal(method).add(JournalEvent(asked_after, stop=session.name))
+    monkeypatch.setattr(session_module, "stop_is_asked", lambda actor: True)
+    with pytest.raises(RunStopped):
+        session._recover(unreachable())
+    assert Journal(method).stop_after("another", saved=session.saved) is None
 
 
 def test_a_server_that_always_dies_before_it_saves_ends_the_run(session):
