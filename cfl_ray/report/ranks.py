@@ -13,6 +13,7 @@ from cfl_ray.report.drawing import COLOURS, INK, PageFigure, canvas, safe
 
 _LEVEL = 0.05
 _FEWEST_METHODS, _FEWEST_BLOCKS = 3, 2
+_DIGITS = 12  # decimals of the values that are ranked
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def ranks_of(
         ],
         float,
     ).reshape(len(blocks), len(methods))
-    value_BM = value_BM[np.isfinite(value_BM).all(1)]
+    # means over clients that differ only by rounding are equal
+    value_BM = value_BM[np.isfinite(value_BM).all(1)].round(_DIGITS)
     if len(methods) < _FEWEST_METHODS or len(value_BM) < _FEWEST_BLOCKS:
         return None
     from scipy.stats import friedmanchisquare, rankdata, studentized_range  # slow to import

@@ -49,6 +49,7 @@ _LESS = (  # metrics of which lower values are better
 )
 _SHOWN_KEYS, _SHOWN_LETTERS = 3, 40  # in the name of an experiment: number of keys, length of a value
 _FEWEST_PAIRS = 3  # fewest common seeds for a test of two methods
+_ROUNDING = 1e-12  # relative error up to which differences are equal: 0.6 - 0.5 is not 0.8 - 0.7
 
 
 # the metrics of every run, by (experiment, method) and seed; in a study, the experiment is the setting
@@ -332,12 +333,12 @@ def paired_test(ours: Mapping[int, float], best: Mapping[int, float]) -> tuple[f
     """(p, effect size) of a paired t-test of values by seed, over the seeds that both have.
 
     Effect size: the mean of the differences over their standard deviation (Cohen's d of pairs). Only finite values
-    count; NaN for fewer than three of them, and if all differences are equal.
+    count; NaN for fewer than three of them, and if all differences are equal (up to rounding).
     """
     pairs_S2 = np.array([[ours[seed], best[seed]] for seed in sorted(ours.keys() & best.keys())]).reshape(-1, 2)
     pairs_S2 = pairs_S2[np.isfinite(pairs_S2).all(1)]
     difference_S = pairs_S2[:, 0] - pairs_S2[:, 1]
-    if len(difference_S) < _FEWEST_PAIRS or np.ptp(difference_S) == 0:
+    if len(difference_S) < _FEWEST_PAIRS or np.ptp(difference_S) <= _ROUNDING * np.abs(pairs_S2).max():
         return math.nan, math.nan
     from scipy.stats import ttest_rel  # takes half a second, which the report of a single run avoids
 

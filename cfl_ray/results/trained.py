@@ -226,6 +226,8 @@ class TrainedMethod:
                 why_N[client] = "it has no model yet"
             elif name is not None and self.backend.client_state(name, client) is not None:
                 why_N[client] = f"its own columns ({name}) in that model"
+            elif name is not None and method.untrained:
+                why_N[client] = method.untrained  # and it has not trained yet
             elif row == self.state.assign_N[client]:
                 why_N[client] = "it is a member"
             else:

@@ -93,12 +93,14 @@ class LearningTrials(Trials):
         # numbers of trials without a result, by name: Optuna may suggest listed values twice
         self.numbers: dict[str, list[int]] = {}
         state = self.optuna.trial.TrialState
-        trials = self.study.get_trials(deepcopy=False)
-        running = [trial for trial in trials if trial.state == state.RUNNING]
-        # trials of a stopped start
-        self.left = [self._known(trial.number, self._values(trial.params)) for trial in running]
-        failed = sum(trial.state == state.FAIL for trial in trials)  # new trials replace them
-        self.asks = max(0, (self.sweep.trials or 0) - len(trials) + failed)
+        # those that failed are replaced; one that was stopped while it was drawn lacks parameters
+        begun = [trial for trial in self._with_parameters() if trial.state != state.FAIL]
+        for trial in begun:
+            if trial.state == state.RUNNING:  # of a stopped start
+                self.numbers.setdefault(name_of(self._values(trial.params)), []).append(trial.number)
+        # also the complete ones: this start may select more runs of them, or the study have more seeds
+        self.left = [self._values(trial.params) for trial in begun]
+        self.asks = max(0, (self.sweep.trials or 0) - len(begun))
 
     def _check_search(self, root: Path) -> None:
         """Raises ConfigError if the trials of the journal belong to another search."""
@@ -112,9 +114,9 @@ class LearningTrials(Trials):
                 "choose another folder for the study"
             )
 
-    def _known(self, number: int, parameters: dict[str, Any]) -> dict[str, Any]:
-        self.numbers.setdefault(name_of(parameters), []).append(number)
-        return parameters
+    def _with_parameters(self) -> list[optuna.trial.FrozenTrial]:
+        every = self.study.get_trials(deepcopy=False)
+        return [trial for trial in every if trial.params.keys() == self.sweep.parameters.keys()]
 
     def next(self, together: int) -> Sequence[dict[str, Any]]:
         if self.left:
@@ -134,8 +136,9 @@ class LearningTrials(Trials):
             warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)  # constant_liar
             self.study.sampler = self.optuna.samplers.TPESampler(seed=seed, constant_liar=True, n_startup_trials=_WARM)
         trial = self.study.ask()
-        suggested = {key: _suggest(trial, key, values) for key, values in self.sweep.parameters.items()}
-        return self._known(trial.number, self._values(suggested))
+        parameters = self._values({key: _suggest(trial, key, values) for key, values in self.sweep.parameters.items()})
+        self.numbers.setdefault(name_of(parameters), []).append(trial.number)
+        return parameters
 
     def _values(self, suggested: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of the experiment: Optuna's texts become listed values; values of ranges have six digits."""
@@ -149,13 +152,11 @@ class LearningTrials(Trials):
 
     def tell(self, parameters: Mapping[str, Any], value: float | None) -> None:
         state = self.optuna.trial.TrialState
-        for number in self.numbers.pop(name_of(parameters)):
+        for number in self.numbers.pop(name_of(parameters), ()):  # none: it has a result of an earlier start
             self.study.tell(number, value, state=state.FAIL if value is None else state.COMPLETE)
 
     def so_far(self) -> Sequence[dict[str, Any]]:
-        every = [trial.params for trial in self.study.get_trials(deepcopy=False)]
-        known = [self._values(params) for params in every if params.keys() == self.sweep.parameters.keys()]
-        return _distinct(known)
+        return _distinct([self._values(trial.params) for trial in self._with_parameters()])
 
 
 def _distinct(trials: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

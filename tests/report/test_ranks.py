@@ -56,7 +56,8 @@ def test_without_enough_methods_or_pairs_there_are_none():
     two = {key: found[key] for key in list(found)[:2]}
     one = {key: {0: of_seeds[0]} for key, of_seeds in found.items()}
     assert ranks_of(two, "auc") is None and ranks_of(one, "auc") is None and ranks_of(found, "accuracy") is None
-    equal = {key: {seed: {"auc": 0.5} for seed in range(3)} for key in found}
+    means = (0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6, 0.6)  # equal up to rounding
+    equal = {key: {seed: {"auc": mean} for seed in range(3)} for key, mean in zip(found, means)}
     same = ranks_of(equal, "auc")
     assert same.p == 1 and set(same.mean_rank.values()) == {2.5}
 

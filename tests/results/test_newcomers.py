@@ -160,7 +160,8 @@ def test_assignments_say_who_serves_whom_and_why(results):
     }
     assert "it is a member" not in set(strangers["why"])
     assert set(results["fedavg_plus"].assignments()["why"]) == {"all models vote"}
-    assert "its own columns (head) in that model" in set(results["fedper"].assignments()["why"])
+    own = "its own columns (head) in that model"
+    assert set(results["fedper"].assignments()["why"]) == {own, "its private layers begin untrained"}
 
 
 def test_in_the_warm_up_of_ifca_cam_the_global_model_is_no_cluster(results):

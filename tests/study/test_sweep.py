@@ -14,7 +14,7 @@ from cfl_ray.config.study import SweepConfig
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.results.comparison import StudyFigures
 from cfl_ray.study import run
-from cfl_ray.study.plan import plan
+from cfl_ray.study.plan import Selection, plan
 from cfl_ray.study.ranking import best_of, rank, to_frame
 from cfl_ray.study.run import StudyWatcher, run_study
 from cfl_ray.study.status import study_status
@@ -71,7 +71,7 @@ def test_the_estimator_learns_and_repeats_itself(tmp_path):
 
 
 def test_a_stopped_search_goes_on_with_its_journal(tmp_path):
-    """Trials without a result are given again; the others follow from the results, not from the start of the draws."""
+    """Trials so far are given again; the others follow from the results, not from the start of the draws."""
     whole = LearningTrials(tpe(14))
     (tmp_path / "whole").mkdir()
     whole.open(tmp_path / "whole")
@@ -82,11 +82,12 @@ def test_a_stopped_search_goes_on_with_its_journal(tmp_path):
     waiting = list(first.next(2))
     second = LearningTrials(tpe(14))
     second.open(tmp_path)
-    assert list(second.left) == waiting
-    assert told + play(second, 2) == expected
+    assert list(second.left) == told + waiting
+    assert play(second, 2) == expected
     third = LearningTrials(tpe(16))
+    second.study.ask()  # stopped before it had parameters
     third.open(tmp_path)
-    assert len(play(third, 2)) == 2 and len(third.so_far()) == 16, "more trials are added"
+    assert len(play(third, 2)) == 16 == len(third.so_far()), "more trials are added"
 
 
 def test_failed_trials_are_replaced_at_the_next_start(tmp_path):
@@ -254,6 +255,17 @@ def test_a_learning_sweep_that_is_stopped_goes_on(study, inline, tmp_path):
     whole = run_study(made, tmp_path / "whole", at_once=1)
     assert figures_of(results.root) == figures_of(whole.root) and len(figures_of(whole.root)) == 4
     assert [one.parameters for one in results.trials] == [one.parameters for one in whole.trials]
+
+
+def test_a_learning_sweep_makes_the_runs_that_a_selection_left_out(study, inline):
+    pytest.importorskip("optuna", reason="the sampler tpe needs optuna: pip install -e .[sweep]")
+    sweep = {"parameters": RANGES, "sampler": "tpe", "trials": 2}
+    made = study(seeds=[0, 1], experiment={"methods": ["fedavg"], "rounds": 1}, sweep=sweep)
+    run_study(made, only=Selection(seeds=[1]), at_once=1)
+    assert len(inline) == 2
+    results = run_study(made, at_once=1)
+    assert len(inline) == 4 and [len(one.values) for one in results.trials] == [2, 2]
+    assert study_status(results.root).state == "finished"
 
 
 def test_a_metric_that_no_run_has(study, inline):
