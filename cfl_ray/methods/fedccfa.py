@@ -178,18 +178,26 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         # h_i <- SGD_i on h_i alone
         how = training_of(spec.head, clients, self.classifier_epochs)
         how = replace(how, sgd=replace(how.sgd or local, lr=self.classifier_lr))
-        clients.train(received, client_state=_RECEIVED, how=how, keep_as_local_model=False)
+        trained_M = clients.train(received, client_state=_RECEIVED, how=how, keep_as_local_model=False).valid_M
         # theta_i <- SGD_i on theta alone
         how = training_of(spec.base, clients)
         if clients.round > self.align_after and self.gamma < np.inf:
-            clients.count_download(count * classifier.num_features)
+            known_M = state.positions(clients.ids_M) >= 0
+            clients.select(known_M).count_download(count * classifier.num_features)
             how = replace(how, objective=self.alignment(state, clients, count_MC))
-        weight_1M = global_weights(clients.weights())
-        updates = clients.train(received, client_state=OWN, how=how, average=weight_1M, features=spec.head)
+        updates = clients.train(
+            received,
+            client_state=OWN,
+            how=how,
+            average=global_weights(clients.weights() * trained_M),  # others would go on from their last round
+            features=spec.head,
+            keep_as_local_model=trained_M,
+        )
         # z_iy <- mean of g(x; theta_i)
-        prototype_MX, described_M = clients.describe(Prototypes(classifier), received, client_state=OWN)
+        floats = count * classifier.num_features  # without the counts, which are with v_i
+        prototype_MX, described_M = clients.describe(Prototypes(classifier), received, client_state=OWN, floats=floats)
         # theta <- Avg of theta_i;  h_iy, z_iy <- means over the group of i
-        valid_M = compared_M & described_M & updates.valid_M
+        valid_M = compared_M & trained_M & described_M & updates.valid_M
         state = state.advance(models_KP=updates.averaged(default=state.models_KP))
         if not valid_M.any():
             return state

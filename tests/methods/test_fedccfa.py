@@ -144,10 +144,16 @@ def test_features_are_aligned_only_after_some_rounds():
     assert torch.equal(found[1].models_KP, found[2].models_KP)
 
 
+def test_only_clients_with_prototypes_receive_them():
+    one = opposed()
+    one.play(replace(PLANTED, align_after=1), [0, 1], [1, 2, 3])
+    assert floats(one)[0] == 3 * 340 + 4 * 16
+
+
 def test_newcomers_have_the_averages_and_leavers_are_forgotten():
     one = opposed()
     state = one.play(PLANTED, [0, 1, 2, 4, 5])
-    assert floats(one) == (5 * 340, 5 * (68 + 4 + 340 + 4 * 17))
+    assert floats(one) == (5 * 340, 5 * (68 + 4 + 340 + 4 * 16))
     assert row_accuracy(one, state.models_KP[0], 7) == pytest.approx(accuracy(one, PLANTED, state, [7])[0])
     left = PLANTED.leave(state, np.array([1, 4]))
     assert left.seen_S.tolist() == [0, 2, 5] and torch.equal(left.prototype_SCF, state.prototype_SCF[[0, 2, 4]])
