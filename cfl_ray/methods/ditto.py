@@ -61,6 +61,7 @@ class Ditto(Method[DittoState], name="ditto"):
         weight_1M = global_weights(clients.weights(self.weights))
         updates = clients.train(downloaded, average=weight_1M, keep_as_local_model=False)
         # v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i - w_t)); the client has w_0 or w_t already, so nothing is sent
+        assert downloaded.row_M is not None
         row_M = np.where(state.came_N[clients.ids_M], downloaded.row_M + 1, 0)
         first = Sent(torch.cat([state.first_KP, downloaded.models_KP]), row_M)
         clients.train(first, how=LocalTraining(proximal=[Proximal(self.lam, downloaded)]), client_state=PERSONAL)

@@ -11,8 +11,9 @@ A model is a shared base theta, with features g(x; theta), under a private head 
 
 A client that never took part has the averaged model, with the average of the heads.
 
-Deviations: heads are also uploaded and averaged, as in PFLlib, for clients without a head. PFLlib also computes F_i of
-clients that were not selected, which would double a round in a deployment; its batches for F_i are shuffled.
+Deviations: heads are also uploaded and averaged, as in PFLlib, for clients without a head, whose download of it is not
+counted. PFLlib also computes F_i of clients that were not selected, which would double a round in a deployment; its
+batches for F_i are shuffled.
 """
 
 from collections.abc import Callable

@@ -16,8 +16,10 @@ Eager does not merge. A new model trains for a step before it can merge. A full 
 with its data; if all models are in use, clients that drift take the best model.
 
 Deviations: a step also begins when clients report that their data changed. Clients outside the cohort are compared in
-the first round of the step in which they take part. The official code compares at most 21 batches of a model's data.
-Clients whose data did not change keep a single copy of them; in the official code every step has new samples.
+the first round of the step in which they take part; models are compared on the data of the cohort, so those without
+data in it do not merge. A client receives the pool anew for the data of each model, and for its new data. The official
+code compares at most 21 batches of a model's data. Clients whose data did not change keep a single copy of them; in the
+official code every step has new samples.
 """
 
 from dataclasses import dataclass
