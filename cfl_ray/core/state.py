@@ -39,10 +39,11 @@ class State:
     of_each_client: ClassVar[str] = ""  # kept on the server for each client that has taken part, such as "a model"
 
     @classmethod
-    def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int) -> int:
+    def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int, evaluated: int) -> int:
         """Most numbers of float32 that a round needs on the server for what is kept `of_each_client`.
 
-        seen: number of clients that have taken part. cohort: number of clients of the round.
+        seen: number of clients that have taken part. cohort: number of clients of the round. evaluated: number of
+        clients that are tested after it.
         """
         return 0
 
@@ -164,7 +165,7 @@ class OwnModelsState(SeenState):
     own_SP: Tensor  # float32
 
     @classmethod
-    def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int) -> int:
+    def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int, evaluated: int) -> int:
         return _OWN_MODEL_COPIES * seen * spec.size
 
     @property

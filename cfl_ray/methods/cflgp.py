@@ -7,7 +7,7 @@ https://proceedings.mlr.press/v235/kim24p.html.
                                                  number of client i's updates from model k so far
     G = U S V';  y_i <- U_K' G_i                 the columns on the K leading left singular vectors
     c <- k-means of y_i, numbered to agree with the clusters before for as many clients as possible
-    w_k <- Avg of SGD_i(w_c(i)) over c(i) = k    with the cluster c(i) before the new clustering
+    w_k <- Avg of SGD_i(w_b(i)) over c(i) = k    b(i): the cluster before the new clustering
 
 All clients train w_0 in the first round, and the first w_k are means of the results. With a single full-batch step
 Delta_i is -eta times the gradient, and the average is a step of gradient averaging. After `cluster_rounds` rounds the
@@ -107,7 +107,7 @@ class CFLGP(Method[ProfileState], name="cflgp"):
             state = state.advance(models_KP=state.models_KP.repeat(self.num_clusters, 1))
         because = {"clients": len(cluster_S), "num_clusters": self.num_clusters}
         state = placed(state, clients, state.seen_S, cluster_S, **because)
-        # w_k <- Avg of SGD_i(w_c(i)) over c(i) = k
+        # w_k <- Avg of SGD_i(w_b(i)) over c(i) = k
         weight_KM = cluster_weights(state.assign_N[clients.ids_M], clients.weights(self.weights), self.num_clusters)
         models_KP = clients.average(updates, weight_KM).averaged(default=state.models_KP)
         last = past + self.period >= self.cluster_rounds

@@ -10,13 +10,13 @@ with w.
 Deviations: the personal model trains for as many steps as the global model; lambda is fixed, not chosen per client.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Proximal
+from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Proximal, Sent
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
@@ -61,11 +61,9 @@ class Ditto(Method[DittoState], name="ditto"):
         weight_1M = global_weights(clients.weights(self.weights))
         updates = clients.train(downloaded, average=weight_1M, keep_as_local_model=False)
         # v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i - w_t)); the client has w_0 or w_t already, so nothing is sent
-        first = replace(
-            downloaded,
-            models_KP=torch.cat([state.first_KP, state.models_KP]),
-            row_M=state.came_N[clients.ids_M].astype(np.int64),
-        )
+        assert downloaded.row_M is not None
+        row_M = np.where(state.came_N[clients.ids_M], downloaded.row_M + 1, 0)
+        first = Sent(torch.cat([state.first_KP, downloaded.models_KP]), row_M)
         clients.train(first, how=LocalTraining(proximal=[Proximal(self.lam, downloaded)]), client_state=PERSONAL)
         # w_{t+1} <- Avg(W_i)
         return state.advance(models_KP=updates.averaged(default=state.models_KP))

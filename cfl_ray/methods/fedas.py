@@ -11,8 +11,9 @@ A model is a shared base theta, with features g(x; theta), under a private head 
 
 A client that never took part has the averaged model, with the average of the heads.
 
-Deviations: heads are also uploaded and averaged, as in PFLlib, for clients without a head. PFLlib also computes F_i of
-clients that were not selected, which would double a round in a deployment; its batches for F_i are shuffled.
+Deviations: heads are also uploaded and averaged, as in PFLlib, for clients without a head, whose download of it is not
+counted. PFLlib also computes F_i of clients that were not selected, which would double a round in a deployment; its
+batches for F_i are shuffled.
 """
 
 from collections.abc import Callable
@@ -84,6 +85,7 @@ class FedAS(OneModel, name="fedas"):
         spec = clients.spec
         received = clients.send(state.models_KP, columns=spec.base)
         resumed = ClientState("model", private=False, resumed=spec.head)  # h_i alone
+        aligned_M = np.ones(len(clients), bool)
         if self.align_epochs:
             # c_iy <- mean of g(x; theta_i)
             prototypes = Prototypes(Classifier.of(spec))
@@ -92,10 +94,10 @@ class FedAS(OneModel, name="fedas"):
             values = prototype_MX.reshape(len(clients), prototypes.classifier.num_classes, -1).numpy()
             sgd = LocalSGD(epochs=self.align_epochs, batch_size=clients.local.batch_size, lr=self.align_lr)
             how = LocalTraining(sgd=sgd, objective=Objective(alignment, values))
-            clients.train(received, client_state=resumed, how=how, keep_as_local_model=False)
+            aligned_M = clients.train(received, client_state=resumed, how=how, keep_as_local_model=False).valid_M
             resumed = OWN
         # theta_i, h_i <- SGD_i
-        updates = clients.train(received, client_state=resumed, defer_aggregation=True)
+        updates = clients.train(received, client_state=resumed, defer_aggregation=True, keep_as_local_model=aligned_M)
         # theta <- sum_i F_i theta_i / sum_i F_i
         if self.weights == "fisher":
             fisher_M1, _ = clients.describe(FisherTrace(clients.local.batch_size), received, client_state=OWN)
@@ -104,7 +106,8 @@ class FedAS(OneModel, name="fedas"):
             weight_M = np.where(updates.valid_M & (trace_M > 0) & np.isfinite(trace_M), trace_M, 0.0)
         else:
             weight_M = clients.weights(self.weights)
-        means = clients.average(updates, global_weights(weight_M))
+        # a client whose alignment failed went on from its last round
+        means = clients.average(updates, global_weights(weight_M * aligned_M))
         return state.advance(models_KP=means.averaged(default=state.models_KP))
 
     def kept(self, spec: ParamSpec) -> ClientState:

@@ -9,7 +9,7 @@ Learning through Cautiously Aggressive Collaboration. ICCV 2023, arXiv:2309.1110
 
 The server keeps m_i and u_i of client i's last round; a client that never took part has w alone. A client uploads its
 model and a bit for each parameter, and receives w and u_i. After beta rounds the threshold is above the largest
-overlap, and u_i is the client's own model.
+overlap, and u_i is the client's own model; overlaps that are all equal, as in a cohort of two, are never below it.
 
 Deviations: with a sampled cohort the collaborators are within the cohort. Layers are the trained tensors (weights and
 biases each), as in the official code. PFLlib's implementation never advances t: its threshold stays at mean O.

@@ -20,7 +20,7 @@ samples of it are compared (official code: every client has all labels). If fewe
 is not defined, and they keep their own rows. The balanced part is the first 5, or fewer, samples of each label
 (official code: random samples). DBSCAN with min_samples 1 gives the connected parts of the graph of d_ij <= eps. The
 official code replaces the first client's prototypes by the sum of all before the means over groups: its `+=` changes
-them in place.
+them in place. Weight decay by an optimiser other than SGD acts on both parts in both trainings, as in FedRep.
 """
 
 from dataclasses import dataclass, replace
@@ -58,16 +58,18 @@ class LabelGroupsState(SeenState):
     first_CF: Tensor  # float32: h^0
 
     @classmethod
-    def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int) -> int:
+    def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int, evaluated: int) -> int:
         kept = Classifier.of(spec)
-        return 4 * seen * kept.num_classes * (2 * kept.num_features + 1) + 4 * cohort * spec.size
+        models = max(4 * cohort, 2 * min(seen, evaluated))  # of a round; of an evaluation, with their message
+        return 4 * seen * kept.num_classes * (2 * kept.num_features + 1) + models * spec.size
 
-    def models_of(self, ids_M: np.ndarray, spec: ParamSpec) -> Tensor:
-        """Models (M, P): theta under h_i, or under the average classifier if a client has none."""
-        models_MP, position_M = self.models_KP[0].repeat(len(ids_M), 1), self.positions(ids_M)
-        for at in np.flatnonzero(position_M >= 0):
-            Classifier.of(spec).put(spec, models_MP[at], self.row_SCF[position_M[at]])
-        return models_MP
+    def models_of(self, ids_M: np.ndarray, spec: ParamSpec) -> tuple[Tensor, np.ndarray]:
+        """Models (1 + m, P), theta under the average classifier and under each h_i; and the row (M,) of each client."""
+        position_M = self.positions(ids_M)
+        own_M = position_M >= 0
+        models_KP = self.models_KP[0].repeat(1 + own_M.sum(), 1)
+        Classifier.of(spec).put(spec, models_KP[1:], self.row_SCF[position_M[own_M]])
+        return models_KP, np.where(own_M, own_M.cumsum(), 0)
 
     def prototypes_of(self, ids_M: np.ndarray) -> Tensor:
         """z_iy, (M, C, F); NaN for a client without prototypes."""
@@ -166,7 +168,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         clients.reads("the classifiers")
         spec, classifier = clients.spec, Classifier.of(clients.spec)
         count = classifier.num_classes
-        received = clients.send(state.models_of(clients.ids_M, spec), np.arange(len(clients)))
+        received = clients.send(*state.models_of(clients.ids_M, spec))
         # v_i <- SGD on h^0 under theta, on a balanced part
         local, compared_KP = clients.local, state.models_KP.clone()
         classifier.put(spec, compared_KP, state.first_CF[None])
@@ -178,18 +180,26 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         # h_i <- SGD_i on h_i alone
         how = training_of(spec.head, clients, self.classifier_epochs)
         how = replace(how, sgd=replace(how.sgd or local, lr=self.classifier_lr))
-        clients.train(received, client_state=_RECEIVED, how=how, keep_as_local_model=False)
+        trained_M = clients.train(received, client_state=_RECEIVED, how=how, keep_as_local_model=False).valid_M
         # theta_i <- SGD_i on theta alone
         how = training_of(spec.base, clients)
         if clients.round > self.align_after and self.gamma < np.inf:
-            clients.count_download(count * classifier.num_features)
+            known_M = state.positions(clients.ids_M) >= 0
+            clients.select(known_M).count_download(count * classifier.num_features)
             how = replace(how, objective=self.alignment(state, clients, count_MC))
-        weight_1M = global_weights(clients.weights())
-        updates = clients.train(received, client_state=OWN, how=how, average=weight_1M, features=spec.head)
+        updates = clients.train(
+            received,
+            client_state=OWN,
+            how=how,
+            average=global_weights(clients.weights() * trained_M),  # others would go on from their last round
+            features=spec.head,
+            keep_as_local_model=trained_M,
+        )
         # z_iy <- mean of g(x; theta_i)
-        prototype_MX, described_M = clients.describe(Prototypes(classifier), received, client_state=OWN)
+        floats = count * classifier.num_features  # without the counts, which are with v_i
+        prototype_MX, described_M = clients.describe(Prototypes(classifier), received, client_state=OWN, floats=floats)
         # theta <- Avg of theta_i;  h_iy, z_iy <- means over the group of i
-        valid_M = compared_M & described_M & updates.valid_M
+        valid_M = compared_M & trained_M & described_M & updates.valid_M
         state = state.advance(models_KP=updates.averaged(default=state.models_KP))
         if not valid_M.any():
             return state
@@ -215,7 +225,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         return Objective(FeatureAlignment(count_MC.shape[1], self.temperature), values_MX.numpy())
 
     def serve(self, state: LabelGroupsState, clients: Clients) -> Serving:
-        return Serving(state.models_of(clients.ids_M, clients.spec), np.arange(len(clients)))
+        return Serving(*state.models_of(clients.ids_M, clients.spec))
 
 
 def label_groups(v_MCF: Tensor, has_MC: Tensor, eps: float) -> np.ndarray:

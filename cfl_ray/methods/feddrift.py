@@ -16,8 +16,10 @@ Eager does not merge. A new model trains for a step before it can merge. A full 
 with its data; if all models are in use, clients that drift take the best model.
 
 Deviations: a step also begins when clients report that their data changed. Clients outside the cohort are compared in
-the first round of the step in which they take part. The official code compares at most 21 batches of a model's data.
-Clients whose data did not change keep a single copy of them; in the official code every step has new samples.
+the first round of the step in which they take part; models are compared on the data of the cohort, so those without
+data in it do not merge. A client receives the pool anew for the data of each model, and for its new data. The official
+code compares at most 21 batches of a model's data. Clients whose data did not change keep a single copy of them; in the
+official code every step has new samples.
 """
 
 from dataclasses import dataclass
@@ -225,21 +227,27 @@ class FedDrift(Method[PoolState], name="feddrift"):
         clients.record("drifted", int(drifted_M.sum()))
         if not drifted_M.any():
             return state
+        models_KP = state.models_KP
         if not self.eager:
             for index in np.flatnonzero(drifted_M):
-                state = self.open(state, clients.select(np.array([index])), loss_MK[[index]])
+                state = self.open(state, clients.select(np.array([index])), loss_MK[[index]], models_KP)
             return state
         fresh = np.flatnonzero(state.born_K == state.step)
         if len(fresh):
             return state.given(clients.ids_M[drifted_M], int(fresh[0]))
-        return self.open(state, clients.select(drifted_M), loss_MK[drifted_M])
+        return self.open(state, clients.select(drifted_M), loss_MK[drifted_M], models_KP)
 
-    def open(self, state: PoolState, drifted: Clients, loss_mK: np.ndarray) -> PoolState:
-        """The state with a copy of the best model for these clients; the best model itself if the pool is full."""
-        best = int(loss_mK.mean(0).argmin())
-        after, k = state.with_model(state.models_KP[best : best + 1], self.max_models)
+    def open(self, state: PoolState, drifted: Clients, loss_mK: np.ndarray, models_KP: Tensor) -> PoolState:
+        """The state with a copy of the best model for these clients; the best model itself if the pool is full.
+
+        models_KP: the models that the clients compared; new models may have replaced some of them since.
+        """
+        loss_K = loss_mK.mean(0)
+        best = int(loss_K.argmin())
+        after, k = state.with_model(models_KP[best : best + 1], self.max_models)
         if k < 0:
-            return state.given(drifted.ids_M, best)
+            same_K = (state.models_KP[: len(models_KP)] == models_KP).all(1).numpy()
+            return state.given(drifted.ids_M, int(np.where(same_K, loss_K, np.inf).argmin()))
         because = {"clients": len(drifted), "loss": loss_mK[:, best].mean(), "delta": self.delta}
         drifted.event("birth", into=[k], because=because)
         return after.given(drifted.ids_M, k)

@@ -40,7 +40,7 @@ class FedEM(MixtureMethod[MixtureState], name="fedem"):
     num_models: int = option(3, "K, number of models that are mixed; 1 is FedAvg", source="paper", low=1)
     damped: bool = option(
         False,
-        "average over all clients, those outside the cohort with the last global models",
+        "average over all reachable clients, those outside the cohort with the last global models",
         source="official code: true",
     )
     fit_steps: int = option(10, "E and M steps of a client that has not trained yet", source="ours", low=1)

@@ -10,7 +10,8 @@ predicts with phi and the untrained head, so nearly at random.
 
 Deviations: clients are averaged by samples, as in the official code (paper: uniformly). The head is the upper layers as
 in FedPer (official code: 5 tensors of its CNN are shared). In its last round the official code trains the heads of all
-clients; here only the cohort trains heads. Each of the two trainings has a separate momentum buffer.
+clients; here only the cohort trains heads. Each of the two trainings has a separate momentum buffer. Weight decay by
+an optimiser other than SGD (`local.optimizer_options`; AdamW has 0.01) acts on both parts in both trainings.
 """
 
 from collections.abc import Callable

@@ -96,8 +96,8 @@ class FedSoft(MixtureMethod[MixtureState], name="fedsoft"):
         size = count if self.clients_per_cluster is None else min(self.clients_per_cluster, count)
         drawn_KM = np.zeros(v_MK.T.shape, bool)
         for k, v_M in enumerate(v_MK.T):
-            most = min(size, int(np.count_nonzero(v_M)))
-            drawn_KM[k, draw.choice(count, most, replace=False, p=v_M / v_M.sum())] = True
+            if most := min(size, int(np.count_nonzero(v_M))):
+                drawn_KM[k, draw.choice(count, most, replace=False, p=v_M / v_M.sum())] = True
         return drawn_KM
 
     def join(self, state: MixtureState, clients: Clients) -> MixtureState:

@@ -5,7 +5,7 @@ arXiv:2006.08848, Algorithm 1.
                                                theta_i <- theta_i - eta_p (grad f_i(theta_i) + lambda (theta_i - w_i)
                                                                            + mu theta_i)
                                            w_i <- w_i - eta lambda (w_i - theta_i)
-    w_{t+1} <- (1 - beta) w_t + beta mean_i w_i
+    w_{t+1} <- (1 - beta) w_t + beta mean_i w_i                               BatchNorm statistics: mean_i w_i
 
 A client keeps theta_i, its personal model, and predicts with it. A client that never took part predicts with w.
 
@@ -23,38 +23,39 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cfl_ray.core.clients import Clients, ClientState, LocalTraining
 from cfl_ray.core.method import OneModel, option, weights_option
-from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import global_weights
 
-PERSONAL = ClientState("personal", private=False)  # theta_i, or w_i
+THETA = ClientState("personal", private=False)  # theta_i
+W = ClientState("personal", private=False, resumed=Columns(()))  # w_i, which begins every round as w_t
 
 
 @dataclass(frozen=True)
 class MoreauStep:
-    """The gradient lambda (w - theta) of the Moreau envelope at w. The companion becomes theta, or w after the step."""
+    """The gradient lambda (w - theta) of the Moreau envelope at w. The companion, if any, becomes theta."""
 
     lam: float
     steps: int  # K
     eta_p: float
     mu: float
-    eta: float  # rate of the step of w
-    keeps_w: bool
     batches_per_step: int = 1
     only_tensors: ClassVar = True
 
-    def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor, kept: Tensor) -> Tensor:
+    def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor, kept: Tensor | None = None) -> Tensor:
         theta = w.clone()
         for _ in range(self.steps):
             theta -= self.eta_p * (gradient(theta, 0) + self.lam * (theta - w) + self.mu * theta)
-        kept.copy_(w.lerp(theta, self.eta * self.lam) if self.keeps_w else theta)
+        if kept is not None:
+            kept.copy_(theta)
         return self.lam * (w - theta)
 
 
@@ -90,20 +91,28 @@ class PFedMe(OneModel, name="pfedme"):
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         w = clients.send(state.models_KP)
         eta = min(clients.local.lr, 1 / self.lam) if self.eta is None else self.eta
-        step = MoreauStep(self.lam, self.inner_steps, self.personal_lr, self.mu, eta, self.predict == "w")
+        step = MoreauStep(self.lam, self.inner_steps, self.personal_lr, self.mu)
         updates = clients.train(
             w,
-            client_state=PERSONAL,
+            client_state=self.kept(clients.spec),
             how=LocalTraining(
-                sgd=replace(clients.local, lr=eta, momentum=0.0, weight_decay=0.0), local_step=step, companion=w
+                sgd=replace(clients.local, lr=eta, momentum=0.0, weight_decay=0.0),
+                local_step=step,
+                companion=w if self.predict == "theta" else None,
             ),
             average=global_weights(clients.weights(self.weights)),
         )
-        mean_KP = updates.averaged(default=state.models_KP)
-        return state.advance(models_KP=mean_KP if self.beta == 1 else torch.lerp(state.models_KP, mean_KP, self.beta))
+        models_KP = updates.averaged(default=state.models_KP)
+        if self.beta != 1:  # a variance beyond the mean could be negative
+            trained, mean_KP = clients.spec.trainable, models_KP
+            models_KP = mean_KP.clone()
+            trained.put(models_KP, torch.lerp(trained.of(state.models_KP), trained.of(mean_KP), self.beta))
+        return state.advance(models_KP=models_KP)
 
     def kept(self, spec: ParamSpec) -> ClientState:
-        return PERSONAL
+        return THETA if self.predict == "theta" else W
 
     def diagnose(self, state: State, clients: Clients) -> None:
-        clients.record("global_score", clients.test(Serving(state.models_KP, clients.first_row()))[:, 0].mean())
+        score_M = clients.test(Serving(state.models_KP, clients.first_row()))[:, 0]
+        if not np.isnan(score_M).all():
+            clients.record("global_score", np.nanmean(score_M))

@@ -133,8 +133,9 @@ def most_participants(setup: Setup) -> int:
 
 def bytes_of_participants(setup: Setup, label: str, spec: ParamSpec) -> int:
     """Peak bytes on the server of what a method keeps there for each participant; 0 if it keeps nothing."""
-    state = setup.methods[label].state_type
-    return 4 * state.peak_floats(spec, most_participants(setup), setup.division.cohort)
+    state, total = setup.methods[label].state_type, setup.federation.num_clients
+    evaluated = min(setup.experiment.evaluation.clients or total, total)
+    return 4 * state.peak_floats(spec, most_participants(setup), setup.division.cohort, evaluated)
 
 
 def _check_participants(setup: Setup, label: str, spec: ParamSpec) -> None:

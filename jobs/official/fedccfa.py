@@ -193,7 +193,8 @@ def theirs(checkout: Path, data: Data, start_P: Tensor, seed: int, how: How) -> 
 
 def personal_models(result: Any) -> Tensor:
     """The models (clients, P) with which the clients predict."""
-    return result.trained.state.models_of(np.arange(CLIENTS), runs.network_of(MODEL, 10).spec)
+    models_KP, row_M = result.trained.state.models_of(np.arange(CLIENTS), runs.network_of(MODEL, 10).spec)
+    return models_KP[row_M]
 
 
 def ours(data: Data, seed: int, how: How) -> Course:

@@ -166,9 +166,10 @@ def test_the_memory_of_pairs_of_clients_is_shown_and_counted(tmp_path):
 def test_models_that_the_server_keeps_for_clients_are_shown_and_counted(tmp_path):
     """3 clients in each of 4 rounds: 12 of 20, or 8 of 8. Of each 8 copies of 8 x 6 + 6 + 6 x 4 + 4 = 82 float32.
 
-    With FedCCFA four copies of 4 rows of 6 + 1 and 6 numbers, and four models of each of the 3 clients of a cohort.
+    With FedCCFA four copies of 4 rows of 6 + 1 and 6 numbers, and two models of each client that is tested, or four of
+    each of the 3 clients of a cohort.
     """
-    for clients, kept in ((20, 12), (8, 8)):
+    for clients, kept, tested in ((20, 12, None), (8, 8, None), (8, 8, 4)):
         experiment = cfl_ray.Experiment(
             rounds=4,
             methods=["fedavg", "pfedgraph", "fedcac", "fedccfa"],
@@ -180,10 +181,12 @@ def test_models_that_the_server_keeps_for_clients_are_shown_and_counted(tmp_path
             },
             model={"name": "mlp", "options": {"hidden": 6}},
             cohort={"clients": 3},
+            evaluation={"clients": tested},
             output=str(tmp_path),
         )
         found = estimate.estimate(experiment)
-        needed = {"fedavg": 0, "fedccfa": kept * 4 * (7 + 6) * 4 * 4 + 3 * 82 * 4 * 4}
+        models = 2 * kept if tested is None else 4 * 3
+        needed = {"fedavg": 0, "fedccfa": kept * 4 * (7 + 6) * 4 * 4 + models * 82 * 4}
         for label, sent in found.traffic.items():
             models, pairs = (sent.models + 1) * 4 * 82 * 4, found.compared.get(label, (0, 0))[1]
             own = needed.get(label, kept * 82 * 4 * 8)

@@ -114,7 +114,7 @@ def test_proximal_terms_and_frozen_models(graphs):
 
 @pytest.mark.parametrize(
     "local_step, companion",
-    [(FirstOrder(0.1), False), (MoreauStep(1.0, 2, 0.1, 0.0, 0.1, False), True), (Aligned(0.3), True)],
+    [(FirstOrder(0.1), False), (MoreauStep(1.0, 2, 0.1, 0.0), True), (Aligned(0.3), True)],
     ids=["per_fedavg", "pfedme", "pfedgraph"],
 )
 def test_steps_of_methods_and_second_models(local_step, companion, graphs):

@@ -1,5 +1,7 @@
 """FedAS: alignment, weights and models by the formulas, and its reduction to FedPer."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from rounds import accuracy, floats, groups, row_accuracy
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.engine.attack import Attack
 from cfl_ray.methods.fedas import FedAS
+from cfl_ray.methods.fedccfa import FedCCFA
 from cfl_ray.methods.fedper import FedPer
 
 LR = 0.05
@@ -84,6 +87,16 @@ def test_a_negative_trace_of_an_attacker_has_no_weight():
     one.backend.worker.attack = Attack("colluders", frozenset([6, 7]), scale=2.0)
     found, expected = one.play(FedAS(), None), other.play(FedAS(), [0, 1, 2, 3, 4, 5])
     assert torch.equal(found.models_KP, expected.models_KP)
+
+
+@pytest.mark.parametrize("method, failing", [(FedAS(), {"align_lr": 1e12}), (FedCCFA(), {"classifier_lr": 1e12})])
+def test_a_client_whose_first_training_of_a_round_fails_has_no_weight(method, failing):
+    """It would go on from the base of its last round."""
+    one = groups()
+    state = one.play(method, [0, 1, 2], [1, 2])
+    after = one.play(replace(method, **failing), [0], state=state, first=3)
+    assert torch.equal(after.models_KP, state.models_KP)
+    assert list(one.stats.excluded) == [0] and not one.stats.train_loss
 
 
 def test_newcomers_have_the_averaged_model_and_others_their_own():

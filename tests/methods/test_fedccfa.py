@@ -81,7 +81,7 @@ def test_with_groups_of_one_client_it_is_fedrep():
     base, head = spec.base, spec.head
     assert torch.allclose(base.of(found.models_KP), base.of(expected.models_KP), rtol=0, atol=1e-6)
     for (_, client), head_F in other.client_states.items():
-        (model_P,) = found.models_of(np.array([client]), spec)
+        (_, model_P), _ = found.models_of(np.array([client]), spec)
         assert torch.allclose(head.of(model_P), head_F, rtol=0, atol=1e-6)
 
 
@@ -99,7 +99,7 @@ def test_clients_are_grouped_for_the_labels_about_which_they_disagree():
     state = one.play(PLANTED, *[None] * 6)
     assert one.stats.diagnostics.array("label_groups").value.tolist() == [2, 2, 1, 1]
     ids, spec = np.arange(8), one.network.spec
-    row_MCF = Classifier.of(spec).rows(spec, state.models_of(ids, spec))
+    row_MCF = Classifier.of(spec).rows(spec, state.models_of(ids, spec)[0][1:])
     for c in range(4):
         for group in [range(4), range(4, 8)] if c < 2 else [range(8)]:
             rows, prototypes = row_MCF[list(group), c], state.prototypes_of(ids)[list(group), c]
@@ -131,7 +131,7 @@ def test_rows_and_prototypes_are_means_over_the_groups(monkeypatch):
     models_MP = one.model()[None].repeat(8, 1)
     spec.head.put(models_MP, seen["head"])
     mean_CF = classifier.rows(spec, models_MP).mean(0)
-    found_MCF = classifier.rows(spec, state.models_of(np.arange(8), spec))
+    found_MCF = classifier.rows(spec, state.models_of(np.arange(8), spec)[0][1:])
     assert torch.allclose(found_MCF, mean_CF.expand_as(found_MCF), rtol=0, atol=1e-6)
     prototype_CF = seen["Prototypes"].reshape(8, 4, 17)[..., :-1].mean(0)
     found_SCF = state.prototype_SCF
@@ -144,14 +144,23 @@ def test_features_are_aligned_only_after_some_rounds():
     assert torch.equal(found[1].models_KP, found[2].models_KP)
 
 
+def test_only_clients_with_prototypes_receive_them():
+    one = opposed()
+    one.play(replace(PLANTED, align_after=1), [0, 1], [1, 2, 3])
+    assert floats(one)[0] == 3 * 340 + 4 * 16
+
+
 def test_newcomers_have_the_averages_and_leavers_are_forgotten():
     one = opposed()
     state = one.play(PLANTED, [0, 1, 2, 4, 5])
-    assert floats(one) == (5 * 340, 5 * (68 + 4 + 340 + 4 * 17))
+    assert floats(one) == (5 * 340, 5 * (68 + 4 + 340 + 4 * 16))
     assert row_accuracy(one, state.models_KP[0], 7) == pytest.approx(accuracy(one, PLANTED, state, [7])[0])
     left = PLANTED.leave(state, np.array([1, 4]))
     assert left.seen_S.tolist() == [0, 2, 5] and torch.equal(left.prototype_SCF, state.prototype_SCF[[0, 2, 4]])
     assert left.prototypes_of(np.array([1])).isnan().all()
+    models_KP, row_M = left.models_of(np.array([5, 1, 7, 0]), one.network.spec)
+    assert row_M.tolist() == [1, 0, 0, 2] and torch.equal(models_KP[0], left.models_KP[0])
+    assert torch.equal(Classifier.of(one.network.spec).rows(one.network.spec, models_KP[1:]), left.row_SCF[[2, 0]])
 
 
 class TestEngines(EnginesAndCheckpoints):

@@ -144,6 +144,19 @@ def test_a_full_pool_drops_the_model_that_is_longest_out_of_use():
     assert none == -1 and again.num_clusters == 3
 
 
+def test_clients_that_drift_copy_a_model_that_others_have_just_replaced(monkeypatch):
+    """Client 0 copies model 1 in the place of model 0, which is the best for client 1."""
+    one, method = groups(), FedDrift(max_models=2, step_rounds=1, delta=0.5)
+    state, rows_KP = method.init(one.start()).begun(), torch.stack([one.model(0), one.model(1)])
+    state = state.advance(models_KP=rows_KP, used_K=np.zeros(2, int), born_K=np.zeros(2, int))
+    state = state.given(np.arange(2), [0, 1]).begun()
+    monkeypatch.setattr(FedDrift, "losses", lambda *_: np.array([[2.0, 1.0], [1.0, 2.0], [1.0, 2.0]]))
+    monkeypatch.setattr(FedDrift, "losses_before", lambda *_: np.zeros(3))
+    after = method.compare(state, one.clients([0, 1, 2]))
+    assert torch.equal(after.models_KP, rows_KP.flip(0))
+    assert after.assign_N[:3].tolist() == [0, 1, 0]  # client 2: both are in use, and none is the one that it compared
+
+
 def test_the_pool_stays_bounded_whatever_drifts():
     """Before every round each client swaps two labels, in another way than the others."""
     draw = np.random.default_rng(0)

@@ -48,6 +48,7 @@ def test_clients_are_drawn_in_proportion_to_importance_and_samples():
     assert np.allclose(drawn, (v_MK / v_MK.sum(0)).T, atol=0.06) and drawn[0, 2] == 0
     whole = FedSoft(clients_per_cluster=5).draw(v_MK, Draws(0, 1))
     assert whole.tolist() == [[True, True, False], [True, True, True]]
+    assert FedSoft().draw(np.array([[0.5, 0.0], [0.5, 0.0]]), Draws(0, 1)).tolist() == [[True, True], [False, False]]
 
 
 def test_one_centre_without_its_term_is_the_mean_of_local_models():

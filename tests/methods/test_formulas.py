@@ -11,6 +11,8 @@ from rounds import floats, groups, watched
 from torch import nn
 
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.versions import Received, Versions
 from cfl_ray.methods.ditto import Ditto
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedprox import FedProx
@@ -88,6 +90,17 @@ class TestDitto:
         state = one.play(method, [1], state=method.join(state, one.clients([1], round=2)), first=2)
         assert_close(one.client_states["personal", 1], sgd(one, 1, w1, self.LAM, w1))
         assert state.came_N.tolist() == [False, True] and floats(one) == (15, 15)
+
+    def test_in_asynchronous_rounds_a_newcomer_starts_from_the_version_that_it_received(self):
+        one, method, versions = stage(), Ditto(lam=self.LAM), Versions()
+        first = one.play(method, [0])
+        first = method.join(first, one.clients([1], round=2))
+        second = one.play(method, [0], state=first, first=2)
+        versions.advance(1, first, second, {1})
+        clients = replace(one.clients([1], round=3), received=Received(versions, {1: 1}, 2))
+        method.round(second, clients, Draws(0, 3))
+        w1 = sgd(one, 0, matrix(one.model()))
+        assert_close(one.client_states["personal", 1], sgd(one, 1, w1, self.LAM, w1))
 
     def test_serves_the_personal_model_and_the_global_one_where_there_is_none(self):
         one = stage()

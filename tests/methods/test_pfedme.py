@@ -2,17 +2,25 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from federations import Stage, planted
 from linear import ETA, STEPS, assert_close, gradient, matrix, mean, stage
 from rounds import COHORTS, accuracy, floats, groups, row_accuracy
+from torch import nn
 
 from cfl_ray.config import EvaluationConfig
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.pfedme import PFedMe
 from cfl_ray.runtime.evaluation import Evaluator
 
 OPTIONS = {"lam": 1.5, "inner_steps": 3, "personal_lr": 0.2, "mu": 0.05}
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
 
 
 def client(one, number, w, eta=ETA):
@@ -50,6 +58,21 @@ def test_either_model_is_kept_and_the_training_is_the_same():
         assert_close(other.client_states["personal", i], w)
 
 
+def test_w_is_kept_after_its_step_with_a_clipped_gradient():
+    one = groups(clip_norm=0.05)
+    state = one.play(PFedMe(predict="w"), [0], [0])
+    assert torch.equal(one.client_states["personal", 0], state.models_KP[0])
+
+
+def test_statistics_of_batch_norm_are_means_with_any_beta():
+    one, other = (Stage(planted(), normalised, LocalSGD(epochs=1, batch_size=20, lr=0.1)) for _ in range(2))
+    found, expected = one.play(PFedMe(beta=2.0), None), other.play(PFedMe(), None)
+    trained, first_P = one.network.spec.trained, one.model()
+    assert torch.equal(found.models_KP[0, trained:], expected.models_KP[0, trained:])
+    change_P = expected.models_KP[0] - first_P
+    assert torch.allclose((found.models_KP[0] - first_P)[:trained], 2 * change_P[:trained], rtol=0, atol=1e-5)
+
+
 def test_the_rate_of_w_is_at_most_1_over_lambda():
     one = stage()
     state = one.play(PFedMe(**OPTIONS | {"lam": 4.0, "personal_lr": 0.0}), [0])
@@ -85,3 +108,8 @@ def test_the_score_of_the_global_model_is_a_diagnostic():
     method.diagnose(state, tested)
     expected = [row_accuracy(one, state.models_KP[0], i) for i in range(8)]
     assert one.stats.diagnostics.numbers["global_score"] == pytest.approx(sum(expected) / 8)
+    some = np.array([[0.5], [np.nan], [0.7]])  # client 1 has no test data
+    method.diagnose(state, replace(one.clients([0, 1, 2]), tester=lambda *_: some))
+    assert one.stats.diagnostics.numbers["global_score"] == pytest.approx(0.6)
+    method.diagnose(state, replace(one.clients([1]), tester=lambda *_: some[1:2]))
+    assert "global_score" not in one.stats.diagnostics.numbers

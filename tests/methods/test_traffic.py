@@ -27,7 +27,7 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("pfedme", {}, (P, P), (P, P)),
     ("fedas", {}, (BASE, P + 1), (BASE, P + 1)),  # F_i
     # v_i and the counts of 2 labels; prototypes with 3 features, also down for the loss on features
-    ("fedccfa", {"align_after": 1}, (P, P + HEAD + 2 + 2 * 4), (P + 2 * 3, P + HEAD + 2 + 2 * 4)),
+    ("fedccfa", {"align_after": 1}, (P, P + HEAD + 2 + 2 * 3), (P + 2 * 3, P + HEAD + 2 + 2 * 3)),
     ("lg_fedavg", {}, (HEAD, HEAD), (HEAD, HEAD)),
     ("fedavg_plus", {"num_models": 3}, (3 * P, 3 * P), (3 * P, 3 * P)),
     ("fedprox_plus", {"num_models": 3}, (3 * P, 3 * P), (3 * P, 3 * P)),
