@@ -33,7 +33,7 @@ from cfl_ray.config.unused import unused_warnings
 from cfl_ray.config.yaml_text import parse_yaml
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.security.credentials import redact_values, with_known_credentials
-from cfl_ray.system.files import read_text, sha256
+from cfl_ray.system.files import read_text, sha256_once
 
 # Keys that do not define the experiment: configs that differ only in these describe the same experiment.
 # Of `runtime`, `engine`, `device` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients.
@@ -243,7 +243,7 @@ class Experiment(WholeConfig):
             "model.weights": self.model.weights,
         }
         paths = {key: Path(file or "").expanduser() for key, file in files.items()}
-        return {key: sha256(path) for key, path in paths.items() if path.is_file()}
+        return {key: sha256_once(path) for key, path in paths.items() if path.is_file()}
 
     @property
     def config_hash(self) -> str:

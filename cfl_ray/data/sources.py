@@ -25,7 +25,7 @@ from cfl_ray.data import image_folder as image_folder_files
 from cfl_ray.data import image_sets, leaf, parquet, tables
 from cfl_ray.data.images import Images, Progress, Source, find, roots
 from cfl_ray.errors import DataError, did_you_mean
-from cfl_ray.system.files import sha256
+from cfl_ray.system.files import sha256_once
 
 
 def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
@@ -207,7 +207,7 @@ def csv(data: ColumnsDataConfig, targets: str = "class") -> Source:
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.csv'"
     train, test = _parts(data, [""], ["*.csv"], "csv", get)
     files = (*train, *test)
-    digest = " ".join(map(sha256, files))  # an edited table may have the same size
+    digest = " ".join(map(sha256_once, files))  # an edited table may have the same size
     return Source(files, lambda pixels, progress: tables.read_csv(train, test, data.columns, targets), digest)
 
 

@@ -8,6 +8,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -252,3 +253,14 @@ def sha256(file: Path) -> str:
     """SHA-256 of the file's content, in hexadecimal."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def sha256_once(file: Path) -> str:
+    """The same, for files of any size: read again only if the file has changed since this process read it."""
+    now = os.stat(file)
+    return _sha256_of_version(file, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _sha256_of_version(file: Path, *version: int) -> str:
+    return sha256(file)

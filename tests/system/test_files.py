@@ -1,6 +1,7 @@
 """Files that are read whatever is in their place, and files that only their user can read."""
 
 import errno
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -125,3 +126,15 @@ def test_errors_of_a_full_disk_name_the_file(tmp_path):
         with pytest.raises(OSError) as appending:
             append_line(Full(), b"{}\n")
     assert appending.value.filename == str(tmp_path / "lines") and (tmp_path / "lines").read_bytes() == b"{}\n"
+
+
+def test_a_file_is_hashed_again_only_if_it_has_changed(tmp_path, monkeypatch):
+    read, real = [], files.sha256
+    monkeypatch.setattr(files, "sha256", lambda file: read.append(file) or real(file))
+    table = tmp_path / "table.csv"
+    table.write_text("1,2")
+    first = [files.sha256_once(table) for _ in range(3)]
+    table.write_text("1,3")
+    os.utime(table, ns=(0, 1))  # the clock of the file system may not have ticked
+    assert [*first, files.sha256_once(table)] == [hashlib.sha256(text).hexdigest() for text in [b"1,2"] * 3 + [b"1,3"]]
+    assert read == [table, table]
