@@ -31,7 +31,7 @@ ALLOWED = {  # package -> packages of ours that its modules may import, beside t
     "run_directory": {"errors", "system", "security"},
     "config": {"errors", "plugins", "system", "security", "core", "run_directory"},
     "data": {"errors", "plugins", "system", "security", "core", "config"},
-    "nn": {"errors", "core"},
+    "nn": {"errors", "system", "core"},
     "engine": {"errors", "plugins", "system", "core", "data", "nn"},
     "checkpoint": {"errors", "system", "core", "run_directory"},
     "tracking": {"errors", "plugins", "system", "security", "core", "config", "run_directory"},

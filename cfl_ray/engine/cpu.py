@@ -1,13 +1,12 @@
 """The CPU of this process: its model, and the instructions that PyTorch uses on it."""
 
 import platform
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
 from cfl_ray.errors import ConfigError
 from cfl_ray.system.instructions import instructions_environment
+from cfl_ray.system.machine import cpu_info
 
 
 def instruction_set() -> str:
@@ -28,9 +27,4 @@ def check_instructions(wanted: str | None, where: str) -> None:
 
 def model() -> str:
     """The name of the CPU, e.g. "AMD EPYC"; the name of its architecture if the system reports none."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.machine()
+    return cpu_info("model name") or platform.machine()

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,12 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
+from cfl_ray.nn.products import Factor, add_product, factor_of, multiply
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
+_FEW = 8  # channels x kernel width below which a product for each row of the kernel is slower than a single one
+_KEPT_SHAPES = 8  # of inputs
 _MANY = 1 << 14  # values from which PyTorch's elementwise functions are faster than NumPy's, for all their longer calls
 
 
@@ -101,60 +106,117 @@ class Linear(Layer):
 
 
 class PatchConvolution(Layer):
-    """Convolution in the layout (C, H, W, B), without bias: one product of the weights and all patches."""
+    """Convolution in the layout (C, H, W, B), without bias.
+
+    The input is copied once for each column of the kernel: (C, kernel width, H, out width, B). In this copy, the values
+    that row i of the kernel multiplies are contiguous, from line i on, so the output is a sum of products, one for each
+    row of the kernel. With few channels the input is copied for each value of the kernel, for a single product.
+    """
 
     def __init__(self, weight: Array, grad_weight: Array, stride: tuple[int, int], padding: tuple[int, int]):
         super().__init__()
-        self.kernel, self.stride, self.padding = weight.shape[2:], stride, padding
-        self.weight, self.grad_weight = weight.reshape(len(weight), -1), grad_weight.reshape(len(weight), -1)
-
-    def _patches(self, x: Array) -> tuple[Array, Array]:
-        """All patches (C, kernel height, kernel width, H, W, B) of the padded input, as a view, and that input."""
-        channels, height, width, batch = x.shape
-        (rows, columns), (down, right) = self.padding, self.stride
-        if rows or columns:
-            padded = self.buffers.get("padded", (channels, height + 2 * rows, width + 2 * columns, batch))
-            padded.fill(0)
-            padded[:, rows : rows + height, columns : columns + width] = x
-            x = padded
-        out_height = (x.shape[1] - self.kernel[0]) // down + 1
-        out_width = (x.shape[2] - self.kernel[1]) // right + 1
-        c, h, w, b = x.strides
-        strides = (c, h, w, h * down, w * right, b)
-        return as_strided(x, (channels, *self.kernel, out_height, out_width, batch), strides), x
+        outputs, channels, height, width = weight.shape
+        self.stride, self.padding = stride, padding
+        copied_rows = height if channels * width < _FEW else 1  # of the kernel
+        split = (outputs, channels, height // copied_rows, copied_rows, width)
+        self.weight, self.grad_weight = (w.reshape(split).transpose(2, 0, 1, 3, 4) for w in (weight, grad_weight))
+        # contiguous, a matrix (O, C x copied rows x kernel width) for each product
+        self.weights, self.grad_weights = (torch.empty(w.shape).numpy() for w in (self.weight, self.grad_weight))
+        matrices, grad_matrices = (w.reshape(*w.shape[:2], -1) for w in (self.weights, self.grad_weights))
+        self.factors, self.grad_factors = list(map(factor_of, matrices)), list(map(factor_of, grad_matrices))
+        self.transposed = [factor_of(matrix.T) for matrix in matrices]
+        self.patches: dict[tuple[int, ...], Patches] = {}  # by shape of the input
 
     def forward(self, x: Array) -> Array:
-        self.in_shape = x.shape
-        view, padded = self._patches(x)
-        self.padded_shape, self.out_shape = padded.shape, view.shape[3:]
-        patches = self.buffers.get("patches", view.shape)
-        np.copyto(patches, view)
-        self.patches = patches.reshape(self.weight.shape[1], -1)
-        out = self.buffers.get("out", (len(self.weight), math.prod(self.out_shape)))
-        return np.matmul(self.weight, self.patches, out=out).reshape(-1, *self.out_shape)
+        if x.shape not in self.patches:
+            self.patches = self.patches if len(self.patches) < _KEPT_SHAPES else {}
+            self.patches[x.shape] = Patches(self, x.shape)
+        self.latest = patches = self.patches[x.shape]
+        patches.copy(x)
+        np.copyto(self.weights, self.weight)
+        multiply(self.factors[0], patches.factors[0], patches.out_factor)
+        for weight, factor in zip(self.factors[1:], patches.factors[1:], strict=True):
+            add_product(weight, factor, patches.out_factor)
+        return patches.out
 
     def backward(self, grad: Array, needs_input: bool) -> Array:
-        flat = grad.reshape(len(grad), -1)
-        np.matmul(flat, self.patches.T, out=self.grad_weight)
-        if not needs_input:
-            return grad
-        (rows, columns), (down, right) = self.padding, self.stride
-        height, width = self.out_shape[:2]
-        grad_patches = np.matmul(self.weight.T, flat, out=self.buffers.get("grad patches", self.patches.shape))
-        grad_patches = grad_patches.reshape(self.in_shape[0], *self.kernel, *self.out_shape)
-        # two sums, over the columns and then over the rows of the kernel, add fewer values in longer runs than one sum
-        channels, _, padded_width, batch = self.padded_shape
-        grad_rows = self.buffers.get("grad rows", (channels, self.kernel[0], height, padded_width, batch))
-        grad_rows.fill(0)
-        for j in range(self.kernel[1]):
-            part = grad_rows[:, :, :, j : j + right * width : right]
-            np.add(part, grad_patches[:, :, j], out=part)
-        grad_padded = self.buffers.get("grad", self.padded_shape)
-        grad_padded.fill(0)
-        for i in range(self.kernel[0]):
-            part = grad_padded[:, i : i + down * height : down]
-            np.add(part, grad_rows[:, i], out=part)
-        return grad_padded[:, rows : rows + self.in_shape[1], columns : columns + self.in_shape[2]]
+        patches = self.latest
+        if not grad.flags.c_contiguous:
+            np.copyto(patches.out, grad)  # the output is not needed any more
+            grad = patches.out
+        flat = factor_of(grad.reshape(len(grad), -1))
+        for grad_weight, factor in zip(self.grad_factors, patches.factors, strict=True):
+            multiply(flat, factor.T, grad_weight)
+        np.copyto(self.grad_weight, self.grad_weights)
+        return patches.grad(self.transposed, flat) if needs_input else grad
+
+
+class Patches:
+    """The arrays of a `PatchConvolution` for one shape (C, H, W, B) of its input.
+
+    The copies are (C, copied rows, kernel width, remainders, lines, out width, B). The lines are sorted by their
+    remainder after division by the vertical stride, so that those of a row of the kernel are contiguous.
+    """
+
+    def __init__(self, layer: PatchConvolution, shape: tuple[int, ...]):
+        (channels, height, width, batch), (rows, columns), (down, right) = shape, layer.padding, layer.stride
+        products, outputs, _, copied_rows, kernel_width = layer.weights.shape
+        out_height = (height + 2 * rows - products * copied_rows) // down + 1
+        out_width = (width + 2 * columns - kernel_width) // right + 1
+        remainders = down if products > 1 else 1
+        lines = out_height + (products - 1) // down
+        self.shape = (channels, copied_rows, kernel_width, remainders, lines, out_width, batch)
+        self.padded_shape = (channels, max(height + 2 * rows, remainders * lines), width + 2 * columns, batch)
+        self.inside = (slice(None), slice(rows, rows + height), slice(columns, columns + width))
+        self.is_padded, self.stride, self.buffers = self.padded_shape != shape, layer.stride, layer.buffers
+        line = out_width * batch
+        starts = [(i % remainders * lines + i // remainders) * line for i in range(products)]
+        self.columns = [slice(start, start + out_height * line) for start in starts]  # of the copies, for each product
+        self.copies = self.buffers.get("copies", self.shape)
+        self.factors = self.factors_of(self.copies)
+        self.out = self.buffers.get("out", (outputs, out_height, out_width, batch))
+        self.out_factor = factor_of(self.out.reshape(outputs, -1))
+        self.source: Array | None = None  # of the latest copy
+
+    def factors_of(self, copies: Array) -> list[Factor]:
+        """Views (C x copied rows x kernel width, out height x out width x B) of the copies, one for each product."""
+        flat = copies.reshape(math.prod(self.shape[:3]), -1)
+        return [factor_of(flat[:, columns]) for columns in self.columns]
+
+    def windows(self, padded: Array) -> Array:
+        """A view of the padded input with the shape of the copies."""
+        (c, h, w, b), (down, right) = padded.strides, self.stride
+        return as_strided(padded, self.shape, (c, h, w, h, h * down, w * right, b))
+
+    def copy(self, x: Array) -> None:
+        """Fills the copies."""
+        if self.is_padded:
+            padded = self.buffers.get("padded", self.padded_shape)
+            padded.fill(0)
+            padded[self.inside] = x
+            x = padded
+        if x is not self.source:
+            self.source, self.view = x, self.windows(x)
+        np.copyto(self.copies, self.view)
+
+    @cached_property
+    def grads(self) -> tuple[Array, list[Factor], Array, list[tuple[Array, Array]]]:
+        """Gradients at the copies, as an array and as factors, and at the padded input; and the sums between these."""
+        copies, padded = self.buffers.get("grad copies", self.shape), self.buffers.get("grad", self.padded_shape)
+        windows = self.windows(padded)
+        sums = [(windows[:, i, j], copies[:, i, j]) for i, j in np.ndindex(self.shape[1:3])]
+        return copies, self.factors_of(copies), padded, sums
+
+    def grad(self, weights: Sequence[Factor], grad_out: Factor) -> Array:
+        """The gradient at the input."""
+        copies, factors, padded, sums = self.grads
+        copies.fill(0)
+        for weight, factor in zip(weights, factors, strict=True):
+            add_product(weight, grad_out, factor)
+        padded.fill(0)
+        for total, part in sums:
+            np.add(total, part, out=total)
+        return padded[self.inside]
 
 
 class ChannelsLastConvolution(Layer):

@@ -374,7 +374,8 @@ def task_of(network: Network, local: LocalSGD = SGD, size: int = 10, y=None, **f
 @pytest.mark.parametrize("factory, shape", NETWORKS.values(), ids=NETWORKS)
 def test_is_sequential_for(factory, shape):
     network = network_of(factory, shape)
-    steps = 1 if network.spec.size > 1e6 or network.batch_statistics else None  # these amplify rounding
+    amplifies_rounding = network.spec.size > 1e6 or network.batch_statistics or len(network.spec.ends) > 50
+    steps = 1 if amplifies_rounding else None
     assert_same(network, [task_of(network, replace(SGD, steps=steps))], manual, ATOL)
 
 

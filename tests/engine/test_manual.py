@@ -14,12 +14,14 @@ from training_tasks import FLAT, assert_same, mlp, rows, tasks_of
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.engine import manual, sequential
 from cfl_ray.models import REGISTRY, recipe
+from cfl_ray.nn import products
 from cfl_ray.nn.network import Network
-from cfl_ray.nn.operations import MaxPool
+from cfl_ray.nn.operations import MaxPool, PatchConvolution
 from cfl_ray.nn.passes import passes_of
 
 pytestmark = pytest.mark.cpu
 
+requires_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="PyTorch without MKL")
 IMAGE, COLOUR = (1, 16, 16), (3, 17, 16)
 UNSUPPORTED_MODELS = {"resnet9"}
 LARGER_IMAGES = {"vgg16"}  # of at least 32x32
@@ -153,9 +155,36 @@ class TestIsSequentialFor:
         local = replace(LOCALS["momentum and weight decay"], persist=True)
         velocity = 0.1 * torch.randn(network.spec.trained, generator=torch.Generator().manual_seed(0))
         before = velocity.clone()
-        assert_same(network, tasks_of(network, [10], local, velocity=velocity), manual)
+        assert_same(network, tasks_of(network, [10], local, velocity=velocity), manual, 3e-5)
         assert_same(network, tasks_of(network, [10], local), manual)
         assert torch.equal(velocity, before), "the stored buffer is not changed in place"
+
+
+class TestConvolution:
+    @pytest.mark.parametrize("mkl", [False, pytest.param(True, marks=requires_mkl)])
+    @pytest.mark.parametrize("channels", [1, 3])
+    @pytest.mark.parametrize("kernel", [(1, 1), (2, 4), (5, 3)])
+    @pytest.mark.parametrize("stride", [(1, 1), (1, 2), (2, 1), (3, 2)])
+    @pytest.mark.parametrize("padding", [(0, 0), (2, 1)])
+    def test_is_that_of_pytorch(self, channels, kernel, stride, padding, mkl, monkeypatch):
+        monkeypatch.setattr(products, "_MKL", mkl)
+        draw = torch.Generator().manual_seed(0)
+        weight = torch.randn(4, channels, *kernel, generator=draw)
+        grad_weight = np.empty(weight.shape, np.float32)
+        ours = PatchConvolution(weight.numpy(), grad_weight, stride, padding)
+        for height, width, batch in ((7, 8, 3), (9, 6, 1), (7, 8, 3)):  # arrays are kept by shape
+            x = torch.randn(batch, channels, height, width, generator=draw).requires_grad_()
+            w = weight.clone().requires_grad_()
+            out = torch.conv2d(x, w, None, stride, padding)
+            grad = torch.randn(out.shape, generator=draw)
+            expected = out, *torch.autograd.grad(out, (w, x), grad)
+            innermost = ours.forward(x.detach().movedim(0, -1).contiguous().numpy()).copy()
+            from_grad = ours.backward(np.moveaxis(grad.numpy(), 0, -1), True)  # not contiguous
+            found = [torch.from_numpy(array) for array in (innermost, grad_weight, from_grad)]
+            for value, other in zip(
+                (found[0].movedim(-1, 0), found[1], found[2].movedim(-1, 0)), expected, strict=True
+            ):
+                assert torch.allclose(value, other, atol=1e-5)
 
 
 class TestMaxPool:
