@@ -29,7 +29,17 @@ class Address:
 
     seed: int
     round: int
-    exchange: int
+    exchange: int  # from 1 in the training of a round, negative in its evaluation
+
+    @property
+    def in_evaluation(self) -> bool:
+        """Whether the exchange belongs to the evaluation of the round."""
+        return self.exchange < 0
+
+    @property
+    def stage(self) -> tuple[int, bool]:
+        """The round, and whether it is evaluated or trained: models and results are shared within a stage."""
+        return self.round, self.in_evaluation
 
 
 # ---- parts of a work order: `take(index_m)` returns the part for some of the clients
@@ -326,8 +336,8 @@ class Work:
         return num_samples_M
 
     @property
-    def state_owners(self) -> np.ndarray:
-        """Keys (`keys_of`) of the client states, or of the deferred results, that this work uses."""
+    def stored_keys(self) -> np.ndarray:
+        """Keys (`keys_of`) of the client states, or of the deferred results, that this work uses, in order."""
         return self.ids_M
 
     @property
@@ -399,7 +409,7 @@ class Train(Work):
         return 1 if self.mixture is None else self.mixture.num_models
 
     @property
-    def state_owners(self) -> np.ndarray:
+    def stored_keys(self) -> np.ndarray:
         return self.ids_M if self.mixture is None else self.keys_of(self.ids_M, self.start.row_M)
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
@@ -453,7 +463,7 @@ class AverageDeferred(Work):
         return replace(kept, averaging=averaging, clip=training.clip)
 
     @property
-    def state_owners(self) -> np.ndarray:
+    def stored_keys(self) -> np.ndarray:
         return self.key_M
 
     def rows(self) -> list[Rows]:
@@ -478,7 +488,7 @@ class CombineColumns(Work):
     function: Callable[[Iterable[np.ndarray]], np.ndarray]  # of blocks (n, f) of the range's columns
 
     @property
-    def state_owners(self) -> np.ndarray:
+    def stored_keys(self) -> np.ndarray:
         return self.members
 
 
