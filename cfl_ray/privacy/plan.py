@@ -56,10 +56,10 @@ class PrivacyPlan:
         return Releases(sampled, unsampled, np.array([signatures], np.int32))
 
 
-def plan_of(experiment: Experiment, num_clients: int, label: str, dry_run: Any) -> PrivacyPlan:
+def plan_of(experiment: Experiment, num_clients: int, label: str, dry_rounds: Any) -> PrivacyPlan:
     """The plan of a method.
 
-    dry_run: iterates over rounds of the method with a given `PrivateRun`, without training. Raises ConfigError for a
+    dry_rounds: iterates over rounds of the method with a given `PrivateRun`, without training. Raises ConfigError for a
     method that cannot be private, and for a budget that is exceeded in round 1.
     """
     config = experiment.private_clients
@@ -80,7 +80,7 @@ def plan_of(experiment: Experiment, num_clients: int, label: str, dry_run: Any) 
         signatures=config.signatures,
         noise_scale=cohort / config.extrapolate.cohort if config.extrapolate else 1.0,
     )
-    rounds = _releases(unit, label, dry_run)
+    rounds = _releases(unit, label, dry_rounds)
 
     def with_noise(z: float) -> PrivacyPlan:
         adaptive = AdaptiveClip(config.quantile, config.clip_lr, config.count_noise or max(cohort / 20, z))
@@ -105,11 +105,11 @@ def plan_of(experiment: Experiment, num_clients: int, label: str, dry_run: Any) 
     return plan
 
 
-def _releases(privacy: Privacy, label: str, dry_run: Any) -> list[Releases]:
+def _releases(privacy: Privacy, label: str, dry_rounds: Any) -> list[Releases]:
     """The releases of each of the first rounds."""
     run, releases = PrivateRun(privacy, Noise(b"")), []
     try:
-        for _ in dry_run(run):
+        for _ in dry_rounds(run):
             run.end_round()
             releases.append(run.releases)
             run.releases = Releases()
