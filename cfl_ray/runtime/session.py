@@ -22,7 +22,7 @@ from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.setup.engine_choice import compute_device, engine_choice
+from cfl_ray.setup.engine_choice import compute_device, engine_choice, measured_engine
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.threads import one_thread
 
@@ -86,9 +86,7 @@ class InProcessSession:
         self.choice = engine_choice(
             setup,
             autotune.device_name(self.device),
-            lambda: autotune.measure(
-                self.worker.network, setup.federation, setup.local, setup.experiment.seed, setup.division
-            ),
+            lambda: measured_engine(setup, self.worker.network),
             kept.engine if (kept := read_environment(run_dir)) else None,
         )
         self.worker.engine = self.choice.engine

@@ -1,4 +1,4 @@
-"""Rounds of a method without training: what its clients receive, train and upload in a round."""
+"""Rounds of a method without training, which count the numbers that its clients receive, train and upload."""
 
 import math
 from collections import Counter
@@ -29,7 +29,7 @@ from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.system.threads import one_thread
 
-MIXTURE_WEIGHTS = "mixture weights"  # in the names of what a client keeps
+MIXTURE_WEIGHTS = "mixture weights"  # among the names of the values that a client keeps
 
 
 @dataclass(frozen=True)

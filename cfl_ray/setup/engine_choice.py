@@ -9,6 +9,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.engine import autotune
 from cfl_ray.engine.kept_choices import kept_choice
 from cfl_ray.errors import ConfigError
+from cfl_ray.nn.network import Network
 from cfl_ray.setup.setup import Setup
 
 
@@ -27,6 +28,11 @@ def engine_choice(
     file = Path(setup.experiment.output) / "engine-choices.json"
     key = autotune.cache_key(setup.network(), setup.local, setup.division, device)
     return kept_choice(file, key, measured)
+
+
+def measured_engine(setup: Setup, network: Network) -> autotune.EngineChoice:
+    """The fastest engine for the experiment in this process, measured with this network."""
+    return autotune.measure(network, setup.federation, setup.local, setup.experiment.seed, setup.division)
 
 
 def compute_device(experiment: Experiment, has_gpu: bool) -> str:

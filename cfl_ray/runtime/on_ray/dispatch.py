@@ -96,9 +96,9 @@ class Dispatch:
 
     def _all_free(self) -> list[Host]:
         """The ready hosts by number of calls, ascending; waits for a host if no call is in progress."""
-        hosts = [host for host in self.pool.hosts if host.starting is None] if self.under_way else self.pool.ready()
+        hosts = [host for host in self.pool.hosts if host.is_ready] if self.under_way else self.pool.ready()
         # hosts that were added later may wait for room for hours, so they are not the home of a chunk yet
-        expected = [host for host in self.pool.hosts if host.starting is None or not host.added]
+        expected = [host for host in self.pool.hosts if host.is_ready or not host.added]
         self._known, self._hosts = self.pool.changes, [host.number for host in expected]
         self._ready = [host.number for host in hosts]
         return sorted(hosts, key=self._calls_of)
@@ -110,7 +110,7 @@ class Dispatch:
         """Gives each of these hosts a first call, then each a second call."""
         for calls in range(_CALLS_PER_HOST):
             for host in free:
-                if self._calls_of(host) > calls or host.starting is not None:
+                if self._calls_of(host) > calls or not host.is_ready:
                     continue
                 if not self.schedule:
                     return
