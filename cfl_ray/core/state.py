@@ -40,7 +40,7 @@ class State:
 
     @classmethod
     def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int, evaluated: int) -> int:
-        """Most numbers of float32 that a round needs on the server for what is kept `of_each_client`.
+        """Most float32 numbers that a round needs on the server for the values kept `of_each_client`.
 
         seen: number of clients that have taken part. cohort: number of clients of the round. evaluated: number of
         clients that are tested after it.

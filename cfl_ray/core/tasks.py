@@ -1,4 +1,4 @@
-"""Tasks: what clients learn. A task is a loss, the kind of its targets, and the metrics that its models are scored by.
+"""Tasks, which clients learn. A task is a loss, the kind of its targets, and the metrics that its models are scored by.
 
 targets    of n samples            outputs of the network    tasks
 class      int64 (n,)              (n, C)                    classification
@@ -66,7 +66,7 @@ class Task:
 
     @property
     def is_classification(self) -> bool:
-        """Whether clients learn classes by cross entropy: what every engine supports."""
+        """Whether clients learn classes by cross entropy, which every engine supports."""
         return self.loss is cross_entropy
 
     @property

@@ -58,7 +58,8 @@ def aggregate(
     if isinstance(rule, ClippingRule):
         at_E = at_M[averaging.client_E]
         return _clipped_mean(rule, backend, training, outcome, ids_M, averaging, valid_M, at_E)
-    columns = uploaded_columns(training.tables[training.start.table].shape[1], training.client_state)
+    size = training.tables[training.start.table].shape[1]
+    columns = uploaded_columns(size, training.client_state)
     chosen: list[tuple[int, int, float]] = []  # (output row, member, weight) of rows that are weighted means
     means: dict[int, Tensor] = {}
     for out in np.unique(averaging.out_E).tolist():
@@ -72,7 +73,7 @@ def aggregate(
                 values, cuts = _combined(function, backend, training, key_M[member_n], columns)
                 parts = [part[: stop - start] for part, (start, stop) in zip(values, cuts, strict=True)]
                 # private columns stay 0, until `Updates` fills them in
-                means[out] = torch.zeros(training.tables[training.start.table].shape[1], dtype=torch.float64)
+                means[out] = torch.zeros(size, dtype=torch.float64)
                 columns.put(means[out], torch.from_numpy(np.concatenate(parts)))
                 continue
             values, _ = _combined(squared_distances, backend, training, key_M[member_n], columns)
@@ -163,7 +164,7 @@ def _clipped_mean(
 def range_cuts(rule: Any, size: int, state: ClientState | None, clients: int) -> np.ndarray:
     """The columns, int64 and ascending, at which results of `size` columns of this many clients are cut for a rule.
 
-    None for a rule that needs no columns of all results. No range has both private and uploaded columns.
+    Empty for a rule that needs no columns of all results. No range has both private and uploaded columns.
     """
     if not isinstance(rule, ColumnRule | WeightRule):
         return np.zeros(0, np.int64)
@@ -177,7 +178,7 @@ def range_cuts(rule: Any, size: int, state: ClientState | None, clients: int) ->
 
 
 def uploaded_columns(size: int, state: ClientState | None) -> Columns:
-    """All columns except the private ones."""
+    """All columns except private columns."""
     everything = Columns(((0, size),))
     if state is None or not state.private:
         return everything

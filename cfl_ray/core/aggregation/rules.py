@@ -73,7 +73,7 @@ class MultiKrum:
         return found_n
 
     def suspects(self, count: int) -> int:
-        """The number f among `count` results: as configured, but at most what n >= 2 f + 3 allows."""
+        """The number f among `count` results: as configured, but at most the largest with n >= 2 f + 3."""
         wanted = self.attackers if isinstance(self.attackers, int) else int(self.attackers * count + 1e-9)
         return min(wanted, max((count - 3) // 2, 0))
 
