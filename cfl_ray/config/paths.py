@@ -1,6 +1,6 @@
 """Paths in a config: to data, and to Python files as `file.py:Name`.
 
-A YAML file may name files relative to its own folder. What a run records must be found from any folder, so the record
+A YAML file may name files relative to its own folder. The record of a run must be valid in any working directory, so it
 has absolute paths, and also keeps the paths as they were written, which the config hash covers.
 """
 

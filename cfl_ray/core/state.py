@@ -33,7 +33,7 @@ class State:
 
     models_KP: Tensor  # float32 (K, P): the cluster models
     assign_N: np.ndarray  # int32 (N,): cluster of each client, UNASSIGNED for a client without one
-    # stage of the clustering, such as "warmup" or "federate"; by keyword, so that fields of a subclass need no default
+    # of the clustering, such as "warmup" or "federate"; by keyword, so that fields of a subclass need no default
     phase: str = field(default="federate", kw_only=True)
 
     of_each_client: ClassVar[str] = ""  # kept on the server for each client that has taken part, such as "a model"

@@ -227,7 +227,7 @@ class ChangedFederation(FederationView):
         """Returns the samples rotated, relabelled and in the domain of `data`; samples: of the client `data.source`.
 
         part: name of these samples, a part of the random key of a domain's noise. rows: of a test set, whose samples
-            have a noise of their own each, so that any of them can be drawn alone; None: one draw for all.
+            have separate draws, so that some of them can be drawn alone; None: one draw for all.
         """
         x, y = samples
         x = torch.rot90(x, data.turns, (-2, -1)).contiguous() if data.turns else x
@@ -244,7 +244,7 @@ class ChangedFederation(FederationView):
 
 @dataclass(frozen=True)
 class _RowDraws:
-    """Draws of some rows of a test set, each from a random key of its own."""
+    """Draws of some rows of a test set, each from a separate random key."""
 
     seed: int
     test_set: int

@@ -182,7 +182,7 @@ class Federation(ABC):
 
 
 class FederationView(Federation):
-    """Another view of the data of `base`: what a subclass does not change is that of `base`."""
+    """The data of `base`, except those that a subclass changes."""
 
     def __init__(self, base: Federation) -> None:
         self._base = base

@@ -95,13 +95,22 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         groups = len({client.group for client in plan.clients if client.group >= 0})
         test_sets, size = len(plan.test_sets), shard_bytes(plan)
     samples = int(num_samples_N.min()), float(np.median(num_samples_N)), int(num_samples_N.max())
-    return FederationSummary(len(num_samples_N), samples, groups, shape, test_sets, view, size, num_samples_N)
+    return FederationSummary(
+        clients=len(num_samples_N),
+        samples=samples,
+        groups=groups,
+        shape=shape,
+        test_sets=test_sets,
+        view=view,
+        bytes=size,
+        num_samples_N=num_samples_N,
+    )
 
 
 def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | None:
-    """Returns what needs no files of a data set: a federation, or a function's samples without clients.
+    """Returns data that need no files of a data set: a federation, or a function's samples without clients.
 
-    None for the data sets that `locate` finds.
+    None for the data sets that `locate` knows.
     """
     if isinstance(data, GeneratedConfig):
         return _generated(data, seed)

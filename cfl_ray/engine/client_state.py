@@ -65,7 +65,7 @@ def stored_velocity(value: Tensor | None, client_state: ClientState, start_P: Te
 
 
 class KeepsClientStates:
-    """The part of a backend that answers for the states of its clients."""
+    """The methods of a backend that read, drop and restore the states of its clients."""
 
     client_states: "ClientStateStore"
 

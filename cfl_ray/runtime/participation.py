@@ -1,4 +1,7 @@
-"""The clients of a round: its cohort, the part of it that counts in virtual time, or clients whose updates arrive."""
+"""The clients of a round: its cohort; with virtual time, those of the cohort that finish in time.
+
+In an asynchronous round: the clients whose updates arrive.
+"""
 
 import numpy as np
 from torch import Tensor

@@ -14,7 +14,7 @@ from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.precision import products_in
-from cfl_ray.plugins.calling import call_plugin, place_of
+from cfl_ray.plugins.calling import call_plugin, parse_choice, place_of
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.results.environment import Environment, HostEnvironment, described, read_environment
 from cfl_ray.results.run_record import stored_hash
@@ -101,15 +101,13 @@ class InProcessSession:
     def _backend(self) -> Any:
         """A new backend. Raises ConfigError for a plugin that is not a backend."""
         runtime = self.setup.experiment.runtime
-        part, options = (
-            next(iter(runtime.backend.items())) if isinstance(runtime.backend, dict) else (runtime.backend, {})
-        )
+        part, options = parse_choice("runtime.backend", runtime.backend)
         if part in BACKENDS.builtin:
             return InProcessBackend(self.worker, bool(runtime.clients_per_host))
         backend_class = BACKENDS.resolve(part)
         if not isinstance(backend_class, type):
             raise ConfigError(f"backend {place_of(backend_class)} is {type(backend_class).__name__}, expected a class")
-        backend = call_plugin("backend", partial(backend_class, **(options or {})), self.worker, error=ConfigError)
+        backend = call_plugin("backend", partial(backend_class, **options), self.worker, error=ConfigError)
         if missing := [name for name in _BACKEND_PARTS if not hasattr(backend, name)]:
             raise ConfigError(
                 f"backend {place_of(backend_class)} has no {missing[0]!r}; "

@@ -165,7 +165,9 @@ def traffic(
         deferred = max(backend.deferred, default=0)
     else:
         deferred = cohort * backend.kept.get(MIXTURE_WEIGHTS, 1)  # a robust rule needs all results together
-    return TrafficEstimate(mbit[0], mbit[1], models, deferred, load, backend.kept)
+    return TrafficEstimate(
+        first_round=mbit[0], later_round=mbit[1], models=models, deferred=deferred, load=load, kept=backend.kept
+    )
 
 
 def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape: DataShape, rounds: int) -> str:

@@ -68,9 +68,9 @@ class MultiKrum:
 
     def weigh(self, squared_nn: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
         chosen_m = self.chosen(squared_nn)
-        found_n = np.zeros(len(squared_nn))
-        found_n[chosen_m] = 1 / len(chosen_m)
-        return found_n
+        share_n = np.zeros(len(squared_nn))
+        share_n[chosen_m] = 1 / len(chosen_m)
+        return share_n
 
     def suspects(self, count: int) -> int:
         """The number f among `count` results: as configured, but at most the largest with n >= 2 f + 3."""
