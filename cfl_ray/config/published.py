@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from cfl_ray.config.experiment import read_yaml
 from cfl_ray.config.explanation import WholeConfig
+from cfl_ray.config.reading import read_yaml
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError, did_you_mean
 
