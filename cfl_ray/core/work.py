@@ -618,7 +618,7 @@ class Exclusion:
 
 @dataclass
 class ChunkResult:
-    """Results of one chunk: arrays whose first axis are its clients. Weighted sums stay on the host."""
+    """Results of one chunk: arrays with a first axis of its clients. Weighted sums stay on the host."""
 
     index_m: np.ndarray  # the chunk's clients, as positions among the M clients of the work
     arrays: dict[str, np.ndarray]
