@@ -88,7 +88,7 @@ class Clients:
     history: History | None = field(repr=False, default=None)
     replay: Replay | None = field(repr=False, default=None)  # set by `replaying`
     aggregation: AggregationRule = Mean()  # used in every average
-    server: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
+    server_moments: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
     num_scores: int = 3  # of a test: the metrics of the task, then the loss
     protection: Protection = field(repr=False, default=Protection())  # hides uploads of single clients
     # returns the scores (M, num_scores) of the clients with the models of a Serving; None: outside of an evaluation
@@ -455,17 +455,17 @@ class Clients:
         number: int | None,
     ) -> Updates:
         """The updates of the exchange `work`, with noise on the sums of the exchange `address` in a private run."""
-        server = None if averaging is None else self.server
+        moments = None if averaging is None else self.server_moments
         if averaging is not None:
             outcome = self.protection.noisy_sums(outcome, averaging, address, self.spec, work.models_per_client)
-        if server is not None and number is None:
-            number = server.next_average()
+        if moments is not None and number is None:
+            number = moments.next_average()
         return Updates(
             outcome,
             averaging,
             private,
             work,
-            server=server,
+            server_moments=moments,
             average=number or 0,
             trained=self.spec.trained,
             received=self.received,
@@ -489,8 +489,8 @@ class Clients:
 
     def restart_moments(self, models_KP: Tensor) -> None:
         """Resets the moments of these models of merged clusters in the server optimiser, if the run has one."""
-        if self.server is not None:
-            self.server.forget(models_KP)
+        if self.server_moments is not None:
+            self.server_moments.forget(models_KP)
 
     def losses(
         self,

@@ -34,10 +34,6 @@ class Scores:
         """The first metric of the task; accuracy for classes."""
         return self.table_MV[:, 0]
 
-    @property
-    def loss_M(self) -> np.ndarray:
-        return self.table_MV[:, -1]
-
 
 @dataclass
 class Evaluator:

@@ -72,7 +72,7 @@ class RoundLoop:
 
         # the method
         self.steps = CheckedMethod(self.method, network.spec.size)
-        self.server = None if (step := self.method.server_step) is None else ServerMoments(step)
+        self.server_moments = None if (step := self.method.server_step) is None else ServerMoments(step)
         self.backend = ReusingBackend(backend, setup.federation, setup.attack.ids)
         self.client_privacy = ClientPrivacy.of(setup, label, store)
         self.private_run = None if self.client_privacy is None else self.client_privacy.run
@@ -187,8 +187,8 @@ class RoundLoop:
             snapshot = self._first()
         else:
             snapshot = self._decoded(checkpoint)
-            if self.server is not None:
-                self.server.restore(snapshot.moments)
+            if self.server_moments is not None:
+                self.server_moments.restore(snapshot.moments)
             self.participation.restore(snapshot.time)
             self.backend.restore(checkpoint.client_states())
             notes = (*checkpoint.refused, f"goes on after round {self.saved}")
@@ -260,8 +260,8 @@ class RoundLoop:
     def _train(self, cohort: Cohort, received: Received | None, draft: RoundDraft) -> None:
         """Runs the method's round with its cohort."""
         before = self.state
-        if self.server is not None:
-            self.server.begin()
+        if self.server_moments is not None:
+            self.server_moments.begin()
         if len(cohort.ids_M) or self.client_privacy is not None:
             test_locally = self.experiment.evaluation.local
             clients = self.clients_of(cohort.ids_M, draft.round, draft.stats, test_locally=test_locally)
@@ -299,7 +299,7 @@ class RoundLoop:
         if self.store is None:
             return
         self.diagnostics.resolve()
-        moments = {} if self.server is None else self.server.to_tensors()
+        moments = {} if self.server_moments is None else self.server_moments.to_tensors()
         report = replace(draft.report("saving", False, ()), diagnostics=self.diagnostics.reported)
         snapshot = Snapshot(
             self.state,
@@ -342,7 +342,7 @@ class RoundLoop:
             reachable=lambda: self.participation.reachable(round),
             history=partial(distinct_rounds, self.membership.federation, round),
             aggregation=self.method.aggregation_rule,
-            server=self.server,
+            server_moments=self.server_moments,
             num_scores=self.num_scores,
             protection=Protection(self.private_run, self.setup.secure),
         )
