@@ -181,23 +181,23 @@ class Experiment(WholeConfig):
         return resolve_task(self.task).targets
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every key with its value in the types of YAML; objects made in Python appear by their names."""
+        """Every key with its value in the types of YAML; objects made in Python appear by their names."""
         values = self.model_dump(exclude={"tracking": {"trackers"}}) | {"methods": self.methods}
         values["tracking"]["trackers"] = self.tracking.trackers
         return json.loads(json.dumps(values, default=_name_of))
 
     def to_yaml(self, credentials: bool = True) -> str:
-        """Returns the resolved config; loading it gives an equal experiment if it has the credentials of its URIs."""
+        """The resolved config; loading it gives an equal experiment if it has the credentials of its URIs."""
         values = self.to_dict() if credentials else redact_values(self.to_dict())
         return yaml.safe_dump(values, sort_keys=False, width=120)
 
     def to_dict_as_written(self) -> dict[str, Any]:
-        """Returns every key with its value; paths that the record of a run made absolute are as they were written."""
+        """Every key with its value; paths that the record of a run made absolute are as they were written."""
         values: dict[str, Any] = with_replaced(self.to_dict(), self._written)
         return values
 
     def to_record(self) -> str:
-        """Returns the resolved config with absolute paths, which are valid in any working directory.
+        """The resolved config with absolute paths, which are valid in any working directory.
 
         It has no credentials; `load` inserts those that this user has used before.
 
@@ -213,7 +213,7 @@ class Experiment(WholeConfig):
 
     @property
     def has_objects(self) -> bool:
-        """Returns whether data, model or methods are a user's objects made in Python, which a record only names."""
+        """Whether data, model or methods are a user's objects made in Python, which a record only names."""
         objects = [part for part in (self.model.name, *self.methods) if not isinstance(part, str | dict)]
         own = [part for part in objects if not getattr(part, "__module__", "").startswith("cfl_ray.")]
         return self.data.federation is not None or bool(own)
@@ -292,7 +292,7 @@ def _name_of(value: Any) -> Any:
 
 
 def _hashed_method(entry: Any) -> Any:
-    """Returns [name, options] of an entry of `methods`, without its label and the defaults of shared options."""
+    """[name, options] of an entry of `methods`, without its label and the defaults of shared options."""
     entry = _name_of(entry) if is_dataclass(entry) else entry
     name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, None)
     if not isinstance(options, dict) or not options:
@@ -307,7 +307,7 @@ def _hashed_method(entry: Any) -> Any:
 
 
 def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) -> LocalConfig:
-    """Returns the section `local` with some keys changed. Raises ConfigError with `where` in its message."""
+    """The section `local` with some keys changed. Raises ConfigError with `where` in its message."""
     try:
         return LocalConfig(**(local.model_dump() | dict(changes)))
     except ValidationError as error:

@@ -21,7 +21,7 @@ PARTS = {path: kinds for path, info in keys_of(Experiment) if (kinds := kinds_of
 
 
 def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment:
-    """Returns the experiment of a YAML file with `section.key=value` overrides. Raises ConfigError.
+    """The experiment of a YAML file with `section.key=value` overrides. Raises ConfigError.
 
     file: None for the built-in example, whose events follow the number of clients. A relative path in a file (a data
     folder, a Python file) is looked for in the file's folder, then in the working directory; those of overrides are
@@ -45,7 +45,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
 
 
 def _located(values: dict[str, Any], file: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
-    """Returns the values of a file with paths that are valid in the working directory, and with known credentials.
+    """The values of a file with paths that are valid in the working directory, and with known credentials.
 
     Also returns, for the record of a run, the paths as written by present path, and the new paths by recorded path.
     """
@@ -58,7 +58,7 @@ def _located(values: dict[str, Any], file: Path) -> tuple[dict[str, Any], dict[s
 
 
 def _events_for(events: list[dict[str, Any]], data: Any) -> list[dict[str, Any]]:
-    """Returns the events of the built-in experiment for another number of clients: the last clients join later.
+    """The events of the built-in experiment for another number of clients: the last clients join later.
 
     An empty list for data whose number of clients is not in the config.
     """
@@ -77,7 +77,7 @@ def _events_for(events: list[dict[str, Any]], data: Any) -> list[dict[str, Any]]
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """Returns the keys and values of a YAML file. Raises ConfigError."""
+    """The keys and values of a YAML file. Raises ConfigError."""
     text = read_text(file, follow=True)
     if text is None:
         advice = "`cfl-ray run` without a file runs the built-in example"
@@ -94,7 +94,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def split_override(override: str) -> tuple[list[str], Any]:
-    """Returns the path and the value of SECTION.KEY=VALUE. Raises ConfigError."""
+    """The path and the value of SECTION.KEY=VALUE. Raises ConfigError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {override!r} must look like section.key=value, e.g. local.lr=0.05")
@@ -125,7 +125,7 @@ def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> 
 
 
 def _with_option(entries: list[Any], label: str, path: list[str], value: Any, where: str) -> list[Any]:
-    """Returns the entries of `methods` with an option of the method `label` set."""
+    """The entries of `methods` with an option of the method `label` set."""
     if not path:
         raise ConfigError(f"{where}: name an option of {label}, as in methods.{label}.OPTION")
     updated, labels = [], []

@@ -50,7 +50,7 @@ class FederationSummary:
 def build(
     data: DataConfig, seed: int, shards: str | Path, progress: Progress | None = None, targets: str = "class"
 ) -> Federation:
-    """Returns the federation that `data` and `seed` describe, with its shards in a folder below `data.shards`.
+    """The federation that `data` and `seed` describe, with its shards in a folder below `data.shards`.
 
     shards: the folder for shards if `data.shards` is null. `data.shards` may also be a federation's folder that
     `cfl-ray prepare` wrote; then the raw data are not needed. targets: kind of the task's targets (`core.tasks`).
@@ -75,7 +75,7 @@ def build(
 
 
 def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardFederation:
-    """Returns the shards of a federation without shards, written into a folder below `shards` or reused."""
+    """The shards of a federation without shards, written into a folder below `shards` or reused."""
     folder = Folder(str(shards)).child(f"{name}-{_hash(federation.recipe)}")
     if read_manifest(folder) is None:
         write_shards(folder.uri, plan_of(federation), federation.recipe, federation.normalize)
@@ -83,7 +83,7 @@ def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardF
 
 
 def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationSummary:
-    """Returns the sizes of the federation that `build` would return. Reads labels but no pixels, and writes nothing."""
+    """The sizes of the federation that `build` would return. Reads labels but no pixels, and writes nothing."""
     loaded = _loaded(data, seed, targets)
     if isinstance(loaded, Federation):
         num_samples_N, shape, view = loaded.num_samples_N, loaded.shape, loaded.view
@@ -108,7 +108,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
 
 
 def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | None:
-    """Returns data that need no files of a data set: a federation, or a function's samples without clients.
+    """Data that need no files of a data set: a federation, or a function's samples without clients.
 
     None for the data sets that `locate` knows.
     """
@@ -120,7 +120,7 @@ def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | 
 
 
 def _sources(data: DataConfig, first: Source | None, targets: str) -> list[Source]:
-    """Returns the data set and, for a hybrid shift, the second data set. first: the data set if it is loaded."""
+    """The data set and, for a hybrid shift, the second data set. first: the data set if it is loaded."""
     names = [data.source, data.shift.other] if isinstance(data.shift, HybridConfig) else [data.source]
     return [first if first is not None and name == data.source else locate(name, data, targets) for name in names]
 
@@ -134,7 +134,7 @@ def _plan(
 
 
 def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: str) -> dict[str, Any]:
-    """Returns all settings that decide the content of the shards, as JSON. sources None: without the raw files."""
+    """All settings that decide the content of the shards, as JSON. sources None: without the raw files."""
     recipe: dict[str, Any] = {"data": data.to_recipe(), "seed": seed}
     if targets != "class":
         recipe["targets"] = targets
@@ -149,7 +149,7 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: 
 
 
 def _code_of(registry: Registry[Any], kind: Any) -> str:
-    """Returns the sha256 of the file that defines a plugin; without a file, the plugin's name."""
+    """The sha256 of the file that defines a plugin; without a file, the plugin's name."""
     part = registry.resolve(kind)
     try:
         source = inspect.unwrap(part.func if isinstance(part, partial) else part)
@@ -163,7 +163,7 @@ def _hash(recipe: dict[str, Any]) -> str:
 
 
 def _reuse(folder: Folder, data: DataConfig, recipe: dict[str, Any]) -> ShardFederation:
-    """Returns the existing shards in `folder`. Raises DataError if they were written with another recipe."""
+    """The existing shards in `folder`. Raises DataError if they were written with another recipe."""
     federation = open_shards(folder.uri, verify=folder.local is not None)
     given = recipe | {"data": data.to_recipe(exclude_defaults=True)}
     if difference := _difference(federation.recipe, recipe, given):
@@ -175,7 +175,7 @@ def _reuse(folder: Folder, data: DataConfig, recipe: dict[str, Any]) -> ShardFed
 
 
 def _difference(written: Any, wanted: Any, given: Any, key: str = "") -> tuple[str, object, object] | None:
-    """Returns the first key of `wanted` whose value differs in `written`, with both values; None if none differs.
+    """The first key of `wanted` whose value differs in `written`, with both values; None if none differs.
 
     given: `wanted` without defaults; an earlier version may have written no value for a key that has its default.
     """
@@ -210,7 +210,7 @@ def _generated(data: GeneratedConfig, seed: int) -> SyntheticFederation:
 
 
 def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
-    """Returns the federation of the .npz file `data.root`; `data.partition` has no effect.
+    """The federation of the .npz file `data.root`; `data.partition` has no effect.
 
     The file has the arrays x, y, clients, and optionally groups, x_test, y_test, test_clients, vocabulary (a number).
     """
