@@ -15,7 +15,7 @@ from cfl_ray.config.data import ArraysConfig, GeneratedConfig, PluginDataConfig,
 from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
 from cfl_ray.data.arrays import federation_from_arrays
-from cfl_ray.data.as_plan import plan_of
+from cfl_ray.data.as_plan import shard_plan_of
 from cfl_ray.data.columns import read_npz
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
@@ -78,7 +78,7 @@ def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardF
     """The shards of a federation without shards, written into a folder below `shards` or reused."""
     folder = Folder(str(shards)).child(f"{name}-{_hash(federation.recipe)}")
     if read_manifest(folder) is None:
-        write_shards(folder.uri, plan_of(federation), federation.recipe, federation.normalize)
+        write_shards(folder.uri, shard_plan_of(federation), federation.recipe, federation.normalize)
     return open_shards(folder.uri)
 
 
