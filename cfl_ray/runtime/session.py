@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cfl_ray.checkpoint.store import CheckpointStore
-from cfl_ray.config import BuiltinKind, RuntimeConfig
+from cfl_ray.config.runtime import BACKENDS
 from cfl_ray.core.backend import Backend
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.precision import products_in
 from cfl_ray.plugins.calling import call_plugin, parse_choice, place_of
-from cfl_ray.plugins.registry import Registry
 from cfl_ray.results.environment import Environment, HostEnvironment, described, read_environment
 from cfl_ray.results.run_record import stored_hash
 from cfl_ray.results.trained import TrainedMethod
@@ -26,14 +25,6 @@ from cfl_ray.setup.engine_choice import compute_device, engine_choice, measured_
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.threads import one_thread
 
-BACKENDS: Registry[Any] = Registry(
-    "backend",
-    {
-        "ray": BuiltinKind("on the hosts of a Ray cluster", keys=("runtime.address", "runtime.hosts")),
-        "in_process": BuiltinKind("in this process, for debugging and tests; the results are the same"),
-    },
-    RuntimeConfig.backends_group,
-)
 _BACKEND_PARTS = ["client_states", *(name for name, _ in getmembers(Backend, isfunction) if not name.startswith("_"))]
 
 
