@@ -324,6 +324,10 @@ class Work:
         """All rows of tables that the work uses."""
         return [self.frozen_model] if self.frozen_model else []
 
+    def columns_of(self, rows: Rows) -> int:
+        """P, the number of columns of the models in the table of `rows`."""
+        return self.tables[rows.table].shape[1]
+
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         """Per-client arrays (M, ...) of excluded clients, which have no update, no finite loss and no score.
 
@@ -545,7 +549,7 @@ class Describe(Work):
         if floats := getattr(self.function, "floats", None):
             length = floats(inputs, classes)
         elif self.anchor is not None:
-            length = self.tables[self.anchor.table].shape[1]
+            length = self.columns_of(self.anchor)
         else:
             length = self.sketch or 0
         return min(length, self.sketch or length)

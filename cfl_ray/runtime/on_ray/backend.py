@@ -112,7 +112,7 @@ def _left_values(work: Work) -> tuple[_LeftValues | None, list[_LeftValues]]:
     states: _LeftValues | None = None
     parts: list[_LeftValues] = []
     if isinstance(work, Train):
-        size = work.tables[work.start.table].shape[1]
+        size = work.columns_of(work.start)
         if (state := work.client_state) is not None:
             floats = (size if state.columns is None else state.columns.count) + size * work.local.persist
             states = _LeftValues(4 * floats)
@@ -190,7 +190,7 @@ class Exchange:
         work = self.work
         if self.left or not isinstance(work, Train | AverageDeferred) or work.averaging is None:
             return False
-        columns = work.tables[work.start.table].shape[1]
+        columns = work.columns_of(work.start)
         return 16 * work.averaging.num_rows * columns * chunks <= _WITH_RESULT_BYTES
 
     def _chunks(self) -> list[Chunk]:
@@ -321,7 +321,7 @@ class Exchange:
         hosts = [self.backend.pool.host(number) for number in done]
         rows = [self._output_rows(dispatch.schedule, numbers) for numbers in done.values()]
         assert isinstance(self.work, Train | AverageDeferred)
-        columns = self.work.tables[self.work.start.table].shape[1]
+        columns = self.work.columns_of(self.work.start)
         collected = Collected(self.number, [(host, of) for host, of in zip(hosts, rows, strict=True) if of], columns)
         if collected.use_tree and not self.sums.totals:
             try:
