@@ -627,10 +627,10 @@ class Clients:
         )
         arrays = self._run(work).arrays
         self.stats.traffic.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
-        feature_MF = torch.from_numpy(arrays["features"])
+        found_MF = torch.from_numpy(arrays["features"])
         if self.protection.noise is not None and not self.evaluated:
-            feature_MF = self.protection.noise.signatures_of(feature_MF, self.ids_M, work.address, "descriptions")
-        return feature_MF, arrays["valid"]
+            found_MF = self.protection.noise.signatures_of(found_MF, self.ids_M, work.address, "descriptions")
+        return found_MF, arrays["valid"]
 
     def _next_address(self) -> Address:
         self.stats.exchanges += 1

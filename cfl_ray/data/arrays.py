@@ -230,7 +230,7 @@ def _inputs(name: str, values: Array, vocabulary: int | None) -> np.ndarray:
 
 
 def numbers(name: str, x: np.ndarray) -> np.ndarray:
-    """The numbers (n, ...) as float32. Raises DataError with the first row that is not finite."""
+    """Returns the numbers (n, ...) as float32. Raises DataError with the first row that is not finite."""
     x = x.astype(np.float32, copy=False)
     _check_rows(name, np.isfinite(x), "NaN or infinity as float32")
     return x
@@ -245,7 +245,7 @@ def _check_rows(name: str, valid: np.ndarray, what: str) -> None:
 
 
 def tokens(name: str, x: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Token ids (n, ...) as int32. Raises DataError for other values than 0 .. vocabulary - 1."""
+    """Returns token ids (n, ...) as int32. Raises DataError for other values than 0 .. vocabulary - 1."""
     if not np.issubdtype(x.dtype, np.integer):
         raise DataError(f"{name} must be integers if `vocabulary` is given ({vocabulary}), got {x.dtype}")
     low, high = int(x.min()), int(x.max())

@@ -15,7 +15,7 @@ Named = tuple[str, pa.Table]  # rows, with the name of their file or folder for 
 
 
 def column_of(part: Named, column: str) -> pa.ChunkedArray:
-    """A column without nulls. Raises DataError with the first row that is null."""
+    """Returns a column without nulls. Raises DataError with the first row that is null."""
     name, table = part
     if column not in table.column_names:
         raise DataError(f"{name} has no column {column!r}{did_you_mean(column, table.column_names)}; set data.columns")
@@ -96,7 +96,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def read_npz(file: Path, required: Sequence[str], optional: Sequence[str], needs: str) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file by name. Raises DataError if a required array is missing.
+    """Returns the arrays of an .npz file by name. Raises DataError if a required array is missing.
 
     needs: the arrays that the file needs, for the message.
     """
