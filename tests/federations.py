@@ -124,7 +124,7 @@ class Stage:
             self.stats,
             history=partial(distinct_rounds, self.federation, round),
             aggregation=aggregation,
-            server=self.server,
+            server_moments=self.server,
         )
 
     def play(self, method: Method, *cohorts: Sequence[int] | None, state: State | None = None, first: int = 1) -> State:

@@ -56,7 +56,7 @@ class EntryFile(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     name: str = Field(pattern=r"^\d{6,15}-\d{1,9}\.safetensors$")
     sha256: str
-    has_states: bool  # whether it has client states, which have checksums of their own: `sha256` leaves them out
+    has_states: bool  # whether it has client states, which have separate checksums: `sha256` leaves them out
     bytes: int = Field(ge=0)
     ended: int = Field(ge=0)  # bytes in earlier files of the tensors and client states that this file drops
 

@@ -17,6 +17,7 @@ from cfl_ray.config.clock import CLOCK_KINDS, STALENESS_KINDS
 from cfl_ray.config.cohort import AVAILABILITY_KINDS
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.config.partition import PARTITION_KINDS
+from cfl_ray.config.runtime import BACKENDS
 from cfl_ray.config.section import as_yaml
 from cfl_ray.config.shift import SHIFT_KINDS
 from cfl_ray.core.aggregation import AGGREGATION
@@ -30,7 +31,6 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.methods import METHODS
 from cfl_ray.models import CLASS_NAMES, INPUT_NAMES, MODELS
 from cfl_ray.plugins.registry import Registry
-from cfl_ray.runtime.session import BACKENDS
 from cfl_ray.tracking import TRACKERS, Mlflow
 
 

@@ -20,7 +20,7 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.nn.network import Network
 from cfl_ray.population.population import Population, count_of
 from cfl_ray.run_directory.session_file import cluster_address
-from cfl_ray.runtime.membership import drawn_cohort, wanted_clients
+from cfl_ray.runtime.participation import drawn_cohort, wanted_clients
 from cfl_ray.setup.checks import bytes_of_participants, compared_clients, why_not_engine
 from cfl_ray.setup.dry_rounds import TrafficEstimate, traffic
 from cfl_ray.setup.engine_choice import compute_device

@@ -64,8 +64,14 @@ def asynchrony_of(given: AsynchronousConfig) -> Asynchrony | None:
     """The asynchronous rounds that the section describes; None: rounds are synchronous."""
     if given.buffer is None:
         return None
-    staleness, others = _staleness(given.staleness), (given.mix == "models", given.max_staleness, given.per_cluster)
-    return Asynchrony(given.buffer, staleness, given.mixing, *others)
+    return Asynchrony(
+        given.buffer,
+        _staleness(given.staleness),
+        mixing=given.mixing,
+        mix_models=given.mix == "models",
+        max_staleness=given.max_staleness,
+        per_cluster=given.per_cluster,
+    )
 
 
 def _staleness(given: StalenessConfig) -> Callable[[np.ndarray], np.ndarray]:

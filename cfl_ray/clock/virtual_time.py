@@ -210,11 +210,11 @@ class Flights:
         weight_M = self.settings.staleness(round - 1 - version_M)
         received = Received(
             self.versions,
-            dict(zip(ids_M.tolist(), version_M.tolist(), strict=True)),
-            round - 1,
-            dict(zip(ids_M.tolist(), weight_M.tolist(), strict=True)),
-            self.settings.mixing,
-            self.settings.mix_models,
+            version_of=dict(zip(ids_M.tolist(), version_M.tolist(), strict=True)),
+            present=round - 1,
+            weight_of=dict(zip(ids_M.tolist(), weight_M.tolist(), strict=True)),
+            mixing=self.settings.mixing,
+            mix_models=self.settings.mix_models,
         )
         self._keep(~np.isin(np.arange(len(self.client_F)), taken))
         return ids_M, received

@@ -9,7 +9,7 @@ MAX_RANGE = 10_000_000  # ids in a range; a longer range is a typing error
 
 
 def parse_ids(words: Iterable[str]) -> list[int]:
-    """Returns the ids that words like `7` and `0-9` name, in their order and with repetitions. Raises ConfigError."""
+    """The ids that words like `7` and `0-9` name, in their order and with repetitions. Raises ConfigError."""
     ids: list[int] = []
     for word in words:
         match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", word)
@@ -21,7 +21,7 @@ def parse_ids(words: Iterable[str]) -> list[int]:
 
 
 def format_ids(ids: Sequence[int], limit: int = 8) -> str:
-    """Returns sorted ids as text, `3, 5-9`: at most `limit` ranges, then the number of further ids."""
+    """Sorted ids as text, `3, 5-9`: at most `limit` ranges, then the number of further ids."""
     runs = _ranges(sorted(ids))
     shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:limit])
     hidden = sum(last - first + 1 for first, last in runs[limit:])
@@ -29,7 +29,7 @@ def format_ids(ids: Sequence[int], limit: int = 8) -> str:
 
 
 def compress_ids(ids: Sequence[int]) -> list[int | str]:
-    """Returns the same ids in the same order, three and more in a row as a range; the inverse of `parse_ids`."""
+    """The same ids in the same order, three and more in a row as a range; the inverse of `parse_ids`."""
     entries: list[int | str] = []
     for first, last in _ranges(ids):
         entries += [f"{first}-{last}"] if last - first >= 2 else range(first, last + 1)

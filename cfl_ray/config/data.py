@@ -137,7 +137,7 @@ class DataConfig(ConfigSection):
         return value
 
     def to_recipe(self, exclude_defaults: bool = False) -> dict[str, Any]:
-        """Returns the values that decide the content of shards, with paths as they were written."""
+        """The values that decide the content of shards, with paths as they were written."""
         values = self.model_dump(mode="json", exclude=set(NOT_IN_RECIPE), exclude_defaults=exclude_defaults)
         recipe: dict[str, Any] = with_replaced(values, self._written)
         return recipe

@@ -1,4 +1,4 @@
-"""Experiments: read from strict YAML, written as the same YAML.
+"""Experiments: their keys, and the same YAML out that they are read from (`config.reading`).
 
 Every key has a single place, default and description; the error for an unknown key names the nearest valid key.
 """
@@ -6,8 +6,7 @@ Every key has a single place, default and description; the error for an unknown 
 import hashlib
 import json
 import os
-import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,17 +22,15 @@ from cfl_ray.config.evaluation import EvaluationConfig
 from cfl_ray.config.explanation import WholeConfig, explain
 from cfl_ray.config.local import LocalConfig
 from cfl_ray.config.model import ModelConfig, StartConfig
-from cfl_ray.config.part import keys_of, kinds_of
-from cfl_ray.config.paths import from_record, moves_of, resolved_in, root_resolved_in, to_record, with_replaced
+from cfl_ray.config.paths import to_record, with_replaced
 from cfl_ray.config.privacy import PrivacyConfig, SecureAggregationConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.config.unused import unused_warnings
-from cfl_ray.config.yaml_text import parse_yaml
-from cfl_ray.errors import ConfigError, did_you_mean
-from cfl_ray.security.credentials import redact_values, with_known_credentials
-from cfl_ray.system.files import read_text, sha256_once
+from cfl_ray.errors import ConfigError
+from cfl_ray.security.credentials import redact_values
+from cfl_ray.system.files import sha256_once
 
 # Keys that do not define the experiment: configs that differ only in these describe the same experiment.
 # Of `runtime`, `engine`, `device` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients.
@@ -42,7 +39,6 @@ from cfl_ray.system.files import read_text, sha256_once
 # purpose and is hashed.
 NOT_HASHED = {"runtime", "tracking", "output", "name"}
 _FORMAT = 2  # of the config hash; a new number for a changed default
-QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
 
 class Experiment(WholeConfig):
@@ -185,23 +181,23 @@ class Experiment(WholeConfig):
         return resolve_task(self.task).targets
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every key with its value in the types of YAML; objects made in Python appear by their names."""
+        """Every key with its value in the types of YAML; objects made in Python appear by their names."""
         values = self.model_dump(exclude={"tracking": {"trackers"}}) | {"methods": self.methods}
         values["tracking"]["trackers"] = self.tracking.trackers
         return json.loads(json.dumps(values, default=_name_of))
 
     def to_yaml(self, credentials: bool = True) -> str:
-        """Returns the resolved config; loading it gives an equal experiment if it has the credentials of its URIs."""
+        """The resolved config; loading it gives an equal experiment if it has the credentials of its URIs."""
         values = self.to_dict() if credentials else redact_values(self.to_dict())
         return yaml.safe_dump(values, sort_keys=False, width=120)
 
     def to_dict_as_written(self) -> dict[str, Any]:
-        """Returns every key with its value; paths that the record of a run made absolute are as they were written."""
+        """Every key with its value; paths that the record of a run made absolute are as they were written."""
         values: dict[str, Any] = with_replaced(self.to_dict(), self._written)
         return values
 
     def to_record(self) -> str:
-        """Returns the resolved config with absolute paths, which are valid in any working directory.
+        """The resolved config with absolute paths, which are valid in any working directory.
 
         It has no credentials; `load` inserts those that this user has used before.
 
@@ -217,7 +213,7 @@ class Experiment(WholeConfig):
 
     @property
     def has_objects(self) -> bool:
-        """Returns whether data, model or methods are a user's objects made in Python, which a record only names."""
+        """Whether data, model or methods are a user's objects made in Python, which a record only names."""
         objects = [part for part in (self.model.name, *self.methods) if not isinstance(part, str | dict)]
         own = [part for part in objects if not getattr(part, "__module__", "").startswith("cfl_ray.")]
         return self.data.federation is not None or bool(own)
@@ -265,128 +261,6 @@ class Experiment(WholeConfig):
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment:
-    """Returns the experiment of a YAML file with `section.key=value` overrides. Raises ConfigError.
-
-    file: None for the built-in example, whose events follow the number of clients. A relative path in a file (a data
-    folder, a Python file) is looked for in the file's folder, then in the working directory; those of overrides are
-    relative to the working directory.
-    In the record of a run that has moved, recorded paths that do not exist are looked for next to its new place.
-    """
-    values, overrides = read_yaml(QUICKSTART if file is None else Path(file)), list(overrides)
-    if "experiment" in values:
-        verb = "sweep" if values.get("sweep") else "compare"
-        raise ConfigError(f"{file} is a study, no experiment; run it with: {shlex.join(['cfl-ray', verb, str(file)])}")
-    written: dict[str, str] = {}
-    moved: dict[str, str] = {}
-    if file is not None:
-        values, written, moved = _located(values, Path(file))
-    for override in overrides * 2:  # twice, so that a key dropped by a later override of the kind is an error
-        key, value = split_override(override)
-        set_key(values, key, value, f"override {override!r}")
-    if file is None and not any(override.startswith("schedule") for override in overrides):
-        values["schedule"] = _events_for(values["schedule"], values["data"])
-    return Experiment(**values)._from_record(written, moved)
-
-
-def _located(values: dict[str, Any], file: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
-    """Returns the values of a file with paths that are valid in the working directory, and with known credentials.
-
-    Also returns, for the record of a run, the paths as written by present path, and the new paths by recorded path.
-    """
-    text, folder = read_text(file, follow=True) or "", file.parent
-    moved = moves_of(values, text, folder)
-    recorded = {path: path for path in moved} | from_record(text)  # other moved paths: as they are recorded
-    written = {moved.get(path, path): old for path, old in recorded.items()}
-    values = resolved_in(with_replaced(values, moved), folder, Experiment)
-    return with_known_credentials(root_resolved_in(values, folder)), written, moved
-
-
-def _events_for(events: list[dict[str, Any]], data: Any) -> list[dict[str, Any]]:
-    """Returns the events of the built-in experiment for another number of clients: the last clients join later.
-
-    An empty list for data whose number of clients is not in the config.
-    """
-    newcomers = [event for event in events if "join" in event]
-    partition = data.get("partition") if isinstance(data, dict) else None
-    count = partition.get("clients") if isinstance(partition, dict) else None
-    source = data.get("source", "digits") if isinstance(data, dict) else None
-    joining = sum(len(event["join"]) for event in newcomers)
-    if not isinstance(count, int) or source not in SOURCE_KINDS.builtin or source == "arrays" or count < 2 * joining:
-        return []
-    last = count - joining
-    for event in newcomers:
-        event["join"] = list(range(last, last + len(event["join"])))
-        last += len(event["join"])
-    return events
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """Returns the keys and values of a YAML file. Raises ConfigError."""
-    text = read_text(file, follow=True)
-    if text is None:
-        advice = "`cfl-ray run` without a file runs the built-in example"
-        if str(file).partition(".")[0] in Experiment.model_fields and file.suffix not in (".yaml", ".yml"):
-            advice = f"if the key {file} is meant, write {file}=VALUE"
-        raise ConfigError(f"there is no config file {file}; {advice}")
-    values = parse_yaml(text, str(file)) or {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold keys and values, e.g. `rounds: 30`, got {type(values).__name__}")
-    for key in values:
-        if not isinstance(key, str):
-            raise ConfigError(f"{file} must hold keys and values, e.g. `rounds: 30`, got the key {key!r}")
-    return values
-
-
-def split_override(override: str) -> tuple[list[str], Any]:
-    """Returns the path and the value of SECTION.KEY=VALUE. Raises ConfigError."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {override!r} must look like section.key=value, e.g. local.lr=0.05")
-    return key.split("."), parse_yaml(text, override)
-
-
-def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> None:
-    """Sets the key at a path; `methods.LABEL.OPTION` sets an option of a method. Raises ConfigError.
-
-    A change of a part's kind drops the keys that only other kinds have, and one of the model drops its options.
-    where: the override or the parameter, for messages.
-    """
-    if path[0] == "methods" and path[1:] and isinstance(values.get("methods"), list):
-        values["methods"] = _with_option(values["methods"], path[1], path[2:], value, where)
-        return
-    kinds = PARTS.get(tuple(path[:-1]))
-    for key in path[:-1]:
-        if values.get(key) is None:
-            values[key] = {}
-        values = values[key]
-        if not isinstance(values, dict):
-            raise ConfigError(f"{where}: {key} is a value, not a section")
-    if kinds is not None and path[-1] == kinds.key and values.get(kinds.key) != value:
-        kinds.drop_others(values, value)
-    if path == ["model", "name"] and values.get("name", ModelConfig().name) != value:
-        values.pop("options", None)
-    values[path[-1]] = value
-
-
-def _with_option(entries: list[Any], label: str, path: list[str], value: Any, where: str) -> list[Any]:
-    """Returns the entries of `methods` with an option of the method `label` set."""
-    if not path:
-        raise ConfigError(f"{where}: name an option of {label}, as in methods.{label}.OPTION")
-    updated, labels = [], []
-    for entry in entries:
-        name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, {})
-        options = dict(options or {})
-        labels.append(str(options.get("label", name)))
-        if labels[-1] == label:
-            set_key(options, path, value, where)
-            entry = {name: options}
-        updated.append(entry)
-    if label not in labels:
-        raise ConfigError(f"{where}: no method {label!r} is in the config{did_you_mean(label, labels)}")
-    return updated
-
-
 def check_cohort(wanted: int, available: int) -> None:
     """Raises ConfigError if a round wants more clients than the federation has."""
     if wanted > available:
@@ -418,7 +292,7 @@ def _name_of(value: Any) -> Any:
 
 
 def _hashed_method(entry: Any) -> Any:
-    """Returns [name, options] of an entry of `methods`, without its label and the defaults of shared options."""
+    """[name, options] of an entry of `methods`, without its label and the defaults of shared options."""
     entry = _name_of(entry) if is_dataclass(entry) else entry
     name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, None)
     if not isinstance(options, dict) or not options:
@@ -433,12 +307,8 @@ def _hashed_method(entry: Any) -> Any:
 
 
 def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) -> LocalConfig:
-    """Returns the section `local` with some keys changed. Raises ConfigError with `where` in its message."""
+    """The section `local` with some keys changed. Raises ConfigError with `where` in its message."""
     try:
         return LocalConfig(**(local.model_dump() | dict(changes)))
     except ValidationError as error:
         raise ConfigError(f"{where}: {explain(error, LocalConfig)}") from None
-
-
-# the kinds of each part, by path, e.g. ("data", "shift")
-PARTS = {path: kinds for path, info in keys_of(Experiment) if (kinds := kinds_of(info)) is not None}

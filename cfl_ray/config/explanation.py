@@ -25,7 +25,7 @@ class WholeConfig(ConfigSection):
 
 
 def explain(error: ValidationError, config: type[ConfigSection]) -> str:
-    """Returns a line per problem: the key, what is wrong, and the valid range or the nearest valid key."""
+    """A line per problem: the key, what is wrong, and the valid range or the nearest valid key."""
     return "\n".join(_line(problem, config) for problem in error.errors())
 
 
@@ -76,7 +76,7 @@ def _example(section: type[ConfigSection], kinds: Kinds[Any] | None, given: Any)
 def _place(
     config: type[ConfigSection], loc: Iterable[int | str]
 ) -> tuple[list[int | str], Any, Kinds[Any] | None, str]:
-    """Returns the path of a problem, the section of its last key and, if this section is a part, its kinds and kind.
+    """The path of a problem, the section of its last key and, if this section is a part, its kinds and kind.
 
     loc: pydantic's location, which also has the names of kinds; they are left out of the path. Numbers and names in it
     that are not keys of a section are positions in lists and mappings.

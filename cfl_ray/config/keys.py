@@ -91,7 +91,7 @@ def _key_of_kind(name: str, info: FieldInfo, kinds: Kinds[Any]) -> Key:
 
 
 def find(name: str) -> list[KeySection]:
-    """Returns the section `name` with all sections in it, or the section of the key `name` with that key alone.
+    """The section `name` with all sections in it, or the section of the key `name` with that key alone.
 
     Items of lists may be written `schedule[].join`, `schedule.join` or `schedule.0.join`. Raises ConfigError.
     """
@@ -113,7 +113,7 @@ def find(name: str) -> list[KeySection]:
 
 
 def _nearest(wanted: str, everything: list[KeySection]) -> str:
-    """Returns the nearest valid name: first in the section of `wanted`, then at the top level, then in any section."""
+    """The nearest valid name: first in the section of `wanted`, then at the top level, then in any section."""
     names = [name for section in everything for name in (section.name, *(key.name for key in section.keys)) if name]
     parent, _, last = wanted.rpartition(".")
     siblings = _siblings(parent, names)
@@ -137,7 +137,7 @@ def _first_line(section: type[ConfigSection]) -> str:
 
 
 def _section_of(annotation: Any) -> tuple[type[ConfigSection] | None, bool]:
-    """Returns the section that a key holds, None if it holds none, and whether it holds a list of sections."""
+    """The section that a key holds, None if it holds none, and whether it holds a list of sections."""
     is_list = typing.get_origin(annotation) is list
     inner = typing.get_args(annotation)[0] if is_list else annotation
     if typing.get_origin(inner) is types.UnionType:  # an optional section
@@ -162,7 +162,7 @@ def _plain_number(limit: float) -> str:
 
 
 def _type(annotation: Any, metadata: list[Any]) -> str:
-    """Returns a type as text, with the limits in `metadata`."""
+    """A type as text, with the limits in `metadata`."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return " | ".join("null" if part is type(None) else _type(part, metadata) for part in arguments)

@@ -1,6 +1,6 @@
 """Paths in a config: to data, and to Python files as `file.py:Name`.
 
-A YAML file may name files relative to its own folder. What a run records must be found from any folder, so the record
+A YAML file may name files relative to its own folder. The record of a run must be valid in any working directory, so it
 has absolute paths, and also keeps the paths as they were written, which the config hash covers.
 """
 
@@ -23,7 +23,7 @@ _SQLITE = "sqlite:///"
 
 
 def resolved_in(values: dict[str, Any], folder: Path, section: type[ConfigSection]) -> dict[str, Any]:
-    """Returns the values of a section with every relative path that exists in `folder` as a path in `folder`.
+    """The values of a section with every relative path that exists in `folder` as a path in `folder`.
 
     Paths are the keys that are marked `FILE`, and the file of every text of the form file.py:Name.
     """
@@ -51,19 +51,19 @@ def _reference_in(folder: Path, text: str) -> str:
 
 
 def _split_reference(text: str) -> tuple[str, str]:
-    """Returns the file of a text of the form file.py:Name, and ":Name"; the whole text and "" for other texts."""
+    """The file of a text of the form file.py:Name, and ":Name"; the whole text and "" for other texts."""
     file, colon, name = text.rpartition(":")
     return (file, colon + name) if file.endswith(".py") else (text, "")
 
 
 def _in_folder(folder: Path, file: str) -> str:
-    """Returns the path in `folder`; the given path if it is absolute or `folder` has no such file."""
+    """The path in `folder`; the given path if it is absolute or `folder` has no such file."""
     path = Path(file).expanduser()
     return str(folder / file) if not path.is_absolute() and os.path.exists(folder / path) else file
 
 
 def root_resolved_in(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the values with `folder` as `data.root`, if no root is given and `data.train_files` are there."""
+    """The values with `folder` as `data.root`, if no root is given and `data.train_files` are there."""
     data = values.get("data")
     if not isinstance(data, dict) or data.get("root") is not None:
         return values
@@ -79,7 +79,7 @@ def root_resolved_in(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 def to_record(
     values: dict[str, Any], written: Mapping[str, str], section: type[ConfigSection]
 ) -> tuple[str, dict[str, Any]]:
-    """Returns the line of a record that keeps the paths as written, and the values with absolute paths.
+    """The line of a record that keeps the paths as written, and the values with absolute paths.
 
     values: all keys of a config; relative paths in them start at the working directory. written: by absolute path, the
     paths as written that an earlier record kept. section: class of the config, which marks the keys that are paths.
@@ -96,18 +96,18 @@ def to_record(
 
 
 def record_line(written: Mapping[str, str]) -> str:
-    """Returns the line of a record that keeps the paths as written; empty if there are none."""
+    """The line of a record that keeps the paths as written; empty if there are none."""
     return f"{_WRITTEN}{json.dumps(dict(written))}\n" if written else ""
 
 
 def paths_as_written(absolute: dict[str, Any], values: dict[str, Any]) -> dict[str, str]:
-    """Returns the paths of `values` by their absolute form; none if a file is written in two ways."""
+    """The paths of `values` by their absolute form; none if a file is written in two ways."""
     changed = dict(_changes(absolute, values))
     return changed if with_replaced(absolute, changed) == values else {}
 
 
 def _with_absolute_places(values: dict[str, Any], here: Path) -> dict[str, Any]:
-    """Returns the values with absolute paths for the output, shards and MLflow's SQLite store; they are not hashed."""
+    """The values with absolute paths for the output, shards and MLflow's SQLite store; they are not hashed."""
     data, tracking = values["data"], values["tracking"]
     shards = data["shards"]
     if shards and "://" not in shards and not shards.startswith("~"):
@@ -120,12 +120,12 @@ def _with_absolute_places(values: dict[str, Any], here: Path) -> dict[str, Any]:
 
 
 def recorded_in(run_dir: Path) -> str:
-    """Returns the line of a record that keeps the run directory, so that its files can be located after a move."""
+    """The line of a record that keeps the run directory, so that its files can be located after a move."""
     return f"{_RECORDED_IN}{json.dumps(str(run_dir))}\n"
 
 
 def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
-    """Returns new by old paths, for the absolute paths of a record that do not exist.
+    """New by old paths, for the absolute paths of a record that do not exist.
 
     text: of the record; folder: its present folder. A path is replaced if a file exists at the same place relative to
     the present folder.
@@ -147,13 +147,13 @@ def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
 
 
 def from_record(text: str) -> dict[str, str]:
-    """Returns the paths as written, by their absolute form, of the text of a record; empty for other YAML."""
+    """The paths as written, by their absolute form, of the text of a record; empty for other YAML."""
     written = _header(text, _WRITTEN)
     return {str(new): str(old) for new, old in written.items()} if isinstance(written, dict) else {}
 
 
 def _header(text: str, begins: str) -> Any:
-    """Returns the value in the header line that starts with `begins`; None if it is missing or is not valid JSON."""
+    """The value in the header line that starts with `begins`; None if it is missing or is not valid JSON."""
     for line in text.splitlines()[:_HEADER_LINES]:
         if line.startswith(begins):
             try:
@@ -164,7 +164,7 @@ def _header(text: str, begins: str) -> Any:
 
 
 def with_replaced(values: Any, new: Mapping[str, str]) -> Any:
-    """Returns the values with their texts (keys and values) replaced as in `new`."""
+    """The values with their texts (keys and values) replaced as in `new`."""
     return each_text(values, lambda text: new.get(text, text))
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from cfl_ray.config.experiment import read_yaml
 from cfl_ray.config.explanation import WholeConfig
+from cfl_ray.config.reading import read_yaml
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError, did_you_mean
 
@@ -102,7 +102,7 @@ class PublishedTable(ConfigSection):
         return self
 
     def number(self, row: str, column: str) -> PublishedNumber | None:
-        """Returns the published number of a method (row) in a setting (column); None if it was not published."""
+        """The published number of a method (row) in a setting (column); None if it was not published."""
         published = self.rows.get(row)
         if published is None or column not in published.values:
             return None
@@ -126,14 +126,14 @@ class PublishedTables(WholeConfig):
     tables: dict[str, PublishedTable] = Field(min_length=1, description="by name, e.g. table1")
 
     def table(self, name: str) -> PublishedTable:
-        """Returns the table of this name. Raises ConfigError for an unknown name."""
+        """The table of this name. Raises ConfigError for an unknown name."""
         if name not in self.tables:
             raise ConfigError(f"no published table is called {name!r}{did_you_mean(name, list(self.tables))}")
         return self.tables[name]
 
 
 def load_published(file: str | Path) -> PublishedTables:
-    """Returns the published tables of a YAML file. Raises ConfigError."""
+    """The published tables of a YAML file. Raises ConfigError."""
     try:
         return PublishedTables(**read_yaml(Path(file)))
     except ConfigError as error:

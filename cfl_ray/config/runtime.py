@@ -1,14 +1,22 @@
 """The section `runtime`."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
-from cfl_ray.config.part import check_name
+from cfl_ray.config.part import BuiltinKind, check_name
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.plugins.calling import reference_of
+from cfl_ray.plugins.registry import Registry
 
-BACKENDS = ("ray", "in_process")
+BACKENDS: Registry[Any] = Registry(
+    "backend",
+    {
+        "ray": BuiltinKind("on the hosts of a Ray cluster", keys=("runtime.address", "runtime.hosts")),
+        "in_process": BuiltinKind("in this process, for debugging and tests; the results are the same"),
+    },
+    "cfl_ray.backends",
+)
 
 
 class RuntimeConfig(ConfigSection):
@@ -111,13 +119,11 @@ class RuntimeConfig(ConfigSection):
     )
     keep_last: int = Field(3, ge=1, description="number of checkpoints kept")
 
-    backends_group: ClassVar[str] = "cfl_ray.backends"
-
     @field_validator("backend")
     @classmethod
     def _check_backend(cls, value: Any) -> Any:
         name = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else value
-        check_name(name, "backend", BACKENDS, cls.backends_group)
+        check_name(name, BACKENDS.kind, BACKENDS.builtin, BACKENDS.group)
         return value
 
     @field_serializer("backend")

@@ -11,7 +11,7 @@ from cfl_ray.errors import ConfigError
 
 
 def _parse_clients(value: Any) -> Any:
-    """Returns clients as YAML names them, 7, "80-99" or a list of both, as a list of ids."""
+    """Clients as YAML names them, 7, "80-99" or a list of both, as a list of ids."""
     items = [value] if isinstance(value, (str, int)) else value
     if not isinstance(items, (list, tuple)):
         return value

@@ -59,5 +59,5 @@ def _has_boolean(value: Any, kinds: set[Any]) -> bool:
 
 
 def as_yaml(value: Any) -> str:
-    """Returns a value on one line, as it is written in YAML."""
+    """A value on one line, as it is written in YAML."""
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()

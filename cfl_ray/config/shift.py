@@ -46,7 +46,7 @@ class RotatedLabelsConfig(RotatedConfig, PathologicalConfig):
 
 
 class HybridConfig(ShiftConfig):
-    """Kind hybrid: two groups, each with a data set of its own."""
+    """Kind hybrid: two groups with different data sets."""
 
     other: str = Field("fashion_mnist", description="data set of the second group")
 

@@ -24,9 +24,10 @@ from pydantic import (
     model_validator,
 )
 
-from cfl_ray.config.experiment import PARTS, Experiment, read_yaml, set_key, split_override
+from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.explanation import WholeConfig, explain
 from cfl_ray.config.paths import from_record, paths_as_written, record_line, resolved_in, root_resolved_in
+from cfl_ray.config.reading import PARTS, read_yaml, set_key, split_override
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError
 from cfl_ray.run_directory import RunDirectory
@@ -63,7 +64,7 @@ class RangeConfig(ConfigSection):
         return self
 
     def at(self, share: float) -> float | int:
-        """Returns the value at a share, 0..1, of the range, with six digits."""
+        """The value at a share, 0..1, of the range, with six digits."""
         if self.int_ and not self.log:
             return min(int(self.low) + int(share * (int(self.high) - int(self.low) + 1)), int(self.high))
         if self.log:
@@ -125,7 +126,7 @@ class SweepConfig(ConfigSection):
         return self
 
     def drawn(self) -> list[dict[str, Any]]:
-        """Returns the parameters of every trial of a grid or of random draws."""
+        """The parameters of every trial of a grid or of random draws."""
         keys = list(self.parameters)
         if self.sampler == "grid":
             lists = [values for values in self.parameters.values() if isinstance(values, list)]
@@ -223,7 +224,7 @@ class Study(WholeConfig):
         return self
 
     def values(self, setting: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keys of an experiment in a setting, with the parameters of a trial."""
+        """The keys of an experiment in a setting, with the parameters of a trial."""
         values = merged(self.experiment, self.settings.get(setting, {}))
         for key, value in parameters.items():
             set_key(values, key.split("."), copy.deepcopy(value), f"sweep: {key}")
@@ -240,7 +241,7 @@ class Study(WholeConfig):
         return self.sweep is not None and self.sweep.sampler == "tpe"
 
     def to_yaml(self, credentials: bool = True) -> str:
-        """Returns the study as YAML; loading it gives an equal study, whose runs have the same config hashes.
+        """The study as YAML; loading it gives an equal study, whose runs have the same config hashes.
 
         credentials: False leaves them out; `load_study` inserts those that this user has used before.
         """
@@ -249,7 +250,7 @@ class Study(WholeConfig):
         return record_line(self._written) + text
 
     def located(self, base: Path | None = None) -> "Study":
-        """Returns the study with `output`, and paths relative to the working directory, as absolute paths.
+        """The study with `output`, and paths relative to the working directory, as absolute paths.
 
         base: folder of a relative `output`; None: the working directory.
         """
@@ -266,7 +267,7 @@ class Study(WholeConfig):
         return Study(**values)._with_written(written)
 
     def paths_of(self, experiment: Experiment) -> Experiment:
-        """Returns an experiment of this study; its config hash covers the paths as written in the study."""
+        """An experiment of this study; its config hash covers the paths as written in the study."""
         return experiment._from_record(self._written, {})
 
     def _with_written(self, written: dict[str, str]) -> "Study":
@@ -275,12 +276,12 @@ class Study(WholeConfig):
 
 
 def is_study_file(file: str | Path) -> bool:
-    """Returns whether a YAML file is a study, not an experiment. Raises ConfigError for invalid YAML."""
+    """Whether a YAML file is a study, not an experiment. Raises ConfigError for invalid YAML."""
     return "experiment" in read_yaml(Path(file))
 
 
 def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | None = None) -> Study:
-    """Returns the study of a YAML file. Raises ConfigError.
+    """The study of a YAML file. Raises ConfigError.
 
     overrides: SECTION.KEY=VALUE, changes to the experiment of every run, also if a setting has the key. Relative
         paths are looked for in the file's folder, then in the working directory.
@@ -311,7 +312,7 @@ def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | Non
 
 
 def _resolved_in(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the keys of a study with every relative path that exists in `folder` as a path in it."""
+    """The keys of a study with every relative path that exists in `folder` as a path in it."""
     values = given | {
         "experiment": resolved_in(given["experiment"], folder, Experiment),
         "settings": {name: resolved_in(keys, folder, Experiment) for name, keys in given["settings"].items()},
@@ -324,7 +325,7 @@ def _resolved_in(given: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _choices_resolved_in(path: list[str], choices: Any, folder: Path) -> Any:
-    """Returns the listed values of the key at a path with paths in `folder`; a range as it is."""
+    """The listed values of the key at a path with paths in `folder`; a range as it is."""
     if not isinstance(choices, list):
         return choices
     nested = [reduce(lambda inner, key: {key: inner}, reversed(path), choice) for choice in choices]
@@ -389,7 +390,7 @@ def _has(section: Any, path: list[str]) -> bool:
 
 
 def _yaml_copy(value: Any, where: str) -> Any:
-    """Returns a copy of a value of YAML. Raises ValueError for a value that YAML cannot express."""
+    """A copy of a value of YAML. Raises ValueError for a value that YAML cannot express."""
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise ValueError(f"keys are texts, got {wrong[0]!r} in {where}")
@@ -405,7 +406,7 @@ def _yaml_copy(value: Any, where: str) -> Any:
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns a copy of nested mappings with changes at any depth; lists are replaced.
+    """A copy of nested mappings with changes at any depth; lists are replaced.
 
     A change of a part's kind drops the keys that only other kinds have. path: of the mappings in an experiment.
     """
@@ -421,7 +422,7 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any], path: tuple[st
 
 
 def name_of(parameters: Mapping[str, Any]) -> str:
-    """Returns the parameters of a trial as the name of a folder: LAST_PART_OF_KEY=VALUE, joined by commas.
+    """The parameters of a trial as the name of a folder: LAST_PART_OF_KEY=VALUE, joined by commas.
 
     A name that is too long, or in which characters are replaced, ends in a hash of the parameters.
     """
@@ -435,12 +436,12 @@ def name_of(parameters: Mapping[str, Any]) -> str:
 
 
 def place_of(study: Study, setting: str, trial: str) -> str:
-    """Returns the name of the folder of a setting in a trial; trial: its name, empty outside a sweep."""
+    """The name of the folder of a setting in a trial; trial: its name, empty outside a sweep."""
     return ",".join(part for part in (setting if study.settings or not trial else "", trial) if part)
 
 
 def short_names(keys: list[str]) -> list[str]:
-    """Returns the last part of each key, or the whole key if another key has the same last part."""
+    """The last part of each key, or the whole key if another key has the same last part."""
     short = [key.rpartition(".")[2] for key in keys]
     return [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
 
@@ -454,5 +455,5 @@ def _text(value: Any) -> str:
 
 
 def six_digits(value: float) -> float:
-    """Returns a number with six significant digits."""
+    """A number with six significant digits."""
     return float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""Backends: what carries out the exchanges of a run, and keeps the states of its clients."""
+"""The interface of backends, which carry out the exchanges of a run and keep the states of its clients."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -59,7 +59,7 @@ class StateFile(Protocol):
         """The client states, in the order of the values."""
 
     def write(self, values: Iterable[Tensor], again: bool = False) -> Any:
-        """Writes the values, in the order of `keys`. Returns what the checkpoint needs to know of the file.
+        """Writes the values, in the order of `keys`. Returns the entry of the file in the manifest.
 
         again: after another process was asked to write them, which may still do so.
         """

@@ -29,10 +29,10 @@ class CheckedMethod:
     columns: int
 
     def init(self, start: Start) -> State:
-        return self._checked(self.method.init, start.num_clients, start)
+        return self._checked(self.method.init, start)
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        return self._checked(self.method.round, len(state.assign_N), state, clients, rng)
+        return self._checked(self.method.round, state, clients, rng)
 
     def serve(self, state: State, clients: Clients) -> Serving:
         serving: Serving = _noting(self.method.serve, state, clients)
@@ -40,13 +40,13 @@ class CheckedMethod:
         return serving
 
     def join(self, state: State, clients: Clients) -> State:
-        return self._checked(self.method.join, len(state.assign_N), state, clients)
+        return self._checked(self.method.join, state, clients)
 
     def drift(self, state: State, clients: Clients) -> State:
-        return self._checked(self.method.drift, len(state.assign_N), state, clients)
+        return self._checked(self.method.drift, state, clients)
 
     def leave(self, state: State, ids: np.ndarray) -> State:
-        return self._checked(self.method.leave, len(state.assign_N), state, ids)
+        return self._checked(self.method.leave, state, ids)
 
     def diagnose(self, state: State, clients: Clients) -> None:
         returned = _noting(self.method.diagnose, state, clients)
@@ -56,11 +56,15 @@ class CheckedMethod:
                 "report diagnostics with clients.record(name, value)"
             )
 
-    def _checked(self, hook: Callable[..., Any], num_clients: int, *arguments: Any) -> State:
-        after: State = _noting(hook, *arguments)
+    def _checked(self, hook: Callable[..., Any], before: Start | State, *arguments: Any) -> State:
+        """The state after a step, which has passed the checks."""
+        if isinstance(before, State):
+            num_clients, phase = len(before.assign_N), before.phase
+        else:
+            num_clients, phase = before.num_clients, None
+        after: State = _noting(hook, before, *arguments)
         _check_state(after, hook, self.method.state_type, num_clients, self.columns)
-        before = arguments[0].phase if isinstance(arguments[0], State) else None
-        _check_phase(after.phase, before, hook, self.method.name, self.method.phases)
+        _check_phase(after.phase, phase, hook, self.method.name, self.method.phases)
         return after
 
 

@@ -88,9 +88,9 @@ class Clients:
     history: History | None = field(repr=False, default=None)
     replay: Replay | None = field(repr=False, default=None)  # set by `replaying`
     aggregation: AggregationRule = Mean()  # used in every average
-    server: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
+    server_moments: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
     num_scores: int = 3  # of a test: the metrics of the task, then the loss
-    protection: Protection = field(repr=False, default=Protection())  # what hides uploads of single clients
+    protection: Protection = field(repr=False, default=Protection())  # hides uploads of single clients
     # returns the scores (M, num_scores) of the clients with the models of a Serving; None: outside of an evaluation
     tester: "Callable[[Clients, Serving], np.ndarray] | None" = field(repr=False, default=None)
     received: Received | None = field(repr=False, default=None)  # of asynchronous rounds; None: a synchronous round
@@ -240,11 +240,11 @@ class Clients:
     def _count_upload(self, floats: int) -> None:
         self.stats.traffic.up_bits += 32 * floats * len(self)
 
-    def reads(self, what: str) -> None:
-        """Declares that the server reads `what` of single clients. Raises PrivacyError if `_hidden`."""
+    def reads(self, values: str) -> None:
+        """Declares that the server reads these values of single clients. Raises PrivacyError if it must not."""
         if self._hidden:
             raise PrivacyError(
-                f"its server reads {what} of single clients, which {self._hidden}; choose a method whose server only "
+                f"its server reads {values} of single clients, which {self._hidden}; choose a method whose server only "
                 "adds up"
             )
 
@@ -293,15 +293,15 @@ class Clients:
         work, averaging, secure = self._training(start, how, local), None, None
         if average is not None:
             averaging, secure = self._averaging(average, work.address, private, work.models_per_client)
-        robust = averaging is not None and not isinstance(self.aggregation, Mean)  # needs the results, not their sums
+        rule = None if averaging is None or isinstance(self.aggregation, Mean) else self.aggregation
         clients = len(self) // work.models_per_client
         work = replace(
             work,
             client_state=client_state,
-            averaging=None if robust else averaging,
+            averaging=averaging if rule is None else None,
             secure=secure,
             features=features,
-            defer_aggregation=defer_aggregation or robust,
+            defer_aggregation=defer_aggregation or rule is not None,  # a rule needs the results, not their sums
             deferred_cuts=range_cuts(self.aggregation, self.spec.size, client_state, clients),
             upload_distances=isinstance(self.aggregation, ClippingRule),
             clip=self.protection.clip(self.spec, private),
@@ -317,8 +317,8 @@ class Clients:
             outcome = self.protection.noisy_features(outcome, self.ids_M, work.address)
         valid_M, scores = outcome.arrays["valid"] & keep_as_local_model, outcome.arrays.get("local_scores")
         self.stats.note_training(self.ids_M, outcome.arrays["train_loss"], scores, valid_M)
-        if averaging is not None and not isinstance(self.aggregation, Mean):
-            aggregated = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
+        if averaging is not None and rule is not None:
+            aggregated = aggregate(rule, self.backend, work, outcome, self.ids_M, averaging)
             outcome = replace(outcome, means=aggregated.means, arrived_R=aggregated.arrived_R)
         return self._updates(outcome, averaging, private, work, work.address, average_number)
 
@@ -335,13 +335,13 @@ class Clients:
                 "results of weighted samples": how.mixture is not None,
                 "results of clients one after another": how.chained,
             }
-            for what in (what for what, holds in unlike.items() if holds):
-                self.reads(what)
+            for values in (values for values, holds in unlike.items() if holds):
+                self.reads(values)
         if how.chained and self.received is not None:
             raise NotAsynchronous("its clients start from each other's results (chained)")
 
     def _training(self, start: Sent, how: LocalTraining, local: LocalSGD) -> Train:
-        """The order for local training, without what becomes of its results."""
+        """The work order for local training, without the use of its results (averages, features, client states)."""
         steps_M = self._steps_of(how, local)
         if self._protects_examples:
             local = replace(local, examples=self.local.examples)
@@ -373,7 +373,7 @@ class Clients:
 
     @property
     def _protects_examples(self) -> bool:
-        """Whether uploads must not tell about single samples beyond what the noise of local steps allows."""
+        """Whether uploads must reveal no more of single samples than the noise of local steps allows."""
         return self.local.examples is not None and not self.evaluated
 
     def _averaging(
@@ -405,8 +405,8 @@ class Clients:
     ) -> MixtureUpdates:
         """Trains all K models on every client's own data, with the client's weights of its samples for each model.
 
-        The models of a client are trained on the same batches. It uploads all of them, and what `mixture.upload` gives.
-        With `local.persist` it keeps a momentum buffer for each model.
+        The models of a client are trained on the same batches. It uploads all of them, and the result of
+        `mixture.upload`. With `local.persist` it keeps a momentum buffer for each model.
         P-local measures the model with its largest weight.
 
         received: the models, after `broadcast`.
@@ -429,7 +429,7 @@ class Clients:
         mixtures = MixtureUpdates(updates, count)
         scores = mixtures.local_scores_M2 if self.local_test_samples else None
         self.stats.note_training(self.ids_M, mixtures.train_loss_M, scores, mixtures.valid_M)
-        self.count_upload(mixture.upload_floats)  # what `mixture.upload` returns
+        self.count_upload(mixture.upload_floats)  # the result of `mixture.upload`
         return mixtures
 
     def fit_mixture(self, received: Sent, mixture: Mixture, *, steps: int = 1) -> np.ndarray:
@@ -455,13 +455,23 @@ class Clients:
         number: int | None,
     ) -> Updates:
         """The updates of the exchange `work`, with noise on the sums of the exchange `address` in a private run."""
-        server = None if averaging is None else self.server
+        moments = None if averaging is None else self.server_moments
         if averaging is not None:
             outcome = self.protection.noisy_sums(outcome, averaging, address, self.spec, work.models_per_client)
-        if server is not None and number is None:
-            number = server.next_average()
-        given = (server, number or 0, self.spec.trained, self.received, self.ids_M, self._hidden)
-        return Updates(outcome, averaging, private, work, *given)
+        if moments is not None and number is None:
+            number = moments.next_average()
+        return Updates(
+            outcome,
+            averaging,
+            private,
+            work,
+            server_moments=moments,
+            average=number or 0,
+            trained=self.spec.trained,
+            received=self.received,
+            ids_M=self.ids_M,
+            hidden=self._hidden,
+        )
 
     def average(self, updates: Updates, weight_RM: Tensor, *, average_number: int | None = None) -> Updates:
         """Averages the results of a `train(..., defer_aggregation=True)` of this round; no further traffic.
@@ -479,8 +489,8 @@ class Clients:
 
     def restart_moments(self, models_KP: Tensor) -> None:
         """Resets the moments of these models of merged clusters in the server optimiser, if the run has one."""
-        if self.server is not None:
-            self.server.forget(models_KP)
+        if self.server_moments is not None:
+            self.server_moments.forget(models_KP)
 
     def losses(
         self,

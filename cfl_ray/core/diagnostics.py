@@ -57,10 +57,10 @@ class ReportedDiagnostic:
 class Diagnostics:
     """The diagnostics of a round; a second report of a name replaces the first.
 
-    method: label of the method, for messages. taken: names of metrics, which diagnostics cannot have.
+    label: of the method, for messages. taken: names of metrics, which diagnostics cannot have.
     """
 
-    method: str = "the method"
+    label: str = "the method"
     taken: frozenset[str] = frozenset()
     seed: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Diagnostics:
     # ---- parts
 
     def _fail(self, name: str, what: str) -> NoReturn:
-        raise RunError(f"{self.method}: the diagnostic {name!r} {what}")
+        raise RunError(f"{self.label}: the diagnostic {name!r} {what}")
 
     def _check_name(self, name: Any) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -122,7 +122,7 @@ class Diagnostics:
     def _array(self, name: str, given: Any, axes: tuple[str, ...], ids: np.ndarray, diagonal: float) -> Diagnostic:
         """The array of the arguments of `add`, cut to its limits."""
         if callable(given):
-            given = call_plugin("function", given, where=f" of the diagnostic {name!r} of {self.method}")
+            given = call_plugin("function", given, where=f" of the diagnostic {name!r} of {self.label}")
         value = self._numbers(name, given)
         condensed, shape = value.ndim == 1 and len(axes) == 2, value.shape
         if condensed:

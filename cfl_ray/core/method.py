@@ -101,8 +101,8 @@ class Method(ABC, Generic[S]):
     # would send all registered methods along with a plugin.
     registry = _REGISTRY
     phases: ClassVar[Mapping[str, tuple[str, ...]]] = {"federate": ()}  # phase -> its successors: `core.events`
-    # descriptions for results: the model of a newcomer after `join`, the model of a client without a cluster, and why a
-    # newcomer has no model before it has trained (empty: it has a model; with a placement of its own: with labels only)
+    # descriptions for results: the model of a newcomer after `join`, the model of a client without a cluster, and
+    # why a newcomer has no model before it has trained (empty: it has one; with a `placement` too: if it has labels)
     placement: ClassVar[str] = "the only model, or of several the one with the least loss on its training samples"
     without_cluster: ClassVar[str] = "the mean of the cluster models"
     untrained: ClassVar[str] = ""
@@ -209,14 +209,14 @@ class Method(ABC, Generic[S]):
 
     @property
     def compares_models(self) -> bool:
-        """Whether clients choose the model that they predict with by their training loss (`Clients.losses`)."""
+        """Whether clients choose the model that they predict with by their training loss (`Clients.choose`)."""
         return False
 
     def check_model(self, spec: ParamSpec) -> None:
         """Raises ConfigError for an option that does not fit the model; called before a run. By default all fit."""
 
     def warning(self, clients: int, cohort: int) -> str:
-        """A line on what the method cannot do with this many clients in the federation and in a round; empty: nothing.
+        """A line on a limitation with this many clients in the federation and in a round; empty: none.
 
         `cfl-ray check` and a run show it before round 1.
         """

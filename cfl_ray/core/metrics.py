@@ -127,7 +127,7 @@ METRICS: Registry[Metric | MetricFunction] = Registry(
 
 def resolve_metric(reference: Any, targets: str) -> Metric:
     """The metric of a name, `file.py:function`, a function or a Metric, for these targets. Raises ConfigError."""
-    metric = METRICS.find(reference) if isinstance(reference, str) else reference
+    metric: Any = METRICS.resolve(reference)
     if isinstance(metric, Metric):
         if metric.targets and targets not in metric.targets:
             raise ConfigError(

@@ -58,8 +58,8 @@ class MixtureState(State):
         weight_MK = self.weights_of(clients.ids_M)
         new_M = self.weight_NK[clients.ids_M].sum(1) == 0
         if new_M.any():
-            found_mK = fit(clients.select(new_M))
-            weight_MK[new_M] = np.where(np.isfinite(found_mK), found_mK, 1 / self.num_clusters)
+            weight_mK = fit(clients.select(new_M))
+            weight_MK[new_M] = np.where(np.isfinite(weight_mK), weight_mK, 1 / self.num_clusters)
         return Serving(self.models_KP, weight_MK.argmax(1), weight_MK=weight_MK)
 
     def forget(self, ids: np.ndarray) -> Self:
@@ -82,10 +82,10 @@ class MixtureMethod(Method[S]):
 
     @abstractmethod
     def mixture(self, state: S, weight_MK: np.ndarray) -> Mixture:
-        """The mixture of clients with these weights: its E step, and what they upload."""
+        """The mixture of clients with these weights: its E step, and their uploads."""
 
     def broadcast(self, state: S, clients: Clients) -> Sent:
-        """Sends every client what the mixture needs: the models."""
+        """Sends every client the models, and other values that `mixture` needs."""
         return clients.broadcast(state.models_KP)
 
     def join(self, state: S, clients: Clients) -> S:

@@ -67,7 +67,7 @@ def resolve_optimizer(value: Any, options: Mapping[str, Any]) -> LocalOptimizer 
                 f"local.optimizer_options {dict(options)}: sgd has none; set local.momentum and local.weight_decay"
             )
         return None
-    factory = OPTIMIZERS.find(value) if isinstance(value, str) else value
+    factory: Any = OPTIMIZERS.resolve(value)
     if not callable(factory):
         raise ConfigError(f"local.optimizer {value!r} is {type(factory).__name__}, expected a torch.optim class")
     check_options("local.optimizer", factory, {"lr": 0.1, **options}, ("parameters",))

@@ -17,7 +17,7 @@ from cfl_ray.errors import ConfigError
 
 
 class PrivacyError(ConfigError):
-    """A method whose server reads what sums with noise do not contain."""
+    """Raised for a method whose server reads more than sums with noise contain."""
 
 
 class PrivateSums(Protocol):
@@ -52,7 +52,7 @@ class Protection:
 
     @property
     def hides(self) -> str:
-        """The end of a message that names what hides values of single clients from the server; empty: nothing does."""
+        """The end of a message: why the server cannot read values of single clients; empty: it can."""
         if self.noise is not None:
             return "privacy does not protect"
         return "" if self.masks is None else "secure aggregation hides"

@@ -73,7 +73,7 @@ def resolve_schedule(key: str, value: Any) -> RateSchedule | None:
     key: of the config, for messages.
     """
     name, options = parse_choice(key, value)
-    function = SCHEDULES.find(name) if isinstance(name, str) else name
+    function: Any = SCHEDULES.resolve(name)
     if not callable(function):
         raise ConfigError(f"{key} {name!r} is {type(function).__name__}, expected a function of (t, total)")
     check_options(key, function, options, ("t", "total"))

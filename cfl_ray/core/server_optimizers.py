@@ -139,7 +139,7 @@ def resolve_server_optimizer(value: Any) -> ServerOptimizer | None:
     name, options = parse_choice("server_optimizer", value)
     if name in ("none", None):
         return None
-    factory = SERVER_OPTIMIZERS.find(name) if isinstance(name, str) else name
+    factory: Any = SERVER_OPTIMIZERS.resolve(name)
     if not isinstance(name, str) and not isinstance(name, type):
         made = name  # an object made in Python
     else:

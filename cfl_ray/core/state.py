@@ -33,14 +33,14 @@ class State:
 
     models_KP: Tensor  # float32 (K, P): the cluster models
     assign_N: np.ndarray  # int32 (N,): cluster of each client, UNASSIGNED for a client without one
-    # stage of the clustering, such as "warmup" or "federate"; by keyword, so that fields of a subclass need no default
+    # of the clustering, such as "warmup" or "federate"; by keyword, so that fields of a subclass need no default
     phase: str = field(default="federate", kw_only=True)
 
     of_each_client: ClassVar[str] = ""  # kept on the server for each client that has taken part, such as "a model"
 
     @classmethod
     def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int, evaluated: int) -> int:
-        """Most numbers of float32 that a round needs on the server for what is kept `of_each_client`.
+        """Most float32 numbers that a round needs on the server for the values kept `of_each_client`.
 
         seen: number of clients that have taken part. cohort: number of clients of the round. evaluated: number of
         clients that are tested after it.

@@ -1,4 +1,4 @@
-"""Tasks: what clients learn. A task is a loss, the kind of its targets, and the metrics that its models are scored by.
+"""Tasks, which clients learn. A task is a loss, the kind of its targets, and the metrics that its models are scored by.
 
 targets    of n samples            outputs of the network    tasks
 class      int64 (n,)              (n, C)                    classification
@@ -66,7 +66,7 @@ class Task:
 
     @property
     def is_classification(self) -> bool:
-        """Whether clients learn classes by cross entropy: what every engine supports."""
+        """Whether clients learn classes by cross entropy, which every engine supports."""
         return self.loss is cross_entropy
 
     @property
@@ -206,7 +206,7 @@ def resolve_task(value: Any) -> Task:
     """
     if isinstance(value, Mapping):
         return _task_of(value)
-    task = TASKS.find(value) if isinstance(value, str) else value
+    task: Any = TASKS.resolve(value)
     if not isinstance(task, Task) and callable(task):
         task = call_plugin(f"task {value!r}:", task, error=ConfigError)
     if not isinstance(task, Task):
@@ -224,7 +224,7 @@ def _task_of(value: Mapping[str, Any]) -> Task:
     if "loss" not in value:
         raise ConfigError(f"task needs a loss: {', '.join(LOSSES.names())} or file.py:function")
     reference = value["loss"]
-    loss = LOSSES.find(reference) if isinstance(reference, str) else reference
+    loss: Any = LOSSES.resolve(reference)
     if not callable(loss):
         raise ConfigError(f"task.loss {reference!r} is {type(loss).__name__}, expected a function")
     targets = value.get("targets", _TARGETS_OF.get(reference) if isinstance(reference, str) else None)

@@ -26,7 +26,7 @@ class Updates:
     averaging: Averaging | None  # None: the results were not averaged
     private: Columns | None  # columns that are not uploaded; None: all are uploaded
     training: Train  # the exchange in which the clients trained
-    server: ServerMoments | None = None  # None: models are the means themselves
+    server_moments: ServerMoments | None = None  # None: models are the means themselves
     average: int = 0  # number of this average in the round
     trained: int = 0  # number of trained columns, the first ones
     received: Received | None = None  # None: the clients of a synchronous round
@@ -42,8 +42,8 @@ class Updates:
         return self._moved(default, self.means(default))
 
     def _moved(self, before_RP: Tensor, mean_RP: Tensor) -> Tensor:
-        if self.server is not None:
-            mean_RP = self.server.moved(self.average, before_RP, mean_RP, set(self.outcome.means), self.trained)
+        if self.server_moments is not None:
+            mean_RP = self.server_moments.moved(self.average, before_RP, mean_RP, set(self.outcome.means), self.trained)
         if self.received is not None:
             self.received.versions.follow(before_RP, mean_RP)
         return mean_RP

@@ -29,7 +29,17 @@ class Address:
 
     seed: int
     round: int
-    exchange: int
+    exchange: int  # from 1 in the training of a round, negative in its evaluation
+
+    @property
+    def in_evaluation(self) -> bool:
+        """Whether the exchange belongs to the evaluation of the round."""
+        return self.exchange < 0
+
+    @property
+    def stage(self) -> tuple[int, bool]:
+        """The round, and whether it is evaluated or trained: models and results are shared within a stage."""
+        return self.round, self.in_evaluation
 
 
 # ---- parts of a work order: `take(index_m)` returns the part for some of the clients
@@ -314,6 +324,10 @@ class Work:
         """All rows of tables that the work uses."""
         return [self.frozen_model] if self.frozen_model else []
 
+    def columns_of(self, rows: Rows) -> int:
+        """P, the number of columns of the models in the table of `rows`."""
+        return self.tables[rows.table].shape[1]
+
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         """Per-client arrays (M, ...) of excluded clients, which have no update, no finite loss and no score.
 
@@ -326,8 +340,8 @@ class Work:
         return num_samples_M
 
     @property
-    def state_owners(self) -> np.ndarray:
-        """Keys (`keys_of`) of the client states, or of the deferred results, that this work uses."""
+    def stored_keys(self) -> np.ndarray:
+        """Keys (`keys_of`) of the client states, or of the deferred results, that this work uses, in order."""
         return self.ids_M
 
     @property
@@ -399,7 +413,7 @@ class Train(Work):
         return 1 if self.mixture is None else self.mixture.num_models
 
     @property
-    def state_owners(self) -> np.ndarray:
+    def stored_keys(self) -> np.ndarray:
         return self.ids_M if self.mixture is None else self.keys_of(self.ids_M, self.start.row_M)
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
@@ -453,7 +467,7 @@ class AverageDeferred(Work):
         return replace(kept, averaging=averaging, clip=training.clip)
 
     @property
-    def state_owners(self) -> np.ndarray:
+    def stored_keys(self) -> np.ndarray:
         return self.key_M
 
     def rows(self) -> list[Rows]:
@@ -478,7 +492,7 @@ class CombineColumns(Work):
     function: Callable[[Iterable[np.ndarray]], np.ndarray]  # of blocks (n, f) of the range's columns
 
     @property
-    def state_owners(self) -> np.ndarray:
+    def stored_keys(self) -> np.ndarray:
         return self.members
 
 
@@ -535,7 +549,7 @@ class Describe(Work):
         if floats := getattr(self.function, "floats", None):
             length = floats(inputs, classes)
         elif self.anchor is not None:
-            length = self.tables[self.anchor.table].shape[1]
+            length = self.columns_of(self.anchor)
         else:
             length = self.sketch or 0
         return min(length, self.sketch or length)
@@ -608,7 +622,7 @@ class Exclusion:
 
 @dataclass
 class ChunkResult:
-    """Results of one chunk: arrays whose first axis are its clients. Weighted sums stay on the host."""
+    """Results of one chunk: arrays with a first axis of its clients. Weighted sums stay on the host."""
 
     index_m: np.ndarray  # the chunk's clients, as positions among the M clients of the work
     arrays: dict[str, np.ndarray]

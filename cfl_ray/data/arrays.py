@@ -34,7 +34,7 @@ def federation_from_arrays(
     normalize: list[list[float]] | None = None,
     targets: str = "class",
 ) -> Federation:
-    """Returns a federation in which sample (x[r], y[r]) belongs to client clients[r]. Raises DataError for wrong input.
+    """A federation in which sample (x[r], y[r]) belongs to client clients[r]. Raises DataError for wrong input.
 
     Clients are numbered in the sorted order of their ids. The test data of a client are
         with x_test and test_clients: its own samples of x_test;
@@ -103,7 +103,7 @@ def images_from_arrays(
     vocabulary: int | None = None,
     targets: str = "class",
 ) -> Images:
-    """Returns samples without clients, which `data.partition` divides among clients. Raises DataError for wrong input.
+    """Samples without clients, which `data.partition` divides among clients. Raises DataError for wrong input.
 
     groups: the true group of each sample. Other arguments: as in `federation_from_arrays`.
     """
@@ -173,7 +173,7 @@ def _by_client(
     labels_NC: np.ndarray | None,
     test_set: int,
 ) -> tuple[StoredSamples, Index]:
-    """Returns the samples client by client, training rows before held-out rows, and their index.
+    """The samples client by client, training rows before held-out rows, and their index.
 
     parts_N: the rows of both. test_set: number of the test set of all clients; -1: none.
     """
@@ -264,7 +264,7 @@ def _labels(name: str, values: Array) -> np.ndarray:
 
 
 def targets_of(name: str, values: Array, targets: str) -> np.ndarray:
-    """Returns `values` as an array of the type in which targets of this kind are stored (`core.tasks`).
+    """`values` as an array of the type in which targets of this kind are stored (`core.tasks`).
 
     Raises DataError if the kind is unknown or the values do not fit it.
     """
@@ -292,7 +292,7 @@ def targets_of(name: str, values: Array, targets: str) -> np.ndarray:
 def num_outputs(
     num_classes: int | None, parts: Sequence[tuple[str, np.ndarray | None]], targets: str, vocabulary: int | None
 ) -> int:
-    """Returns C; for real and binary targets the columns of y, for tokens the vocabulary if no number is given.
+    """C; for real and binary targets the columns of y, for tokens the vocabulary if no number is given.
 
     parts: (name for messages, targets) of the training part and the test part; targets None: no test part. Raises
     DataError for a label that is not below `num_classes`, and for another number of columns.
@@ -331,7 +331,7 @@ def _ids(name: str, values: Array) -> np.ndarray:
 
 
 def _kind_of_id(value: object) -> type:
-    """Returns str or int for a valid id, its type otherwise."""
+    """The type of an id: str or int if it is valid."""
     if isinstance(value, str):
         return str
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
@@ -348,7 +348,7 @@ def _check_lengths(n: int, reference: str = "x", **arrays: np.ndarray) -> None:
 def _test_samples(
     x_test: Array | None, y_test: Array | None, train: StoredSamples, vocabulary: int | None, targets: str
 ) -> StoredSamples | None:
-    """Returns the checked test samples; None if none are given. train: samples of the same shapes and types."""
+    """The checked test samples; None if none are given. train: samples of the same shapes and types."""
     if x_test is None and y_test is None:
         return None
     if x_test is None or y_test is None:
@@ -379,7 +379,7 @@ def _view(view: str | None, has_test: bool, has_owners: bool, targets: str) -> s
 
 
 def _groups(groups: Mapping[Any, Any] | Array | None, names: np.ndarray, client: np.ndarray) -> np.ndarray:
-    """Returns int32 (N,): true groups numbered 0.. in sorted order, -1 if none are given."""
+    """int32 (N,): true groups numbered 0.. in sorted order, -1 if none are given."""
     if groups is None:
         return np.full(len(names), -1, np.int32)
     if isinstance(groups, Mapping):
@@ -402,7 +402,7 @@ def _groups(groups: Mapping[Any, Any] | Array | None, names: np.ndarray, client:
 
 
 def digest(*arrays: np.ndarray) -> str:
-    """Returns the sha256 of these arrays, with their types and shapes."""
+    """The sha256 of these arrays, with their types and shapes."""
     summary = hashlib.sha256()
     for array in arrays:
         summary.update(f"{array.dtype.str}{array.shape}".encode())

@@ -17,7 +17,7 @@ from cfl_ray.errors import DataError
 _Stored = tuple[StoredSamples, Index, list[StoredSamples], int]
 
 
-def plan_of(federation: Federation) -> FederationPlan:
+def shard_plan_of(federation: Federation) -> FederationPlan:
     """The plan for shards with the samples of this federation. Raises DataError if its samples are normalised."""
     stored = _in_memory(federation) if isinstance(federation, ArrayFederation) else _read(federation)
     (x, y), index, tests, scale = stored

@@ -96,7 +96,7 @@ class ChainedFederation(Federation):
         return part.test(id_in_part, max_images, seed)
 
     def _locate(self, client: int) -> tuple[Federation, int]:
-        """Returns the part with this client, and the client's id in this part."""
+        """The part with this client, and the client's id in this part."""
         number = int(np.searchsorted(self._first_client, client, "right")) - 1
         if not 0 <= number < len(self.parts):
             raise IndexError(f"client {client} of {self.num_clients}")
@@ -112,7 +112,7 @@ class ChainedFederation(Federation):
 
 
 def grown(federation: Federation, added: Federation) -> ChainedFederation:
-    """Returns `federation` followed by the clients of `added`.
+    """`federation` followed by the clients of `added`.
 
     Raises DataError if the two differ in shape, classes, test view or normalisation, or share a client.
     """
@@ -159,7 +159,7 @@ def _parts_of(federation: Federation) -> tuple[Federation, ...]:
 
 
 def _names(federation: Federation) -> set[str]:
-    """Returns the names of clients in the data, without names that are only the client's number."""
+    """The names of clients in the data, without names that are only the client's number."""
     return {
         name
         for part in _parts_of(federation)

@@ -48,7 +48,7 @@ class DataChange:
     domain: Domain | None = None  # the new domain, in place of an earlier one; None: keep it
 
     def apply(self, in_round: Callable[[int], dict[int, DerivedData]], num_classes: int) -> dict[int, DerivedData]:
-        """Returns the data, by client, of all clients whose data have changed so far, after this change.
+        """The data, by client, of all clients whose data have changed so far, after this change.
 
         in_round: the same for the end of a round; for `self.round`, after the changes that precede this one.
         """
@@ -217,17 +217,17 @@ class ChangedFederation(FederationView):
         return labels_MC
 
     def _changed_among(self, clients: np.ndarray) -> list[tuple[int, DerivedData]]:
-        """Returns (position in `clients`, present data) of the clients whose data have changed."""
+        """(position in `clients`, present data) of the clients whose data have changed."""
         positions = np.flatnonzero(np.isin(clients, self._ids))
         return [(int(position), self._derived[int(clients[position])]) for position in positions]
 
     def _transform(
         self, samples: TensorSamples, data: DerivedData, part: str, rows: np.ndarray | None = None
     ) -> TensorSamples:
-        """Returns the samples rotated, relabelled and in the domain of `data`; samples: of the client `data.source`.
+        """The samples rotated, relabelled and in the domain of `data`; samples: of the client `data.source`.
 
         part: name of these samples, a part of the random key of a domain's noise. rows: of a test set, whose samples
-            have a noise of their own each, so that any of them can be drawn alone; None: one draw for all.
+            have separate draws, so that some of them can be drawn alone; None: one draw for all.
         """
         x, y = samples
         x = torch.rot90(x, data.turns, (-2, -1)).contiguous() if data.turns else x
@@ -244,7 +244,7 @@ class ChangedFederation(FederationView):
 
 @dataclass(frozen=True)
 class _RowDraws:
-    """Draws of some rows of a test set, each from a random key of its own."""
+    """Draws of some rows of a test set, each from a separate random key."""
 
     seed: int
     test_set: int

@@ -31,7 +31,7 @@ def column_of(part: Named, column: str) -> pa.ChunkedArray:
 def check_numbers(
     part: Named, column: str, what: str = "column", advice: str = "", booleans: bool = True
 ) -> pa.ChunkedArray:
-    """Returns a column of numbers without nulls. Raises DataError with the first row without a number.
+    """A column of numbers without nulls. Raises DataError with the first row without a number.
 
     what: name of the column's role, for the message. advice: text at the end of the message. booleans: whether true and
     false count as 1 and 0.
@@ -57,7 +57,7 @@ def _is_number(cell: str) -> bool:
 
 
 def integer_labels(part: Named, column: str) -> np.ndarray:
-    """Returns a column of integers as labels, int16 (n,). Raises DataError for labels outside 0..MAX_LABEL."""
+    """A column of integers as labels, int16 (n,). Raises DataError for labels outside 0..MAX_LABEL."""
     y = column_of(part, column).to_numpy()
     if len(y) and not 0 <= y.min() <= y.max() <= MAX_LABEL:
         raise DataError(f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}")
@@ -65,7 +65,7 @@ def integer_labels(part: Named, column: str) -> np.ndarray:
 
 
 def ids_of(part: Named, column: str, what: str) -> np.ndarray:
-    """Returns a column of integers or strings. what: client or group."""
+    """A column of integers or strings. what: client or group."""
     values = column_of(part, column)
     if pa.types.is_integer(values.type):
         return values.to_numpy()
@@ -78,7 +78,7 @@ def ids_of(part: Named, column: str, what: str) -> np.ndarray:
 
 
 def groups_of(train: np.ndarray, test: np.ndarray | None, where: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the groups of both parts, int32, numbered from 0 in the sorted order of the training values.
+    """The groups of both parts, int32, numbered from 0 in the sorted order of the training values.
 
     where: file and column of the test part. Raises DataError for a group without a training row.
     """
@@ -111,7 +111,7 @@ def read_npz(file: Path, required: Sequence[str], optional: Sequence[str], needs
 
 
 def decode_row(content: bytes | None, file: str, row: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
-    """Returns the image in a row of a file, as `decode` does. Raises DataError for a row without bytes."""
+    """The image in a row of a file, as `decode` does. Raises DataError for a row without bytes."""
     if content is None:
         raise DataError(
             f"{file}: row {row} has no image bytes; files that hold only paths are not supported, embed the images"
@@ -120,7 +120,7 @@ def decode_row(content: bytes | None, file: str, row: int, shape: tuple[int, ...
 
 
 def decode(content: io.BytesIO | Path, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-    """Returns an image as uint8 (C, H, W); C is 1 for a grey image and 3 for other images.
+    """An image as uint8 (C, H, W); C is 1 for a grey image and 3 for other images.
 
     shape: that of the first image, which decides C. Raises DataError for an image of another height or width, and for
     colours if the first image is grey.

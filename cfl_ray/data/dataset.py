@@ -35,7 +35,7 @@ def federation_from_dataset(
     normalize: list[list[float]] | None = None,
     targets: str = "class",
 ) -> Federation:
-    """Returns a federation in which sample dataset[r] belongs to client clients[r]; every sample is read once.
+    """A federation in which sample dataset[r] belongs to client clients[r]; every sample is read once.
 
     An input is a tensor, an array or a PIL image. Other arguments: as in `federation_from_arrays`.
     Raises DataError naming the sample that does not fit.

@@ -59,7 +59,7 @@ class GroupTransform(NamedTuple):
 
 
 def tested_on(view: str, groups: int) -> str:
-    """Returns a sentence on which data a client is tested under a view. groups: number of true groups, 0 if unknown."""
+    """A sentence on which data a client is tested under a view. groups: number of true groups, 0 if unknown."""
     if view == "holdout":
         return "each client is tested on its own samples that are held out from training (data.test.view holdout)"
     if view == "all":
@@ -105,31 +105,31 @@ class Federation(ABC):
         return tested_on(self.view, self.num_groups)
 
     def client_name(self, client: int) -> str:
-        """Returns the client's name in the data, e.g. a FEMNIST writer; the id itself if the data have no names."""
+        """The client's name in the data, e.g. a FEMNIST writer; the id itself if the data have no names."""
         return str(client)
 
     def at(self, round: int) -> "Federation":
-        """Returns the federation as it is in a round; this object if no client's data change."""
+        """The federation as it is in a round; this object if no client's data change."""
         return self
 
     def changed(self, round: int) -> np.ndarray:
-        """Returns int64 ids, ascending: the clients whose data change before this round."""
+        """int64 ids, ascending: the clients whose data change before this round."""
         return np.zeros(0, np.int64)
 
     def data_version(self, client: int) -> Hashable:
-        """Returns a value that is equal for two federations only if the client's data are equal in both.
+        """A value that is equal for two federations only if the client's data are equal in both.
 
         By default this federation itself: the data in another federation that `at` returns may differ.
         """
         return self
 
     def group_transform(self, group: int) -> GroupTransform:
-        """Returns the `GroupTransform` of a true group; by default, no two groups share samples."""
+        """The `GroupTransform` of a true group; by default, no two groups share samples."""
         return GroupTransform(family=group)
 
     @abstractmethod
     def train(self, client: int) -> TensorSamples:
-        """Returns the training samples of a client: x of shape.dtype (n, *shape.input), normalised; y (n,)."""
+        """The training samples of a client: x of shape.dtype (n, *shape.input), normalised; y (n,)."""
 
     def files_of(self, clients: np.ndarray) -> np.ndarray | None:
         """Returns, for each of these clients, the number of the file with its training samples, int (M,).
@@ -143,26 +143,26 @@ class Federation(ABC):
 
     @abstractmethod
     def num_test_sets(self) -> int:
-        """Returns T, the number of test sets that clients share; 0 if the view is hold-out."""
+        """T, the number of test sets that clients share; 0 if the view is hold-out."""
 
     @abstractmethod
     def test_set(self, index: int) -> TensorSamples:
-        """Returns shared test set `index`: x and y of the types of `shape`. Raises IndexError outside 0..T-1."""
+        """Shared test set `index`: x and y of the types of `shape`. Raises IndexError outside 0..T-1."""
 
     @abstractmethod
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
-        """Returns int32 (M,): the shared test set of each of these clients; -1 if the view is hold-out."""
+        """int32 (M,): the shared test set of each of these clients; -1 if the view is hold-out."""
 
     @abstractmethod
     def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
-        """Returns bool (M, C): the labels on which each client is tested (label view); None: on all labels."""
+        """Bool (M, C): the labels on which each client is tested (label view); None: on all labels."""
 
     @abstractmethod
     def holdout(self, client: int) -> TensorSamples:
-        """Returns the held-out samples of a client (hold-out view only)."""
+        """The held-out samples of a client (hold-out view only)."""
 
     def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
-        """Returns the client's test samples under its view.
+        """The client's test samples under its view.
 
         max_images: draw at most so many images of a shared test set, the same in every call; None: all images.
         """
@@ -173,7 +173,7 @@ class Federation(ABC):
         return (x, y) if len(keep) == len(y) else (x[keep], y[keep])
 
     def test_rows(self, client: int, y: np.ndarray, max_images: int | None, seed: int) -> np.ndarray:
-        """Returns the rows, ascending, of its shared test set on which the client is tested. y: the set's labels."""
+        """The rows, ascending, of its shared test set on which the client is tested. y: the set's labels."""
         labels = self.labels_of(np.array([client]))
         keep = np.arange(len(y)) if labels is None else np.flatnonzero(labels[0][y])
         if max_images is not None and len(keep) > max_images:
@@ -182,7 +182,7 @@ class Federation(ABC):
 
 
 class FederationView(Federation):
-    """Another view of the data of `base`: what a subclass does not change is that of `base`."""
+    """The data of `base`, except those that a subclass changes."""
 
     def __init__(self, base: Federation) -> None:
         self._base = base

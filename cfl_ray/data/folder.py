@@ -44,14 +44,14 @@ class Folder:
         return Path(path) if isinstance(filesystem, fs.LocalFileSystem) else None
 
     def child(self, name: str) -> "Folder":
-        """Returns a subfolder. A URI's query, such as S3 regions and endpoints, is kept."""
+        """A subfolder. A URI's query, such as S3 regions and endpoints, is kept."""
         if (local := self.local) is not None:
             return Folder(str(local / name))
         path, mark, query = self.uri.partition("?")
         return Folder(f"{path.rstrip('/')}/{name}{mark}{query}")
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a small file; None if it does not exist."""
+        """The content of a small file; None if it does not exist."""
         if (local := self.local) is not None:
             return (local / name).read_bytes() if (local / name).is_file() else None
         filesystem, path = self._remote()
@@ -68,7 +68,7 @@ class Folder:
             raise DataError(f"{self.uri}/{name} cannot be read: {self._reason(error)}") from None
 
     def get(self, name: str, size: int, sha256: str, verify: bool) -> Path:
-        """Returns the path of a file on this machine; a remote file is fetched if necessary.
+        """The path of a file on this machine; a remote file is fetched if necessary.
 
         Its size is always checked. Its sha256 is checked when it is fetched, or if `verify` is true. Raises DataError
         for a missing or damaged file.
@@ -201,7 +201,7 @@ def _cache_limit() -> float:
 
 
 def cache() -> Path:
-    """Returns the folder of fetched files, named by their content: CFL_RAY_CACHE, or cfl_ray in the user's cache."""
+    """The folder of fetched files, named by their content: CFL_RAY_CACHE, or cfl_ray in the user's cache."""
     if named := os.environ.get("CFL_RAY_CACHE"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cfl_ray"

@@ -15,7 +15,7 @@ from cfl_ray.config.data import ArraysConfig, GeneratedConfig, PluginDataConfig,
 from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
 from cfl_ray.data.arrays import federation_from_arrays
-from cfl_ray.data.as_plan import plan_of
+from cfl_ray.data.as_plan import shard_plan_of
 from cfl_ray.data.columns import read_npz
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
@@ -50,7 +50,7 @@ class FederationSummary:
 def build(
     data: DataConfig, seed: int, shards: str | Path, progress: Progress | None = None, targets: str = "class"
 ) -> Federation:
-    """Returns the federation that `data` and `seed` describe, with its shards in a folder below `data.shards`.
+    """The federation that `data` and `seed` describe, with its shards in a folder below `data.shards`.
 
     shards: the folder for shards if `data.shards` is null. `data.shards` may also be a federation's folder that
     `cfl-ray prepare` wrote; then the raw data are not needed. targets: kind of the task's targets (`core.tasks`).
@@ -75,15 +75,15 @@ def build(
 
 
 def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardFederation:
-    """Returns the shards of a federation without shards, written into a folder below `shards` or reused."""
+    """The shards of a federation without shards, written into a folder below `shards` or reused."""
     folder = Folder(str(shards)).child(f"{name}-{_hash(federation.recipe)}")
     if read_manifest(folder) is None:
-        write_shards(folder.uri, plan_of(federation), federation.recipe, federation.normalize)
+        write_shards(folder.uri, shard_plan_of(federation), federation.recipe, federation.normalize)
     return open_shards(folder.uri)
 
 
 def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationSummary:
-    """Returns the sizes of the federation that `build` would return. Reads labels but no pixels, and writes nothing."""
+    """The sizes of the federation that `build` would return. Reads labels but no pixels, and writes nothing."""
     loaded = _loaded(data, seed, targets)
     if isinstance(loaded, Federation):
         num_samples_N, shape, view = loaded.num_samples_N, loaded.shape, loaded.view
@@ -95,13 +95,22 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         groups = len({client.group for client in plan.clients if client.group >= 0})
         test_sets, size = len(plan.test_sets), shard_bytes(plan)
     samples = int(num_samples_N.min()), float(np.median(num_samples_N)), int(num_samples_N.max())
-    return FederationSummary(len(num_samples_N), samples, groups, shape, test_sets, view, size, num_samples_N)
+    return FederationSummary(
+        clients=len(num_samples_N),
+        samples=samples,
+        groups=groups,
+        shape=shape,
+        test_sets=test_sets,
+        view=view,
+        bytes=size,
+        num_samples_N=num_samples_N,
+    )
 
 
 def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | None:
-    """Returns what needs no files of a data set: a federation, or a function's samples without clients.
+    """Data that need no files of a data set: a federation, or a function's samples without clients.
 
-    None for the data sets that `locate` finds.
+    None for the data sets that `locate` knows.
     """
     if isinstance(data, GeneratedConfig):
         return _generated(data, seed)
@@ -111,7 +120,7 @@ def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | 
 
 
 def _sources(data: DataConfig, first: Source | None, targets: str) -> list[Source]:
-    """Returns the data set and, for a hybrid shift, the second data set. first: the data set if it is loaded."""
+    """The data set and, for a hybrid shift, the second data set. first: the data set if it is loaded."""
     names = [data.source, data.shift.other] if isinstance(data.shift, HybridConfig) else [data.source]
     return [first if first is not None and name == data.source else locate(name, data, targets) for name in names]
 
@@ -125,7 +134,7 @@ def _plan(
 
 
 def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: str) -> dict[str, Any]:
-    """Returns all settings that decide the content of the shards, as JSON. sources None: without the raw files."""
+    """All settings that decide the content of the shards, as JSON. sources None: without the raw files."""
     recipe: dict[str, Any] = {"data": data.to_recipe(), "seed": seed}
     if targets != "class":
         recipe["targets"] = targets
@@ -140,7 +149,7 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: 
 
 
 def _code_of(registry: Registry[Any], kind: Any) -> str:
-    """Returns the sha256 of the file that defines a plugin; without a file, the plugin's name."""
+    """The sha256 of the file that defines a plugin; without a file, the plugin's name."""
     part = registry.resolve(kind)
     try:
         source = inspect.unwrap(part.func if isinstance(part, partial) else part)
@@ -154,7 +163,7 @@ def _hash(recipe: dict[str, Any]) -> str:
 
 
 def _reuse(folder: Folder, data: DataConfig, recipe: dict[str, Any]) -> ShardFederation:
-    """Returns the existing shards in `folder`. Raises DataError if they were written with another recipe."""
+    """The existing shards in `folder`. Raises DataError if they were written with another recipe."""
     federation = open_shards(folder.uri, verify=folder.local is not None)
     given = recipe | {"data": data.to_recipe(exclude_defaults=True)}
     if difference := _difference(federation.recipe, recipe, given):
@@ -166,7 +175,7 @@ def _reuse(folder: Folder, data: DataConfig, recipe: dict[str, Any]) -> ShardFed
 
 
 def _difference(written: Any, wanted: Any, given: Any, key: str = "") -> tuple[str, object, object] | None:
-    """Returns the first key of `wanted` whose value differs in `written`, with both values; None if none differs.
+    """The first key of `wanted` whose value differs in `written`, with both values; None if none differs.
 
     given: `wanted` without defaults; an earlier version may have written no value for a key that has its default.
     """
@@ -201,7 +210,7 @@ def _generated(data: GeneratedConfig, seed: int) -> SyntheticFederation:
 
 
 def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
-    """Returns the federation of the .npz file `data.root`; `data.partition` has no effect.
+    """The federation of the .npz file `data.root`; `data.partition` has no effect.
 
     The file has the arrays x, y, clients, and optionally groups, x_test, y_test, test_clients, vocabulary (a number).
     """

@@ -15,7 +15,7 @@ KEYS = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary", "cl
 
 
 def load_function(data: PluginDataConfig, seed: int, targets: str = "class") -> Federation | Source:
-    """Returns the data of the function that `data.source` names: a Federation, or without clients a Source.
+    """The data of the function that `data.source` names: a Federation, or without clients a Source.
 
     The function is called with `data.options`. It returns a Federation, a pair (x, y), or a mapping with x, y and
     optionally clients, groups, x_test, y_test, test_clients, num_classes, vocabulary: arguments of

@@ -15,7 +15,7 @@ CLIENTS_FILE = "clients.csv"
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Returns the images below the class folders of `folder`, sorted. Raises DataError if there are none."""
+    """The images below the class folders of `folder`, sorted. Raises DataError if there are none."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder.absolute()}; set data.root to a folder with a folder per class")
     files = sorted(file for file in folder.glob("*/**/*") if file.suffix.lower() in SUFFIXES and file.is_file())
@@ -27,7 +27,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def read(train: Path, test: Path | None, pixels: bool, progress: Progress | None) -> Images:
-    """Returns the images in a folder that has a folder for each class, numbered in sorted order of the folders' names.
+    """The images in a folder that has a folder for each class, numbered in sorted order of the folders' names.
 
     A test folder in the training folder is not a class. `clients.csv` in the training folder, with columns file (path
     below the folder) and client, names the client of each image.
@@ -71,7 +71,7 @@ def _part(
 
 
 def _clients(folder: Path, files: list[Path]) -> np.ndarray | None:
-    """Returns the client of each image as strings; None without a `clients.csv`."""
+    """The client of each image as strings; None without a `clients.csv`."""
     clients_file = folder / CLIENTS_FILE
     if not clients_file.is_file():
         return None

@@ -63,7 +63,7 @@ _TORCHVISION = {
 
 
 def _located(name: str, data: DataConfig) -> Source:
-    """Returns a data set by its name, downloaded if it is missing and `data.download` is true."""
+    """A data set by its name, downloaded if it is missing and `data.download` is true."""
     try:
         return _find(name, data)
     except DataError:
@@ -75,7 +75,7 @@ def _located(name: str, data: DataConfig) -> Source:
 
 
 def _find(name: str, data: DataConfig) -> Source:
-    """Returns the data set in torchvision's files, or in the hub's. Raises DataError with all folders searched."""
+    """The data set in torchvision's files, or in the hub's. Raises DataError with all folders searched."""
     dataset, hub = _TORCHVISION[name], _TORCHVISION[name].hub
     get = (
         f"set data.download: true, or point data.root at a folder with the files of torchvision.datasets.{dataset.kind}"
@@ -136,7 +136,7 @@ def _read_torchvision(name: str, root: Path) -> Images:
 
 
 def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
-    """Returns a data set of the hub, in parquet files. Its images may have another order than torchvision's."""
+    """A data set of the hub, in parquet files. Its images may have another order than torchvision's."""
     test = sorted(path for path in root.glob(f"{hub.folder}/test-*.parquet") if path.is_file())
     if not test:
         raise DataError(
@@ -152,7 +152,7 @@ def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
 
 
 def medmnist(data: FilesDataConfig) -> Source:
-    """Returns the 2-D data set of medmnist that `data.train_files` names, without its validation part."""
+    """The 2-D data set of medmnist that `data.train_files` names, without its validation part."""
     get = (
         "name one data set by its file, e.g. data.train_files: pathmnist.npz, and put it there: "
         "medmnist.PathMNIST('train', root='data', download=True) of the package medmnist does it"

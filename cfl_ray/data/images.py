@@ -45,7 +45,7 @@ class Images:
         return self.train_x.shape[1:]
 
     def pooled(self, source: str) -> "Images":
-        """Returns a data set whose training part has all samples, those of the test part last; it has no test part.
+        """A data set whose training part has all samples, those of the test part last; it has no test part.
 
         It has no clients, since the clients of test samples are not known. Raises DataError without a test part, and if
         only the training part has true groups. source: name of the data set.
@@ -82,7 +82,7 @@ class Source:
 
 
 def roots(data: DataConfig) -> list[Path]:
-    """Returns the folders in which a data set is searched, in this order.
+    """The folders in which a data set is searched, in this order.
 
     The working directory is among them only if `data.train_files` is set. Raises DataError if `data.root` is a file.
     """
@@ -100,7 +100,7 @@ def roots(data: DataConfig) -> list[Path]:
 
 
 def find(data: DataConfig, subfolders: list[str], patterns: list[str], name: str, get: str) -> tuple[Path, list[Path]]:
-    """Returns the first folder in which a glob pattern matches files, and these files, sorted.
+    """The first folder in which a glob pattern matches files, and these files, sorted.
 
     Raises DataError with every folder searched, followed by `get`, which says how to obtain the data.
     """

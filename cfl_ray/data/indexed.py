@@ -35,7 +35,7 @@ class Scaling:
     tokens: bool = False  # the inputs are token ids
 
     def check(self, shape: tuple[int, ...]) -> "Scaling":
-        """Returns this object. Raises DataError if means and deviations do not fit inputs of this shape."""
+        """This object. Raises DataError if means and deviations do not fit inputs of this shape."""
         if self.normalize is not None and self.tokens:
             raise DataError(
                 f"data.normalize: token ids are not numbers to normalise; set it to null, not {self.normalize}"
@@ -51,7 +51,7 @@ class Scaling:
         return self
 
     def to_tensor(self, x: np.ndarray) -> torch.Tensor:
-        """Returns a float32 copy with the same bits as torchvision's ToTensor and Normalize; int64 for token ids."""
+        """A float32 copy with the same bits as torchvision's ToTensor and Normalize; int64 for token ids."""
         if self.tokens:
             return torch.from_numpy(x.astype(np.int64))
         with np.errstate(over="ignore", invalid="ignore"):  # values beyond float32 are infinite: the client is excluded
@@ -84,11 +84,11 @@ class IndexedFederation(Federation):
 
     @abstractmethod
     def _file(self, number: int) -> StoredSamples:
-        """Returns all rows of a file of clients."""
+        """All rows of a file of clients."""
 
     @abstractmethod
     def _test_file(self, number: int) -> StoredSamples:
-        """Returns all rows of a shared test set."""
+        """All rows of a shared test set."""
 
     def train(self, client: int) -> TensorSamples:
         start = self.index.offset_N[client]
@@ -114,7 +114,7 @@ class IndexedFederation(Federation):
         return None if self.index.labels_NC is None else self.index.labels_NC[clients]
 
     def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
-        """Returns the same samples as the base class, but converts only these."""
+        """As in the base class, but only the samples that are returned are converted."""
         if self.view == "holdout":
             return self.holdout(client)
         samples = self._test_file(int(self.index.test_set_N[client]))

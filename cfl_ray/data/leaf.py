@@ -30,7 +30,7 @@ def read(
     vocabulary: int | None,
     progress: Progress | None,
 ) -> Images:
-    """Returns the samples of LEAF's files, with their users as clients.
+    """The samples of LEAF's files, with their users as clients.
 
     convert: makes the samples of a user, or raises DataError for unusable data. vocabulary: number of token ids; None:
     the samples are images.
@@ -117,7 +117,7 @@ def characters(file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
 
 
 def read_tweets(train: list[Path], test: list[Path], vocabulary: int, progress: Progress | None) -> Images:
-    """Returns Sentiment140: the first 25 words of each tweet, labelled with its sentiment, 0 or 1.
+    """Sentiment140: the first 25 words of each tweet, labelled with its sentiment, 0 or 1.
 
     The vocabulary has the most frequent words of the training files; equally frequent words in alphabetical order.
     """
@@ -154,7 +154,7 @@ def _words(text: str) -> list[str]:
 
 
 def _text(tweet: Any) -> str:
-    """Returns the text of a tweet, which LEAF stores with its other fields."""
+    """The text of a tweet, which LEAF stores with its other fields."""
     return str(tweet[TEXT_OF_TWEET]) if isinstance(tweet, list) and len(tweet) > TEXT_OF_TWEET else str(tweet)
 
 

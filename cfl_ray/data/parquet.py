@@ -25,7 +25,7 @@ def read(
     pixels: bool,
     progress: Progress | None,
 ) -> Images:
-    """Returns the images of these files in file order. Raises DataError naming the file and row of unusable data.
+    """The images of these files in file order. Raises DataError naming the file and row of unusable data.
 
     num_classes: None for the largest label + 1. pixels: False decodes only the first image, for its shape.
     """
@@ -45,7 +45,7 @@ def read(
 
 
 def _part(files: list[Path], names: list[str]) -> Named:
-    """Returns these columns of all files."""
+    """These columns of all files."""
     tables = []
     for file in files:
         with _open(file, names) as opened:
@@ -86,7 +86,7 @@ def _encoded(file: Path, name: str, batch_rows: int) -> Iterator[pa.Array]:
 def _pixels(
     files: list[Path], name: str, shape: tuple[int, ...], rows: int, wanted: bool, progress: Progress | None
 ) -> np.ndarray:
-    """Returns uint8 (rows, *shape); a broadcast 0 if pixels are not wanted."""
+    """uint8 (rows, *shape); a broadcast 0 if pixels are not wanted."""
     if not wanted:
         return np.broadcast_to(np.uint8(0), (rows, *shape))
     x = mapped_array((rows, *shape))

@@ -18,7 +18,7 @@ ARGUMENTS = ("labels", "clients", "draw")  # positional arguments of a partition
 
 
 def even_shares(clients: int, groups: int) -> list[int]:
-    """Returns the number of clients of each group; the first groups have one more client if N / G is not whole."""
+    """The number of clients of each group; the first groups have one more client if N / G is not whole."""
     if clients < groups:
         raise DataError(f"data.partition.clients is {clients}, but there are {groups} groups and each needs a client")
     return [clients // groups + (group < clients % groups) for group in range(groups)]
@@ -27,7 +27,7 @@ def even_shares(clients: int, groups: int) -> list[int]:
 def divide(
     y: np.ndarray, clients: int, partition: PartitionConfig, min_samples: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Returns the positions in `y` of each client's samples, ascending; no position belongs to two clients.
+    """The positions in `y` of each client's samples, ascending; no position belongs to two clients.
 
     With `partition.true_groups`, the clients of a group follow one another. Raises DataError if a client would get
     fewer than `min_samples`.
@@ -59,7 +59,7 @@ def divide(
 def _by_plugin(
     y: np.ndarray, clients: int, partition: PluginPartitionConfig, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Returns the parts that a user's function (labels, clients, draw) makes. Raises DataError for a wrong result."""
+    """The parts that a user's function (labels, clients, draw) makes. Raises DataError for a wrong result."""
     function = with_options(PARTITION_KINDS.resolve(partition.kind), partition.options, "data.partition", ARGUMENTS)
     result = call_plugin("data.partition", function, y.astype(np.int64), clients, rng, error=DataError)
     returned = f"data.partition {place_of(function)} returned"
@@ -92,7 +92,7 @@ def _by_plugin(
 def writers(
     client: np.ndarray | None, partition: PartitionConfig, source: str, rng: np.random.Generator
 ) -> list[tuple[str, np.ndarray]]:
-    """Returns (name, ascending positions) of every writer with at least `min_samples` samples, sorted by name.
+    """(name, ascending positions) of every writer with at least `min_samples` samples, sorted by name.
 
     client: writer of each sample, None if not known. If `partition.clients` is a number, so many writers are drawn.
     Raises DataError if there are too few writers.
@@ -118,7 +118,7 @@ def writers(
 
 
 def _iid(y: np.ndarray, clients: int, partition: IidConfig, rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns parts of the sizes in `partition.sizes`; without them, of sizes that differ by at most 1."""
+    """Parts of the sizes in `partition.sizes`; without them, of sizes that differ by at most 1."""
     rows = rng.permutation(len(y))
     if partition.sizes is None:
         return np.array_split(rows, clients)
@@ -133,7 +133,7 @@ def _iid(y: np.ndarray, clients: int, partition: IidConfig, rng: np.random.Gener
 def _dirichlet(
     y: np.ndarray, clients: int, partition: DirichletConfig, min_samples: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Returns the parts of the first draw in which every client has at least `min_samples` samples."""
+    """The parts of the first draw in which every client has at least `min_samples` samples."""
     rows_C = [rng.permutation(np.flatnonzero(y == label)) for label in np.unique(y)]
     for _ in range(MAX_REDRAWS):
         counts_CN = _counts(np.array([len(rows) for rows in rows_C]), clients, partition, rng)
@@ -193,7 +193,7 @@ def _dirichlet_counts(
 def _classes(
     y: np.ndarray, clients: int, partition: ClassesConfig, min_samples: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Returns parts in which each class is split among its owners: evenly, up to one sample, or in random shares.
+    """Parts in which each class is split among its owners: evenly, up to one sample, or in random shares.
 
     Random shares are drawn again until every client has at least `min_samples` samples; after the last draw,
     `divide` raises DataError for a client with too few.
@@ -214,7 +214,7 @@ def _classes(
 
 
 def _shares(rows: np.ndarray, owners: int, alpha: float | None, rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns the rows of each owner of a class; with an alpha, one row each and Dirichlet shares of the other rows."""
+    """The rows of each owner of a class; with an alpha, one row each and Dirichlet shares of the other rows."""
     if alpha is None:
         return np.array_split(rows, owners)
     others = max(len(rows) - owners, 0)
@@ -223,7 +223,7 @@ def _shares(rows: np.ndarray, owners: int, alpha: float | None, rng: np.random.G
 
 
 def _owners(classes: int, clients: int, partition: ClassesConfig, rng: np.random.Generator) -> list[list[int]]:
-    """Returns the clients that own each class.
+    """The clients that own each class.
 
     NIID-Bench's rule: client i of a group owns class i mod C of the group's C classes, and n - 1 other classes.
     """
@@ -247,7 +247,7 @@ def _owners(classes: int, clients: int, partition: ClassesConfig, rng: np.random
 
 
 def _deal_classes(classes: int, groups: int, per_group: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns the classes of each group, dealt like cards from shuffled decks of all classes.
+    """The classes of each group, dealt like cards from shuffled decks of all classes.
 
     A group's classes are distinct. The numbers of groups that two classes belong to differ by at most 1.
     """

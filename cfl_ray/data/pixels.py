@@ -39,7 +39,7 @@ DOMAINS = {"noise": with_noise, "blur": blurred, "brightness": brightened}
 
 
 def needed(kind: str, shape: DataShape) -> str | None:
-    """Returns what a domain of this kind needs and what these samples are; None if it applies to them."""
+    """Which samples a domain of this kind needs, and which these are; None if it applies to them."""
     if shape.vocabulary is not None:
         return f"{'images' if kind == 'blur' else 'real numbers'}, these samples are token ids"
     if kind == "blur" and len(shape.input) != 3:

@@ -41,7 +41,7 @@ class TestSet:
     rows: np.ndarray
 
     def labels(self) -> np.ndarray:
-        """Returns the rows' labels, int16, after the group's transformation."""
+        """The rows' labels, int16, after the group's transformation."""
         return self.variant.test_labels(self.rows)
 
 
@@ -70,7 +70,7 @@ class ClientRows(NamedTuple):
 
 
 def make_plan(images: Images, other: Images | None, data: DataConfig, seed: int) -> FederationPlan:
-    """Returns the division that `data` describes. Raises DataError if there are too few samples for it.
+    """The division that `data` describes. Raises DataError if there are too few samples for it.
 
     other: the second data set of a hybrid shift; None for other shifts.
     """
@@ -136,7 +136,7 @@ def _divide(groups: list[Group], data: DataConfig, seed: int) -> list[ClientRows
 
 
 def _partition_of_group(whole: PartitionConfig, shares: list[int], index: int) -> PartitionConfig:
-    """Returns the partition section with only the sizes of this group's clients."""
+    """The partition section with only the sizes of this group's clients."""
     if not isinstance(whole, IidConfig) or whole.sizes is None:
         return whole
     first = sum(shares[:index])
@@ -144,14 +144,14 @@ def _partition_of_group(whole: PartitionConfig, shares: list[int], index: int) -
 
 
 def _true_groups(whole: PartitionConfig, true_group: int, clients: int) -> list[int]:
-    """Returns the true group of each client: its group in the partition if that makes groups, else `true_group`."""
+    """The true group of each client: its group in the partition if that makes groups, else `true_group`."""
     if whole.true_groups is None:
         return [true_group] * clients
     return np.repeat(np.arange(whole.true_groups), partition.even_shares(clients, whole.true_groups)).tolist()
 
 
 def _divide_by_writer(groups: list[Group], data: DataConfig, seed: int) -> list[ClientRows]:
-    """Returns a client for each writer.
+    """A client for each writer.
 
     Without a shift, a client has the true group of its samples in the data. With a shift, every group has other
     clients.
@@ -185,7 +185,7 @@ def _natural_group(images: Images, rows: np.ndarray, name: str) -> int:
 
 
 def _kept_shares(clients: int, whole: PartitionConfig, seed: int) -> np.ndarray:
-    """Returns the share of its training samples that each client keeps, float64 (N,); 1.0 for clients without a cut."""
+    """The share of its training samples that each client keeps, float64 (N,); 1.0 for clients without a cut."""
     kept_N, wanted = np.ones(clients), sum(cut.clients for cut in whole.cut)
     if wanted > clients:
         raise DataError(
@@ -197,7 +197,7 @@ def _kept_shares(clients: int, whole: PartitionConfig, seed: int) -> np.ndarray:
 
 
 def _split(client: ClientRows, number: int, keep: float, data: DataConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a client's training and held-out rows; if the view is hold-out, at least one of each."""
+    """A client's training and held-out rows; if the view is hold-out, at least one of each."""
     rows, held_out = client.rows, client.rows[:0]
     if data.test.view == "holdout":
         rows, held_out = split_rows(rows, data.test.fraction, number, client.name, seed)
@@ -210,7 +210,7 @@ def _split(client: ClientRows, number: int, keep: float, data: DataConfig, seed:
 
 
 def split_rows(rows: np.ndarray, fraction: float, client: int, name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the training and the held-out rows of a client, ascending. Raises DataError for fewer than two rows."""
+    """The training and the held-out rows of a client, ascending. Raises DataError for fewer than two rows."""
     if len(rows) < 2:
         raise DataError(
             f"client {name!r} has {len(rows)} sample; holding out a part needs 2: set data.partition.min_samples: 2"
@@ -223,7 +223,7 @@ def split_rows(rows: np.ndarray, fraction: float, client: int, name: str, seed: 
 def _test_sets(
     groups: list[Group], divided: list[ClientRows], data: DataConfig, seed: int
 ) -> tuple[list[TestSet], dict[tuple[int, int], int]]:
-    """Returns the shared test sets, without duplicates, and the test set's number for each (group, true group)."""
+    """The shared test sets, without duplicates, and the test set's number for each (group, true group)."""
     test_sets: list[TestSet] = []
     number_by_content: dict[tuple[Variant, bytes], int] = {}
     number_by_group: dict[tuple[int, int], int] = {}
@@ -256,7 +256,7 @@ def _test_rows(group: Group, true_group: int, data: DataConfig, seed: int) -> np
 
 
 def _tested_labels(clients: list[PlannedClient], test_sets: list[TestSet], num_classes: int) -> np.ndarray:
-    """Returns the labels of each client's training samples, bool (N, C).
+    """The labels of each client's training samples, bool (N, C).
 
     Raises DataError if none of a client's labels is in its test set.
     """

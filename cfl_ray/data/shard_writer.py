@@ -53,7 +53,7 @@ def write_shards(
 
 
 def shard_bytes(plan: FederationPlan) -> int:
-    """Returns the bytes of pixels and labels in the shards of this plan."""
+    """The bytes of pixels and labels in the shards of this plan."""
     client_rows = sum(client.num_rows for client in plan.clients)
     test_rows = sum(len(test_set.rows) for test_set in plan.test_sets)
     y = plan.images.train_y
@@ -149,14 +149,14 @@ def _clients_by_file(plan: FederationPlan) -> Iterator[list[PlannedClient]]:
 
 
 def _columns(parts: list[tuple[np.ndarray, np.ndarray]]) -> list[Any]:
-    """Returns the columns of `sample_schema`."""
+    """The columns of `sample_schema`."""
     x = np.concatenate([x for x, _ in parts])
     y = np.concatenate([y for _, y in parts])
     return [_fixed_size_lists(x), y if y.ndim == 1 else _fixed_size_lists(y)]
 
 
 def _index_columns(plan: FederationPlan, places: list[tuple[int, int]]) -> list[Any]:
-    """Returns the columns of `index_schema`. places: as `_write_clients` returns them."""
+    """The columns of `index_schema`. places: as `_write_clients` returns them."""
     rows = [
         (*place, len(client.train), len(client.held_out), client.group, client.test_set, client.name)
         for client, place in zip(plan.clients, places, strict=True)
@@ -166,7 +166,7 @@ def _index_columns(plan: FederationPlan, places: list[tuple[int, int]]) -> list[
 
 
 def _fixed_size_lists(x: np.ndarray) -> pa.Array:
-    """Returns x (n, ...) as n Arrow lists of equal length, without a copy."""
+    """The array x (n, ...) as n Arrow lists of equal length, without a copy."""
     return pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), int(np.prod(x.shape[1:])))
 
 

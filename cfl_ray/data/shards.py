@@ -80,7 +80,7 @@ class ShardManifest(BaseModel):
 
 
 def sample_schema(shape: DataShape, dtype: str) -> pa.Schema:
-    """Returns the columns of train and test files. dtype: type of the stored inputs."""
+    """The columns of train and test files. dtype: type of the stored inputs."""
     target = pa.from_numpy_dtype(TARGETS[shape.targets].stored)
     if shape.target_shape:
         target = pa.list_(target, math.prod(shape.target_shape))
@@ -89,7 +89,7 @@ def sample_schema(shape: DataShape, dtype: str) -> pa.Schema:
 
 
 def index_schema(num_classes: int, label_view: bool) -> pa.Schema:
-    """Returns the columns of clients.arrow."""
+    """The columns of clients.arrow."""
     columns = {
         "file": pa.int32(),
         "offset": pa.int64(),
@@ -105,7 +105,7 @@ def index_schema(num_classes: int, label_view: bool) -> pa.Schema:
 
 
 def open_shards(path: str | Path, verify: bool = False) -> "ShardFederation":
-    """Returns the federation in a folder: a path, or any URI that pyarrow supports.
+    """The federation in a folder: a path, or any URI that pyarrow supports.
 
     verify: read every file and check its sha256; sizes are always checked. Remote files are fetched on first use and
     kept in CFL_RAY_CACHE, named by their content.
@@ -114,7 +114,7 @@ def open_shards(path: str | Path, verify: bool = False) -> "ShardFederation":
 
 
 def read_manifest(folder: Folder) -> ShardManifest | None:
-    """Returns the manifest of a folder; None if the file does not exist. Raises DataError for an invalid manifest."""
+    """The manifest of a folder; None if the file does not exist. Raises DataError for an invalid manifest."""
     content = folder.read(MANIFEST)
     if content is None:
         return None
@@ -201,14 +201,14 @@ class ShardFederation(IndexedFederation):
 
 
 def _rotation(family: int, families: int, angles: list[float], group: int) -> GroupTransform:
-    """Returns the transform of a rotated group. Groups of the same family differ by whole quarter turns."""
+    """The transform of a rotated group. Groups of the same family differ by whole quarter turns."""
     rests = sorted({angle % 90 for angle in angles} | {0})
     turns = int(angles[group] // 90 % 4)
     return GroupTransform(family + families * rests.index(angles[group] % 90), turns=turns)
 
 
 def _map(folder: Folder, file: ShardFile, schema: pa.Schema) -> pa.RecordBatch:
-    """Returns the record batch of a file mapped into memory. The file stays mapped as long as the batch exists."""
+    """The record batch of a file mapped into memory. The file stays mapped as long as the batch exists."""
     path = folder.get(file.name, file.bytes, file.sha256, verify=False)
     try:
         with pa.memory_map(str(path)) as source:
@@ -237,7 +237,7 @@ def _map_samples(folder: Folder, manifest: ShardManifest, file: ShardFile) -> St
 
 
 def _map_index(folder: Folder, manifest: ShardManifest) -> tuple[pa.Array, Index]:
-    """Returns the names of the clients, and the index of their rows."""
+    """The names of the clients, and the index of their rows."""
     label_view = manifest.view == "label"
     batch = _map(folder, manifest.index, index_schema(manifest.num_classes, label_view))
     labels_NC = None

@@ -42,7 +42,7 @@ class Change:
     keeps_labels: bool = False  # whether the function is known not to change y
 
     def __call__(self, images: Images, x: np.ndarray, y: np.ndarray, draw_of: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the changed samples. Raises DataError, naming the function and its line, for a wrong result.
+        """The changed samples. Raises DataError, naming the function and its line, for a wrong result.
 
         draw_of: a name of these samples, which is part of the random key.
         """
@@ -77,11 +77,11 @@ class Variant:
     change: Change | None = None
 
     def train_labels(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the transformed labels of training samples, int16 (n,)."""
+        """The transformed labels of training samples, int16 (n,)."""
         return self._labels(self.images.train_y[rows]) if self._keeps_labels else self.train(rows)[1]
 
     def test_labels(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the transformed labels of test samples, int16 (n,)."""
+        """The transformed labels of test samples, int16 (n,)."""
         assert self.images.test_y is not None  # test rows exist only with a test part
         return self._labels(self.images.test_y[rows]) if self._keeps_labels else self.test(rows)[1]
 
@@ -90,11 +90,11 @@ class Variant:
         return self.change is None or self.change.keeps_labels
 
     def train(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the transformed training samples, e.g. uint8 (n, C, H, W) and int16 (n,)."""
+        """The transformed training samples, e.g. uint8 (n, C, H, W) and int16 (n,)."""
         return self._samples(self.images.train_x, self.images.train_y, rows, "training")
 
     def test(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the transformed test samples, in the types of `train`."""
+        """The transformed test samples, in the types of `train`."""
         # test rows exist only with a test part
         assert self.images.test_x is not None and self.images.test_y is not None
         return self._samples(self.images.test_x, self.images.test_y, rows, "test")
@@ -119,7 +119,7 @@ class Group:
 
 
 def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natural: bool, seed: int = 0) -> list[Group]:
-    """Returns the true groups of `shift`. Groups whose label sets overlap share images.
+    """The true groups of `shift`. Groups whose label sets overlap share images.
 
     other: the second data set of a hybrid shift. natural: whether a data set without a shift keeps its own groups.
     seed: seed for the random draws of the shift.
@@ -149,7 +149,7 @@ def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natura
 
 
 def _group(variant: Variant, labels: list[int] | None = None) -> Group:
-    """Returns the group with all samples that have these labels. labels None: with all samples."""
+    """The group with all samples that have these labels. labels None: with all samples."""
 
     def rows(y: np.ndarray) -> np.ndarray:
         return np.arange(len(y)) if labels is None else np.flatnonzero(np.isin(y, labels))
@@ -159,7 +159,7 @@ def _group(variant: Variant, labels: list[int] | None = None) -> Group:
 
 
 def _natural(images: Images, group: int) -> Group:
-    """Returns a group that the data set itself names. If test images have no groups, every group is tested on all."""
+    """A group that the data set itself names. If test images have no groups, every group is tested on all."""
     if images.test_y is None:
         test_rows = None
     elif images.test_group is None:
@@ -180,7 +180,7 @@ def _hybrid(images: Images, other: Images, name: str) -> list[Group]:
 
 
 def _of_pixels(images: Images, kind: str, amounts: list[float], seed: int) -> list[Group]:
-    """Returns the groups of a shift of pixel values."""
+    """The groups of a shift of pixel values."""
     if needed := pixels.needed(kind, images.data_shape):
         raise DataError(f"data.shift.kind: {kind} needs {needed}; use another kind")
     changes = [
@@ -191,7 +191,7 @@ def _of_pixels(images: Images, kind: str, amounts: list[float], seed: int) -> li
 
 
 def _rotated(images: Images, angle: float, seed: int) -> Variant:
-    """Returns the data set rotated by `angle` degrees: exactly for quarter turns, else with bilinear interpolation."""
+    """The data set rotated by `angle` degrees: exactly for quarter turns, else with bilinear interpolation."""
     if len(images.shape) != 3:
         raise DataError(
             f"data.shift.angles: {angle} degrees needs images (channels, height, width), these samples have shape "

@@ -29,7 +29,7 @@ from cfl_ray.system.files import sha256_once
 
 
 def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
-    """Returns the named data set with its files. Raises DataError with the folders searched and how to obtain it."""
+    """The named data set with its files. Raises DataError with the folders searched and how to obtain it."""
     if name not in SOURCES:
         raise DataError(f"data set {name!r} has no samples to divide{did_you_mean(name, SOURCES)}")
     data = data.of_source(name)
@@ -47,7 +47,7 @@ def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
 
 
 def digits(data: DataConfig) -> Source:
-    """Returns scikit-learn's digits, with a fifth of the images of each digit as the test part."""
+    """Scikit-learn's digits, with a fifth of the images of each digit as the test part."""
     return Source((), _read_digits)
 
 
@@ -78,7 +78,7 @@ def _digits_table() -> np.ndarray:
 
 
 def mnist_by_writer(data: DataConfig) -> Source:
-    """Returns MNIST with the writer of each image."""
+    """MNIST with the writer of each image."""
     base = image_sets.SETS["mnist"](data)
     _, files = find(
         data,
@@ -91,7 +91,7 @@ def mnist_by_writer(data: DataConfig) -> Source:
 
 
 def _join_writers(images: Images, file: Path) -> Images:
-    """Returns MNIST with the writer of each image as its client, and the writer's NIST partition (hsf) as its group."""
+    """MNIST with the writer of each image as its client, and the writer's NIST partition (hsf) as its group."""
     try:
         table = pq.read_table(file, columns=["split", "row", "writer", "hsf"])
     except (pa.ArrowException, OSError) as error:
@@ -125,7 +125,7 @@ def _join_writers(images: Images, file: Path) -> Images:
 
 
 def images(data: ColumnsDataConfig) -> Source:
-    """Returns images in the user's Parquet files."""
+    """Images in the user's Parquet files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
     usual = ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
     train, test = _parts(data, [""], usual, "images", get)
@@ -133,7 +133,7 @@ def images(data: ColumnsDataConfig) -> Source:
 
 
 def femnist(data: ColumnsDataConfig) -> Source:
-    """Returns FEMNIST in the Parquet files of flwrlabs/femnist."""
+    """FEMNIST in the Parquet files of flwrlabs/femnist."""
     get = (
         "download the data set flwrlabs/femnist from Hugging Face and point data.root at it, "
         "or use source femnist_leaf for LEAF's JSON"
@@ -147,7 +147,7 @@ def femnist(data: ColumnsDataConfig) -> Source:
 def _parts(
     data: PartsDataConfig, subfolders: list[str], usual: list[str], name: str, get: str
 ) -> tuple[list[Path], list[Path]]:
-    """Returns the training files that are not test files, and the test files.
+    """The training files that are not test files, and the test files.
 
     usual: glob patterns of the training files if `data.train_files` is null. get: as in `find`. If `data.root` is a
     file, it is the training file.
@@ -167,7 +167,7 @@ def _parts(
 
 
 def femnist_leaf(data: FilesDataConfig) -> Source:
-    """Returns FEMNIST in LEAF's JSON files."""
+    """FEMNIST in LEAF's JSON files."""
     get = (
         "run LEAF's data/femnist/preprocess.sh and point data.root at LEAF's data/femnist/data (the folder that holds "
         "train/*.json), or use source femnist for the parquet files of flwrlabs/femnist"
@@ -178,7 +178,7 @@ def femnist_leaf(data: FilesDataConfig) -> Source:
 
 
 def _leaf(name: str, data: FilesDataConfig, read: Callable[..., Images], get: str = "") -> Source:
-    """Returns the data set in LEAF's folder data/NAME. get: how to obtain it, if there is more to say."""
+    """The data set in LEAF's folder data/NAME. get: how to obtain it, if there is more to say."""
     get = get or f"run LEAF's data/{name}/preprocess.sh and point data.root at LEAF's data/{name}/data"
     usual = ["", f"{name}/data", f"data/{name}/data", f"leaf/data/{name}/data"]
     subfolders = [data.train_files] if data.train_files else usual
@@ -188,14 +188,14 @@ def _leaf(name: str, data: FilesDataConfig, read: Callable[..., Images], get: st
 
 
 def shakespeare_leaf(data: FilesDataConfig) -> Source:
-    """Returns LEAF's Shakespeare: the character after 80 characters; each role of a play is a client."""
+    """LEAF's Shakespeare: the character after 80 characters; each role of a play is a client."""
     tokens = len(leaf.ALPHABET) + 1
     read = partial(leaf.read, convert=leaf.characters, num_classes=tokens, vocabulary=tokens)
     return _leaf("shakespeare", data, read)
 
 
 def sent140_leaf(data: Sent140LeafConfig) -> Source:
-    """Returns LEAF's Sentiment140: two classes of tweets; each user is a client."""
+    """LEAF's Sentiment140: two classes of tweets; each user is a client."""
     return _leaf("sent140", data, partial(leaf.read_tweets, vocabulary=data.vocabulary or leaf.VOCABULARY))
 
 
@@ -203,7 +203,7 @@ def sent140_leaf(data: Sent140LeafConfig) -> Source:
 
 
 def csv(data: ColumnsDataConfig, targets: str = "class") -> Source:
-    """Returns the samples of CSV files."""
+    """The samples of CSV files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.csv'"
     train, test = _parts(data, [""], ["*.csv"], "csv", get)
     files = (*train, *test)
@@ -212,7 +212,7 @@ def csv(data: ColumnsDataConfig, targets: str = "class") -> Source:
 
 
 def image_folder(data: PartsDataConfig) -> Source:
-    """Returns images in a folder for each class."""
+    """Images in a folder for each class."""
     train, test = _folders(data)
     files = image_folder_files.files_of(train) + ([] if test is None else image_folder_files.files_of(test))
     clients_file = train / image_folder_files.CLIENTS_FILE
@@ -221,7 +221,7 @@ def image_folder(data: PartsDataConfig) -> Source:
 
 
 def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
-    """Returns a data set that Hugging Face's `save_to_disk` has written."""
+    """A data set that Hugging Face's `save_to_disk` has written."""
     train, test = _folders(data)
     for key, folder in (("root or data.train_files", train), ("test_files", test)):
         if folder is not None and not folder.is_dir():
@@ -233,7 +233,7 @@ def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
 
 
 def _folders(data: PartsDataConfig) -> tuple[Path, Path | None]:
-    """Returns the folders of the training part and of the test part."""
+    """The folders of the training part and of the test part."""
     root = roots(data)[0]
     return root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
 

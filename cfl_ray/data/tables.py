@@ -27,7 +27,7 @@ from cfl_ray.errors import DataError
 
 
 def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, targets: str = "class") -> Images:
-    """Returns the samples of CSV files. Inputs are float32 (n, F), a number for each feature column."""
+    """The samples of CSV files. Inputs are float32 (n, F), a number for each feature column."""
     parts = [concatenated(files, [_csv(file) for file in files]) for files in (train, test) if files]
     for part in parts:
         for name in label_names(columns.label):
@@ -46,7 +46,7 @@ def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, target
 def read_hf(
     train: Path, test: Path | None, columns: ColumnsConfig, vocabulary: int | None, targets: str = "class"
 ) -> Images:
-    """Returns the samples of data sets that `Dataset.save_to_disk` wrote into these folders.
+    """The samples of data sets that `Dataset.save_to_disk` wrote into these folders.
 
     The input column contains images, or lists of equal length: of numbers, or of token ids if `vocabulary` is given.
     """
@@ -63,7 +63,7 @@ def images_of(
     targets: str = "class",
     num_classes: int | None = None,
 ) -> Images:
-    """Returns the samples of a training part and, if given, a test part, with labels, clients and groups.
+    """The samples of a training part and, if given, a test part, with labels, clients and groups.
 
     inputs: of each part; they are computed after the labels are checked. num_classes: None for the largest label + 1.
     """
@@ -143,7 +143,7 @@ def _saved(folder: Path) -> Named:
 
 
 def concatenated(files: list[Path], tables: list[pa.Table]) -> Named:
-    """Returns the rows of all tables, with a name.
+    """The rows of all tables, with a name.
 
     Raises DataError for different columns, two columns of the same name, and without a row.
     """
@@ -197,12 +197,12 @@ def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[st
 
 
 def label_names(columns: str | list[str]) -> list[str]:
-    """Returns the names of the label columns."""
+    """The names of the label columns."""
     return [columns] if isinstance(columns, str) else columns
 
 
 def _targets(part: Named, columns: str | list[str], targets: str) -> np.ndarray:
-    """Returns targets that are not classes: a number from each label column, or the lists in a single column."""
+    """Targets that are not classes: a number from each label column, or the lists in a single column."""
     place = f"{part[0]}: data.columns.label {columns!r}"
     try:
         if isinstance(columns, str) and pa.types.is_nested(column_of(part, columns).type):

@@ -16,7 +16,7 @@ DEVICE_COLUMNS = ("computation", "communication")
 
 
 def read_trace(path: str | Path, num_clients: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (client int64 (I,), from float64 (I,), to float64 (I,)) of the intervals in a CSV or parquet file.
+    """(client int64 (I,), from float64 (I,), to float64 (I,)) of the intervals in a CSV or parquet file.
 
     Raises DataError naming the file, the row and both values of an unusable interval.
     """
@@ -39,7 +39,7 @@ def read_trace(path: str | Path, num_clients: int) -> tuple[np.ndarray, np.ndarr
 
 
 def read_devices(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (seconds of training per sample, bit/s both ways), float64 (R,), of the devices in a CSV or parquet file.
+    """(seconds of training per sample, bit/s both ways), float64 (R,), of the devices in a CSV or parquet file.
 
     Its columns are those of FedScale: computation, ms of a forward pass per sample, a third of a training pass; and
     communication, kbit/s. Raises DataError naming the file, the row and the value of an unusable device.

@@ -65,7 +65,7 @@ def stored_velocity(value: Tensor | None, client_state: ClientState, start_P: Te
 
 
 class KeepsClientStates:
-    """The part of a backend that answers for the states of its clients."""
+    """The methods of a backend that read, drop and restore the states of its clients."""
 
     client_states: "ClientStateStore"
 
@@ -93,24 +93,23 @@ class ClientStateStore:
         self._names: set[str] = set()
         self._changed: set[ClientStateKey] = set()
         self._forgotten: set[ClientStateKey] = set()
-        self._deferred: dict[int, dict[int, Any]] = {}  # by exchange of the present round, then key (`Work.keys_of`)
-        self._round: tuple[int, bool] | None = None
+        self._deferred: dict[int, dict[int, Any]] = {}  # by exchange of the present stage, then key (`Work.keys_of`)
+        self._stage: tuple[int, bool] | None = None  # of the last exchange
 
     def begin(self, work: Work) -> None:
-        """Drops deferred results of other rounds."""
-        now = (work.address.round, work.address.exchange < 0)  # evaluation has separate exchanges
-        if now != self._round:
-            self._round, self._deferred = now, {}
+        """Drops deferred results of other stages."""
+        if work.address.stage != self._stage:
+            self._stage, self._deferred = work.address.stage, {}
 
     def of(self, work: Work) -> dict[int, Any]:
-        """The client states, or deferred results, that `work` uses, by position among `work.state_owners`."""
-        ids = work.state_owners.tolist()
+        """The client states, or deferred results, that `work` uses, by position among `work.stored_keys`."""
+        stored = work.stored_keys.tolist()
         if work.deferred_from is not None:
             deferred = self._deferred[work.deferred_from]
-            return {i: deferred[key] for i, key in enumerate(ids) if key in deferred}
+            return {i: deferred[key] for i, key in enumerate(stored) if key in deferred}
         if work.client_state is None:
             return {}
-        keys = [work.state_key(key) for key in ids]
+        keys = [work.state_key(key) for key in stored]
         return {i: self._values[key] for i, key in enumerate(keys) if key in self._values}
 
     def keep(self, work: Work, states: Mapping[int, Any], deferred: Mapping[int, Any]) -> None:

@@ -15,15 +15,15 @@ _BLOCK = 1 << 15  # samples drawn at a time, so that they fit into the cache
 
 def discrete_gaussian(draw: np.random.Generator, sigma: int, size: int) -> np.ndarray:
     """Samples, int64 (size,). sigma: 1 .. LARGEST_SIGMA."""
-    found, count = [np.zeros(0, np.int64)], 0
+    parts, count = [np.zeros(0, np.int64)], 0
     while count < size:
         y_n = _laplace(draw, sigma, min(2 * (size - count) + 16, _BLOCK))
         from_sigma_n = np.abs(np.abs(y_n) - sigma)
         whole_n, rest_n = np.divmod(np.minimum(from_sigma_n, _FAR * sigma) ** 2, 2 * sigma**2)
         near_n = from_sigma_n < _FAR * sigma
-        found.append(y_n[near_n & _exp_of_whole(draw, whole_n) & _exp(draw, rest_n, 2 * sigma**2)])
-        count += len(found[-1])
-    return np.concatenate(found)[:size]
+        parts.append(y_n[near_n & _exp_of_whole(draw, whole_n) & _exp(draw, rest_n, 2 * sigma**2)])
+        count += len(parts[-1])
+    return np.concatenate(parts)[:size]
 
 
 def _laplace(draw: np.random.Generator, scale: int, size: int) -> np.ndarray:

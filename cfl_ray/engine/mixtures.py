@@ -24,8 +24,8 @@ def sample_weights(chunk: OpenChunk[Train], index: int) -> Tensor | None:
         _, first_u = np.unique(work.ids_M, return_index=True)
         loss_of = _losses(chunk, mixture, first_u.tolist())
         for first, (loss_nK, y_n) in loss_of.items():
-            found_nK = _responsibilities(mixture, loss_nK, y_n, mixture.weight_MK[first])
-            chunk.responsibilities[chunk.client(first)] = found_nK, y_n
+            responsibility_nK = _responsibilities(mixture, loss_nK, y_n, mixture.weight_MK[first])
+            chunk.responsibilities[chunk.client(first)] = responsibility_nK, y_n
     responsibility = chunk.responsibilities.get(chunk.client(index))
     if responsibility is None:
         return None  # its data are not valid: `training_task` returns no task

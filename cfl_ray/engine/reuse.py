@@ -76,7 +76,7 @@ class ReusingBackend:
     _present: Federation | None = None
     _evaluated: int = -1  # round of the latest evaluation
     _checksums: dict[int, tuple[Tensor, dict[int, bytes]]] = field(default_factory=dict)  # as `RayBackend._rows`
-    _phase: tuple[int, bool] | None = None
+    _stage: tuple[int, bool] | None = None  # of the last exchange
     _changes: int = 0  # of client states
     # by name of a client state: number of the latest change of each client's state, int32 (N,); below 0: the state was
     # dropped; 0: unchanged since the start
@@ -87,9 +87,8 @@ class ReusingBackend:
         return self.backend.client_states
 
     def run(self, work: Work) -> Outcome:
-        phase = (work.address.round, work.address.exchange < 0)
-        if phase != self._phase:  # drops checksums of the phase before, which hold its models
-            self._phase, self._checksums = phase, {}
+        if work.address.stage != self._stage:  # drops checksums of the stage before, which hold its models
+            self._stage, self._checksums = work.address.stage, {}
         if not _is_reusable(work):
             return self._note_states(work, self._carried_out(work))
         self._begin(work)
@@ -100,7 +99,7 @@ class ReusingBackend:
         address = work.address
         if (present := self.federation.at(address.round)) is not self._present:
             self._present, self.latest, self.before = present, {}, {}
-        if address.exchange < 0 and address.round != self._evaluated:
+        if address.in_evaluation and address.round != self._evaluated:
             self._evaluated, self.latest, self.before = address.round, {}, self.latest
 
     # ---- tests
@@ -119,7 +118,7 @@ class ReusingBackend:
             excluded = {int(missing_m[i]): exclusion for i, exclusion in outcome.excluded.items()}
             for name, array in outcome.arrays.items():
                 arrays[name][missing_m] = array
-        if work.address.exchange < 0:
+        if work.address.in_evaluation:
             valid_M = ~np.isin(np.arange(len(work.ids_M)), list(excluded))
             for model, index_m in groups:
                 index_m = index_m[valid_M[index_m]]
@@ -183,7 +182,7 @@ class ReusingBackend:
             outcome = self._carried_out(part)
             excluded = {int(missing_m[i]): exclusion for i, exclusion in outcome.excluded.items()}
             loss_MK[np.ix_(missing_m, missing_k)] = outcome.arrays["losses"]
-        if work.address.exchange < 0:
+        if work.address.in_evaluation:
             keep_M = reusable_M & ~np.isin(np.arange(len(work.ids_M)), list(excluded))
             for k, model in enumerate(models):
                 self._keep(model, work.ids_M[keep_M], used_M[keep_M], {"losses": loss_MK[keep_M, k]})

@@ -142,8 +142,8 @@ class VmapSteps:
         weights = [term.weight for term in self.proximal if isinstance(term.weight, Tensor)]
         anchors = [term.anchor_mP for term in self.proximal]
         changed = [self.rows_mP, self.velocity_mP, self.loss_m, *self.companion]
-        found = [*self._of_plan(), *changed, *weights, *anchors]
-        return [tensor for tensor in found if tensor is not None]
+        tensors = [*self._of_plan(), *changed, *weights, *anchors]
+        return [tensor for tensor in tensors if tensor is not None]
 
     def on_static_tensors(self) -> "VmapSteps":
         """A copy with its own tensors, with room for all batches of the kind."""

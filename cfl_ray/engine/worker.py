@@ -81,7 +81,17 @@ class Worker:
         if work.replay is not None:
             rounds_of = dict(zip(work.ids_M.tolist(), work.replay.rounds_M, strict=True))
             data = ReplayedFederation(self.federation, work.address.round, rounds_of)
-        return OpenChunk(work, self.network, data, self.attack, self.samples, train_one, row, device_row, stored)
+        return OpenChunk(
+            work,
+            self.network,
+            data,
+            self.attack,
+            cache=self.samples,
+            train_one=train_one,
+            row=row,
+            device_row=device_row,
+            stored=stored,
+        )
 
     def train_one(self, task: TrainingTask) -> TrainingResult:
         """Trains one client. Raises DeviceMemoryError if the memory of the device is too small for it."""

@@ -58,7 +58,7 @@ class RunStopped(UserError):
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """Returns ` (did you mean 'x'?)`, or the list of valid words when none is close."""
+    """The text ` (did you mean 'x'?)`, or the list of valid words when none is close."""
     word, valid = str(word), sorted(set(valid))
     close = difflib.get_close_matches(word, valid, n=3, cutoff=0.5)
     # difflib ranks by letters in common, by which adma is closer to adamax than to adam
@@ -70,7 +70,7 @@ _NAME = "^[A-Za-z0-9][A-Za-z0-9"  # begins the pattern of a name, which goes on 
 
 
 def what_is_wrong(problem: Mapping[str, Any]) -> str:
-    """Returns the message of a problem in pydantic's ValidationError, with the given value."""
+    """The message of a problem in pydantic's ValidationError, with the given value."""
     what: str = problem["msg"].removeprefix("Value error, ")
     given, pattern = problem["input"], str(problem.get("ctx", {}).get("pattern", ""))
     if problem["type"] == "list_type" and isinstance(given, str | int | float):

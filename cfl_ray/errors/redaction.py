@@ -26,7 +26,7 @@ _SECRETS_IN_ENVIRONMENT = (
 
 
 def redact(text: str, uri: str = "") -> str:
-    """Returns `text` without credentials: the user, password and query values of every URI in it become ***.
+    """`text` without credentials: the user, password and query values of every URI in it become ***.
 
     uri: a URI whose secrets are also hidden outside of URIs in `text`, as in the message of an exception.
     """
@@ -58,7 +58,7 @@ def _without_values(line: str) -> str:
 
 
 def _secrets(uri: str) -> set[str]:
-    """Returns the password and query values of `uri`, as typed and decoded, and the secrets of the environment.
+    """The password and query values of `uri`, as typed and decoded, and the secrets of the environment.
 
     Values of fewer than 4 characters are omitted: hiding them would hide ordinary words too.
     """

@@ -1,6 +1,6 @@
-"""Drives the methods of an experiment one after another and records what they report.
+"""Drives the methods of an experiment one after another and records their reports.
 
-The end of a method (figures, and what MLflow lacks) is written during the rounds of the next method.
+The end of a method (figures, tables, and records that MLflow lacks) is written during the rounds of the next method.
 """
 
 import re
@@ -18,7 +18,7 @@ from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.config.unused import unused_keys
 from cfl_ray.errors import RunStopped
 from cfl_ray.lifecycle.load import load_trained
-from cfl_ray.lifecycle.recorder import MethodRecorder, finish, write_figures
+from cfl_ray.lifecycle.recorder import MethodRecorder, finish_log, write_figures
 from cfl_ray.methods import full_label
 from cfl_ray.results.environment import add_fallbacks
 from cfl_ray.results.export import save_models
@@ -39,7 +39,7 @@ from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, primary_of
 
 @dataclass
 class Watcher:
-    """Receives what happens during a run; the default ignores it."""
+    """Receives the events of a run; the default ignores them."""
 
     def preparing(self, what: str, done: int = 0, total: int = 0) -> None:
         """Something is prepared; `total` 0: of unknown size."""
@@ -67,7 +67,7 @@ class StudyPlace:
 
 
 class Driver:
-    """Drives a session through the methods and records what it reports."""
+    """Drives a session through the methods and records its reports."""
 
     def __init__(
         self,
@@ -103,19 +103,23 @@ class Driver:
                 results[label] = self._method(label)
             self._check_ending(wait=True)
             if self.directory is not None:
-                records = {label: result.records for label, result in results.items()}
-                write_figures(RunDirectory(self.directory).artifacts, records)
-                if self.experiment.tracking.report and self.study is None:  # a study has one page for all its runs
-                    run = FoundRun(self.directory, self.experiment, Results(results, self.directory))
-                    report_at_the_end(self.directory, lambda: [run], self.watcher.warn)
+                self._write_artifacts(self.directory, results)
             status = "FINISHED"
         except (KeyboardInterrupt, RunStopped):
             status = "KILLED"
             raise
         finally:
             self.writer.shutdown()  # waits for the end of the last method
-            finish(parent, status, _comparison(results), self.watcher.warn)
+            finish_log(parent, status, _comparison(results), self.watcher.warn)
         return Results(results, self.directory, redact(self.uri) if self.uri else None, self.run_info)
+
+    def _write_artifacts(self, directory: Path, results: dict[str, MethodResult]) -> None:
+        """Writes the figures that compare all methods, and the report."""
+        records = {label: result.records for label, result in results.items()}
+        write_figures(RunDirectory(directory).artifacts, records)
+        if self.experiment.tracking.report and self.study is None:  # a study has one page for all its runs
+            run = FoundRun(directory, self.experiment, Results(results, directory))
+            report_at_the_end(directory, lambda: [run], self.watcher.warn)
 
     def _method(self, label: str) -> MethodResult:
         """Runs one method to its end; the result of a method that finished earlier is read from its files."""
@@ -134,7 +138,7 @@ class Driver:
                 save_models(trained, RunDirectory(run_dir).method(label).models, self.watcher.warn)
         except BaseException as error:
             status: EndStatus = "KILLED" if isinstance(error, (KeyboardInterrupt, RunStopped)) else "FAILED"
-            finish(run_log, status, {}, self.watcher.warn)
+            finish_log(run_log, status, {}, self.watcher.warn)
             raise
         self.ending = self.writer.submit(recorder.finish, self.watcher.warn)
         return recorder.result(self._opens_trained(label))
@@ -162,13 +166,13 @@ class Driver:
         return report
 
     def _record_wait(self, label: str, recorder: MethodRecorder, text: str) -> None:
-        """Records what a round waits for, in the runs of its method and of the comparison."""
+        """Records that a round waits, in the runs of its method and of the comparison. text: for what it waits."""
         where = f"{label} round {recorder.last_round + 1}"
         for run_log in filter(None, (recorder.run_log, self.parent)):
             run_log.tell(f"{where}: {text}")
 
     def _check_ending(self, wait: bool = False) -> None:
-        """Raises the error of the end of the previous method, if that is complete. wait: until it is complete."""
+        """Raises the error of writing the end of the previous method, if it is complete. wait: until it is complete."""
         if self.ending is not None and (wait or self.ending.done()):
             ending, self.ending = self.ending, None
             ending.result()
@@ -204,7 +208,7 @@ class Driver:
         if label is None:
             return RunInfo(f"{experiment.name}, {when}", "", tags, params)
         method = self.setup.methods[label]
-        del params["methods"]  # those of the comparison; this one's options are below `method.`
+        del params["methods"]  # of the comparison; the options of this method are below `method.`
         options = {f"method.{item.name}": str(getattr(method, item.name)) for item in fields(method)}
         params |= {name: value for name, value in options.items() if value not in OFF}
         tags |= {"method": method.name, "label": label, "phases": ", ".join(method.phases)}
@@ -217,8 +221,9 @@ class Driver:
 def params_of(experiment: Experiment) -> dict[str, str]:
     """The keys that have an effect on a run, for comparisons of runs; all keys are in its config.yaml.
 
-    Without what is off, and without places of data and results; of evaluation and runtime what differs from defaults.
-    A default is off if it does nothing, such as no momentum. `content.KEY` is a checksum of the file that KEY names.
+    Without values that turn something off, and without places of data and results; of the sections evaluation and
+    runtime, only keys that differ from their defaults. A default turns something off if it does nothing, such as no
+    momentum. `content.KEY` is a checksum of the file that KEY names.
     """
     values, defaults = flatten(experiment.to_dict()), flatten(Experiment().to_dict())
     without = {"name", "output", *(f"data.{key}" for key in NOT_IN_RECIPE), *unused_keys(experiment)}

@@ -1,6 +1,6 @@
 """Runs with more rounds than an earlier run: they begin with a copy of its rounds and continue as a resumed run.
 
-The earlier run stays as it is. What is trained is bit for bit that of a run that made all the rounds itself.
+The earlier run stays as it is. The results are bit for bit those of a run that made all the rounds itself.
 """
 
 import os
@@ -90,7 +90,7 @@ def begin_extended(earlier: Path, run_dir: Path, experiment: Experiment) -> None
 
 
 def _copy_method(earlier: RunDirectory, target: RunDirectory, earlier_hash: str, target_hash: str) -> None:
-    """Copies what a method has saved; without a checkpoint it begins at its first round.
+    """Copies the saved rounds of a method; without a checkpoint it begins at its first round.
 
     Raises RunError for a method that is finished and has no checkpoint any more.
     """

@@ -62,7 +62,7 @@ class MethodRecorder:
         if report.round <= self.last_round:
             return
         run_only = {*RUN_METRICS, *self.of_newcomers}
-        # every report brings names of its own: records that stay in memory share them
+        # records that stay in memory share these names, of which every report has a copy
         metrics = {sys.intern(name): value for name, value in report.metrics.items() if name not in run_only}
         check_metrics(metrics, {*self.of_task, *numbers})
         self.last = RoundRecord(report.round, metrics, report.time_ms, report.phase, report.events)
@@ -114,7 +114,7 @@ class MethodRecorder:
                 self._write_artifacts(RunDirectory(self.directory))
             status = "FINISHED"
         finally:
-            finish(self.run_log, status, self.summary, warn)
+            finish_log(self.run_log, status, self.summary, warn)
 
     def _write_artifacts(self, files: RunDirectory) -> None:
         journal = Journal(files.path).until(self.setup.experiment.rounds)
@@ -128,10 +128,10 @@ class MethodRecorder:
         write_text(files.artifact(files.config), self.setup.experiment.to_yaml(credentials=False))
 
 
-def finish(
+def finish_log(
     run_log: RunLog | None, status: EndStatus, summary: Mapping[str, float], warn: Callable[[str], None]
 ) -> None:
-    """Records the end. A failure to do so is raised only for a finished run, otherwise it is a warning."""
+    """Records the end of a run. A failure to do so is raised if the run is finished, otherwise it is a warning."""
     if run_log is None:
         return
     try:

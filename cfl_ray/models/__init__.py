@@ -189,7 +189,7 @@ def recipe(
     name: a registered name, the name of an installed package's entry point, `file.py:Factory`, or a factory.
     weights: a .safetensors file of pretrained tensors; None: the network starts with the factory's initialisation.
     """
-    factory = name if callable(name) else MODELS.find(name)
+    factory = MODELS.resolve(name)
     if not callable(factory):
         raise ConfigError(f"model {name!r} is {type(factory).__name__}, expected a function or class to call")
     tensors = {} if weights is None else read_weights(Path(weights).expanduser())

@@ -134,15 +134,15 @@ def repeated_backwards(module: nn.Module, x: Tensor) -> bool:
 
     Also if there is no backward pass.
     """
-    params, found = [part for part in module.parameters() if part.requires_grad], _RandomOperations()
+    params, operations = [part for part in module.parameters() if part.requires_grad], _RandomOperations()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
             output = module(x)
-            with found:
+            with operations:
                 torch.autograd.grad(output.sum(), params, allow_unused=True)
         except RuntimeError:
             return True
-    return found.any
+    return operations.any
 
 
 class _RandomOperations(TorchDispatchMode):

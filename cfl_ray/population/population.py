@@ -13,7 +13,7 @@ from cfl_ray.population.availability import ALWAYS, Availability, Chances
 
 
 def count_of(fraction: float, count: int) -> int:
-    """Returns floor(fraction * count), at least 1; exact: 0.29 of 100 is 29, although the float64 product is less."""
+    """floor(fraction * count), at least 1; exact: 0.29 of 100 is 29, although the float64 product is less."""
     return max(1, int(fraction * count + 1e-9))
 
 

@@ -1,8 +1,8 @@
 """The privacy plan of a method, made before its run: noise, sampling as the accountant may assume it, budget."""
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -56,11 +56,12 @@ class PrivacyPlan:
         return Releases(sampled, unsampled, np.array([signatures], np.int32))
 
 
-def plan_of(experiment: Experiment, num_clients: int, label: str, dry_run: Any) -> PrivacyPlan:
-    """The plan of a method.
+def privacy_plan_of(
+    experiment: Experiment, num_clients: int, label: str, dry_rounds: Callable[[PrivateRun], Iterable[object]]
+) -> PrivacyPlan:
+    """The plan of a method. Raises ConfigError if it cannot be private, or exceeds the budget in round 1.
 
-    dry_run: iterates over rounds of the method with a given `PrivateRun`, without training. Raises ConfigError for a
-    method that cannot be private, and for a budget that is exceeded in round 1.
+    dry_rounds: iterates over rounds of the method without training, which charge the given run.
     """
     config = experiment.private_clients
     assert config is not None
@@ -73,14 +74,14 @@ def plan_of(experiment: Experiment, num_clients: int, label: str, dry_run: Any) 
         )
     cohort = _expected_cohort(experiment, num_clients)
     unit = Privacy(
-        1.0,
-        config.clip,
-        cohort,
+        noise_multiplier=1.0,
+        norm=config.clip,
+        cohort=cohort,
         per_layer=config.clipping == "per_layer",
         signatures=config.signatures,
         noise_scale=cohort / config.extrapolate.cohort if config.extrapolate else 1.0,
     )
-    rounds = _releases(unit, label, dry_run)
+    rounds = _releases(unit, label, dry_rounds)
 
     def with_noise(z: float) -> PrivacyPlan:
         adaptive = AdaptiveClip(config.quantile, config.clip_lr, config.count_noise or max(cohort / 20, z))
@@ -105,11 +106,11 @@ def plan_of(experiment: Experiment, num_clients: int, label: str, dry_run: Any) 
     return plan
 
 
-def _releases(privacy: Privacy, label: str, dry_run: Any) -> list[Releases]:
+def _releases(privacy: Privacy, label: str, dry_rounds: Callable[[PrivateRun], Iterable[object]]) -> list[Releases]:
     """The releases of each of the first rounds."""
     run, releases = PrivateRun(privacy, Noise(b"")), []
     try:
-        for _ in dry_run(run):
+        for _ in dry_rounds(run):
             run.end_round()
             releases.append(run.releases)
             run.releases = Releases()

@@ -53,7 +53,7 @@ class _Joined:
             backend=self.backend,
             stats=RoundStats(),
             reachable=None,
-            server=None if step is None else ServerMoments(step),
+            server_moments=None if step is None else ServerMoments(step),
         )
         self.state = self.steps.join(trained.state.grown(federation.num_clients), self.clients)
         self.serving: Serving = self.steps.serve(self.state, self.clients)

@@ -15,7 +15,7 @@ _LOCK_SECONDS = 2  # `is_held` holds the lock for an instant
 
 
 def command(verb: str, *words: object) -> str:
-    """Returns the command `cfl-ray VERB WORDS`, quoted for a shell; words that are None are left out."""
+    """The command `cfl-ray VERB WORDS`, quoted for a shell; words that are None are left out."""
     return shlex.join(["cfl-ray", verb, *(str(word) for word in words if word is not None)])
 
 

@@ -34,10 +34,6 @@ class Scores:
         """The first metric of the task; accuracy for classes."""
         return self.table_MV[:, 0]
 
-    @property
-    def loss_M(self) -> np.ndarray:
-        return self.table_MV[:, -1]
-
 
 @dataclass
 class Evaluator:
@@ -65,13 +61,13 @@ class Evaluator:
     def scores(self, serving: Serving, clients: Clients) -> Scores:
         """P-server: scores of the model that each client predicts with now; NaN for a client without a model."""
         known_M = serving.row_M >= 0
-        found_MV = np.full((len(clients), self._num_scores), np.nan)
+        table_MV = np.full((len(clients), self._num_scores), np.nan)
         if known_M.any():
             known, serving = clients.select(known_M), serving.select(known_M)
             apart = self.federation.view == "holdout" or self._by_label or clients.replay is not None
             personal = serving.is_personal or apart
-            found_MV[known_M] = (self._personal if personal else self._shared)(serving, known).table_MV
-        return Scores(clients.ids_M, found_MV)
+            table_MV[known_M] = (self._personal if personal else self._shared)(serving, known).table_MV
+        return Scores(clients.ids_M, table_MV)
 
     @property
     def _num_scores(self) -> int:
@@ -107,10 +103,10 @@ class Evaluator:
             tune=serving.tune,
             steps_M=None if steps_M is None else steps_M[order],
         )
-        found_MV, outcome = np.empty((len(clients), self._num_scores)), self.backend.run(work)
-        found_MV[order] = outcome.arrays["scores"]
+        table_MV, outcome = np.empty((len(clients), self._num_scores)), self.backend.run(work)
+        table_MV[order] = outcome.arrays["scores"]
         clients.stats.excluded.update({int(work.ids_M[i]): exclusion for i, exclusion in outcome.excluded.items()})
-        return Scores(clients.ids_M, found_MV)
+        return Scores(clients.ids_M, table_MV)
 
     def _shared(self, serving: Serving, clients: Clients) -> Scores:
         """Scores from one test of each pair of a test set and a model (or mixture), shared by the pair's clients."""

@@ -127,7 +127,7 @@ class Journal:
 
 
 def _with_moved_shards(events: list[JournalEvent], run_dir: Path) -> list[JournalEvent]:
-    """The events with the shards of newcomers as seen from where the run directory is now."""
+    """The events; shards of newcomers that moved with the run directory have their new paths."""
     uris = [event.shards.uri for event in events if event.shards]
     moved = moves_of(uris, read_text(RunDirectory(run_dir).config) or "", run_dir) if uris else {}
     return [

@@ -1,14 +1,11 @@
-"""The federation and its population in a round, from the schedule and from requests to the live run; and cohorts."""
+"""The federation and its population in a round, from the schedule and from requests to the live run."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from cfl_ray.config.cohort import CohortConfig
 from cfl_ray.data.federation import Federation
-from cfl_ray.population.availability import Availability
-from cfl_ray.population.population import Cohort, Population, count_of
+from cfl_ray.population.population import Population
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.setup.schedule import population_of
 from cfl_ray.setup.setup import Setup
@@ -62,19 +59,3 @@ class Membership:
         self.requests.set_population(self.population)
         changed = self.federation.changed(round)
         return MembershipChange(left, joined, changed[self.population.is_online_N[changed]])
-
-
-def wanted_clients(settings: CohortConfig, population: Population) -> int:
-    """M, the number of clients of a round without over-selection."""
-    online = len(population.online)
-    return min(settings.clients or count_of(settings.fraction, online), online)
-
-
-def drawn_cohort(
-    settings: CohortConfig, population: Population, availability: Availability, round: int
-) -> tuple[Cohort, int]:
-    """(cohort of a round with over-selection, number of its clients that the round waits for)."""
-    wanted, factor, poisson = wanted_clients(settings, population), settings.over_selection, settings.sampling
-    clients = settings.clients if factor == 1 else math.ceil(wanted * factor - 1e-9)
-    cohort = population.draw(round, settings.fraction, clients, availability, settings.dropout, poisson == "poisson")
-    return cohort, len(cohort.ids_M) if factor == 1 else wanted

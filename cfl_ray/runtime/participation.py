@@ -1,15 +1,21 @@
-"""The clients of a round: its cohort, the part of it that counts in virtual time, or clients whose updates arrive."""
+"""The clients of a round: its cohort; with virtual time, those of the cohort that finish in time.
+
+In an asynchronous round: the clients whose updates arrive.
+"""
+
+import math
 
 import numpy as np
 from torch import Tensor
 
 from cfl_ray.clock.virtual_time import Flights
+from cfl_ray.config.cohort import CohortConfig
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.state import State
 from cfl_ray.core.versions import Received
 from cfl_ray.population.availability import Availability
-from cfl_ray.population.population import Cohort
-from cfl_ray.runtime.membership import Membership, drawn_cohort, wanted_clients
+from cfl_ray.population.population import Cohort, Population, count_of
+from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.round_report import RoundDraft
 from cfl_ray.setup.setup import Setup
 
@@ -86,3 +92,19 @@ class Participation:
         for part in (self.time, self.flights):
             if part is not None:
                 part.restore(tensors)
+
+
+def wanted_clients(settings: CohortConfig, population: Population) -> int:
+    """M, the number of clients of a round without over-selection."""
+    online = len(population.online)
+    return min(settings.clients or count_of(settings.fraction, online), online)
+
+
+def drawn_cohort(
+    settings: CohortConfig, population: Population, availability: Availability, round: int
+) -> tuple[Cohort, int]:
+    """(cohort of a round with over-selection, number of its clients that the round waits for)."""
+    wanted, factor, poisson = wanted_clients(settings, population), settings.over_selection, settings.sampling
+    clients = settings.clients if factor == 1 else math.ceil(wanted * factor - 1e-9)
+    cohort = population.draw(round, settings.fraction, clients, availability, settings.dropout, poisson == "poisson")
+    return cohort, len(cohort.ids_M) if factor == 1 else wanted

@@ -1,4 +1,4 @@
-"""The privacy of a method's run in progress: the key of its noise and the account of its releases."""
+"""The privacy of a method's run in progress: the key of its noise, and the accounts of clients and of samples."""
 
 import os
 import secrets
@@ -31,8 +31,8 @@ def key_of(noise: str, seed: int, store: CheckpointStore | None) -> bytes:
     return secrets.token_bytes(_BYTES) if store is None else _key(store)
 
 
-class RunPrivacy:
-    """The privacy of a method's run: its plan, and its releases so far.
+class ClientPrivacy:
+    """The privacy of clients in a method's run: its plan, and its releases so far.
 
     The noise is drawn from the seed, if the plan says so, or from the key of the run. A process that continues the run
     draws the same noise, so a sum that is computed again is a single release.
@@ -44,15 +44,15 @@ class RunPrivacy:
         self.run = PrivateRun(plan.privacy, Noise(key))
 
     @classmethod
-    def of(cls, setup: Setup, label: str, store: CheckpointStore | None) -> "RunPrivacy | None":
-        """The privacy of a method before round 1; None if it is not private."""
+    def of(cls, setup: Setup, label: str, store: CheckpointStore | None) -> "ClientPrivacy | None":
+        """The privacy of clients before round 1; None if sums have no noise."""
         plan = setup.privacy.get(label)
         return None if plan is None else cls(plan, setup.experiment.seed, store)
 
-    def draw_cohorts(self, population: Population, requests: Requests) -> None:
-        """Makes cohorts depend on the key; if they amplify the privacy, requests to join or leave are refused."""
+    def seed_cohorts(self, population: Population, requests: Requests) -> None:
+        """Draws cohorts from the key; if they amplify the privacy, requests to join or leave are refused."""
         if self.plan.sampling.kind != "all":
-            requests.fixed = "the account of privacy assumes cohorts of the clients of the start"
+            requests.why_fixed = "the account of privacy assumes cohorts of the clients of the start"
         population.cohort_seed = self.run.noise.seed("cohort")
 
     def last_round(self, saved: int, rounds: int) -> int:
@@ -78,7 +78,7 @@ class RunPrivacy:
             draft.notes.append(f"ends after round {draft.round}: the next one would exceed epsilon {target:g}")
 
 
-class RunExamples:
+class SamplePrivacy:
     """The privacy of clients' samples in a method's run: its noise, and the account of every client."""
 
     def __init__(self, config: PrivacyConfig, plan: ExampleAccount, seed: int, store: CheckpointStore | None):
@@ -88,8 +88,8 @@ class RunExamples:
         self.account = ExampleAccount(plan.noise_multiplier, plan.delta, len(plan.account_N2))
 
     @classmethod
-    def of(cls, setup: Setup, label: str, store: CheckpointStore | None) -> "RunExamples | None":
-        """The privacy of samples of a method before round 1; None if its clients train without noise."""
+    def of(cls, setup: Setup, label: str, store: CheckpointStore | None) -> "SamplePrivacy | None":
+        """The privacy of samples before round 1; None if clients train without noise."""
         config, plan = setup.experiment.privacy, setup.examples.get(label)
         return None if config is None or plan is None else cls(config, plan, setup.experiment.seed, store)
 

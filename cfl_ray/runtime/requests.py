@@ -33,7 +33,7 @@ class Requests:
         self.status: Status = "starting"
         self.round = 0  # the round in progress
         self.settled = recorded  # the last round whose population is fixed
-        self.fixed = ""  # why clients cannot join or leave on request; empty: they can
+        self.why_fixed = ""  # why clients cannot join or leave on request; empty: they can
         self.stop_after: int | None = None  # the round after which a request ends the run
         self.federations = [(0, federation)]  # (first round, federation); the last has all granted newcomers
         for event in journal.events:
@@ -120,8 +120,8 @@ class Requests:
 
     def _next(self) -> int:
         """The first round whose population can change, not before the last journaled event, which stays as granted."""
-        if self.fixed:
-            raise ConfigError(f"{self.label}: clients cannot join or leave: {self.fixed}")
+        if self.why_fixed:
+            raise ConfigError(f"{self.label}: clients cannot join or leave: {self.why_fixed}")
         last = max((event.round for event in self.journal.events if not event.stop), default=0)
         round = max(self.settled + 1, last)
         if round > self.rounds:

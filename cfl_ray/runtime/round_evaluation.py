@@ -76,7 +76,7 @@ class RoundEvaluation:
         if self.settings.past:
             diagnostics.take(draft, self._tests_on_past_data(draft, serving, clients))
         self.steps.diagnose(state, clients)
-        draft.exclude(stats)
+        draft.record_exclusions(stats)
         traffic, mbit = draft.stats.traffic, 1e-6 / present.num_clients  # bits of all clients -> Mbit per client
         draft.metrics |= {
             "clients_online": float(len(online)),

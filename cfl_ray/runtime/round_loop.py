@@ -36,7 +36,7 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal
 from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.participation import Participation
-from cfl_ray.runtime.private_run import RunExamples, RunPrivacy
+from cfl_ray.runtime.private_run import ClientPrivacy, SamplePrivacy
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_diagnostics import RoundDiagnostics
 from cfl_ray.runtime.round_evaluation import RoundEvaluation
@@ -72,20 +72,20 @@ class RoundLoop:
 
         # the method
         self.steps = CheckedMethod(self.method, network.spec.size)
-        self.server = None if (step := self.method.server_step) is None else ServerMoments(step)
+        self.server_moments = None if (step := self.method.server_step) is None else ServerMoments(step)
         self.backend = ReusingBackend(backend, setup.federation, setup.attack.ids)
-        self.privacy = RunPrivacy.of(setup, label, store)
-        self.private = None if self.privacy is None else self.privacy.run
-        self.examples = RunExamples.of(setup, label, store)
-        self.account = None if self.examples is None else self.examples.account
+        self.client_privacy = ClientPrivacy.of(setup, label, store)
+        self.private_run = None if self.client_privacy is None else self.client_privacy.run
+        self.sample_privacy = SamplePrivacy.of(setup, label, store)
+        self.sample_account = None if self.sample_privacy is None else self.sample_privacy.account
 
         # its clients
         recorded = max((record.round for record in read_records(store.directory)), default=0) if store else 0
         journal = Journal(store.directory if store else None)
         self.requests = Requests(label, journal, setup.federation, experiment.rounds, session, recorded)
         self.membership = Membership(setup, self.requests)
-        if self.privacy is not None:
-            self.privacy.draw_cohorts(self.membership.population, self.requests)
+        if self.client_privacy is not None:
+            self.client_privacy.seed_cohorts(self.membership.population, self.requests)
         self.participation = Participation(setup, label, network.spec, self.membership)
         initial_P = network.new_model(experiment.seed, 0)
         self.evaluation = RoundEvaluation(
@@ -164,14 +164,14 @@ class RoundLoop:
             self.membership.federation,
             self.state,
             round,
-            self.experiment.seed,
-            self.setup.recipe,
-            self.network.spec,
-            self.network.frozen,
-            self.steps,
-            lambda ids: self.clients_of(ids, max(round, 1), RoundStats()),
-            self.membership.population.online,
-            backend,
+            seed=self.experiment.seed,
+            recipe=self.setup.recipe,
+            spec=self.network.spec,
+            frozen=self.network.frozen,
+            steps=self.steps,
+            clients_of=lambda ids: self.clients_of(ids, max(round, 1), RoundStats()),
+            online=self.membership.population.online,
+            backend=backend,
         )
 
     # ---- before the first round
@@ -187,14 +187,14 @@ class RoundLoop:
             snapshot = self._first()
         else:
             snapshot = self._decoded(checkpoint)
-            if self.server is not None:
-                self.server.restore(snapshot.moments)
+            if self.server_moments is not None:
+                self.server_moments.restore(snapshot.moments)
             self.participation.restore(snapshot.time)
             self.backend.restore(checkpoint.client_states())
             notes = (*checkpoint.refused, f"goes on after round {self.saved}")
         self.state, self.traffic, self.local_scores_N2 = snapshot.state, snapshot.traffic, snapshot.local_scores_N2
-        if self.privacy is not None:
-            self.plan = replace(self.plan, rounds=self.privacy.last_round(self.saved, self.experiment.rounds))
+        if self.client_privacy is not None:
+            self.plan = replace(self.plan, rounds=self.client_privacy.last_round(self.saved, self.experiment.rounds))
         if (last := self.requests.stop_after) is not None and last > self.saved:
             notes += (f"ends after round {last}, as was asked before the fault",)
         self._close(self.saved)
@@ -218,7 +218,7 @@ class RoundLoop:
     def _decoded(self, checkpoint: Checkpoint) -> Snapshot:
         """The snapshot in a checkpoint. Raises RunError if it is not one of this method and model."""
         snapshot = Snapshot.decoded(
-            checkpoint, self.label, self.method.state_type, self.num_scores, self.private, self.account
+            checkpoint, self.label, self.method.state_type, self.num_scores, self.private_run, self.sample_account
         )
         if snapshot.frozen != self.setup.frozen:
             raise RunError(
@@ -260,9 +260,9 @@ class RoundLoop:
     def _train(self, cohort: Cohort, received: Received | None, draft: RoundDraft) -> None:
         """Runs the method's round with its cohort."""
         before = self.state
-        if self.server is not None:
-            self.server.begin()
-        if len(cohort.ids_M) or self.privacy is not None:
+        if self.server_moments is not None:
+            self.server_moments.begin()
+        if len(cohort.ids_M) or self.client_privacy is not None:
             test_locally = self.experiment.evaluation.local
             clients = self.clients_of(cohort.ids_M, draft.round, draft.stats, test_locally=test_locally)
             clients = replace(clients, received=received, protection=replace(clients.protection, absent=cohort.absent))
@@ -270,10 +270,10 @@ class RoundLoop:
         else:
             late = "finished before the deadline" if cohort.past_deadline else "could be reached"
             draft.notes.append(f"no client {late}: a round without training")
-        if self.privacy is not None:
-            self.privacy.end_round(draft, self.plan, self.experiment.rounds)
-        if self.examples is not None:
-            self.examples.end_round(draft, self._local(draft.round), self.plan.evaluates(draft.round))
+        if self.client_privacy is not None:
+            self.client_privacy.end_round(draft, self.plan, self.experiment.rounds)
+        if self.sample_privacy is not None:
+            self.sample_privacy.end_round(draft, self._local(draft.round), self.plan.evaluates(draft.round))
         self.participation.end_round(cohort, before, self.state, draft)
         stats = draft.stats
         self._set_local_scores(list(stats.local_scores), list(stats.local_scores.values()))
@@ -299,7 +299,7 @@ class RoundLoop:
         if self.store is None:
             return
         self.diagnostics.resolve()
-        moments = {} if self.server is None else self.server.to_tensors()
+        moments = {} if self.server_moments is None else self.server_moments.to_tensors()
         report = replace(draft.report("saving", False, ()), diagnostics=self.diagnostics.reported)
         snapshot = Snapshot(
             self.state,
@@ -307,10 +307,10 @@ class RoundLoop:
             self.local_scores_N2,
             moments,
             report,
-            self.setup.frozen,
-            self.private,
-            self.participation.to_tensors(),
-            self.account,
+            frozen=self.setup.frozen,
+            private_run=self.private_run,
+            time=self.participation.to_tensors(),
+            sample_account=self.sample_account,
         )
         with nullcontext() if self.interval is None else self.interval.measured():
             RunDirectory(self.store.directory).sync_records()
@@ -335,22 +335,22 @@ class RoundLoop:
             self.network.spec,
             self._local(round),
             self.backend,
-            experiment.seed,
-            round,
-            stats,
+            seed=experiment.seed,
+            round=round,
+            stats=stats,
             local_test_samples=test_samples if test_locally else 0,
             reachable=lambda: self.participation.reachable(round),
             history=partial(distinct_rounds, self.membership.federation, round),
             aggregation=self.method.aggregation_rule,
-            server=self.server,
+            server_moments=self.server_moments,
             num_scores=self.num_scores,
-            protection=Protection(self.private, self.setup.secure),
+            protection=Protection(self.private_run, self.setup.secure),
         )
 
     def _local(self, round: int) -> LocalSGD:
         """The method's local training in this round."""
         local = self.setup.local_of(self.label).in_round(round, self.experiment.rounds)
-        return local if self.examples is None else replace(local, examples=self.examples.noise)
+        return local if self.sample_privacy is None else replace(local, examples=self.sample_privacy.noise)
 
     def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
         """Sets scores in a new array, because a checkpoint compares with the array that was saved last."""

@@ -64,7 +64,7 @@ class RoundDraft:
         self.metrics |= diagnostics.numbers
         self.numbers += [name for name in diagnostics.numbers if name not in self.numbers]
 
-    def exclude(self, stats: RoundStats) -> None:
+    def record_exclusions(self, stats: RoundStats) -> None:
         """Counts the excluded clients, and notes them: one note per reason, each exclusion once per round."""
         clients_of: dict[str, list[int]] = {}
         for client, exclusion in sorted(stats.excluded.items()):
@@ -82,7 +82,7 @@ class RoundDraft:
     def end_training(self, cohort_size: int, state: State, known: set[str]) -> None:
         """Adds the results of the training and the time of its end. known: fallbacks that were reported before."""
         stats, before_N = self.stats, self.assign_before_N
-        self.exclude(stats)
+        self.record_exclusions(stats)
         self.metrics |= {"cohort_size": float(cohort_size), "updates_rejected": float(len(stats.rejected))}
         if stats.train_loss:
             self.metrics["train_loss"] = float(np.mean(list(stats.train_loss.values())))

@@ -8,32 +8,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cfl_ray.checkpoint.store import CheckpointStore
-from cfl_ray.config import BuiltinKind, RuntimeConfig
+from cfl_ray.config.runtime import BACKENDS
 from cfl_ray.core.backend import Backend
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.precision import products_in
-from cfl_ray.plugins.calling import call_plugin, place_of
-from cfl_ray.plugins.registry import Registry
+from cfl_ray.plugins.calling import call_plugin, parse_choice, place_of
 from cfl_ray.results.environment import Environment, HostEnvironment, described, read_environment
 from cfl_ray.results.run_record import stored_hash
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.setup.engine_choice import compute_device, engine_choice
+from cfl_ray.setup.engine_choice import compute_device, engine_choice, measured_engine
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.threads import one_thread
 
-BACKENDS: Registry[Any] = Registry(
-    "backend",
-    {
-        "ray": BuiltinKind("on the hosts of a Ray cluster", keys=("runtime.address", "runtime.hosts")),
-        "in_process": BuiltinKind("in this process, for debugging and tests; the results are the same"),
-    },
-    RuntimeConfig.backends_group,
-)
 _BACKEND_PARTS = ["client_states", *(name for name, _ in getmembers(Backend, isfunction) if not name.startswith("_"))]
 
 
@@ -86,9 +77,7 @@ class InProcessSession:
         self.choice = engine_choice(
             setup,
             autotune.device_name(self.device),
-            lambda: autotune.measure(
-                self.worker.network, setup.federation, setup.local, setup.experiment.seed, setup.division
-            ),
+            lambda: measured_engine(setup, self.worker.network),
             kept.engine if (kept := read_environment(run_dir)) else None,
         )
         self.worker.engine = self.choice.engine
@@ -103,15 +92,13 @@ class InProcessSession:
     def _backend(self) -> Any:
         """A new backend. Raises ConfigError for a plugin that is not a backend."""
         runtime = self.setup.experiment.runtime
-        part, options = (
-            next(iter(runtime.backend.items())) if isinstance(runtime.backend, dict) else (runtime.backend, {})
-        )
+        part, options = parse_choice("runtime.backend", runtime.backend)
         if part in BACKENDS.builtin:
             return InProcessBackend(self.worker, bool(runtime.clients_per_host))
         backend_class = BACKENDS.resolve(part)
         if not isinstance(backend_class, type):
             raise ConfigError(f"backend {place_of(backend_class)} is {type(backend_class).__name__}, expected a class")
-        backend = call_plugin("backend", partial(backend_class, **(options or {})), self.worker, error=ConfigError)
+        backend = call_plugin("backend", partial(backend_class, **options), self.worker, error=ConfigError)
         if missing := [name for name in _BACKEND_PARTS if not hasattr(backend, name)]:
             raise ConfigError(
                 f"backend {place_of(backend_class)} has no {missing[0]!r}; "

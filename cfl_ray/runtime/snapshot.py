@@ -74,9 +74,9 @@ class Snapshot:
     moments: dict[str, Tensor]  # of the server optimiser
     report: RoundReport  # with all diagnostics that are not recorded yet
     frozen: str = ""  # digest of the network's frozen parameters; empty if there are none
-    private: PrivateRun | None = None  # a method without privacy has none
+    private_run: PrivateRun | None = None  # None: sums have no noise
     time: dict[str, Tensor] = field(default_factory=dict)  # virtual time, and clients in flight
-    examples: ExampleAccount | None = None  # a method without privacy of samples has none
+    sample_account: ExampleAccount | None = None  # None: clients train without noise
 
     def encoded(self, num_scores: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON values), as `CheckpointStore.save` takes them. num_scores: of one client in the report."""
@@ -85,10 +85,10 @@ class Snapshot:
         tensors |= {f"{_TIME}{name}": value for name, value in self.time.items()}
         tensors["server.local_scores_N2"] = torch.from_numpy(self.local_scores_N2)
         # accounts change in place, saved tensors must not: the next checkpoint is compared with them
-        if self.private is not None:
-            tensors[_SIGNATURES] = torch.from_numpy(self.private.releases.signatures_N.copy())
-        if self.examples is not None:
-            tensors[_EXAMPLES] = torch.from_numpy(self.examples.account_N2.copy())
+        if self.private_run is not None:
+            tensors[_SIGNATURES] = torch.from_numpy(self.private_run.releases.signatures_N.copy())
+        if self.sample_account is not None:
+            tensors[_EXAMPLES] = torch.from_numpy(self.sample_account.account_N2.copy())
         tensors |= _report_tensors(self.report, num_scores)
         values: dict[str, Any] = {
             "state": scalars,
@@ -97,8 +97,8 @@ class Snapshot:
         }
         if self.frozen:
             values["frozen"] = self.frozen
-        if self.private is not None:
-            values["privacy"] = self.private.to_values()
+        if self.private_run is not None:
+            values["privacy"] = self.private_run.to_values()
         return tensors, values
 
     @classmethod
@@ -108,20 +108,23 @@ class Snapshot:
         label: str,
         state_type: type[State],
         num_scores: int,
-        private: PrivateRun | None = None,
-        examples: ExampleAccount | None = None,
+        private_run: PrivateRun | None,
+        sample_account: ExampleAccount | None,
     ) -> "Snapshot":
-        """The inverse; `private` and `examples` are restored. Raises RunError for a checkpoint of another method."""
+        """The inverse; also restores `private_run` and `sample_account`.
+
+        Raises RunError for a checkpoint of another method.
+        """
         tensors = dict(checkpoint.tensors)  # each part takes its tensors; the rest is the method's state
         try:
             values = _Values.model_validate(checkpoint.values)
             local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
             scores_MV = tensors.pop("server.scores_MV").numpy()
             report = _read_report(checkpoint.round, values.report, scores_MV, tensors)
-            if private is not None:
-                private.restore(values.privacy, tensors.pop(_SIGNATURES).numpy().copy())
-            if examples is not None:
-                examples.account_N2 = tensors.pop(_EXAMPLES).numpy().reshape(-1, 2).copy()
+            if private_run is not None:
+                private_run.restore(values.privacy, tensors.pop(_SIGNATURES).numpy().copy())
+            if sample_account is not None:
+                sample_account.account_N2 = tensors.pop(_EXAMPLES).numpy().reshape(-1, 2).copy()
             moments, time = _taken(tensors, _MOMENTS), _taken(tensors, _TIME)
             state = state_type.from_checkpoint(tensors, values.state)
             count = len(state.assign_N)
@@ -134,7 +137,17 @@ class Snapshot:
                 f"for {count} clients"
             )
         traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
-        return cls(state, traffic, local_scores_N2, moments, report, values.frozen, private, time, examples)
+        return cls(
+            state,
+            traffic,
+            local_scores_N2,
+            moments,
+            report,
+            frozen=values.frozen,
+            private_run=private_run,
+            time=time,
+            sample_account=sample_account,
+        )
 
 
 def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -18,17 +18,17 @@ from cfl_ray.system.nested import each_text, texts_of
 
 
 def redact_values(values: Any) -> Any:
-    """Returns JSON values with every URI in them redacted."""
+    """JSON values with every URI in them redacted."""
     return each_text(values, lambda text: redact(text) if "//" in text else text)
 
 
 def with_known_credentials(values: Any) -> Any:
-    """Returns JSON values in which every redacted URI has its credentials again, if they are known."""
+    """JSON values in which every redacted URI has its credentials again, if they are known."""
     return each_text(values, lambda text: with_credentials(text) or text)
 
 
 def with_credentials(redacted_uri: str, *candidates: str | None) -> str | None:
-    """Returns the URI with its credentials, or None if they are not known.
+    """The URI with its credentials, or None if they are not known.
 
     A URI without hidden credentials is returned unchanged; otherwise it is compared with the candidates,
     MLFLOW_TRACKING_URI and the URIs that this user has used before.

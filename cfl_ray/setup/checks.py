@@ -20,8 +20,8 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.nn.network import Network
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.dry_rounds import why_synchronous
-from cfl_ray.setup.dry_run import try_aggregation, try_attack, try_availability, try_metrics
 from cfl_ray.setup.first_models import start_of
+from cfl_ray.setup.plugin_trials import try_aggregation, try_attack, try_availability, try_metrics
 from cfl_ray.setup.schedule import population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.machine import available_memory
@@ -132,14 +132,14 @@ def most_participants(setup: Setup) -> int:
 
 
 def bytes_of_participants(setup: Setup, label: str, spec: ParamSpec) -> int:
-    """Peak bytes on the server of what a method keeps there for each participant; 0 if it keeps nothing."""
+    """Peak bytes on the server of the values that a method keeps there for each participant; 0: it keeps none."""
     state, total = setup.methods[label].state_type, setup.federation.num_clients
     evaluated = min(setup.experiment.evaluation.clients or total, total)
     return 4 * state.peak_floats(spec, most_participants(setup), setup.division.cohort, evaluated)
 
 
 def _check_participants(setup: Setup, label: str, spec: ParamSpec) -> None:
-    """Raises ConfigError if what the server keeps for each participant does not fit into this machine's memory."""
+    """Raises ConfigError if the values that the server keeps for participants do not fit into this machine's memory."""
     needed, available = bytes_of_participants(setup, label, spec), available_memory()
     if needed > available:
         clients = most_participants(setup)

@@ -1,4 +1,4 @@
-"""Rounds of a method without training: what its clients receive, train and upload in a round."""
+"""Rounds of a method without training, which count the numbers that its clients receive, train and upload."""
 
 import math
 from collections import Counter
@@ -29,7 +29,7 @@ from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.system.threads import one_thread
 
-MIXTURE_WEIGHTS = "mixture weights"  # in the names of what a client keeps
+MIXTURE_WEIGHTS = "mixture weights"  # among the names of the values that a client keeps
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,9 @@ def traffic(
         deferred = max(backend.deferred, default=0)
     else:
         deferred = cohort * backend.kept.get(MIXTURE_WEIGHTS, 1)  # a robust rule needs all results together
-    return TrafficEstimate(mbit[0], mbit[1], models, deferred, load, backend.kept)
+    return TrafficEstimate(
+        first_round=mbit[0], later_round=mbit[1], models=models, deferred=deferred, load=load, kept=backend.kept
+    )
 
 
 def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape: DataShape, rounds: int) -> str:

@@ -1,7 +1,6 @@
 """Makes the setup of a run from its config, and checks it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +91,28 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     task.check(shape.outputs, shape.target_shape)
     availability = _availability(experiment, federation.num_clients)
     attack_kind = _attack_kind(experiment.attack)
-    setup = Setup(experiment, federation, recipe, methods, availability, task, local, own_local, attack_kind)
+    clock = asynchrony = None
     if isinstance(experiment.clock, RunningClockConfig):
         clock = clock_of(experiment.clock, federation.num_clients, experiment.seed)
-        setup = replace(setup, clock=clock, asynchrony=asynchrony_of(experiment.asynchronous))
-    if (template := template_of(recipe, experiment.seed)) is not None:
+        asynchrony = asynchrony_of(experiment.asynchronous)
+    frozen, template = "", template_of(recipe, experiment.seed)
+    if template is not None:
         frozen = digest_of({name: p for name, p in template.named_parameters() if not p.requires_grad})
-        setup = replace(setup, frozen=frozen, template=template)
+    setup = Setup(
+        experiment,
+        federation,
+        recipe,
+        methods,
+        availability=availability,
+        task=task,
+        local=local,
+        own_local=own_local,
+        attack_kind=attack_kind,
+        frozen=frozen,
+        clock=clock,
+        asynchrony=asynchrony,
+        template=template,
+    )
     check_attackers(setup.attack, federation.num_clients)
     try_methods(setup)
     setup = protected(setup)

@@ -14,7 +14,7 @@ from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.errors import ConfigError
 from cfl_ray.privacy.examples import ExampleAccount, delta_of
 from cfl_ray.privacy.noisy_sums import PrivateRun, rounded_norm
-from cfl_ray.privacy.plan import PrivacyPlan, plan_of
+from cfl_ray.privacy.plan import PrivacyPlan, privacy_plan_of
 from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds
 from cfl_ray.setup.setup import Setup
 
@@ -41,7 +41,7 @@ def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
     """The privacy of a method, planned by rounds without training. Raises ConfigError if it cannot be private."""
     _check_mean(setup, label, "be private", "privacy.clip")
     count = setup.federation.num_clients
-    plan = plan_of(setup.experiment, count, label, lambda private: _tried(setup, label, private))
+    plan = privacy_plan_of(setup.experiment, count, label, lambda private: _tried(setup, label, private))
     if setup.secure is not None:
         norm = rounded_norm(setup.secure.levels // 2, setup.network().spec.size)
         for clients in (_most_masked(setup), 1):

@@ -17,12 +17,12 @@ def data_changes(experiment: Experiment) -> list[DataChange]:
         DataChange(
             event.round,
             tuple(change.clients),
-            change.rotate // 90 % 4,
-            change.relabel,
-            None if change.data_of is None else tuple(change.data_of),
-            change.swap,
-            change.back_to,
-            None if change.domain is None else Domain(*change.domain, experiment.seed),
+            turns=change.rotate // 90 % 4,
+            offset=change.relabel,
+            data_of=None if change.data_of is None else tuple(change.data_of),
+            swap=change.swap,
+            back_to=change.back_to,
+            domain=None if change.domain is None else Domain(*change.domain, experiment.seed),
         )
         for event in experiment.events
         for change in event.change

@@ -30,7 +30,7 @@ def return_large_arrays() -> None:
 def return_freed_memory(limit: int) -> None:
     """Returns the memory that is kept, on hosts between exchanges, if it is more than `limit` bytes.
 
-    Arrays of many sizes leave gaps, and what is kept would grow with the number of clients served.
+    Arrays of many sizes leave gaps, and the memory that is kept would grow with the number of clients served.
     """
     with suppress(AttributeError):  # before glibc 2.33
         libc = ctypes.CDLL(None)

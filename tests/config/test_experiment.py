@@ -12,8 +12,8 @@ import yaml
 
 import cfl_ray
 from cfl_ray.config import ConfigSection, Experiment, load
-from cfl_ray.config.experiment import QUICKSTART
 from cfl_ray.config.paths import recorded_in
+from cfl_ray.config.reading import QUICKSTART
 from cfl_ray.core.method import Method
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.errors import ConfigError, DataError

@@ -183,7 +183,7 @@ class TestPredicting:
         )
         for i in range(8):
             accuracy, loss = self.scores(one, i, models_KP[row_M[i]], frozen_P)
-            assert found.primary_M[i] == pytest.approx(accuracy, abs=1e-6) and found.loss_M[i] == pytest.approx(
+            assert found.primary_M[i] == pytest.approx(accuracy, abs=1e-6) and found.table_MV[i, -1] == pytest.approx(
                 loss, abs=1e-5
             )
 
@@ -214,6 +214,6 @@ class TestPredicting:
             accuracy, loss = self.scores(
                 one, i, trained_by_torch(one, i, models_KP[0], frozen_P), frozen_P, evaluator.settings.local_images
             )
-            assert found.primary_M[i] == pytest.approx(accuracy, abs=1e-6) and found.loss_M[i] == pytest.approx(
+            assert found.primary_M[i] == pytest.approx(accuracy, abs=1e-6) and found.table_MV[i, -1] == pytest.approx(
                 loss, abs=1e-4
             )

@@ -467,7 +467,9 @@ class TestServing:
     def assert_scores(self, found, expected):
         accuracy, loss = zip(*expected)
         assert found.ids_M.tolist() == self.IDS
-        assert found.primary_M == pytest.approx(accuracy, abs=1e-6) and found.loss_M == pytest.approx(loss, abs=1e-5)
+        assert found.primary_M == pytest.approx(accuracy, abs=1e-6) and found.table_MV[:, -1] == pytest.approx(
+            loss, abs=1e-5
+        )
 
     @pytest.mark.parametrize("federation", [planted(4, 2, 60), holdout()], ids=["shared test sets", "own test data"])
     @pytest.mark.parametrize("votes", [True, False])
@@ -495,7 +497,9 @@ class TestServing:
         stage, models_KP = self.stage(planted(4, 2, 60))
         servings = Serving.vote(models_KP[:1], 3), Serving(models_KP[:1], np.zeros(3, int))
         one, other = (self.scores(stage, serving) for serving in servings)
-        assert np.array_equal(one.primary_M, other.primary_M) and one.loss_M == pytest.approx(other.loss_M, abs=1e-6)
+        assert np.array_equal(one.primary_M, other.primary_M) and one.table_MV[:, -1] == pytest.approx(
+            other.table_MV[:, -1], abs=1e-6
+        )
 
     @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised", "span"])
     @pytest.mark.parametrize("federation", [planted(4, 2, 60), holdout()], ids=["shared test sets", "own test data"])

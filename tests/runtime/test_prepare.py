@@ -50,7 +50,7 @@ def test_a_choice_that_cannot_be_kept_is_measured_again(choose, tmp_path, monkey
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cfl_ray.engine.kept_choices.write_json", full)
+    monkeypatch.setattr("cfl_ray.setup.engine_choice.write_json", full)
     assert [choose("sequential"), choose("span")] == [("sequential", True), ("span", True)]
     assert not (tmp_path / "engine-choices.json").exists()
 

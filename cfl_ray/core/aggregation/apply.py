@@ -58,7 +58,7 @@ def aggregate(
     if isinstance(rule, ClippingRule):
         at_E = at_M[averaging.client_E]
         return _clipped_mean(rule, backend, training, outcome, ids_M, averaging, valid_M, at_E)
-    columns = uploaded_columns(training.tables[training.start.table].shape[1], training.client_state)
+    columns = uploaded_columns(training.columns_of(training.start), training.client_state)
     chosen: list[tuple[int, int, float]] = []  # (output row, member, weight) of rows that are weighted means
     means: dict[int, Tensor] = {}
     for out in np.unique(averaging.out_E).tolist():
@@ -68,12 +68,7 @@ def aggregate(
         result_n = np.full(len(member_n), 1 / len(member_n))
         if len(member_n) >= 3 and columns.count:
             if isinstance(applied, ColumnRule):
-                function = partial(by_columns, applied, weight_n)
-                values, cuts = _combined(function, backend, training, key_M[member_n], columns)
-                parts = [part[: stop - start] for part, (start, stop) in zip(values, cuts, strict=True)]
-                # private columns stay 0, until `Updates` fills them in
-                means[out] = torch.zeros(training.tables[training.start.table].shape[1], dtype=torch.float64)
-                columns.put(means[out], torch.from_numpy(np.concatenate(parts)))
+                means[out] = _aggregate_of_columns(applied, backend, training, key_M[member_n], weight_n, columns)
                 continue
             values, _ = _combined(squared_distances, backend, training, key_M[member_n], columns)
             result_n = _weights(applied, sum(values, start=np.zeros(())), weight_n)
@@ -94,6 +89,17 @@ def _members(averaging: Averaging, out: int) -> tuple[np.ndarray, np.ndarray]:
     return averaging.client_E[mine], weight_n / weight_n.sum()
 
 
+def _aggregate_of_columns(
+    rule: ColumnRule, backend: Backend, training: Train, key_n: np.ndarray, weight_n: np.ndarray, columns: Columns
+) -> Tensor:
+    """The aggregate by a column rule, float64 (P,). Private columns are 0, until `Updates` replaces them."""
+    values, ranges = _combined(partial(by_columns, rule, weight_n), backend, training, key_n, columns)
+    parts = [part[: stop - start] for part, (start, stop) in zip(values, ranges, strict=True)]
+    mean_P = torch.zeros(training.columns_of(training.start), dtype=torch.float64)
+    columns.put(mean_P, torch.from_numpy(np.concatenate(parts)))
+    return mean_P
+
+
 def _weights(rule: WeightRule, squared_nn: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
     """The weights returned by a rule, normalised to sum 1."""
     result_n = checked_result(rule, "weigh", squared_nn, weight_n, "weights >= 0")
@@ -111,7 +117,7 @@ def _combined(
     columns: Columns,
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
     """Values (ranges, ...) of a function for every range of these columns, in their order, and the (start, stop)."""
-    edges = (0, *training.deferred_cuts, training.tables[training.start.table].shape[1])
+    edges = (0, *training.deferred_cuts, training.columns_of(training.start))
     uploaded = [any(first <= start < last for first, last in columns.ranges) for start in edges[:-1]]
     part_M = np.flatnonzero(uploaded)
     start_M, stop_M = np.array(edges)[part_M], np.array(edges)[part_M + 1]
@@ -163,7 +169,7 @@ def _clipped_mean(
 def range_cuts(rule: Any, size: int, state: ClientState | None, clients: int) -> np.ndarray:
     """The columns, int64 and ascending, at which results of `size` columns of this many clients are cut for a rule.
 
-    None for a rule that needs no columns of all results. No range has both private and uploaded columns.
+    Empty for a rule that needs no columns of all results. No range has both private and uploaded columns.
     """
     if not isinstance(rule, ColumnRule | WeightRule):
         return np.zeros(0, np.int64)
@@ -177,7 +183,7 @@ def range_cuts(rule: Any, size: int, state: ClientState | None, clients: int) ->
 
 
 def uploaded_columns(size: int, state: ClientState | None) -> Columns:
-    """All columns except the private ones."""
+    """All columns except private columns."""
     everything = Columns(((0, size),))
     if state is None or not state.private:
         return everything

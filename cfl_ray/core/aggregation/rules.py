@@ -68,12 +68,12 @@ class MultiKrum:
 
     def weigh(self, squared_nn: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
         chosen_m = self.chosen(squared_nn)
-        found_n = np.zeros(len(squared_nn))
-        found_n[chosen_m] = 1 / len(chosen_m)
-        return found_n
+        share_n = np.zeros(len(squared_nn))
+        share_n[chosen_m] = 1 / len(chosen_m)
+        return share_n
 
     def suspects(self, count: int) -> int:
-        """The number f among `count` results: as configured, but at most what n >= 2 f + 3 allows."""
+        """The number f among `count` results: as configured, but at most the largest with n >= 2 f + 3."""
         wanted = self.attackers if isinstance(self.attackers, int) else int(self.attackers * count + 1e-9)
         return min(wanted, max((count - 3) // 2, 0))
 

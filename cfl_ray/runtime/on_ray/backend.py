@@ -48,12 +48,12 @@ class RayBackend(KeepsClientStates):
 
     pool: Pool
     shared: SharedDirectory | None = None
-    # clients that took too long: not tried again in this round
+    # clients that took too long: not tried again in this stage (`Address.stage`)
     late: dict[int, Exclusion] = field(default_factory=dict)
     node_of_file: dict[int, str] = field(default_factory=dict)  # first node that fetched a file of clients
     # by id of a table: the table, and references to the rows in the object store
     _rows: dict[int, tuple[Tensor, dict[int, ray.ObjectRef[Any]]]] = field(default_factory=dict)
-    _round: tuple[int, bool] | None = None
+    _stage: tuple[int, bool] | None = None  # of the last exchange
     _seconds_of_cost: dict[type[Work], float] = field(default_factory=dict)  # of one host, in the last such exchange
 
     client_states: RayClientStates = field(init=False)
@@ -63,8 +63,8 @@ class RayBackend(KeepsClientStates):
 
     def run(self, work: Work) -> Outcome:
         number = self.pool.next_exchange()
-        if (now := (work.address.round, work.address.exchange < 0)) != self._round:
-            self._round, self._rows, self.late = now, {}, {}
+        if work.address.stage != self._stage:
+            self._stage, self._rows, self.late = work.address.stage, {}, {}
         self.client_states.begin(work)
         exchange = Exchange(self, work, number)
         outcome = exchange.run()
@@ -83,7 +83,7 @@ class RayBackend(KeepsClientStates):
         return max(_CALL_SECONDS, _SERVER_SECONDS * len(self.pool.hosts)) / seconds if seconds else 0.0
 
     def row(self, table: Tensor, row: int) -> ray.ObjectRef[Any]:
-        """The reference of a model, which is put into the object store once per round for all exchanges and hosts."""
+        """The reference of a model, which is put into the object store once per stage for all exchanges and hosts."""
         _, refs = self._rows.setdefault(id(table), (table, {}))
         if row not in refs:
             refs[row] = ray.put(table[row].numpy())
@@ -112,7 +112,7 @@ def _left_values(work: Work) -> tuple[_LeftValues | None, list[_LeftValues]]:
     states: _LeftValues | None = None
     parts: list[_LeftValues] = []
     if isinstance(work, Train):
-        size = work.tables[work.start.table].shape[1]
+        size = work.columns_of(work.start)
         if (state := work.client_state) is not None:
             floats = (size if state.columns is None else state.columns.count) + size * work.local.persist
             states = _LeftValues(4 * floats)
@@ -190,11 +190,11 @@ class Exchange:
         work = self.work
         if self.left or not isinstance(work, Train | AverageDeferred) or work.averaging is None:
             return False
-        columns = work.tables[work.start.table].shape[1]
+        columns = work.columns_of(work.start)
         return 16 * work.averaging.num_rows * columns * chunks <= _WITH_RESULT_BYTES
 
     def _chunks(self) -> list[Chunk]:
-        """The chunks, without the clients that took too long earlier in this round."""
+        """The chunks, without the clients that took too long earlier in this stage."""
         work, late, choice = self.work, list[int](), self.backend.pool.choice
         assert choice is not None
         clients = len(work.ids_M) // work.models_per_client
@@ -321,7 +321,7 @@ class Exchange:
         hosts = [self.backend.pool.host(number) for number in done]
         rows = [self._output_rows(dispatch.schedule, numbers) for numbers in done.values()]
         assert isinstance(self.work, Train | AverageDeferred)
-        columns = self.work.tables[self.work.start.table].shape[1]
+        columns = self.work.columns_of(self.work.start)
         collected = Collected(self.number, [(host, of) for host, of in zip(hosts, rows, strict=True) if of], columns)
         if collected.use_tree and not self.sums.totals:
             try:

@@ -54,8 +54,8 @@ class RayClientStates(ClientStateStore):
             if isinstance(value, SavedState) and not (_has_file(value) and self._shares(host))
         ]
         if unreadable:
-            owners = work.state_owners.tolist()
-            key_of = {i: work.state_key(owners[i]) for i in unreadable}
+            keys = work.stored_keys.tolist()
+            key_of = {i: work.state_key(keys[i]) for i in unreadable}
             placed = dict(put_all((key_of[i], values[i].tensor()) for i in unreadable))
             super().move(placed)
             values |= {i: placed[key_of[i]] for i in unreadable}

@@ -26,7 +26,9 @@ _IDLE = 0.05  # of a CPU, below which a host does not compute: hosts may share a
 
 
 @dataclass
-class _CallUnderWay:
+class _Call:
+    """A call in progress."""
+
     host: Host
     numbers: list[int]  # of the chunks
     returns: list[ray.ObjectRef[Any]]
@@ -56,7 +58,7 @@ class Dispatch:
     pool: Pool
     schedule: Schedule
     calls: Calls
-    under_way: dict[ray.ObjectRef[Any], _CallUnderWay] = field(default_factory=dict)  # by first return
+    in_progress: dict[ray.ObjectRef[Any], _Call] = field(default_factory=dict)  # by first return
     # by host number: the first returns of its calls, in their order; the time when its present call could begin; the
     # chunks that it has done, if it is alive
     of_host: dict[int, deque[ray.ObjectRef[Any]]] = field(default_factory=dict)
@@ -75,9 +77,9 @@ class Dispatch:
         Raises ObjectLostError if an object that the calls need (client state) was lost with its node.
         """
         free, polled = self._all_free(), time.monotonic()
-        while self.schedule or self.under_way:
+        while self.schedule or self.in_progress:
             self._hand_out(free)
-            ended = self.pool.wait(list(self.under_way), self._seconds_left())
+            ended = self.pool.wait(list(self.in_progress), self._seconds_left())
             free = [call.host for ref in ended if (call := self._end(ref)) is not None]
             if not ended or time.monotonic() - polled > POLL_SECONDS:  # also if other hosts end calls all the time
                 polled = time.monotonic()
@@ -96,9 +98,9 @@ class Dispatch:
 
     def _all_free(self) -> list[Host]:
         """The ready hosts by number of calls, ascending; waits for a host if no call is in progress."""
-        hosts = [host for host in self.pool.hosts if host.starting is None] if self.under_way else self.pool.ready()
+        hosts = [host for host in self.pool.hosts if host.is_ready] if self.in_progress else self.pool.ready()
         # hosts that were added later may wait for room for hours, so they are not the home of a chunk yet
-        expected = [host for host in self.pool.hosts if host.starting is None or not host.added]
+        expected = [host for host in self.pool.hosts if host.is_ready or not host.added]
         self._known, self._hosts = self.pool.changes, [host.number for host in expected]
         self._ready = [host.number for host in hosts]
         return sorted(hosts, key=self._calls_of)
@@ -110,7 +112,7 @@ class Dispatch:
         """Gives each of these hosts a first call, then each a second call."""
         for calls in range(_CALLS_PER_HOST):
             for host in free:
-                if self._calls_of(host) > calls or host.starting is not None:
+                if self._calls_of(host) > calls or not host.is_ready:
                     continue
                 if not self.schedule:
                     return
@@ -122,16 +124,16 @@ class Dispatch:
         returns = self.calls.start(host, chunks)
         seconds = self.calls.seconds(chunks)
         self.limited = self.limited or seconds is not None
-        self.under_way[returns[0]] = _CallUnderWay(host, numbers, returns, seconds)
+        self.in_progress[returns[0]] = _Call(host, numbers, returns, seconds)
         if not self._calls_of(host):
             self.since[host.number] = time.monotonic()
         self.of_host.setdefault(host.number, deque()).append(returns[0])
 
     # ---- ends
 
-    def _end(self, ref: ray.ObjectRef[Any]) -> _CallUnderWay | None:
+    def _end(self, ref: ray.ObjectRef[Any]) -> _Call | None:
         """Handles a call that ended and returns it; None if it was taken back before, failed, or its host died."""
-        call = self.under_way.pop(ref, None)
+        call = self.in_progress.pop(ref, None)
         if call is None:
             return None
         self.of_host[call.host.number].remove(ref)
@@ -159,7 +161,7 @@ class Dispatch:
             self.done.setdefault(call.host.number, []).extend(call.numbers)
         return call
 
-    def _count_failure(self, call: _CallUnderWay, error: UserError) -> None:
+    def _count_failure(self, call: _Call, error: UserError) -> None:
         """Counts a failure for every chunk of the call. Raises RunError if a chunk has failed too often."""
         for number in call.numbers:
             hosts = self.failed.setdefault(number, [])
@@ -172,7 +174,7 @@ class Dispatch:
         """Puts back the chunks that were in progress or done on a lost host."""
         self.chunks_done.pop(host.number, None)
         for ref in self.of_host.pop(host.number, ()):
-            self.schedule.put_back(self.under_way.pop(ref).numbers)
+            self.schedule.put_back(self.in_progress.pop(ref).numbers)
         self.schedule.put_back(self.done.pop(host.number, []))
 
     # ---- calls that take too long
@@ -180,7 +182,7 @@ class Dispatch:
     def _due(self) -> list[tuple[float, ray.ObjectRef[Any]]]:
         """(due time, call) of every present call of a host that has a time limit."""
         present = [(number, refs[0]) for number, refs in self.of_host.items() if refs] if self.limited else []
-        limits = [(self.since[number], self.under_way[ref].seconds, ref) for number, ref in present]
+        limits = [(self.since[number], self.in_progress[ref].seconds, ref) for number, ref in present]
         return [(since + seconds, ref) for since, seconds, ref in limits if seconds is not None]
 
     def _seconds_left(self) -> float:
@@ -193,7 +195,7 @@ class Dispatch:
         for when, ref in self._due():
             if time.monotonic() < when or ray.wait([ref], timeout=0)[0]:
                 continue
-            call = self.under_way.pop(ref)
+            call = self.in_progress.pop(ref)
             self.of_host[call.host.number].remove(ref)
             self._take_back(call.host)
             for number in call.numbers:
@@ -213,7 +215,7 @@ class Dispatch:
         for number, refs in list(self.of_host.items()):
             if not refs:
                 continue
-            call = self.under_way[refs[0]]
+            call = self.in_progress[refs[0]]
             chunks = [self.schedule.chunks[chunk] for chunk in call.numbers]
             usual, waited = self.calls.usual_seconds(chunks), time.monotonic() - self.since[number]
             stop = self.pool.stop_asked()
@@ -230,7 +232,7 @@ class Dispatch:
                 self._give_up(call, waited)
         self.pool.slow, self.pool.reported = "; ".join(slow), "; ".join(reported)
 
-    def _has_progressed(self, call: _CallUnderWay) -> bool:
+    def _has_progressed(self, call: _Call) -> bool:
         """Whether a host has done chunks of its call since the last query; if so, its time starts again."""
         before, progress = self.chunks_done.get(call.host.number, 0), self.pool.progress(call.host)
         if progress is None or progress[0] <= before:
@@ -238,7 +240,7 @@ class Dispatch:
         self.chunks_done[call.host.number], self.since[call.host.number] = progress[0], time.monotonic()
         return True
 
-    def _idles(self, call: _CallUnderWay) -> bool:
+    def _idles(self, call: _Call) -> bool:
         """Whether a host does not answer, or has not computed since the last query."""
         progress, now = self.pool.progress(call.host), time.monotonic()
         if progress is None:
@@ -246,7 +248,7 @@ class Dispatch:
         (before, cpu_before), call.computed = call.computed or (now, 0.0), (now, progress[1])
         return progress[1] - cpu_before < _IDLE * (now - before)
 
-    def _doing(self, call: _CallUnderWay, chunks: Sequence[Chunk], waited: float) -> str:
+    def _doing(self, call: _Call, chunks: Sequence[Chunk], waited: float) -> str:
         host, ids = call.host, self.calls.clients(chunks)
         who = ", ".join(map(str, ids[:_NAMED])) + f" and {len(ids) - _NAMED} more" * (len(ids) > _NAMED)
         return (
@@ -261,7 +263,7 @@ class Dispatch:
         replaced = "never replaced" if limit == float("inf") else f"replaced after {duration(limit)}"
         return f"; {known}, and the host is {replaced} (runtime.stall_limit)"
 
-    def _give_up(self, call: _CallUnderWay, waited: float) -> None:
+    def _give_up(self, call: _Call, waited: float) -> None:
         """Replaces the host; its work is done again."""
         error = RunError(f"host {call.host.number} made no progress for {duration(waited)}")
         self._count_failure(call, error)

@@ -1,6 +1,6 @@
 """The Ray actor of a client host: a process with one compute thread.
 
-This module is fast to import. What the actor does is imported when it starts: importing torch takes seconds, and the
+This module is fast to import. The code of its work is imported when it starts: importing torch takes seconds, and the
 server starts its hosts before it imports torch itself, so that all of them load it at the same time.
 """
 
@@ -33,7 +33,7 @@ _HOST_ENVIRONMENT = {
 }
 _LIVE = "live"  # the concurrency group of calls that are answered while work is in progress
 _PRIORITY = {"RAY_worker_niceness": "0"}  # as other processes of the user; Ray's default, 15, gives way to all of them
-# set in processes of a cluster that was started with this environment: its instructions, "" where they are not set
+# set in processes of a cluster that was started with this environment: its instructions; "": not set
 _INHERITED = "CFL_RAY_HOST_ENVIRONMENT"
 
 
@@ -55,7 +55,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 def host_environment(instructions: str | None) -> AbstractContextManager[None]:
     """Context in which a cluster is started whose hosts inherit their environment.
 
-    Two hosts with an environment of their own cost 1.4 s of CPU more, and are ready 2 s later on two cores: Ray waits
+    Two hosts with separate environments cost 1.4 s of CPU more, and are ready 2 s later on two cores: Ray waits
     for its agent that makes environments, and cannot use the processes that it has started already.
     """
     own = {_INHERITED: instructions or ""}

@@ -25,7 +25,7 @@ from cfl_ray.nn.precision import products_in
 from cfl_ray.nn.shared import shared_tensor
 from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, Place, fetched, tensor_of, tensors_at
-from cfl_ray.setup.engine_choice import compute_device
+from cfl_ray.setup.engine_choice import compute_device, measured_engine
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.allocator import keep_freed_memory, return_freed_memory
 
@@ -61,10 +61,7 @@ class HostProcess:
 
     def measure_engine(self) -> autotune.EngineChoice:
         """The fastest engine for this experiment on this host."""
-        setup = self.setup
-        return autotune.measure(
-            self.worker.network, setup.federation, setup.local, setup.experiment.seed, setup.division
-        )
+        return measured_engine(self.setup, self.worker.network)
 
     def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
         """Uses this federation from now on. If it cannot be opened, the later calls of `work` raise the error, because
@@ -93,6 +90,7 @@ class HostProcess:
         """Does the chunks of a call. Returns their result and totals, and the values that they leave with the clients.
 
         work: of all clients of the call; `cuts` divides it into chunks.
+        exchange: its number in this run (`Pool.next_exchange`), which a round that is repeated does not use again.
         models: the rows that the call uses; a reference is fetched at most once per exchange.
         packed: for each kind of value that the work leaves, whether the values of all clients are one object.
         return_sums: whether to return the totals (2, P) by output row now; otherwise they stay here until `collect`.

@@ -50,6 +50,11 @@ class Host:
     added: bool = False  # after the run began
     environment: HostEnvironment | None = None  # None until it is ready
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the host can be given work."""
+        return self.starting is None
+
 
 @dataclass
 class Pool:
@@ -127,7 +132,7 @@ class Pool:
     @property
     def ready_now(self) -> list[Host]:
         """The ready hosts; may be empty."""
-        return [host for host in self.hosts if host.starting is None]
+        return [host for host in self.hosts if host.is_ready]
 
     def ready(self) -> list[Host]:
         """The ready hosts; waits for the first host.
@@ -167,7 +172,7 @@ class Pool:
             self.waiting = ""
         if needed:
             raise RunError(f"{self._what_is_missing(limit, limit)}; start machines, or raise runtime.wait_for_hosts")
-        for host in [host for host in self.hosts if host.starting]:
+        for host in [host for host in self.hosts if not host.is_ready]:
             self._give_up(host, f"could not be placed within {_PLACE_SECONDS} s (free: {free()})")
         return []
 
@@ -197,7 +202,7 @@ class Pool:
         """
         over, now = False, time.monotonic()
         for host in list(self.hosts):
-            if host.starting is None:
+            if host.is_ready:
                 continue
             if line := host.start.poll(now):
                 self.notes.append(line)
@@ -208,7 +213,7 @@ class Pool:
 
     def halted_starts(self) -> list[str]:
         """The hosts that make no progress while they start, as text; called by other threads."""
-        return [host.start.reported for host in list(self.hosts) if host.starting is not None and host.start.reported]
+        return [host.start.reported for host in list(self.hosts) if not host.is_ready and host.start.reported]
 
     def nodes(self, seconds: float = 30) -> int:
         """Number of nodes that have a host, counting hosts that are ready within `seconds`."""
@@ -313,7 +318,7 @@ class Pool:
         wanted = asked_for or room(runtime, ray.cluster_resources())
         missing = wanted - self._written_off() - len(self.hosts)
         if missing > 0 and not asked_for:
-            starting = sum(host.starting is not None for host in self.hosts)
+            starting = sum(not host.is_ready for host in self.hosts)
             missing = min(missing, room(runtime, ray.available_resources()) - starting)
         for _ in range(missing):
             self._add()

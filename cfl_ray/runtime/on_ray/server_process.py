@@ -122,8 +122,12 @@ class ServerProcess:
         loop, pool = self.loop, self.pool
         at = (loop.label, loop.status, loop.round) if loop else ()
         steps = (*at, pool.exchanges, pool.finished, pool.changes, pool.polls, pool.waiting)
-        waits_for = pool.waiting or "; ".join(filter(None, (pool.reported, *pool.halted_starts())))
+        waits_for = self._waits_for(pool.reported)
         return Progress(waits_for, steps, time.process_time(), self._stop_asked())
+
+    def _waits_for(self, slow: str) -> str:
+        """The hosts that the run waits for, as text; empty: none. slow: those that make no progress in a call."""
+        return self.pool.waiting or "; ".join(filter(None, (slow, *self.pool.halted_starts())))
 
     def _stop_asked(self) -> bool:
         return self.requests is not None and self.requests.stop_after is not None
@@ -148,8 +152,8 @@ class ServerProcess:
 
     def _status(self) -> dict[str, Any]:
         requests, pool, hosts = self._requests(), self.pool, list(self.pool.hosts)
-        waits_for = pool.waiting or "; ".join(filter(None, (pool.slow, *pool.halted_starts())))
-        population, ready = requests.population, [host for host in hosts if not host.starting]
+        waits_for = self._waits_for(pool.slow)
+        population, ready = requests.population, [host for host in hosts if host.is_ready]
         return {
             "method": requests.label,
             "state": requests.status + (f": {waits_for}" if waits_for else ""),

@@ -102,7 +102,7 @@ class RaySession:
         address = configured if configured.startswith("ray://") else ray.get_runtime_context().gcs_address
         if self.started_here:
             address = (
-                f"127.0.0.1:{address.rpartition(':')[2]}"  # Ray reports another address than the one that it listens on
+                f"127.0.0.1:{address.rpartition(':')[2]}"  # where Ray listens, but not the address that it reports
             )
         publish_server(self.run_dir, ServerAddress.here(address, self.server_name, self.started_here))
 
@@ -154,7 +154,7 @@ class RaySession:
                 self._recover(error)
 
     def _answer(self, ref: ray.ObjectRef[Any], rule: StallRule) -> Any:
-        """The server's answer. Meanwhile the user is told what the server waits for.
+        """The server's answer. Meanwhile, waits of the server are reported to the user.
 
         Raises ServerStalled if it makes no progress for too long, RunStopped if a user asks to stop meanwhile.
         """

@@ -21,7 +21,7 @@ class FakePool:
     """Hosts that end a call as soon as they are asked. `retries` restarts each, then a host is given up."""
 
     def __init__(self, hosts, retries=3):
-        self.hosts = [SimpleNamespace(number=n, starting=None, added=False, node="") for n in range(hosts)]
+        self.hosts = [SimpleNamespace(number=n, is_ready=True, added=False, node="") for n in range(hosts)]
         self.changes, self.left, self.notes = 0, dict.fromkeys(range(hosts), retries), []
 
     def ready(self):
