@@ -61,8 +61,12 @@ def epsilon(releases: Releases, sampling: Sampling, delta: float, signature_mult
 
     signature_multiplier: noise multiplier of signatures; None: no signatures are released.
     """
-    parts = [*((z, count, True) for z, count in releases.sampled.items())]
-    parts += [(z, count, False) for z, count in releases.unsampled.items()]
+    parts = [(z, count, False) for z, count in releases.unsampled.items()]
+    known = releases.known if sampling.rate < 1 else 0
+    for z, count in sorted(releases.sampled.items()):  # at worst, a client is known to be in those with the least noise
+        shown = min(count, known)
+        parts += [(z, times, sampled) for times, sampled in ((shown, False), (count - shown, True)) if times]
+        known -= shown
     if releases.signatures and signature_multiplier is not None:
         # a signature changes by up to 2 C, a sum by C, or by 2 C if `fixed`, for which _composed halves all z
         half = 1.0 if sampling.kind == "fixed" else 0.5

@@ -1,6 +1,7 @@
 """Epsilon against the values of dp-accounting, and of the published table."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,6 +89,16 @@ def test_signatures_are_not_amplified_and_count_as_replaced():
     assert epsilon(rounds(1.0, 0, signatures=2), Sampling("fixed", 1000, 10), 1e-4, 4.0) == pytest.approx(
         alone, rel=0.2
     )
+
+
+@pytest.mark.parametrize("kind", ["poisson", "fixed"])
+def test_a_client_that_is_known_to_be_in_a_cohort_has_no_amplification(kind):
+    """Its vectors show in which rounds; with next to no noise in two of ten rounds, these two at worst."""
+    sampling, vague = Sampling(kind, 1000, 10), 1e6
+    releases = Releases(Counter({4.0: 8, 1.0: 2}), signatures_N=np.array([2], np.int32), shown=10)
+    expected = epsilon(Releases(Counter({4.0: 8}), Counter({1.0: 2})), sampling, 1e-4)
+    assert epsilon(releases, sampling, 1e-4, vague) == pytest.approx(expected, rel=1e-3)
+    assert epsilon(replace(releases, shown=0), sampling, 1e-4, vague) < expected / 2
 
 
 def test_nothing_released_is_nothing():

@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
+from federations import Stage, linear, planted
 from small_runs import interrupt_once, metrics_of
 from torch import nn
 
 from cfl_ray import Experiment, resume, simulate
+from cfl_ray.core.clients import LocalTraining
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.methods import REGISTRY
@@ -68,6 +71,16 @@ def test_the_account_is_that_of_the_steps_of_each_client():
     assert account.epsilon_N().tolist() == pytest.approx(expected)
     account.charge(np.array([4]), local, np.array([100]), np.array([10]))
     assert account.epsilon_N()[[0, 4]].tolist() == pytest.approx([expected[0]] * 2), "a client that joined"
+
+
+def test_a_training_of_another_batch_size_has_its_own_rate():
+    own = LocalSGD(batch_size=10, examples=ExampleNoise(1.1, 1.0))
+    stage, account = Stage(planted(clients=2), linear, own, "sequential"), ExampleAccount(1.1, 1e-5, 2)
+    clients = stage.clients([0])
+    clients.train(clients.send(torch.zeros(1, 68)), how=LocalTraining(sgd=LocalSGD(batch_size=None)))
+    for training in stage.stats.example_steps:
+        account.charge(*training)
+    assert account.account_N2.tolist() == [[1, 1], [0, 0]], "one step with all samples"
 
 
 def test_the_known_value_of_dp_sgd():
