@@ -8,7 +8,7 @@ signature always counts as replaced.
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -73,7 +73,11 @@ def epsilon(releases: Releases, sampling: Sampling, delta: float, signature_mult
         parts.append((signature_multiplier * half, releases.signatures, False))
     if not parts:
         return 0.0
-    return _epsilon(tuple(parts), sampling, delta)
+    found = _epsilon(tuple(parts), sampling, delta)
+    if sampling.kind == "fixed":  # the bound with amplification may exceed the exact value without
+        z = sum(count / z**2 for z, count, _ in parts) ** -0.5
+        found = min(found, _epsilon(((z / 2, 1, False),), replace(sampling, kind="all"), delta))
+    return found
 
 
 @cache
