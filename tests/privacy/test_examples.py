@@ -102,6 +102,16 @@ def test_records_carry_it_and_the_plan_bounds_it():
     assert line.startswith("privacy of samples of fedavg: epsilon ") and "noise multiplier 1, clip 0.5" in line
 
 
+@pytest.mark.parametrize("name", ["fedgroup", "fesem_cam", "ditto"])
+def test_the_plan_counts_the_steps_of_the_first_round_too(name):
+    """A cold start of 50 steps; a warm-up of 3 epochs."""
+    method = {"fesem_cam": {"warmup_epochs": 3}} if name == "fesem_cam" else name
+    setup = prepare(experiment(methods=[method], cohort={"fraction": 1.0}))
+    epoch_N = setup.local.steps_of(setup.federation.num_samples_N)
+    expected = {"fedgroup": 50 + 3 * epoch_N, "fesem_cam": (3 + 2 * 2) * epoch_N, "ditto": 3 * 2 * epoch_N}
+    assert setup.examples[name].account_N2[:, 0].tolist() == expected[name].tolist()
+
+
 def test_every_client_has_its_own_epsilon_in_the_diagnostics():
     (result,) = simulate(experiment()).methods.values()
     values = result.diagnostics["example_epsilon_of_clients"][3].value
