@@ -71,6 +71,14 @@ class VirtualTime:
         absent = np.concatenate([cohort.absent, np.setdiff1d(cohort.ids_M, ids_M)])
         return replace(cohort, ids_M=ids_M, past_deadline=missed, surplus=surplus, absent=absent)
 
+    def wait_for_availability(self) -> None:
+        """Advances the time to the next round of the availability, because no client can be reached in this one."""
+        if (length := self.clock.availability_seconds) is not None:
+            moment = self.now // length
+            self.now = (moment + 1) * length
+            if self.now // length == moment:  # rounded down
+                self.now = float(np.nextafter(self.now, np.inf))
+
     def count_unused(self, clients: int, traffic: Traffic) -> None:
         """Counts the download of clients whose work does not count."""
         traffic.down_bits += int(self.load.down_bits) * clients

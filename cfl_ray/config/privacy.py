@@ -61,7 +61,7 @@ class PrivacyConfig(ConfigSection):
     )
     noise: Literal["secret", "reproducible"] = Field(
         "secret",
-        description="secret: noise and Poisson cohorts are drawn from a random key of the run, in privacy.key; "
+        description="secret: noise, and cohorts that amplify, are drawn from a random key of the run, in privacy.key; "
         "reproducible: from the seed, for tests: not private",
     )
     signatures: SignatureConfig | None = Field(

@@ -339,13 +339,17 @@ class Clients:
                 self.reads(values)
         if how.chained and self.received is not None:
             raise NotAsynchronous("its clients start from each other's results (chained)")
+        if how.chained and self._has_noise:
+            raise PrivacyError(
+                "its clients start from each other's results (chained), so one client changes the uploads of others"
+            )
 
     def _training(self, start: Sent, how: LocalTraining, local: LocalSGD) -> Train:
         """The work order for local training, without the use of its results (averages, features, client states)."""
         steps_M = self._steps_of(how, local)
         if self._protects_examples:
             local = replace(local, examples=self.local.examples)
-            self.stats.example_steps.append((self.ids_M, self.num_samples_M, steps_M))
+            self.stats.example_steps.append((self.ids_M, local, self.num_samples_M, steps_M))
         tables = ModelTables()
         return Train(
             self._next_address(),
@@ -370,6 +374,11 @@ class Clients:
             return np.asarray(how.steps_M, np.int64)
         batches = how.local_step.batches_per_step if how.local_step else 1
         return np.asarray(local.steps_of(self.num_samples_M, batches_per_step=batches), np.int64)
+
+    @property
+    def _has_noise(self) -> bool:
+        """Whether this is a private run, outside of an evaluation."""
+        return self.protection.noise is not None and not self.evaluated
 
     @property
     def _protects_examples(self) -> bool:
@@ -457,7 +466,7 @@ class Clients:
         """The updates of the exchange `work`, with noise on the sums of the exchange `address` in a private run."""
         moments = None if averaging is None else self.server_moments
         if averaging is not None:
-            outcome = self.protection.noisy_sums(outcome, averaging, address, self.spec, work.models_per_client)
+            outcome = self.protection.noisy_sums(outcome, averaging, address, self.spec, work)
         if moments is not None and number is None:
             number = moments.next_average()
         return Updates(
@@ -629,7 +638,8 @@ class Clients:
         self.stats.traffic.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
         found_MF = torch.from_numpy(arrays["features"])
         if self.protection.noise is not None and not self.evaluated:
-            found_MF = self.protection.noise.signatures_of(found_MF, self.ids_M, work.address, "descriptions")
+            given = (self.ids_M, work.address, "descriptions", self.protection.sampled)
+            found_MF = self.protection.noise.signatures_of(found_MF, *given)
         return found_MF, arrays["valid"]
 
     def _next_address(self) -> Address:
@@ -637,6 +647,10 @@ class Clients:
         return Address(self.seed, self.round, -1 - self.stats.exchanges if self.evaluated else self.stats.exchanges)
 
     def _run(self, work: Work) -> Outcome:
+        if self._has_noise and len(np.unique(self.ids_M)) * work.models_per_client < len(self):
+            raise PrivacyError(
+                "a client is in an exchange more than once, so that it changes sums by more than the norm"
+            )
         if not len(self) and self.protection.noise is not None:  # the sums have noise all the same
             arrived_R = None if work.averaging is None else np.zeros(work.averaging.num_rows)
             return Outcome(work.empty_result(0), arrived_R=arrived_R)

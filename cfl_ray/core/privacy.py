@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.secure_aggregation import SecureAggregation, traffic
-from cfl_ray.core.work import Address, Averaging, Clip, Outcome, SecureSum
+from cfl_ray.core.work import Address, Averaging, Clip, Outcome, SecureSum, Train
 from cfl_ray.errors import ConfigError
 
 
@@ -30,12 +30,14 @@ class PrivateSums(Protocol):
     def in_ring(self, secure: SecureSum, columns: int) -> SecureSum: ...
 
     def noised(
-        self, outcome: Outcome, averaging: Averaging, address: Address, columns: int, models: int, sampled: bool
+        self, outcome: Outcome, averaging: Averaging, address: Address, columns: int, work: Train, sampled: bool
     ) -> Outcome: ...
 
     def charge(self, sampled: bool) -> None: ...
 
-    def signatures_of(self, vectors_MF: Tensor, ids_M: np.ndarray, address: Address, what: str) -> Tensor: ...
+    def signatures_of(
+        self, vectors_MF: Tensor, ids_M: np.ndarray, address: Address, what: str, sampled: bool
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -89,21 +91,21 @@ class Protection:
         return averaging, secure, traffic(secure, averaging.num_rows, columns)
 
     def noisy_sums(
-        self, outcome: Outcome, averaging: Averaging, address: Address, spec: ParamSpec, models: int
+        self, outcome: Outcome, averaging: Averaging, address: Address, spec: ParamSpec, work: Train
     ) -> Outcome:
-        """The outcome with noise on its sums, which is charged to the privacy budget."""
+        """The outcome with noise on its sums, which is charged to the privacy budget. work: what was clipped."""
         if self.noise is None:
             return outcome
         if self.masks is not None:  # the clients added the noise
             self.noise.charge(self.sampled)
             return outcome
-        return self.noise.noised(outcome, averaging, address, spec.size, models, self.sampled)
+        return self.noise.noised(outcome, averaging, address, spec.size, work, self.sampled)
 
     def noisy_features(self, outcome: Outcome, ids_M: np.ndarray, address: Address) -> Outcome:
         """The outcome with noise on the features of each client, which is charged to the privacy budget."""
         if self.noise is None:
             return outcome
         given_MF = torch.from_numpy(outcome.arrays["features"])
-        noisy_MF = self.noise.signatures_of(given_MF, ids_M, address, "the updates")
+        noisy_MF = self.noise.signatures_of(given_MF, ids_M, address, "the updates", self.sampled)
         norm_M = noisy_MF.double().norm(dim=1).numpy()
         return replace(outcome, arrays=outcome.arrays | {"features": noisy_MF.numpy(), "norm": norm_M})

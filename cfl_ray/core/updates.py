@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cfl_ray.core.diagnostics import Diagnostics
 from cfl_ray.core.events import ClusterEvent
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.server_optimizers import ServerMoments
@@ -229,8 +230,8 @@ class RoundStats:
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     events: list[ClusterEvent] = field(default_factory=list)
     fallbacks: set[str] = field(default_factory=set)  # why the chosen engine did not train clients, or more slowly
-    # clients that took local steps with privacy of single samples, their samples, and their steps
-    example_steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    # clients that took local steps with privacy of single samples, how, their samples, and their steps
+    example_steps: list[tuple[np.ndarray, LocalSGD, np.ndarray, np.ndarray]] = field(default_factory=list)
     lost_sums: list[str] = field(default_factory=list)  # why secure sums could not be read
 
     def note_training(

@@ -43,7 +43,7 @@ class Population:
 
     def __init__(self, num_clients: int, changes: Sequence[PopulationChange], seed: int):
         self.num_clients, self.seed = num_clients, seed
-        self.cohort_seed = seed  # of cohorts by Poisson sampling; a private run has a secret one
+        self.cohort_seed = seed  # of cohorts; secret in a private run with amplification by sampling
         self.changes = sorted(changes, key=lambda change: change.round)
         joins_first: dict[int, bool] = {}  # whether the first change of a client is that it joins
         for change in reversed(self.changes):
@@ -138,7 +138,7 @@ class Population:
 
     def _reachable(self, round: int, wanted: int, availability: Availability, number: int = 0) -> np.ndarray:
         """Ids of up to `wanted` reachable clients, in the order of the draw."""
-        draw = stream(self.seed, round, number, -1, "cohort")
+        draw = stream(self.cohort_seed, round, number, -1, "cohort")
         if availability.always:
             return self.online[draw.choice(len(self.online), wanted, replace=False, shuffle=False)]
         given = availability.reachable(round, self.num_clients)

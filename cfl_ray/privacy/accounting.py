@@ -8,7 +8,7 @@ signature always counts as replaced.
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -61,15 +61,23 @@ def epsilon(releases: Releases, sampling: Sampling, delta: float, signature_mult
 
     signature_multiplier: noise multiplier of signatures; None: no signatures are released.
     """
-    parts = [*((z, count, True) for z, count in releases.sampled.items())]
-    parts += [(z, count, False) for z, count in releases.unsampled.items()]
+    parts = [(z, count, False) for z, count in releases.unsampled.items()]
+    known = releases.known if sampling.rate < 1 else 0
+    for z, count in sorted(releases.sampled.items()):  # at worst, a client is known to be in those with the least noise
+        shown = min(count, known)
+        parts += [(z, times, sampled) for times, sampled in ((shown, False), (count - shown, True)) if times]
+        known -= shown
     if releases.signatures and signature_multiplier is not None:
         # a signature changes by up to 2 C, a sum by C, or by 2 C if `fixed`, for which _composed halves all z
         half = 1.0 if sampling.kind == "fixed" else 0.5
         parts.append((signature_multiplier * half, releases.signatures, False))
     if not parts:
         return 0.0
-    return _epsilon(tuple(parts), sampling, delta)
+    found = _epsilon(tuple(parts), sampling, delta)
+    if sampling.kind == "fixed":  # the bound with amplification may exceed the exact value without
+        z = sum(count / z**2 for z, count, _ in parts) ** -0.5
+        found = min(found, _epsilon(((z / 2, 1, False),), replace(sampling, kind="all"), delta))
+    return found
 
 
 @cache

@@ -39,7 +39,7 @@ from cfl_ray.config.privacy import SignatureConfig
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.rng import secret_stream
-from cfl_ray.core.work import Address, Averaging, Clip, Outcome, RingNoise, SecureSum
+from cfl_ray.core.work import Address, Averaging, Clip, Outcome, RingNoise, SecureSum, Train
 from cfl_ray.errors import ConfigError
 
 
@@ -121,11 +121,17 @@ class Releases:
     sampled: Counter[float] = field(default_factory=Counter)  # with the cohort
     unsampled: Counter[float] = field(default_factory=Counter)  # with all clients
     signatures_N: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # number of vectors of each client
+    shown: int = 0  # rounds of `sampled` in which vectors show that some clients are in the cohort
 
     @property
     def signatures(self) -> int:
         """The largest number of vectors of a client."""
         return int(self.signatures_N.max(initial=0))
+
+    @property
+    def known(self) -> int:
+        """The most rounds of `sampled` in which a vector shows that its client is in the cohort: no amplification."""
+        return min(self.shown, self.signatures)
 
     def scaled(self, z: float) -> "Releases":
         """The releases of the same rounds with `z` times their noise on sums."""
@@ -144,6 +150,7 @@ class PrivateRun:
         self.norm = privacy.norm  # C
         self.releases = Releases()
         self._round = {True: 0.0, False: 0.0}  # sum of 1 / z^2 of the current round: of the cohort, of all clients
+        self._shows = False  # whether the server has read vectors of clients of the cohort in this round
 
     # ---- exchanges
 
@@ -187,11 +194,15 @@ class PrivateRun:
         self._round[sampled] += self.privacy.sum_multiplier**-2
 
     def noised(
-        self, outcome: Outcome, averaging: Averaging, address: Address, columns: int, models: int, sampled: bool
+        self, outcome: Outcome, averaging: Averaging, address: Address, columns: int, work: Train, sampled: bool
     ) -> Outcome:
-        """The outcome with noise on the sum of every row, also of rows without clients; charges the release."""
+        """The outcome with noise on the sum of every row, also of rows without clients; charges the release.
+
+        work: the training whose results are averaged, perhaps before `norm` changed.
+        """
+        assert work.clip is not None
         privacy, means = self.privacy, dict[int, Tensor]()
-        scale = privacy.sum_multiplier * self.norm * privacy.noise_scale
+        scale = privacy.sum_multiplier * work.clip.norm * privacy.noise_scale
         for row in range(averaging.num_rows):
             noise_P = torch.from_numpy(self.noise.normal(address, row, columns, "sum")).mul_(
                 scale / averaging.total_R[row]
@@ -200,6 +211,7 @@ class PrivateRun:
             means[row] = (noise_P if change_P is None else noise_P.add_(change_P)).float()
         self.charge(sampled)
         if privacy.adaptive is not None:
+            models = work.models_per_client
             expected = float(averaging.total_R.sum()) / models
             self._adapt(privacy.adaptive, outcome.arrays["unclipped"][::models], expected, address, sampled)
         return replace(outcome, means=means, arrived_R=np.ones(averaging.num_rows))
@@ -213,10 +225,13 @@ class PrivateRun:
         self.norm *= math.exp(-adaptive.lr * (min(max(share, 0.0), 1.0) - adaptive.quantile))
         self._round[sampled] += (2 * adaptive.count_noise) ** -2
 
-    def signatures_of(self, vectors_MF: Tensor, ids_M: np.ndarray, address: Address, what: str) -> Tensor:
+    def signatures_of(
+        self, vectors_MF: Tensor, ids_M: np.ndarray, address: Address, what: str, sampled: bool
+    ) -> Tensor:
         """Vectors of single clients, clipped and with noise; charges a release of each.
 
-        Values that are not finite count as 0. Raises PrivacyError without `privacy.signatures`.
+        Values that are not finite count as 0. sampled: whether the clients are of the cohort, which the vectors show.
+        Raises PrivacyError without `privacy.signatures`.
         """
         signatures = self.privacy.signatures
         if signatures is None:
@@ -234,12 +249,15 @@ class PrivateRun:
         if more > 0:
             self.releases.signatures_N = np.pad(self.releases.signatures_N, (0, more))
         np.add.at(self.releases.signatures_N, ids_M, 1)
+        self._shows |= sampled and len(ids_M) > 0
         return vectors.float()
 
     # ---- rounds
 
     def end_round(self) -> None:
         """Adds the releases of the round to `releases`."""
+        self.releases.shown += self._shows and self._round[True] > 0
+        self._shows = False
         for sampled, counts in ((True, self.releases.sampled), (False, self.releases.unsampled)):
             if inverse := self._round[sampled]:
                 counts[round(inverse**-0.5, 12)] += 1
@@ -252,10 +270,12 @@ class PrivateRun:
             "norm": self.norm,
             "sampled": [[z, count] for z, count in releases.sampled.items()],
             "unsampled": [[z, count] for z, count in releases.unsampled.items()],
+            "shown": releases.shown,
         }
 
     def restore(self, values: Mapping[str, Any], signatures_N: np.ndarray) -> None:
         """The inverse of `to_values`. Raises KeyError, TypeError or ValueError for invalid values."""
         self.norm = float(values["norm"])
         sampled, unsampled = (Counter({float(z): int(n) for z, n in values[key]}) for key in ("sampled", "unsampled"))
-        self.releases = Releases(sampled, unsampled, signatures_N)
+        shown = int(values.get("shown", sampled.total()))  # an earlier format does not have it
+        self.releases = Releases(sampled, unsampled, signatures_N, shown)

@@ -53,7 +53,8 @@ class PrivacyPlan:
             for total, counts in ((sampled, part.sampled), (unsampled, part.unsampled)):
                 total.update({z: times * count for z, count in counts.items() if times * count})
         signatures = sum(part.signatures * times for part, times in parts)
-        return Releases(sampled, unsampled, np.array([signatures], np.int32))
+        shown = sum(part.shown * times for part, times in parts)
+        return Releases(sampled, unsampled, np.array([signatures], np.int32), shown)
 
 
 def privacy_plan_of(

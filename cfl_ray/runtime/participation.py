@@ -76,6 +76,8 @@ class Participation:
         unused = cohort.past_deadline + cohort.surplus + int(draft.metrics.get("updates_stale", 0))
         self.time.count_unused(unused, draft.stats.traffic)
         self.time.end_round()
+        if not len(cohort.ids_M) and not cohort.past_deadline:
+            self.time.wait_for_availability()
         draft.metrics["virtual_seconds"] = self.time.now
         counts = {"clients_past_deadline": cohort.past_deadline, "clients_surplus": cohort.surplus}
         draft.metrics |= {name: float(count) for name, count in counts.items() if count}

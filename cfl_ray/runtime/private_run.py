@@ -8,7 +8,7 @@ import numpy as np
 
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config.privacy import PrivacyConfig
-from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
+from cfl_ray.core.local_sgd import ExampleNoise
 from cfl_ray.errors import RunError
 from cfl_ray.population.population import Population
 from cfl_ray.privacy.examples import ExampleAccount
@@ -50,10 +50,10 @@ class ClientPrivacy:
         return None if plan is None else cls(plan, setup.experiment.seed, store)
 
     def seed_cohorts(self, population: Population, requests: Requests) -> None:
-        """Draws cohorts from the key; if they amplify the privacy, requests to join or leave are refused."""
+        """If cohorts amplify the privacy, draws them from the key and refuses requests to join or leave."""
         if self.plan.sampling.kind != "all":
             requests.why_fixed = "the account of privacy assumes cohorts of the clients of the start"
-        population.cohort_seed = self.run.noise.seed("cohort")
+            population.cohort_seed = self.run.noise.seed("cohort")
 
     def last_round(self, saved: int, rounds: int) -> int:
         """The last round within the budget, at most `rounds`. saved: the last round in the account."""
@@ -93,10 +93,10 @@ class SamplePrivacy:
         config, plan = setup.experiment.privacy, setup.examples.get(label)
         return None if config is None or plan is None else cls(config, plan, setup.experiment.seed, store)
 
-    def end_round(self, draft: RoundDraft, local: LocalSGD, evaluated: bool) -> None:
+    def end_round(self, draft: RoundDraft, evaluated: bool) -> None:
         """Enters the steps of the round into the account."""
-        for ids_M, num_samples_M, steps_M in draft.stats.example_steps:
-            self.account.charge(ids_M, local, num_samples_M, steps_M)
+        for training in draft.stats.example_steps:
+            self.account.charge(*training)
         if evaluated:
             epsilon_N = self.account.epsilon_N()
             draft.metrics["example_epsilon"] = float(epsilon_N.max())

@@ -254,7 +254,10 @@ class RoundLoop:
             draft.notes.append(f"joined: {listed(change.joined)}")
             draft.metrics["clients_joined"] = float(len(change.joined))
         if len(change.data_changed):
-            self.state = self.steps.drift(self.state, self.clients_of(change.data_changed, round, draft.stats))
+            clients = self.clients_of(change.data_changed, round, draft.stats)  # no random cohort
+            self.state = self.steps.drift(
+                self.state, replace(clients, protection=clients.protection.of_all_reachable())
+            )
             draft.notes.append(f"data changed: {listed(change.data_changed)}")
 
     def _train(self, cohort: Cohort, received: Received | None, draft: RoundDraft) -> None:
@@ -273,7 +276,7 @@ class RoundLoop:
         if self.client_privacy is not None:
             self.client_privacy.end_round(draft, self.plan, self.experiment.rounds)
         if self.sample_privacy is not None:
-            self.sample_privacy.end_round(draft, self._local(draft.round), self.plan.evaluates(draft.round))
+            self.sample_privacy.end_round(draft, self.plan.evaluates(draft.round))
         self.participation.end_round(cohort, before, self.state, draft)
         stats = draft.stats
         self._set_local_scores(list(stats.local_scores), list(stats.local_scores.values()))

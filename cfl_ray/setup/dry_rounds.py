@@ -91,11 +91,12 @@ def dry_rounds(
     private: PrivateRun | None = None,
     rounds: int = 2,
     secure: SecureAggregation | None = None,
+    size: int = 1,
 ) -> Iterator[tuple[State, RoundStats]]:
     """Yields the state and statistics after each round of a method without training.
 
     The whole method is called: first state, rounds, and the models that clients predict with. Raises RunError for a
-    result of the wrong type or shape.
+    result of the wrong type or shape. size: samples of every client.
     """
     spec, shape = backend.spec, backend.shape
     steps = CheckedMethod(method, spec.size)
@@ -104,14 +105,14 @@ def dry_rounds(
         stats = RoundStats()
         clients = Clients(
             np.arange(cohort),
-            np.ones(cohort, np.int64),
+            np.full(cohort, size),
             spec,
             local,
             backend,
             seed=0,
             round=round,
             stats=stats,
-            reachable=lambda: (np.arange(num_clients), np.ones(num_clients, np.int64)),
+            reachable=lambda: (np.arange(num_clients), np.full(num_clients, size)),
             protection=Protection(private, secure),
         )
         state = steps.round(state, clients, Draws(0, round))

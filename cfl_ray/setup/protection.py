@@ -66,15 +66,26 @@ def _examples_of(setup: Setup, label: str, config: ExamplesConfig) -> ExampleAcc
         raise ConfigError(f"privacy.examples draws every sample by itself; {label} has local.drop_last: true")
     sizes_N = setup.federation.num_samples_N
     account = ExampleAccount(config.noise_multiplier, delta_of(config, sizes_N), len(sizes_N))
+    batches_N = local.batches_of(sizes_N)
     try:
-        rounds = [[float(steps_M.max()) for *_, steps_M in stats.example_steps] for _, stats in _tried(setup, label)]
+        least, most = (_most_steps(setup, label, size) for size in (1, int(sizes_N.max())))
     except PrivacyError as error:
         raise ConfigError(f"{label} cannot protect single samples: {error}") from None
-    # the steps of a client with one sample give the number of local trainings
-    times = sum(rounds[-1]) / float(local.steps_of(np.ones(1))[0])
-    steps_N = np.ceil(times * setup.experiment.rounds * local.steps_of(sizes_N))
+    # the steps of a training are linear in the batches of an epoch, or a constant
+    steps_N = least + np.ceil((most - least) * (batches_N - 1) / max(int(np.max(batches_N)) - 1, 1))
     account.charge(np.arange(len(sizes_N)), local, sizes_N, steps_N)
     return account
+
+
+def _most_steps(setup: Setup, label: str, size: int) -> int:
+    """The most local steps in a run of a client that takes part in every round. size: samples of every client."""
+    total_N, last_N, done = np.zeros(setup.federation.num_clients), np.zeros(0), 0
+    for _, stats in _tried(setup, label, size=size):
+        last_N, done = np.zeros_like(total_N), done + 1
+        for ids_M, _, _, steps_M in stats.example_steps:
+            np.add.at(last_N, ids_M, steps_M)
+        total_N += last_N
+    return int((total_N + (setup.experiment.rounds - done) * last_N).max())
 
 
 def _check_mean(setup: Setup, label: str, what: str, key: str) -> None:
@@ -87,8 +98,11 @@ def _check_mean(setup: Setup, label: str, what: str, key: str) -> None:
         )
 
 
-def _tried(setup: Setup, label: str, private: PrivateRun | None = None) -> Iterator[Any]:
-    """Yields the first rounds of a method without training, in which it requests everything that its server reads."""
+def _tried(setup: Setup, label: str, private: PrivateRun | None = None, size: int = 1) -> Iterator[Any]:
+    """Yields the first rounds of a method without training, in which it requests everything that its server reads.
+
+    size: samples of every client.
+    """
     spec = setup.network().spec
     return dry_rounds(
         setup.methods[label],
@@ -99,6 +113,7 @@ def _tried(setup: Setup, label: str, private: PrivateRun | None = None) -> Itera
         private,
         min(setup.experiment.rounds, max(2, _DRY_FLOATS // spec.size)),
         setup.secure,
+        size,
     )
 
 

@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
+from federations import Stage, linear, planted
 from small_runs import interrupt_once, metrics_of
 from torch import nn
 
 from cfl_ray import Experiment, resume, simulate
+from cfl_ray.core.clients import LocalTraining
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.methods import REGISTRY
@@ -70,6 +73,16 @@ def test_the_account_is_that_of_the_steps_of_each_client():
     assert account.epsilon_N()[[0, 4]].tolist() == pytest.approx([expected[0]] * 2), "a client that joined"
 
 
+def test_a_training_of_another_batch_size_has_its_own_rate():
+    own = LocalSGD(batch_size=10, examples=ExampleNoise(1.1, 1.0))
+    stage, account = Stage(planted(clients=2), linear, own, "sequential"), ExampleAccount(1.1, 1e-5, 2)
+    clients = stage.clients([0])
+    clients.train(clients.send(torch.zeros(1, 68)), how=LocalTraining(sgd=LocalSGD(batch_size=None)))
+    for training in stage.stats.example_steps:
+        account.charge(*training)
+    assert account.account_N2.tolist() == [[1, 1], [0, 0]], "one step with all samples"
+
+
 def test_the_known_value_of_dp_sgd():
     """z 1.1, q 250 / 60,000, 60 epochs of MNIST: 2.5617157 by the accountant of Opacus 1.6 (RDPAccountant)."""
     account = ExampleAccount(1.1, 1e-5, 1)
@@ -87,6 +100,16 @@ def test_records_carry_it_and_the_plan_bounds_it():
     assert whole == pytest.approx(prepare(experiment(cohort={"fraction": 1.0})).examples["fedavg"].epsilon_N().max())
     (line, note) = describe(experiment().privacy.examples, "fedavg", plan, 3)
     assert line.startswith("privacy of samples of fedavg: epsilon ") and "noise multiplier 1, clip 0.5" in line
+
+
+@pytest.mark.parametrize("name", ["fedgroup", "fesem_cam", "ditto"])
+def test_the_plan_counts_the_steps_of_the_first_round_too(name):
+    """A cold start of 50 steps; a warm-up of 3 epochs."""
+    method = {"fesem_cam": {"warmup_epochs": 3}} if name == "fesem_cam" else name
+    setup = prepare(experiment(methods=[method], cohort={"fraction": 1.0}))
+    epoch_N = setup.local.steps_of(setup.federation.num_samples_N)
+    expected = {"fedgroup": 50 + 3 * epoch_N, "fesem_cam": (3 + 2 * 2) * epoch_N, "ditto": 3 * 2 * epoch_N}
+    assert setup.examples[name].account_N2[:, 0].tolist() == expected[name].tolist()
 
 
 def test_every_client_has_its_own_epsilon_in_the_diagnostics():

@@ -143,6 +143,11 @@ def test_equal_weights_are_needed():
         clients.train(start, average=torch.tensor([[1.0, 3.0]]))
     with pytest.raises(PrivacyError, match="every client in one average"):
         clients.train(start, average=torch.ones(2, 2))
+    with pytest.raises(PrivacyError, match=r"start from each other's results \(chained\)"):
+        clients.train(start, how=LocalTraining(chained=True), average=torch.ones(1, 2))
+    twice = clients.select([0, 0, 1])
+    with pytest.raises(PrivacyError, match="in an exchange more than once"):
+        twice.train(twice.send(torch.zeros(1, 53)), average=torch.ones(1, 3))
     updates = clients.train(start, average=torch.ones(1, 2))
     with pytest.raises(PrivacyError, match="training losses"):
         updates.train_loss_M  # noqa: B018
@@ -175,14 +180,13 @@ class TestNoise:
             assert sum(run.releases.sampled.values()) == 1 and torch.isfinite(state.models_KP).all()
 
     def test_fixed_denominators_do_not_follow_the_cohort(self):
-        """The sum of three equal changes is 1.5 times that of two, over the same number."""
+        """The average of three clients is the sum of those of two and of one, all over the same number."""
         averages = []
-        for ids in ([0, 0], [0, 0, 0]):
-            one = stage()
-            clients = protected(one.clients(ids), noise=private())
+        for ids in ([0, 1], [2], [0, 1, 2]):
+            clients = protected(stage().clients(ids), noise=private())
             start = clients.send(torch.zeros(1, 53))
             averages.append(clients.train(start, average=torch.ones(1, len(ids))).averaged(torch.zeros(1, 53)))
-        torch.testing.assert_close(averages[1], 1.5 * averages[0], rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(averages[2], averages[0] + averages[1], rtol=1e-5, atol=1e-9)
 
 
 class TestClipping:
@@ -232,6 +236,18 @@ class TestClipping:
         clients.train(clients.send(torch.zeros(1, 53)), how=how, average=torch.ones(1, 8))
         assert run.norm == pytest.approx(NORM * np.exp(-0.2 * 0.5)), "all 8 of 8 are within C, not 8 of a cohort of 4"
 
+    def test_adaptive_noise_is_that_of_the_norm_in_the_training(self):
+        """Of two averages of the same results, with the first of which C shrinks to a thousandth."""
+        run = private(1.0, b"key", adaptive=AdaptiveClip(quantile=0.5, lr=2 * np.log(1000), count_noise=1e6))
+        clients = protected(stage().clients([0, 1, 2, 3]), noise=run)
+        how = LocalTraining(sgd=LocalSGD(lr=1e-9, epochs=1))
+        updates = clients.train(clients.send(torch.zeros(1, 53)), how=how, defer_aggregation=True)
+        noise = []
+        for _ in range(2):
+            run.norm = NORM if not noise else NORM / 1000
+            noise.append(clients.average(updates, torch.ones(1, 4)).averaged(torch.zeros(1, 53)) * COHORT)
+        assert [one.std().item() for one in noise] == pytest.approx([NORM, NORM], rel=0.3)
+
     def test_adaptive_needs_noise_on_the_count(self):
         with pytest.raises(ConfigError, match="count_noise must be above 0.5, z / 2, got 0.4"):
             private(1.0, adaptive=AdaptiveClip(0.5, 0.2, 0.4)).privacy.sum_multiplier  # noqa: B018
@@ -245,6 +261,21 @@ class TestSignatures:
         assert (found - 0.5 / 4000**0.5).std().item() == pytest.approx(3.0 * 0.5, rel=0.03)
         clients.select([1]).describe(lambda client, anchor_P: torch.ones(4))
         assert run.releases.signatures_N.tolist() == [0, 1, 0, 0, 0, 2]
+
+    def test_show_which_clients_are_in_the_cohort(self):
+        """A round counts if there are sums of the cohort, not of all clients; of a client no more than its vectors."""
+        run = private(2.0, b"key", signatures=SignatureConfig(noise_multiplier=3.0, clip=0.5))
+        for sampled, trains in ((True, True), (False, True), (True, False), (True, True), (True, True)):
+            clients = protected(stage().clients([1, 5]), noise=run, sampled=sampled)
+            clients.select([0] if run.releases.shown else [1]).describe(lambda client, anchor_P: torch.ones(4))
+            cohort = protected(clients, noise=run)
+            if trains:
+                cohort.train(cohort.send(torch.zeros(1, 53)), average=torch.ones(1, 2))
+            run.end_round()
+        assert (run.releases.shown, run.releases.signatures_N.tolist()) == (3, [0, 4, 0, 0, 0, 1])
+        again = private(2.0)
+        again.restore(run.to_values(), run.releases.signatures_N)
+        assert again.releases.known == 3 and replace(run.releases, shown=9).known == 4
 
     def test_an_evaluation_reads_what_it_wants(self):
         clients = replace(protected(stage().clients([1, 5]), noise=private()), evaluated=True)

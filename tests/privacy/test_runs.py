@@ -1,6 +1,7 @@
 """Private runs as a whole: plan, budget, records, resumption, refusals."""
 
 import stat
+from types import SimpleNamespace
 
 import pytest
 from small_runs import interrupt_once, metrics_of, simulate_until
@@ -8,7 +9,10 @@ from small_runs import interrupt_once, metrics_of, simulate_until
 from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.config import load
 from cfl_ray.errors import ConfigError, Interrupted, RunError
+from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.population.population import Population
 from cfl_ray.privacy.plan import describe
+from cfl_ray.runtime.private_run import RunPrivacy
 from cfl_ray.setup.prepare import prepare
 
 pytest.importorskip("dp_accounting")
@@ -192,8 +196,21 @@ def test_refusals_of_the_config():
     ],
 )
 def test_what_allows_amplification(sections, kind, reason):
-    sampling = prepare(experiment(methods=["fedavg"], **sections)).privacy["fedavg"].sampling
-    assert sampling.kind == kind and sampling.reason.startswith(reason)
+    plan = prepare(experiment(methods=["fedavg"], **sections)).privacy["fedavg"]
+    assert plan.sampling.kind == kind and plan.sampling.reason.startswith(reason)
+    population = Population(12, [], seed=0)
+    drawn = lambda: [population.draw(round, 0.5, poisson=kind == "poisson").ids_M.tolist() for round in range(9)]
+    by_seed = drawn()
+    RunPrivacy(plan, 0, None).draw_cohorts(population, SimpleNamespace())
+    assert (drawn() == by_seed) == (kind == "all"), "only cohorts that nobody else knows amplify"
+
+
+def test_clients_whose_data_change_are_no_random_cohort(monkeypatch):
+    seen = []
+    monkeypatch.setattr(FedAvg, "drift", lambda self, state, clients: seen.append(clients.protection.sampled) or state)
+    changed = {"round": 2, "change": [{"clients": [0], "rotate": 90}]}
+    simulate(experiment(methods=["fedavg"], rounds=2, schedule=[changed]))
+    assert seen[-1] is False
 
 
 def test_an_extrapolation_has_the_noise_of_a_larger_cohort():

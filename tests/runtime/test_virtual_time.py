@@ -1,5 +1,6 @@
 """Virtual time of runs: which clients count, when rounds end, and asynchronous rounds with clients in flight."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -233,6 +234,28 @@ def test_availability_follows_virtual_time(timed, tmp_path, asynchronous):
     late = next(record.round for record in records if record.metrics["trained_share"] > 0.5)
     assert records[late - 2].metrics["virtual_seconds"] >= 30
     assert records[0].metrics["trained_share"] <= 0.5 and records[1].metrics["virtual_seconds"] < 30
+
+
+@pytest.mark.parametrize("asynchronous", [{}, {"buffer": 2}])
+def test_time_goes_on_until_a_client_can_be_reached(timed, tmp_path, asynchronous):
+    """All clients can be reached in the hours 2 and 4 only."""
+    rows = "".join(f"{client},{hour},{hour}\n" for client in range(12) for hour in (2, 4))
+    (tmp_path / "trace.csv").write_text("client,from,to\n" + rows)
+    cohort = {"clients": 2, "availability": {"kind": "trace", "file": str(tmp_path / "trace.csv")}}
+    clock = EQUAL | {"seconds_per_sample": 60, "availability_seconds": 3600.0}
+    changes = {"methods": ["local"], "rounds": 4, "asynchronous": asynchronous, "clock": clock}
+    records = simulate(timed(**changes, cohort=cohort))["local"].records
+    seconds = [record.metrics["virtual_seconds"] for record in records]
+    assert seconds[0] == 3600 and 3600 < seconds[1] < seconds[3] and len(set(seconds)) == 4
+
+
+@pytest.mark.parametrize("length", [0.1, 0.3, 1 / 3, 3600.0])
+def test_each_wait_reaches_the_next_round_of_the_availability(length):
+    time = time_of([1.0])
+    time.clock = replace(time.clock, availability_seconds=length)
+    for moment in range(1, 300):
+        time.wait_for_availability()
+        assert time.now // length == moment
 
 
 def test_asynchronous_rounds_with_equal_devices_and_a_buffer_for_all_are_synchronous(timed):
