@@ -248,8 +248,9 @@ class CFL(Method[CFLState], name="cfl"):
             # split c iff ||sum_i p_i Delta_i|| < eps_1 and ..
             mean_norm_K = (mean_KP - before.models_KP)[:, : clients.spec.trained].norm(dim=1)
             updated_S = state.cluster_S if self.stale_updates == "reapply" else leaf_M[stays_M & updates.valid_M]
+            window = -(-int((state.assign_N >= 0).sum()) // max(len(clients), 1))  # 1 / R, the same for all leaves
             for leaf in np.unique(updated_S).tolist():
-                state = self.split(state, clients, leaf, mean_norm_K[leaf].item())
+                state = self.split(state, clients, leaf, mean_norm_K[leaf].item(), window)
             # W_c <- W_c + sum_i p_i Delta_i in every new leaf
             if state.num_clusters > before.num_clusters:
                 record_similarity(clients, state.seen_S, state.signature_SF)
@@ -313,17 +314,14 @@ class CFL(Method[CFLState], name="cfl"):
             models_KP = mean_KP
         return models_KP, mean_KP
 
-    def is_recent(self, state: CFLState, clients: Clients) -> np.ndarray:
-        """Whether each client's last update is from the last 1 / R rounds, bool (S,); always true with `reapply`."""
-        window = -(-int((state.assign_N >= 0).sum()) // max(len(clients), 1))
-        return (state.round_S > max(clients.round - window, 0)) | (self.stale_updates == "reapply")
-
-    def split(self, state: CFLState, clients: Clients, leaf: int, mean_norm: float) -> CFLState:
+    def split(self, state: CFLState, clients: Clients, leaf: int, mean_norm: float, window: int) -> CFLState:
         """The state with leaf c split in two if it stalls and its members disagree; else the state unchanged.
 
-        mean_norm: ||sum_i p_i Delta_i|| of this round.
+        mean_norm: ||sum_i p_i Delta_i|| of this round. window: number of rounds whose updates are recent; with
+            `reapply` all are.
         """
-        member_S, recent_S = state.cluster_S == leaf, self.is_recent(state, clients)
+        recent_S = (state.round_S > max(clients.round - window, 0)) | (self.stale_updates == "reapply")
+        member_S = state.cluster_S == leaf
         recent, stale = np.flatnonzero(member_S & recent_S), np.flatnonzero(member_S & ~recent_S)
         because = self.norms(state, mean_norm, recent)
         if not self.splits(state, leaf, recent, because):

@@ -207,8 +207,8 @@ class FedAC(Method[FedACState], name="fedac"):
             state = state.advance(models_KP=models_KP, assign_N=assign_N, phase="federate")
         # M-step: Omega_k
         weight_KM = cluster_weights(state.assign_N[clients.ids_M], weight_M, state.num_clusters)
-        averages = clients.average(updates, weight_KM, average_number=CLUSTERS)
-        state = state.advance(models_KP=averages.averaged(default=state.models_KP))
+        averages, start_KP = clients.average(updates, weight_KM, average_number=CLUSTERS), state.models_KP
+        state = state.advance(models_KP=averages.averaged(default=start_KP))
         # E-step
         state = self.e_step(state, clients, ids_M, upload_MF)
         clients.member_events(before_K, state.members_K, clients=len(ids_M), num_clusters=state.num_clusters)
@@ -217,7 +217,7 @@ class FedAC(Method[FedACState], name="fedac"):
             record(clients, state.seen_S, state.z(state.signature_SF))
             record_signatures(clients, state.seen_S, state.z(state.signature_SF))
         # CNT
-        return self.adapt(state, clients, updates, rng) if self.adapts_in(clients.round) else state
+        return self.adapt(state, start_KP, clients, updates, rng) if self.adapts_in(clients.round) else state
 
     @property
     def by_cosine(self) -> bool:
@@ -278,10 +278,10 @@ class FedAC(Method[FedACState], name="fedac"):
         """Whether CNT takes a step at the end of this round."""
         return self.adapt_clusters and round > self.adapt_after and round % self.adapt_every == 0
 
-    def adapt(self, state: FedACState, clients: Clients, updates: Updates, rng: Draws) -> FedACState:
-        """The state after a step of CNT."""
+    def adapt(self, state: FedACState, start_KP: Tensor, clients: Clients, updates: Updates, rng: Draws) -> FedACState:
+        """The state after a step of CNT. start_KP: the Omega_k before this round's M-step."""
         if self.adaptation == "rho":
-            return self.adapt_by_rho(state, clients, updates)
+            return self.adapt_by_rho(state, start_KP, clients, updates)
         z_SQ, z_MQ = self.compared(state, state.signature_SF), self.compared(state, updates.valid_features_MF)
         draw, before = rng.stream("significance"), state.num_clusters
         while pair := most_similar_pair(state.z(state.signature_SF), state.cluster_S, self.merge_cosine):
@@ -296,12 +296,13 @@ class FedAC(Method[FedACState], name="fedac"):
             part_s, p = significant_parts(z_SQ[torch.from_numpy(state.cluster_S == k)], draw, self.level)
             if 0 < part_s.max(initial=0) <= self.max_clusters - state.num_clusters:
                 because = {"p": p, "level": self.level, "clients": len(part_s)}
-                state = self.split(state, k, part_s, z_SQ, z_MQ, clients, updates, because)
+                state = self.split(state, start_KP[k], k, part_s, z_SQ, z_MQ, clients, updates, because)
         return state
 
     def split(
         self,
         state: FedACState,
+        start_P: Tensor,
         k: int,
         part_s: np.ndarray,
         z_SQ: Tensor,
@@ -315,6 +316,7 @@ class FedAC(Method[FedACState], name="fedac"):
         Their models are the means of this round's participants in them. If a part has no valid participant, the state
         is unchanged.
 
+        start_P: Omega_k before this round's M-step, from which all parts take the step of a server optimiser.
         part_s: part of each remembered member of k. z_SQ: z of all remembered uploads. z_MQ: z of this round's valid
             participants; participants that are not remembered go to the part with the nearest mean.
         updates: result of `train(..., defer_aggregation=True)` in this round.
@@ -332,7 +334,8 @@ class FedAC(Method[FedACState], name="fedac"):
         if not {*number_K.tolist()} <= {*assign_M.tolist()}:
             return state
         clients.event("split", cluster=k, into=number_K.tolist(), because=because)
-        before_KP = torch.cat([state.models_KP, state.models_KP[k].expand(parts - 1, -1)])
+        before_KP = torch.cat([state.models_KP, start_P.expand(parts - 1, -1)])
+        before_KP[k] = start_P
         weight_KM = cluster_weights(assign_M, clients.weights(self.weights), len(before_KP))
         averages = clients.average(updates, weight_KM, average_number=CLUSTERS)
         return state.advance(models_KP=averages.averaged(default=before_KP), assign_N=assign_N)
@@ -342,7 +345,7 @@ class FedAC(Method[FedACState], name="fedac"):
         z_SQ = state.z(upload_SF)
         return normalize(z_SQ, dim=1) if self.by_cosine else z_SQ
 
-    def adapt_by_rho(self, state: FedACState, clients: Clients, updates: Updates) -> FedACState:
+    def adapt_by_rho(self, state: FedACState, start_KP: Tensor, clients: Clients, updates: Updates) -> FedACState:
         """The state after a step of CNT by rho, with at most a single split or merge."""
         z_SQ = state.z(state.signature_SF)
         rho_K, nearest_K, remembered_K = compactness(z_SQ, state.cluster_S, self.centres(state, clients))
@@ -351,7 +354,7 @@ class FedAC(Method[FedACState], name="fedac"):
             unit_SQ, unit_MQ = normalize(z_SQ, dim=1), normalize(state.z(updates.valid_features_MF), dim=1)
             half_s, _ = kmeans(unit_SQ[torch.from_numpy(state.cluster_S == split)], 2, clients.seed)
             because = {"rho": rho_K[split], "rho_high": self.rho_high, "clients": len(half_s)}
-            return self.split(state, split, half_s, unit_SQ, unit_MQ, clients, updates, because)
+            return self.split(state, start_KP[split], split, half_s, unit_SQ, unit_MQ, clients, updates, because)
         if merge is None:
             return state
         because = {"rho": rho_K[merge], "rho_low": self.rho_low, "clients": state.members_K[merge]}

@@ -16,10 +16,10 @@ Eager does not merge. A new model trains for a step before it can merge. A full 
 with its data; if all models are in use, clients that drift take the best model.
 
 Deviations: a step also begins when clients report that their data changed. Clients outside the cohort are compared in
-the first round of the step in which they take part; models are compared on the data of the cohort, so those without
-data in it do not merge. A client receives the pool anew for the data of each model, and for its new data. The official
-code compares at most 21 batches of a model's data. Clients whose data did not change keep a single copy of them; in the
-official code every step has new samples.
+the first round of the step in which they take part, and until then the models that they have are in use; models are
+compared on the data of the cohort, so those without data in it do not merge. A client receives the pool anew for the
+data of each model, and for its new data. The official code compares at most 21 batches of a model's data. Clients whose
+data did not change keep a single copy of them; in the official code every step has new samples.
 """
 
 from dataclasses import dataclass
@@ -70,6 +70,14 @@ class PoolState(State):
         model_TN[-1, ids_m] = np.asarray(model_m) + 1
         used_K[model_m] = self.step
         return self.advance(model_TN=model_TN, used_K=used_K, assign_N=self.place(ids_m, model_m))
+
+    def in_use_of_others(self, ids_M: np.ndarray) -> Self:
+        """This state with the models of all clients that were not compared yet in this step as used, except `ids_M`."""
+        waiting_N = (self.model_TN[-1] == 0) & (self.assign_N != UNASSIGNED)
+        waiting_N[ids_M] = False
+        used_K = self.used_K.copy()
+        used_K[self.assign_N[waiting_N]] = self.step
+        return self.advance(used_K=used_K)
 
     def with_model(self, model_1P: Tensor, most: int) -> tuple[Self, int]:
         """This state with an additional model, and its number; -1 if the pool is full and all models are in use."""
@@ -222,7 +230,8 @@ class FedDrift(Method[PoolState], name="feddrift"):
         valid_M = best_M >= 0
         drifted_M = valid_M & (loss_MK.min(1) > self.losses_before(state, clients) + self.delta)
         stay_M = valid_M & ~drifted_M
-        before_K, state = state.members_K, state.given(clients.ids_M[stay_M], best_M[stay_M])
+        before_K, state = state.members_K, state.in_use_of_others(clients.ids_M)
+        state = state.given(clients.ids_M[stay_M], best_M[stay_M])
         clients.member_events(before_K, state.members_K, clients=int(stay_M.sum()))
         clients.record("drifted", int(drifted_M.sum()))
         if not drifted_M.any():

@@ -156,7 +156,8 @@ class FedGroup(Method[GroupState], name="fedgroup"):
 
     def labels(self, state: GroupState, clients: Clients) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids (M',) and label shares (M', C) of the clients with valid data, and a copy of `state.label_NC`, (N, C)."""
-        share_MC, valid_M = clients.describe(label_shares, floats=0)
+        clients.reads("changes of the labels")  # the shares stay on the clients
+        share_MC, valid_M = clients.describe(LabelShares(), floats=0)
         now_MC = share_MC.numpy()[valid_M]
         classes = max(now_MC.shape[1], state.label_NC.shape[1])
         now_MC, label_NC = (np.pad(rows, ((0, 0), (0, classes - rows.shape[1]))) for rows in (now_MC, state.label_NC))
@@ -193,6 +194,11 @@ class FedGroup(Method[GroupState], name="fedgroup"):
         return Serving(state.models_KP, state.assign_N[clients.ids_M])
 
 
-def label_shares(client: ClientData, anchor_P: Tensor | None) -> Tensor:
+class LabelShares:
     """The share of each label in a client's samples."""
-    return torch.bincount(client.y.reshape(-1)) / client.y.numel()
+
+    def floats(self, inputs: int, classes: int) -> int:
+        return classes
+
+    def __call__(self, client: ClientData, anchor_P: Tensor | None) -> Tensor:
+        return torch.bincount(client.y.reshape(-1)) / client.y.numel()

@@ -23,7 +23,7 @@ clusters. If each client has two of ten labels (100 clients of 500), the smalles
 with 0, 1 and 2 labels in common: 13.6, 2.4 and 1.6 degrees on Fashion-MNIST, 6.0, 5.0 and 4.3 on CIFAR-10. In this case
 half the median makes every client a cluster, the 4.9 degrees in the authors' script make 22 clusters, and no cut has an
 ARI above 0.26 (Fashion-MNIST: 0.4). A newcomer that is clustered only with newcomers joins the cluster of its nearest
-old member.
+old member. If all members have left, it joins the cluster whose model has the least loss on its training samples.
 """
 
 import math
@@ -40,8 +40,9 @@ from cfl_ray.clustering.tree_cut import CUTS, TreeCut
 from cfl_ray.core.clients import ClientData, Clients
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
+from cfl_ray.core.rounds import fedavg_per_cluster, place_in_any, serve_per_cluster
 from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import UNASSIGNED
 from cfl_ray.errors import DataError
 
 
@@ -159,6 +160,11 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
         feature_MF, valid_M = clients.describe(PrincipalVectors(self.vectors, self.budget, self.undo_normalize))
         if not valid_M.any():
             return state
+        if state.num_clusters and not len(state.seen_S):  # all members have left
+            state = place_in_any(state, clients.select(valid_M))
+            valid_M &= state.assign_N[clients.ids_M] != UNASSIGNED
+            ids_M, feature_MF = clients.ids_M[valid_M], feature_MF[torch.from_numpy(valid_M)]
+            return self.extend_angles(state, ids_M, feature_MF) if len(ids_M) else state
 
         # A_ij
         old, ids_M = len(state.seen_S), clients.ids_M[valid_M]

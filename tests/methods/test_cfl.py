@@ -366,6 +366,16 @@ class TestSampledCohorts:
         state = one.play(CFL(min_rounds=0, **ALWAYS), None, *[[0]] * 3)
         assert state.num_clusters == 2 and sorted(state.round_S.tolist()) == [0] * 7 + [4]
 
+    def test_updates_are_recent_by_the_clients_before_any_split_of_the_round(self):
+        """Nine clients in two leaves, four in round 4: three rounds, also after client 8 lost its leaf in a split."""
+        one = groups(federation=planted(10))
+        state = one.play(CFL(min_rounds=0, **ALWAYS), range(8))
+        state = one.play(self.METHOD, [4, 5, 6, 7], [4, 6], state=state, first=2)
+        state = self.METHOD.join(state, one.clients([8], round=4))
+        assert state.assign_N.tolist() == [*[0, 1] * 4, 0, -1]
+        after = one.play(self.METHOD, [0, 1, 2, 3], state=state, first=4)
+        assert after.assign_N[8] == -1 and after.num_clusters == 4
+
     def test_clients_without_an_update_have_no_leaf_and_are_served_the_mean(self, split):
         one, _ = split
         state = one.play(self.METHOD, *self.FIRST[1:], [0, 1, 2, 3, 4, 5])

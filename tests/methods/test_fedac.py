@@ -50,6 +50,14 @@ def average(*models, weight=(1, 1)):
     return tuple(sum(n * layer for n, layer in zip(weight, same)) / sum(weight) for same in zip(*models))
 
 
+HALF = {"fedavgm": {"lr": 0.5, "momentum": 0.0}}
+
+
+def moved(before: State, models: list[torch.Tensor], server) -> torch.Tensor:
+    """The mean of the models; with HALF, half of the way to it from the only model of `before`."""
+    return torch.lerp(before.models_KP[0], torch.stack(models).mean(0), 0.5 if server == HALF else 1.0)
+
+
 def fixed(**options) -> FedAC:
     """With a fixed number of clusters."""
     return FedAC(**{"mu": MU, "lam": LAM, "start": "own", "adapt_clusters": False} | options)
@@ -286,18 +294,22 @@ class TestAdaptation:
 
     OFTEN = {"adaptation": "rho", "adapt_after": 1, "adapt_every": 1, "mu": MU, "lam": LAM, "start": "own"}
 
-    @pytest.mark.parametrize("memory", [100, 5])
-    def test_a_loose_cluster_splits_into_the_planted_groups(self, memory):
-        """The models of the halves are means of all participants of a group, remembered or not."""
+    @pytest.mark.parametrize("memory, server", [(100, "none"), (5, "none"), (100, HALF)])
+    def test_a_loose_cluster_splits_into_the_planted_groups(self, memory, server):
+        """The models of the halves are means of all participants of a group, remembered or not.
+
+        With a server optimiser they are one step towards these means, from the model before the round.
+        """
         one = groups()
-        method = FedAC(num_clusters=1, rho_low=0.0, rho_high=0.1, max_clusters=2, memory=memory, **self.OFTEN)
-        state = one.play(method, None)
-        assert state.num_clusters == 1
-        state = one.play(method, None, state=state, first=2)
+        options = {"memory": memory, "server_optimizer": server, **self.OFTEN}
+        method = FedAC(num_clusters=1, rho_low=0.0, rho_high=0.1, max_clusters=2, **options)
+        before = one.play(method, None)
+        assert before.num_clusters == 1
+        state = one.play(method, None, state=before, first=2)
         assert state.num_clusters == 2 and agreement(np.arange(8) % 2, state.assign_N)["ari"] == 1
         for k in (0, 1):
             mine = [one.client_states["personal", client] for client in np.flatnonzero(state.assign_N == k)]
-            assert torch.allclose(state.models_KP[k], torch.stack(mine).mean(0), rtol=0, atol=1e-6)
+            assert torch.allclose(state.models_KP[k], moved(before, mine, server), rtol=0, atol=1e-6)
 
     def test_halves_are_means_of_participants_and_have_the_absent_members_too(self):
         one = groups()
@@ -340,12 +352,12 @@ class TestAdaptation:
             mean_F=torch.zeros(P),
             basis_FQ=basis,
         )
-        merged = method.adapt(state, one.clients(round=2), None, Draws(0, 2))
+        merged = method.adapt(state, state.models_KP, one.clients(round=2), None, Draws(0, 2))
         assert merged.assign_N.tolist() == [1, 1, 1, 1, 1, 0, 0, 0], (
             "the most compact is the one of one member, and its nearest is that at 20 degrees"
         )
         assert torch.equal(merged.models_KP, state.models_KP[[0, 2]])
-        again = method.adapt(merged, one.clients(round=3), None, Draws(0, 3))
+        again = method.adapt(merged, merged.models_KP, one.clients(round=3), None, Draws(0, 3))
         assert again.num_clusters == 2, "3 members between 20 and 180 degrees are not compact"
 
     def test_clusters_that_are_far_apart_stay(self):
@@ -410,15 +422,17 @@ class TestSignificance:
         method = FedAC(num_clusters=1, max_clusters=most, adapt_after=1, adapt_every=1)
         assert one.play(method, *[None] * 3).num_clusters <= most
 
-    def test_parts_get_the_means_of_their_participants_and_keep_the_absent_members(self):
+    @pytest.mark.parametrize("server", ["none", HALF])
+    def test_parts_get_the_means_of_their_participants_and_keep_the_absent_members(self, server):
         one = Stage(planted(32, 4), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
-        method = FedAC(num_clusters=1, adapt_after=1, adapt_every=1, start="own")
+        method = FedAC(num_clusters=1, adapt_after=1, adapt_every=1, start="own", server_optimizer=server)
         cohort = list(range(16))
-        state = one.play(method, None, cohort)
+        before = one.play(method, None)
+        state = one.play(method, cohort, state=before, first=2)
         assert state.num_clusters == 4 and agreement(one.federation.group_N, state.assign_N)["ari"] == 1
         for k in range(4):
             mine = [one.client_states["personal", client] for client in cohort if state.assign_N[client] == k]
-            assert torch.allclose(state.models_KP[k], torch.stack(mine).mean(0), rtol=0, atol=1e-6)
+            assert torch.allclose(state.models_KP[k], moved(before, mine, server), rtol=0, atol=1e-6)
 
     def test_nothing_splits_without_a_participant_in_every_part(self):
         one = Stage(planted(32, 4), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
@@ -441,7 +455,8 @@ class TestSignificance:
             mean_F=torch.zeros(P),
             basis_FQ=torch.eye(P)[:, :2],
         )
-        merged = method.adapt(state, one.clients(round=2), SimpleNamespace(valid_features_MF=plane), Draws(0, 2))
+        updates = SimpleNamespace(valid_features_MF=plane)
+        merged = method.adapt(state, state.models_KP, one.clients(round=2), updates, Draws(0, 2))
         assert merged.assign_N.tolist() == [0] * 5 + [1] * 3
         assert torch.equal(merged.models_KP, state.models_KP[[1, 2]])
 

@@ -157,6 +157,20 @@ def test_clients_that_drift_copy_a_model_that_others_have_just_replaced(monkeypa
     assert after.assign_N[:3].tolist() == [0, 1, 0]  # client 2: both are in use, and none is the one that it compared
 
 
+def test_a_full_pool_keeps_the_models_of_clients_outside_the_cohort(monkeypatch):
+    """Client 1 drifts: it takes the best model, or the place of model 0 if client 0, which has that, has left."""
+    one, method = groups(), FedDrift(max_models=2, step_rounds=1, delta=0.5)
+    state, rows_KP = method.init(one.start()).begun(), torch.stack([one.model(0), one.model(1)])
+    state = state.advance(models_KP=rows_KP, used_K=np.zeros(2, int), born_K=np.zeros(2, int))
+    state = state.given(np.arange(4), [0, 1, 1, 1]).begun()
+    monkeypatch.setattr(FedDrift, "losses", lambda *_: np.array([[2.0, 1.0]]))
+    monkeypatch.setattr(FedDrift, "losses_before", lambda *_: np.zeros(1))
+    after = method.compare(state, one.clients([1]))
+    assert torch.equal(after.models_KP, rows_KP) and after.assign_N[:4].tolist() == [0, 1, 1, 1]
+    after = method.compare(method.leave(state, np.array([0])), one.clients([1]))
+    assert torch.equal(after.models_KP, rows_KP[[1, 1]]) and after.assign_N[:4].tolist() == [-1, 0, 1, 1]
+
+
 def test_the_pool_stays_bounded_whatever_drifts():
     """Before every round each client swaps two labels, in another way than the others."""
     draw = np.random.default_rng(0)

@@ -14,8 +14,10 @@ from sklearn.metrics import adjusted_rand_score
 
 from cfl_ray.clustering.agglomerative import mean_difference_of_cosines
 from cfl_ray.clustering.spectral import decomposed_cosines
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedgroup import FedGroup
+from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds
 
 PRETRAIN = 3
 
@@ -175,6 +177,15 @@ def test_migration_compares_with_the_labels_of_the_cold_start():
     after = one.play(method, [1, 2], state=changed, first=2)
     assert one.stats.diagnostics.numbers["migrated"] == 2 and (after.assign_N >= 0).all()
     assert np.allclose(after.label_NC[[1, 2]], share_NC[[1, 2]])
+
+
+def test_rounds_without_training_have_as_many_label_shares_as_classes():
+    one = stage()
+    rounds = dry_rounds(
+        FedGroup(migrate=0.2), 30, 4, LocalSGD(), DryBackend(one.network.spec, one.federation.shape), rounds=1
+    )
+    ((state, _),) = rounds
+    assert state.label_NC.shape == (30, 4)
 
 
 class TestFedGroup(OneShot):

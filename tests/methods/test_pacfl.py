@@ -11,7 +11,7 @@ from federations import Spoiled, Stage, uneven
 from linear import ETA, N_0, N_1, STEPS, assert_close, data, matrix, mean, sgd
 from linear import stage as linear
 from oneshot import CLIENTS, GROUPS, INPUTS, OneShot, P, stage
-from rounds import assert_equal, floats
+from rounds import assert_equal, floats, make_late_in_choices
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.linalg import subspace_angles
 from scipy.spatial.distance import squareform
@@ -191,16 +191,6 @@ class TestMatrix:
         assert back.assign_N[[8, 3]].tolist() == state.assign_N[[8, 3]].tolist()
         assert np.allclose(back.angle_SS, state.angle_SS[back.seen_S][:, back.seen_S], atol=1e-4)
 
-    def test_of_no_client_starts_anew(self):
-        """All clients that were seen leave; the next newcomers are clustered among themselves."""
-        one = stage(apart())
-        one.online = range(6)
-        method = PACFL(vectors=1, num_clusters=3)
-        state = method.leave(one.play(method, [0, 1]), np.arange(6))
-        assert state.angle_SS.shape == (0, 0) and len(state.seen_S) == 0
-        joined = method.join(state, one.clients([6, 7, 8, 9], 2))
-        assert joined.assign_N[6:10].tolist() == [0, 1, 2, 0] and joined.num_clusters == 3
-
 
 class TestPACFL(OneShot):
     method = PACFL(vectors=1, num_clusters=3)
@@ -213,6 +203,25 @@ class TestPACFL(OneShot):
         back = self.method.join(after, one.clients([4, 7], 3))
         nearest = back.angle_SS[8:, :8].argmin(1)
         assert back.assign_N[[4, 7]].tolist() == after.assign_N[after.seen_S[nearest]].tolist()
+
+    @pytest.mark.parametrize("clusters", [3, 1])
+    def test_models_outlive_all_members_and_newcomers_join_the_best(self, clusters):
+        """Newcomers after all members have left are placed by their losses, the next by the angles to them."""
+        one, method = stage(apart()), replace(self.method, num_clusters=clusters)
+        one.online = range(9)
+        state = one.play(method, *[range(9)] * 3)
+        left = method.leave(state, np.arange(9))
+        first = method.join(left, one.clients([9, 10], 4))
+        assert torch.equal(first.models_KP, state.models_KP)
+        assert first.assign_N[[9, 10]].tolist() == state.assign_N[[0, 1]].tolist()
+        assert floats(one) == (2 * clusters * P * (clusters > 1), 2 * (4 * INPUTS + (clusters > 1)))
+        second = method.join(first, one.clients([3, 4], 5))
+        assert second.assign_N[[3, 4]].tolist() == state.assign_N[[0, 1]].tolist()
+        assert second.seen_S.tolist() == [9, 10, 3, 4]
+        if clusters > 1:
+            make_late_in_choices(one, 9)
+            late = method.join(left, one.clients([9, 10], 4))
+            assert late.assign_N[9] == -1 and late.seen_S.tolist() == [10]
 
     def test_finds_the_groups_by_any_cut_linkage_and_angle(self):
         """Groups span orthogonal directions: angles of 60 and more between them, and of a few degrees within them."""

@@ -19,7 +19,7 @@ from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.work import AverageDeferred, Train
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError
-from cfl_ray.methods import REGISTRY
+from cfl_ray.methods import REGISTRY, construct
 from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun, rounded_norm
 
 NORM, COHORT = 0.05, 4.0
@@ -129,6 +129,14 @@ def test_other_uploads_are_refused(name):
     run = private(signatures=SignatureConfig(noise_multiplier=1.0, clip=0.5), secret=b"key")
     with pytest.raises(PrivacyError, match=REFUSED[name]):
         sums_of(name, range(8), run)
+
+
+def test_a_check_by_the_clients_is_refused_if_the_server_sees_its_result():
+    """FedGroup: label shares stay on the clients, but a client that is cold-started again tells that they changed."""
+    run, one = private(signatures=SignatureConfig(noise_multiplier=1.0, clip=0.5)), stage()
+    method = construct(REGISTRY["fedgroup"], {"migrate": 0.2})
+    with pytest.raises(PrivacyError, match=READS.format("changes of the labels")):
+        method.round(method.init(one.start()), protected(one.clients(), noise=run), Draws(0, 1))
 
 
 def test_every_method_is_in_one_of_these_lists():
