@@ -380,7 +380,8 @@ class _Launch:
             self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
         table = table_of(figures.run_metrics, known)
         score = table.columns[3]
-        ranks = ranks_of(figures.run_metrics, score, is_less_better(score)) if self.study.sweep is None else None
+        less = is_less_better(score, metrics_of(figures.run_metrics))
+        ranks = ranks_of(figures.run_metrics, score, less) if self.study.sweep is None else None
         text = format_table(table, "md") + ("" if ranks is None else f"\n\n{ranks_table(ranks)}")
         write_text(directory.table, text + "\n")
         if self.uri is not None and self.study.sweep is None:

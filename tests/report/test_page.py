@@ -184,6 +184,9 @@ def test_the_table_has_the_paired_test_with_what_it_tests_or_what_it_needs(page)
     shown = report()
     rows = [row | {"runs": 3, "p": 0.0123, "effect": -2.34} for row in shown.rows]
     assert rows and ">0.012 (d -2.3)</td>" in render(replace(shown, rows=rows))
+    assert "0.00037 (d -62.0)" in render(
+        replace(shown, rows=[row | {"runs": 3, "p": 3.7e-4, "effect": -62.0} for row in rows])
+    )
     assert ">needs three seeds</td>" in render(replace(shown, rows=[row | {"runs": 2} for row in shown.rows]))
 
 
