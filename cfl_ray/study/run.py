@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
@@ -254,7 +255,10 @@ class _Launch:
             # step of the parent's metrics, which grows with the number of finished runs
             count = sum(map(len, figures.run_metrics.values()))
             if summary := self._write_tables(figures):
-                run_log.log(RoundRecord(count, summary, int(time.time() * 1000)))
+                last = next(iter(deque(read_records(self.root), maxlen=1)), RoundRecord(0, {}))
+                # runs may have been repeated, or metrics added, since the last start
+                step = max(count, last.round + (summary != last.metrics))
+                run_log.log(RoundRecord(step, summary, int(time.time() * 1000)))
         except BaseException:
             status = "FAILED"
             raise

@@ -230,7 +230,7 @@ def test_large_federations_are_sampled_and_the_caption_says_so():
 
 def test_without_an_evaluation_there_is_still_a_page():
     text = render(replace(report(), experiments=[], rows=[], comparisons=[], columns=[]))
-    assert "No method has been evaluated yet." in text
+    assert "There are no results yet." in text
 
 
 def test_signatures_that_are_not_defined_leave_the_others_where_they_are():

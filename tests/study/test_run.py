@@ -413,3 +413,8 @@ def test_the_metrics_of_a_study_are_means(study, inline):
     frame = results.to_frame()
     assert record.metrics["all/fedavg/accuracy"] == pytest.approx(frame["accuracy"].mean())
     assert "all/fedavg/accuracy_std" not in record.metrics
+    for _ in range(2):  # another metric of as many runs, once
+        run_study(study(experiment={"rounds": 1, "methods": ["fedavg"]}, metrics=["accuracy", "macro_f1"]))
+    first, second = read_records(results.root)
+    assert second.round == first.round + 1
+    assert second.metrics["all/fedavg/macro_f1"] == pytest.approx(frame["macro_f1"].mean())
