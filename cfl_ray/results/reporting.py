@@ -183,6 +183,7 @@ def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
         groups=groups,
         score=score,
         higher_is_better=higher_is_better,
+        groups_change=bool(groups) and any(event.change for run in runs for event in run.experiment.schedule),
     )
 
 

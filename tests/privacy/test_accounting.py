@@ -1,5 +1,6 @@
 """Epsilon against the values of dp-accounting, and of the published table."""
 
+import logging
 from collections import Counter
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from scipy.stats import norm
 
 from cfl_ray.errors import ConfigError
-from cfl_ray.privacy.accounting import Sampling, epsilon, last_round, solved_multiplier
+from cfl_ray.privacy.accounting import Sampling, accountant, epsilon, last_round, solved_multiplier
 from cfl_ray.privacy.noisy_sums import Releases
 
 pytest.importorskip("dp_accounting")
@@ -88,6 +89,18 @@ def test_signatures_are_not_amplified_and_count_as_replaced():
     assert epsilon(rounds(1.0, 0, signatures=2), Sampling("fixed", 1000, 10), 1e-4, 4.0) == pytest.approx(
         alone, rel=0.2
     )
+
+
+def test_orders_that_are_left_out_are_no_warnings():
+    accountant()
+    shown = [
+        bool(logging.getLogger("absl").filter(logging.makeLogRecord({"msg": text})))
+        for text in (
+            "_compute_log_a_frac failed to converge. Excluding this order from the epsilon computation.",
+            "other",
+        )
+    ]
+    assert shown == [False, True]
 
 
 def test_nothing_released_is_nothing():

@@ -92,11 +92,17 @@ def test_phases_are_bands_of_the_curves_and_events_are_on_the_time_axis():
 
 def test_runs_with_a_clock_have_a_curve_over_virtual_time():
     shown = experiment()
-    for factor, runs in enumerate(shown.methods.values(), 1):
-        for run in runs:
-            for record in run.records:
-                record.metrics["virtual_seconds"] = 10.0 * factor * record.round
-    figure = next(figure for figure in curves(shown) if figure.title == "Accuracy, P-server, against virtual time")
+
+    def drawn(slower):
+        for factor, runs in enumerate(shown.methods.values(), 1):
+            for run in runs:
+                for record in run.records:
+                    record.metrics["virtual_seconds"] = 10.0 * factor**slower * record.round
+        return next(figure for figure in curves(shown) if figure.title == "Accuracy, P-server, against virtual time")
+
+    equal = drawn(0).caption
+    assert equal.count(" 40.0 s for ") == 2 and "first" not in equal and "last)" not in equal
+    figure = drawn(1)
     first, last = list(shown.methods)[0], list(shown.methods)[-1]
     assert figure.caption.startswith(f"The last evaluation is after: {first} 40.0 s for")
     assert f"{last} {40.0 * len(shown.methods):.1f} s for" in figure.caption
@@ -141,6 +147,13 @@ def test_captions_state_the_numbers_of_the_records(page):
     against = found["table1, digits: ours and published"]
     assert "1 of 1 published numbers lie within two standard deviations" in against
     assert f"Misprints: ifca ({HOSTILE})" in against
+
+
+def test_captions_say_of_which_round_groups_are_that_change():
+    changing = replace(experiment(), groups_change=True)
+    shown = " ".join(figure.caption for figure in (*matrix_figures(changing), *curves(changing)))
+    assert shown.count("True groups are those of the last round") == 2, "similarities and signatures"
+    assert "3 true groups (dotted) after the last round." in shown
 
 
 def test_figures_are_valid_for_plotly(page):
