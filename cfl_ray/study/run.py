@@ -22,6 +22,7 @@ from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.report.ranks import ranks_of, ranks_table
 from cfl_ray.results.comparison import (
     StudyFigures,
+    column_of,
     format_table,
     is_less_better,
     measured,
@@ -225,7 +226,7 @@ class _Launch:
             sign_study(self.root, self.study)
             write_text(RunDirectory(self.root).study, self.study.to_yaml(credentials=False))
             run_log = self._run_log()
-            tags = {"study": self.study.name, "seeds": str(self.study.seeds)}
+            tags = {"study": self.root.name, "seeds": str(self.study.seeds)}
             params = flatten(self.study.model_dump(mode="json", by_alias=True))
             run_log.start(RunInfo(self.study.name, "", tags, params))
             status: EndStatus = "FAILED"
@@ -383,7 +384,8 @@ class _Launch:
         if missing := [name for name in self.study.metrics if name not in known]:
             self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
         table = table_of(figures.run_metrics, known)
-        score = table.columns[3]
+        metric_of = {name: name for name in table.columns} | {column_of(name, known): name for name in known}
+        score = metric_of[table.columns[3]]
         less = is_less_better(score, metrics_of(figures.run_metrics))
         ranks = ranks_of(figures.run_metrics, score, less) if self.study.sweep is None else None
         text = format_table(table, "md") + ("" if ranks is None else f"\n\n{ranks_table(ranks)}")
@@ -394,9 +396,9 @@ class _Launch:
             # trusted: these are runs of this study
             report_at_the_end(self.root, lambda: find_runs([self.root], trust=True), self.watcher.warn)
         means = [name for name in table.columns if f"{name}_std" in table.columns]  # without the spreads over the seeds
-        names = [name for name in means if name in METRICS or name in self.of_task]
+        names = [name for name in means if metric_of[name] in METRICS or metric_of[name] in self.of_task]
         return {
-            f"{_plain(row['experiment'])}/{_plain(row['method'])}/{name}": float(row[name])
+            f"{_plain(row['experiment'])}/{_plain(row['method'])}/{metric_of[name]}": float(row[name])
             for _, row in table.iterrows()
             for name in names
             if row[name] == row[name]
