@@ -77,7 +77,8 @@ def status(run_dir: Path) -> RunStatus:
     last = next((record for record in reversed(records) if is_evaluated(record.metrics)), None)
     score = primary_of(last.metrics) if last else "accuracy"
     shown = (score, f"{score}_local", "num_clusters", "epsilon")
-    state = "live" if live else "finished" if finished else _ended(run_dir)
+    # a run may be killed between the end of its last method and its own
+    state = "live" if live else "finished" if finished and is_finished(run_dir) else _ended(run_dir)
     over = [label for label, progress in methods.items() if progress == "finished" or state == "stopped"]
     early = {label: why_early(records_of[label], experiment.rounds, methods[label] == "finished") for label in over}
     events = [event for record in records for event in record.events if event.event != "phase"]
@@ -112,7 +113,7 @@ def status(run_dir: Path) -> RunStatus:
         },
         early={label: why for label, why in early.items() if why},
         pending=answer.get("pending", []),
-        next=None if live or finished else how_to_resume(directory),
+        next=None if state in ("live", "finished") else how_to_resume(directory),
         driver=f"{session.host}, process {session.pid}" if live and session else None,
     )
 

@@ -28,7 +28,8 @@ def status(
 
     status = study_status(run_dir) if RunDirectory(run_dir).is_study else live_client.status(run_dir)
     if as_json:
-        say(json.dumps(dataclasses.asdict(status), indent=1))
+        values = json.dumps(dataclasses.asdict(status))  # JSON has no NaN: null
+        say(json.dumps(json.loads(values, parse_constant=lambda constant: None), indent=1))
     elif isinstance(status, live_client.RunStatus):
         tables.show_status(status, out)
     else:

@@ -39,10 +39,10 @@ def table(
             trust = may_import(run_dir, trust)
     frame = compare_runs(run_dirs, metric or (), trust)
     if frame.empty:
-        raise ConfigError(
-            f"no method of {', '.join(map(str, run_dirs))} has been evaluated yet; see its progress with: "
-            f"{command('status', run_dirs[0])}"
-        )
+        named = ", ".join(map(str, run_dirs))
+        has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
+        what = f"no run of {named} is finished" if has_study else f"no method of {named} has been evaluated"
+        raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
     if metric and len(metric) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
         frame = by_experiment(frame, metric[0])
     print(format_table(frame, style))

@@ -6,6 +6,7 @@ its client. Two federations are adjacent if the data of a client are removed, so
 signature always counts as replaced.
 """
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -52,8 +53,14 @@ def accountant(replaces: bool = False) -> tuple[Any, Any]:
         raise ConfigError("privacy needs dp-accounting; install it with: pip install 'cfl-ray[privacy]'") from None
     from dp_accounting.rdp import RdpAccountant
 
+    logging.getLogger("absl").addFilter(_is_worth_showing)
     relation = dp.NeighboringRelation.REPLACE_ONE if replaces else dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     return dp, RdpAccountant(neighboring_relation=relation)
+
+
+def _is_worth_showing(record: logging.LogRecord) -> bool:
+    """False for the warning about each order of moments that the accountant leaves out: epsilon holds without it."""
+    return "Excluding this order" not in record.getMessage()
 
 
 def epsilon(releases: Releases, sampling: Sampling, delta: float, signature_multiplier: float | None = None) -> float:

@@ -214,7 +214,9 @@ def _ends(lines: dict[str, tuple[np.ndarray, Series]], unit: str, least: str, mo
         f"{label} {number(float(lines[label][0][-1]))}{unit} for {number(float(lines[label][1].mean_E[-1]))}"
         for label in ([order[0], order[-1]] if len(order) > 1 else order)
     ]
-    return f" ({least}), ".join(ends) + (f" ({most})." if len(ends) > 1 else ".")
+    if lines[order[0]][0][-1] == lines[order[-1]][0][-1]:  # a single method, or equal costs
+        return ", ".join(ends) + "."
+    return f"{ends[0]} ({least}), {ends[1]} ({most})."
 
 
 def _by_costs(experiment: ReportedExperiment) -> Iterator[PageFigure]:
@@ -253,6 +255,7 @@ def _clusters(experiment: ReportedExperiment) -> PageFigure | None:
         return None
     ends = listed([f"{label} {count.mean_E[-1]:.3g}" for label, count in counts.items()])
     groups = f"; the clients have {experiment.num_groups} true groups (dotted)" if experiment.num_groups else ""
+    groups += " after the last round" * experiment.groups_change
     dotted = {"color": "#8A94A0", "width": 1, "dash": "dot"}
     group_line = [line_at(experiment.num_groups, True, dotted)] if experiment.num_groups else []
     figure = _over_rounds(experiment, counts, "clusters", yaxis={"rangemode": "tozero"}, shapes=group_line)

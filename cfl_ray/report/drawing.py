@@ -135,8 +135,10 @@ def listed(items: Sequence[str], most: int = 6) -> str:
 def tested_in_words(p: float, effect: float, runs: float, rivals: float) -> str:
     """The text of a cell for a paired test: p and effect size, a reason if seeds are missing, else empty.
 
+    A p below 0.0005, which three decimals would show as 0.000, has two digits.
+
     rivals: number of methods of the experiment.
     """
     if not math.isnan(p):
-        return f"{p:.3f} (d {effect:.1f})"
+        return f"{p:{'.3f' if p >= 0.0005 else '.2g'}} (d {effect:.1f})"
     return "needs three seeds" if runs < 3 and rivals > 1 else ""

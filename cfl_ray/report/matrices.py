@@ -80,6 +80,7 @@ def _ordered(
     if has_groups:
         caption += " The strip at the left has a colour for each true group: where it changes inside a block, the "
         caption += "cluster is mixed."
+        caption += experiment.when_grouped
     if len(drawn) < len(clients):
         caption += f" {len(drawn)} of {len(clients)} clients are drawn, evenly."
     return PageFigure(_heading(label, f"{name} of the clients, ordered by cluster", matrix, seed), caption, figure, 360)
@@ -162,6 +163,7 @@ def _map(
         pure = sum(len({*group_S[cluster_S == cluster].tolist()}) == 1 for cluster in largest_first)
         caption += f"; {pure} of {len(largest_first)} clusters have clients of one true group only"
     caption += ". Colour: cluster" + ("; marker: true group." if known else ".")
+    caption += experiment.when_grouped
     if len(chosen) < total:
         caption += f" {len(chosen)} of {total} clients are drawn."
     if undefined := int((~defined).sum()):

@@ -47,6 +47,7 @@ class ReportedExperiment:
     groups: PerClient = field(default_factory=PerClient)  # true group of each client whose group is known
     score: str = "accuracy"  # first metric of the task
     higher_is_better: bool = True
+    groups_change: bool = False  # whether the schedule changes true groups; `groups` are those of the last round
 
     def first_runs(self, has: Callable[[MethodRun], object]) -> Iterator[tuple[str, MethodRun, str]]:
         """Yields the label of each method, its first run that has something, and the seed if the method has several."""
@@ -54,6 +55,11 @@ class ReportedExperiment:
             for run in filter(has, runs):
                 yield label, run, f"seed {run.seed}" if len(runs) > 1 else ""
                 break
+
+    @property
+    def when_grouped(self) -> str:
+        """A sentence for captions of earlier rounds, if true groups change; else empty."""
+        return " True groups are those of the last round." if self.groups_change else ""
 
     @cached_property
     def seeds(self) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ _SHOWN = (
 )
 _LESS = (  # metrics of which lower values are better
     *("test_loss", "train_loss", "mbit", "mbit_down", "mbit_up", "seconds"),
-    *("virtual_seconds", "seconds_to_target"),
+    *("round_seconds", "virtual_seconds", "seconds_to_target", "epsilon", "example_epsilon"),
     *("rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local"),
     "rounds_to_recover",
 )
@@ -308,10 +308,15 @@ def _row(key: tuple[str, str], of_seeds: dict[int, dict[str, float]], chosen: li
     return row
 
 
-def is_less_better(metric: str) -> bool:
-    """Whether lower values of a metric are better; False for a metric that is not known."""
-    known = METRICS.builtin.get(re.sub(r"_(local|local_trained|tuned|honest|p10|p90)$", "", metric))
-    return metric in _LESS or (isinstance(known, Metric) and not known.higher_is_better)
+def is_less_better(metric: str, present: Collection[str] = ()) -> bool:
+    """Whether lower values of a metric are better; False for a metric that is not known.
+
+    present: metrics of the runs, which have the 90th percentile of a score of which less is better.
+    """
+    score = re.sub(r"_(local|local_trained|tuned|past|honest|p10|p90)$", "", metric.removeprefix("newcomer_"))
+    known = METRICS.builtin.get(score)
+    is_error = f"{score}_p90" in present or (isinstance(known, Metric) and not known.higher_is_better)
+    return is_error or metric in _LESS or metric.endswith("_std")  # the spread over clients
 
 
 def _paired_tests(run_metrics: RunMetrics, metric: str) -> list[tuple[float, float]]:
@@ -320,7 +325,7 @@ def _paired_tests(run_metrics: RunMetrics, metric: str) -> list[tuple[float, flo
         key: {seed: values_of_seed.get(metric, np.nan) for seed, values_of_seed in seeds.items()}
         for key, seeds in run_metrics.items()
     }
-    sign = -1 if is_less_better(metric) else 1
+    sign = -1 if is_less_better(metric, metrics_of(run_metrics)) else 1
     goodness = {key: sign * np.mean(list(of_seeds.values())) for key, of_seeds in values.items()}
     best: dict[str, tuple[str, str]] = {}  # by experiment
     for key, mean in goodness.items():

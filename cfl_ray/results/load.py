@@ -90,11 +90,20 @@ class FoundRun:
     study: Path | None = None  # folder of the study
     setting: str | None = None
     method: str | None = None  # its label in the study
+    was_named: bool = False  # whether its folder was given, not a folder above it
 
     @property
     def methods(self) -> dict[str, MethodResult]:
-        """Results by label; for a run of a study, by the method's label in the study."""
-        evaluated = {label: result for label, result in self.results.methods.items() if result.final}
+        """Results by label; for a run of a study, by the method's label in the study.
+
+        In a study only finished methods count, as in its tables, unless the run was named.
+        """
+        evaluated = {
+            label: result
+            for label, result in self.results.methods.items()
+            if result.final
+            and (self.study is None or self.was_named or result.directory is None or is_finished(result.directory))
+        }
         return {self.method: next(iter(evaluated.values()))} if self.method and len(evaluated) == 1 else evaluated
 
 
@@ -126,7 +135,8 @@ def _runs_below(path: Path, trust: bool) -> Iterator[FoundRun]:
                     yield open_run(run, trust, directory, setting, method)
         elif {RunDirectory.config.name, RunDirectory.info.name} <= {*files}:
             inner.clear()  # no run is inside another run
-            yield open_run(directory, trust, *_place_in_study(directory))
+            found = open_run(directory, trust, *_place_in_study(directory))
+            yield replace(found, was_named=directory == Path(os.path.abspath(path)))
         inner.sort()
 
 

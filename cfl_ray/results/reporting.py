@@ -11,16 +11,18 @@ from cfl_ray.config.published import load_published
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS, Diagnostic
 from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.report.drawing import listed
 from cfl_ray.report.ranks import ranks_of
 from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
 from cfl_ray.report.snapshots import PerClient, RecordedMatrix
 from cfl_ray.results.client_metrics import read_client_metrics
-from cfl_ray.results.comparison import RunMetrics, experiments_of, is_less_better, numbers_of, table_of
+from cfl_ray.results.comparison import RunMetrics, experiments_of, is_less_better, metrics_of, numbers_of, table_of
 from cfl_ray.results.load import FoundRun, find_runs
 from cfl_ray.results.published import compare_with, unknown_metric
 from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.run_info import command_again, run_info
+from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.system.files import SHARED, write_text
@@ -115,17 +117,28 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
     frame = table_of(run_metrics, metrics)
     rows = [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
     studies = {run.study.name for run in runs if run.study}
+    less_is_better = bool(metrics) and is_less_better(metrics[0], metrics_of(run_metrics))
     title = groups[0][0] if len(groups) == 1 else f"{len(groups)} experiments"
-    waiting = [str(run.directory) for run in runs if not run.methods]
+    notes = {
+        "Not shown, since not finished or without an evaluation yet": [
+            str(run.directory) for run in runs if not run.methods
+        ],
+        "Not finished": [
+            f"{label} of {run.directory} (round {result.records[-1].round} of {run.experiment.rounds})"
+            for run in runs
+            for label, result in run.methods.items()
+            if result.directory is not None and not is_finished(result.directory)
+        ],
+    }
     return Report(
         title=" and ".join(sorted(studies)) or title,
         experiments=[experiment for experiment in experiments if experiment.methods],
         columns=metrics,
         rows=rows,
-        ranks=ranks_of(run_metrics, metrics[0], is_less_better(metrics[0])) if metrics and studies else None,
+        ranks=ranks_of(run_metrics, metrics[0], less_is_better) if metrics and studies else None,
         comparisons=comparisons,
         paper=paper,
-        notes=[f"Without an evaluation yet, and not shown: {', '.join(waiting)}"] if waiting else [],
+        notes=[f"{what}: {listed(which)}." for what, which in notes.items() if which],
     )
 
 
@@ -170,6 +183,7 @@ def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
         groups=groups,
         score=score,
         higher_is_better=higher_is_better,
+        groups_change=bool(groups) and any(event.change for run in runs for event in run.experiment.schedule),
     )
 
 

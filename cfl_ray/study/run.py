@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
@@ -21,6 +22,7 @@ from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.report.ranks import ranks_of, ranks_table
 from cfl_ray.results.comparison import (
     StudyFigures,
+    column_of,
     format_table,
     is_less_better,
     measured,
@@ -224,7 +226,7 @@ class _Launch:
             sign_study(self.root, self.study)
             write_text(RunDirectory(self.root).study, self.study.to_yaml(credentials=False))
             run_log = self._run_log()
-            tags = {"study": self.study.name, "seeds": str(self.study.seeds)}
+            tags = {"study": self.root.name, "seeds": str(self.study.seeds)}
             params = flatten(self.study.model_dump(mode="json", by_alias=True))
             run_log.start(RunInfo(self.study.name, "", tags, params))
             status: EndStatus = "FAILED"
@@ -254,7 +256,10 @@ class _Launch:
             # step of the parent's metrics, which grows with the number of finished runs
             count = sum(map(len, figures.run_metrics.values()))
             if summary := self._write_tables(figures):
-                run_log.log(RoundRecord(count, summary, int(time.time() * 1000)))
+                last = next(iter(deque(read_records(self.root), maxlen=1)), RoundRecord(0, {}))
+                # runs may have been repeated, or metrics added, since the last start
+                step = max(count, last.round + (summary != last.metrics))
+                run_log.log(RoundRecord(step, summary, int(time.time() * 1000)))
         except BaseException:
             status = "FAILED"
             raise
@@ -379,8 +384,10 @@ class _Launch:
         if missing := [name for name in self.study.metrics if name not in known]:
             self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
         table = table_of(figures.run_metrics, known)
-        score = table.columns[3]
-        ranks = ranks_of(figures.run_metrics, score, is_less_better(score)) if self.study.sweep is None else None
+        metric_of = {name: name for name in table.columns} | {column_of(name, known): name for name in known}
+        score = metric_of[table.columns[3]]
+        less = is_less_better(score, metrics_of(figures.run_metrics))
+        ranks = ranks_of(figures.run_metrics, score, less) if self.study.sweep is None else None
         text = format_table(table, "md") + ("" if ranks is None else f"\n\n{ranks_table(ranks)}")
         write_text(directory.table, text + "\n")
         if self.uri is not None and self.study.sweep is None:
@@ -389,9 +396,9 @@ class _Launch:
             # trusted: these are runs of this study
             report_at_the_end(self.root, lambda: find_runs([self.root], trust=True), self.watcher.warn)
         means = [name for name in table.columns if f"{name}_std" in table.columns]  # without the spreads over the seeds
-        names = [name for name in means if name in METRICS or name in self.of_task]
+        names = [name for name in means if metric_of[name] in METRICS or metric_of[name] in self.of_task]
         return {
-            f"{_plain(row['experiment'])}/{_plain(row['method'])}/{name}": float(row[name])
+            f"{_plain(row['experiment'])}/{_plain(row['method'])}/{metric_of[name]}": float(row[name])
             for _, row in table.iterrows()
             for name in names
             if row[name] == row[name]

@@ -211,7 +211,7 @@ def test_a_table_of_nothing_says_so(capsys):
     for metric in ([], ["--metric", "accuracy"]):
         status, printed, error = call(capsys, "table", "runs/small", *metric)
         assert status == 2 and not printed
-        assert "no method of runs/small has been evaluated yet; see its progress with: cfl-ray status" in error
+        assert "no run of runs/small is finished yet; see its progress with: cfl-ray status" in error
 
 
 def test_metrics_of_a_study_are_those_of_its_tables(capsys):

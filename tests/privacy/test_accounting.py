@@ -1,5 +1,6 @@
 """Epsilon against the values of dp-accounting, and of the published table."""
 
+import logging
 from collections import Counter
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 from scipy.stats import norm
 
 from cfl_ray.errors import ConfigError
-from cfl_ray.privacy.accounting import Sampling, epsilon, last_round, solved_multiplier
+from cfl_ray.privacy.accounting import Sampling, accountant, epsilon, last_round, solved_multiplier
 from cfl_ray.privacy.noisy_sums import Releases
 
 pytest.importorskip("dp_accounting")
@@ -105,6 +106,18 @@ def test_a_client_that_is_known_to_be_in_a_cohort_has_no_amplification(kind):
     expected = epsilon(Releases(Counter({4.0: 8}), Counter({1.0: 2})), sampling, 1e-4)
     assert epsilon(releases, sampling, 1e-4, vague) == pytest.approx(expected, rel=1e-3)
     assert epsilon(replace(releases, shown=0), sampling, 1e-4, vague) < expected / 2
+
+
+def test_orders_that_are_left_out_are_no_warnings():
+    accountant()
+    shown = [
+        bool(logging.getLogger("absl").filter(logging.makeLogRecord({"msg": text})))
+        for text in (
+            "_compute_log_a_frac failed to converge. Excluding this order from the epsilon computation.",
+            "other",
+        )
+    ]
+    assert shown == [False, True]
 
 
 def test_nothing_released_is_nothing():

@@ -92,11 +92,17 @@ def test_phases_are_bands_of_the_curves_and_events_are_on_the_time_axis():
 
 def test_runs_with_a_clock_have_a_curve_over_virtual_time():
     shown = experiment()
-    for factor, runs in enumerate(shown.methods.values(), 1):
-        for run in runs:
-            for record in run.records:
-                record.metrics["virtual_seconds"] = 10.0 * factor * record.round
-    figure = next(figure for figure in curves(shown) if figure.title == "Accuracy, P-server, against virtual time")
+
+    def drawn(slower):
+        for factor, runs in enumerate(shown.methods.values(), 1):
+            for run in runs:
+                for record in run.records:
+                    record.metrics["virtual_seconds"] = 10.0 * factor**slower * record.round
+        return next(figure for figure in curves(shown) if figure.title == "Accuracy, P-server, against virtual time")
+
+    equal = drawn(0).caption
+    assert equal.count(" 40.0 s for ") == 2 and "first" not in equal and "last)" not in equal
+    figure = drawn(1)
     first, last = list(shown.methods)[0], list(shown.methods)[-1]
     assert figure.caption.startswith(f"The last evaluation is after: {first} 40.0 s for")
     assert f"{last} {40.0 * len(shown.methods):.1f} s for" in figure.caption
@@ -143,6 +149,13 @@ def test_captions_state_the_numbers_of_the_records(page):
     assert f"Misprints: ifca ({HOSTILE})" in against
 
 
+def test_captions_say_of_which_round_groups_are_that_change():
+    changing = replace(experiment(), groups_change=True)
+    shown = " ".join(figure.caption for figure in (*matrix_figures(changing), *curves(changing)))
+    assert shown.count("True groups are those of the last round") == 2, "similarities and signatures"
+    assert "3 true groups (dotted) after the last round." in shown
+
+
 def test_figures_are_valid_for_plotly(page):
     for plot in plots(page):
         go.Figure(plot)  # raises ValueError for a key or a value that Plotly does not know
@@ -184,6 +197,9 @@ def test_the_table_has_the_paired_test_with_what_it_tests_or_what_it_needs(page)
     shown = report()
     rows = [row | {"runs": 3, "p": 0.0123, "effect": -2.34} for row in shown.rows]
     assert rows and ">0.012 (d -2.3)</td>" in render(replace(shown, rows=rows))
+    assert "0.00037 (d -62.0)" in render(
+        replace(shown, rows=[row | {"runs": 3, "p": 3.7e-4, "effect": -62.0} for row in rows])
+    )
     assert ">needs three seeds</td>" in render(replace(shown, rows=[row | {"runs": 2} for row in shown.rows]))
 
 
@@ -227,7 +243,7 @@ def test_large_federations_are_sampled_and_the_caption_says_so():
 
 def test_without_an_evaluation_there_is_still_a_page():
     text = render(replace(report(), experiments=[], rows=[], comparisons=[], columns=[]))
-    assert "No method has been evaluated yet." in text
+    assert "There are no results yet." in text
 
 
 def test_signatures_that_are_not_defined_leave_the_others_where_they_are():

@@ -12,7 +12,14 @@ import cfl_ray
 from cfl_ray.errors import ConfigError
 from cfl_ray.report.drawing import with_spread
 from cfl_ray.results import comparison
-from cfl_ray.results.comparison import by_experiment, compare_runs, format_table, mean_and_spread, table_of
+from cfl_ray.results.comparison import (
+    by_experiment,
+    compare_runs,
+    format_table,
+    is_less_better,
+    mean_and_spread,
+    table_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +132,21 @@ def test_formats(runs):
 def test_the_lower_loss_is_the_better_one(runs):
     frame = compare_runs(runs[:3], ["test_loss"])
     assert np.isnan(frame["p"][int(frame["test_loss"].argmin())])
+
+
+@pytest.mark.parametrize(
+    "metric, less",
+    [("newcomer_mse_tuned", True), ("mae_past", True), ("accuracy_std", True), ("newcomer_accuracy", False)],
+)
+def test_metrics_made_of_a_score_have_its_direction(metric, less):
+    assert is_less_better(metric) == less
+
+
+def test_the_best_of_an_own_score_of_which_less_is_better_is_the_lowest():
+    values = {"high": [3.0, 4.0, 6.0], "low": [1.0, 3.0, 2.0]}
+    found = {("e", m): {s: {"own": v, "own_p90": v} for s, v in enumerate(of)} for m, of in values.items()}
+    frame = table_of(found, ["own"])
+    assert np.isnan(frame["p"][1]) and frame["effect"][0] > 0
 
 
 def found_of(**values):

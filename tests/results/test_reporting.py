@@ -232,6 +232,11 @@ def test_settings_of_a_study_are_experiments_and_its_labels_methods(tmp_path, mo
         assert list(one.methods) == ["fedavg", "fedavg-again"] and one.seeds == [0, 1]
     assert report.experiments[0].command == "cfl-ray compare study.yaml --setting slow"
     assert report_of(find_runs([study / "slow" / "fedavg" / "seed-0"])).experiments[0].name == "slow"
+    stopped = study / "fast" / "fedavg" / "seed-1"
+    (stopped / "fedavg" / "end.json").unlink()
+    report = report_of(find_runs([study]))  # as in the study's tables: without runs that are not finished
+    assert [row["runs"] for row in report.rows] == [2, 2, 1, 2] and str(stopped) in report.notes[0]
+    assert report_of(find_runs([stopped])).notes == [f"Not finished: fedavg of {stopped} (round 1 of 1)."]
 
 
 PUBLISHED = """

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cfl_ray.cli import live_client
+from cfl_ray.cli import live_client, live_commands
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.run_directory import RunDirectory
@@ -19,11 +19,15 @@ def token(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
 
 
-def test_a_finished_run(run_dir):
+def test_a_finished_run(run_dir, capsys):
     status = live_client.status(run_dir)
     assert (status.state, status.methods, status.waiting) == ("finished", {"ditto": "finished"}, 0)
     assert (status.round, status.evaluated, status.next, status.hosts) == (2, 2, None, None)
     assert set(status.metrics) == {"accuracy", "accuracy_local", "num_clusters"}
+    records = run_dir / "ditto/metrics.jsonl"
+    records.write_text(re.sub(r'"accuracy": [0-9.]+', '"accuracy": NaN', records.read_text()))
+    live_commands.status(run_dir, as_json=True)
+    assert '"accuracy": null,' in capsys.readouterr().out  # JSON has no NaN
     for verb in ("join", "leave", "stop"):
         with pytest.raises(RunError, match=f"is not live, so it takes no request to {verb}; it is finished"):
             live_client.ask(run_dir, verb)
@@ -36,6 +40,8 @@ def test_a_folder_without_a_run(tmp_path):
 
 def test_a_run_whose_driver_died(run_dir):
     (run_dir / "end.json").unlink()
+    status = live_client.status(run_dir)  # after the end of its last method
+    assert (status.state, status.methods, status.next) == ("died", {"ditto": "finished"}, f"cfl-ray resume {run_dir}")
     (run_dir / "ditto/end.json").unlink()
     status = live_client.status(run_dir)
     assert (status.state, status.methods, status.next) == ("died", {"ditto": "begun"}, f"cfl-ray resume {run_dir}")

@@ -339,10 +339,10 @@ def test_a_metric_that_no_run_may_have_is_told_before_the_runs(study, inline):
     assert warning.startswith("sweep.metric: 'omega_score' is no metric of all methods; it is found only if a method")
 
 
-def test_one_parent_in_mlflow_and_no_second_one(study, inline, drawn):
+def test_one_parent_in_mlflow_and_no_second_one(study, inline, drawn, tmp_path):
     tracking = {"tracking": {"enabled": True}, "methods": ["fedavg"], "rounds": 1}
-    results = run_study(study(experiment=tracking))
-    run_study(study(experiment=tracking, seeds=[0, 1, 2]))
+    results = run_study(study(experiment=tracking), tmp_path / "runs" / "longer")
+    run_study(study(experiment=tracking, seeds=[0, 1, 2]), tmp_path / "runs" / "longer")
     from mlflow import MlflowClient
 
     client = MlflowClient(results.tracking)
@@ -357,7 +357,8 @@ def test_one_parent_in_mlflow_and_no_second_one(study, inline, drawn):
     for one in children.values():
         tags = one.data.tags
         assert tags["mlflow.parentRunId"] == parent.info.run_id and one.info.status == "FINISHED"
-        assert (tags["study"], tags["setting"], tags["label"], tags["method"]) == ("small", "all", "fedavg", "fedavg")
+        names = [tags[key] for key in ("study", "setting", "label", "method")]
+        assert names == ["longer", "all", "fedavg", "fedavg"] and parent.data.tags["study"] == "longer"
     mean = sum(one.data.metrics["accuracy"] for one in children.values()) / 3
     assert parent.info.status == "FINISHED" and parent.data.metrics["all/fedavg/accuracy"] == pytest.approx(mean)
     points = client.get_metric_history(parent.info.run_id, "all/fedavg/accuracy")
@@ -413,3 +414,8 @@ def test_the_metrics_of_a_study_are_means(study, inline):
     frame = results.to_frame()
     assert record.metrics["all/fedavg/accuracy"] == pytest.approx(frame["accuracy"].mean())
     assert "all/fedavg/accuracy_std" not in record.metrics
+    for _ in range(2):  # another metric of as many runs, once
+        run_study(study(experiment={"rounds": 1, "methods": ["fedavg"]}, metrics=["accuracy", "accuracy_std"]))
+    first, second = read_records(results.root)
+    assert second.round == first.round + 1
+    assert second.metrics["all/fedavg/accuracy_std"] == pytest.approx(frame["accuracy_std"].mean())
