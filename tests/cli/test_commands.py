@@ -398,6 +398,12 @@ def test_an_error_that_names_the_authors_line_names_no_other(capsys):
     assert status == 1 and message.count("line") == 2 and re.search(r"mine\.py, line 1\) failed.*\(line 3\);", message)
 
 
+def test_a_plugin_that_ends_the_process_is_an_error(capsys):
+    Path("mine.py").write_text("def load():\n    raise SystemExit(0)\n")
+    status, _, message = call(capsys, "check", "data.source=mine.py:load")
+    assert status == 1 and "SystemExit: 0 (" in message and "mine.py, line 2); a plugin cannot end" in message
+
+
 @pytest.mark.parametrize("command", ["check", "run"])
 def test_own_parts_that_cannot_work_are_refused(capsys, command):
     Path("mine.py").write_text("def mine(outputs, targets):\n    return outputs\n")
