@@ -128,8 +128,8 @@ class Task:
             )
         if not losses.isfinite().all():
             raise ConfigError(
-                f"task {self.name}: loss {place_of(self.loss)} returns {losses.tolist()} for 3 samples, expected finite "
-                "numbers; outputs are any real numbers, such as logits, not probabilities"
+                f"task {self.name}: loss {place_of(self.loss)} returns {losses.tolist()} for 3 samples, expected "
+                "finite numbers; outputs are any real numbers, as logits are"
             )
         if not torch.equal(losses.detach()[:2], again[:2]):
             raise ConfigError(
