@@ -1,5 +1,14 @@
 """The command line `cfl-ray`."""
 
-from cfl_ray.cli.commands import main
+import sys
 
 __all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line. Every error becomes a message and an exit status (`commands`)."""
+    try:
+        from cfl_ray.cli import commands  # imported here, so that Ctrl-C meanwhile shows no traceback
+    except KeyboardInterrupt:
+        sys.exit(130)
+    commands.main(arguments)

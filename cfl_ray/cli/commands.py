@@ -26,6 +26,7 @@ from cfl_ray.cli import (
 from cfl_ray.cli.console import err, say
 from cfl_ray.errors import Interrupted, RunStopped, UserError, says_where
 from cfl_ray.errors.redaction import redact
+from cfl_ray.plugins.calling import is_user_file
 
 # new objects until the garbage collector looks for cycles; with Python's 700 it takes a fifth of the time of imports
 _OBJECTS = 50_000
@@ -89,6 +90,11 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(str(error), error.exit_status)
     except KeyboardInterrupt as error:  # possibly a second Ctrl-C, while the first Ctrl-C ends the run
         _fail(_message_of_interruption(error) or "stopped", Interrupted.exit_status)
+    except SystemExit as error:  # ours, or that of a plugin, whose status would be taken for that of the run
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        if is_user_file(Path(frame.filename)):
+            _fail(f"SystemExit: {error} ({frame.filename}, line {frame.lineno}); a plugin cannot end the process", 1)
+        raise
     except OSError as error:
         _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
     except Exception as error:

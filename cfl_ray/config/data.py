@@ -1,5 +1,6 @@
 """The section `data`: a class for the keys of each family of sources."""
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
@@ -157,6 +158,13 @@ class DataConfig(ConfigSection):
                 "divides all samples anew; for one client of each value set data.partition: "
                 "{kind: writer, clients: null}"
             )
+        if self.source == "image_folder" and self.root is not None and kind != "writer":
+            file = Path(self.root, getattr(self, "train_files", None) or "", "clients.csv").expanduser()
+            if file.is_file():
+                warnings.append(
+                    f"{file} does not decide the clients: partition.kind {kind} divides all samples anew; for one "
+                    "client of each of its clients set data.partition: {kind: writer, clients: null}"
+                )
         return warnings
 
     @model_validator(mode="after")

@@ -126,6 +126,11 @@ class Task:
                 f"task {self.name}: loss {place_of(self.loss)} returns {got}{more} for 3 samples, expected the loss of "
                 "each, shape (3,)"
             )
+        if not losses.isfinite().all():
+            raise ConfigError(
+                f"task {self.name}: loss {place_of(self.loss)} returns {losses.tolist()} for 3 samples, expected "
+                "finite numbers; outputs are any real numbers, as logits are"
+            )
         if not torch.equal(losses.detach()[:2], again[:2]):
             raise ConfigError(
                 f"task {self.name}: loss {place_of(self.loss)} mixes samples: a sample's loss depends on others; "

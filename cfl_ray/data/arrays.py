@@ -231,7 +231,8 @@ def _inputs(name: str, values: Array, vocabulary: int | None) -> np.ndarray:
 
 def numbers(name: str, x: np.ndarray) -> np.ndarray:
     """Returns the numbers (n, ...) as float32. Raises DataError with the first row that is not finite."""
-    x = x.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):  # infinity is the error below
+        x = x.astype(np.float32, copy=False)
     _check_rows(name, np.isfinite(x), "NaN or infinity as float32")
     return x
 
@@ -244,8 +245,15 @@ def _check_rows(name: str, valid: np.ndarray, what: str) -> None:
         )
 
 
+def check_count(name: str, value: object) -> None:
+    """Raises DataError for a value that is no whole number of at least 1."""
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise DataError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
 def tokens(name: str, x: np.ndarray, vocabulary: int) -> np.ndarray:
     """Returns token ids (n, ...) as int32. Raises DataError for other values than 0 .. vocabulary - 1."""
+    check_count("vocabulary", vocabulary)
     if not np.issubdtype(x.dtype, np.integer):
         raise DataError(f"{name} must be integers if `vocabulary` is given ({vocabulary}), got {x.dtype}")
     low, high = int(x.min()), int(x.max())
@@ -298,8 +306,10 @@ def num_outputs(
     DataError for a label that is not below `num_classes`, and for another number of columns.
     """
     given = [(name, y) for name, y in parts if y is not None]
+    if num_classes is not None:
+        check_count("num_classes", num_classes)
     if targets in ("class", "tokens"):
-        num_classes = num_classes or (vocabulary if targets == "tokens" else None)
+        num_classes = vocabulary if num_classes is None and targets == "tokens" else num_classes
         largest = [(int(y.max()), name) for name, y in given]
         for label, name in largest:
             if num_classes is not None and label >= num_classes:

@@ -1,11 +1,14 @@
 """Columns of tables and the images in them, with checks whose messages name the file, the column and the row."""
 
 import io
+import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from PIL import Image, UnidentifiedImageError
 
 from cfl_ray.errors import DataError, did_you_mean
@@ -15,15 +18,16 @@ Named = tuple[str, pa.Table]  # rows, with the name of their file or folder for 
 
 
 def column_of(part: Named, column: str) -> pa.ChunkedArray:
-    """Returns a column without nulls. Raises DataError with the first row that is null."""
+    """Returns a column without empty cells. Raises DataError with the first row that is null or an empty text."""
     name, table = part
     if column not in table.column_names:
         raise DataError(f"{name} has no column {column!r}{did_you_mean(column, table.column_names)}; set data.columns")
     values = table[column]
-    if values.null_count:
-        row = values.is_null().index(True).as_py()
+    empty = pc.equal(values, "") if is_text(values.type) else values.is_null()
+    if (row := pc.index(pc.fill_null(empty, True), True).as_py()) >= 0:
+        what = "is empty" if is_text(values.type) else "is empty (or NA or NaN)"
         raise DataError(
-            f"{name}: column {column!r} is empty in row {row} (the first is row 0); fill it, or delete the row"
+            f"{name}: column {column!r} {what} in row {row} (the first is row 0); fill it, or delete the row"
         )
     return values
 
@@ -95,18 +99,28 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def read_npz(file: Path, required: Sequence[str], optional: Sequence[str], needs: str) -> dict[str, np.ndarray]:
+def read_npz(file: Path, required: Sequence[str], optional: Sequence[str] | None, needs: str) -> dict[str, np.ndarray]:
     """Returns the arrays of an .npz file by name. Raises DataError if a required array is missing.
 
-    needs: the arrays that the file needs, for the message.
+    optional: all other arrays that the file may have; None: it may have any others, which are not read. needs: the
+    arrays that the file needs, for the message.
     """
+    known = (*required, *(optional or ()))
     try:
-        with np.load(file, allow_pickle=False) as loaded:
-            arrays = {name: loaded[name] for name in (*required, *optional) if name in loaded}
-    except (ValueError, OSError, TypeError) as error:
+        loaded = np.load(file, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            raise DataError(
+                f"{file} holds a single array without a name, as numpy.save writes it; {needs} (numpy.savez)"
+            )
+        with loaded:
+            unknown = [name for name in loaded.files if name not in known]
+            arrays = {name: loaded[name] for name in known if name in loaded}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{file} cannot be read as an .npz file of plain arrays: {error}") from error
     if missing := [name for name in required if name not in arrays]:
         raise DataError(f"{file} has no array {missing[0]!r}; {needs}")
+    if unknown and optional is not None:
+        raise DataError(f"{file} has an unknown array {unknown[0]!r}{did_you_mean(unknown[0], known)}")
     return arrays
 
 

@@ -212,26 +212,36 @@ def _generated(data: GeneratedConfig, seed: int) -> SyntheticFederation:
 def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
     """The federation of the .npz file `data.root`; `data.partition` has no effect.
 
-    The file has the arrays x, y, clients, and optionally groups, x_test, y_test, test_clients, vocabulary (a number).
+    The file has the arrays x, y, clients, and optionally groups, x_test, y_test, test_clients, and the numbers
+    num_classes and vocabulary.
     """
     if data.shift.kind != "none":
         raise DataError(f"data.shift.kind: source arrays is taken as it is, so none, not {data.shift.kind}")
-    if data.root is None or not Path(data.root).expanduser().is_file():
+    if data.root is None:
         raise DataError(
-            f"source arrays needs data.root: an .npz file with x, y and clients (numpy.savez), got {data.root!r}; the "
-            "record of a run does not hold arrays made in Python: give it the experiment, resume(RUN, experiment=...)"
+            "source arrays needs data.root: an .npz file with x, y and clients (numpy.savez); the record of a run does "
+            "not hold arrays made in Python: give it the experiment, resume(RUN, experiment=...)"
         )
-    required, optional = ("x", "y", "clients"), ("groups", "x_test", "y_test", "test_clients", "vocabulary")
-    arrays: dict[str, Any] = read_npz(Path(data.root).expanduser(), required, optional, "it needs x, y and clients")
+    file = Path(data.root).expanduser()
+    if not file.is_file():
+        raise DataError(
+            f"data.root: there is no file {file.absolute()}; source arrays reads an .npz file (numpy.savez)"
+        )
+    required, needs = ("x", "y", "clients"), "it needs x, y and clients"
+    optional = ("groups", "x_test", "y_test", "test_clients", "num_classes", "vocabulary")
+    arrays: dict[str, Any] = read_npz(file, required, optional, needs)
     if data.test.view == "holdout" and "test_clients" not in arrays:
         arrays = {name: array for name, array in arrays.items() if not name.endswith("_test")}
-    vocabulary = arrays.pop("vocabulary", None)
-    return federation_from_arrays(
-        **arrays,
-        vocabulary=None if vocabulary is None else int(vocabulary),
-        holdout=data.test.fraction,
-        seed=seed,
-        view=data.test.view,
-        normalize=data.normalize,
-        targets=targets,
-    )
+    numbers = {name: arrays.pop(name).squeeze().tolist() for name in ("num_classes", "vocabulary") if name in arrays}
+    try:
+        return federation_from_arrays(
+            **arrays,
+            **numbers,
+            holdout=data.test.fraction,
+            seed=seed,
+            view=data.test.view,
+            normalize=data.normalize,
+            targets=targets,
+        )
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from None

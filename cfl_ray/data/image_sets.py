@@ -167,7 +167,7 @@ def medmnist(data: FilesDataConfig) -> Source:
 
 def _read_medmnist(file: Path) -> Images:
     names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels")]
-    arrays = read_npz(file, names, (), f"a file of medmnist has {', '.join(names)}")
+    arrays = read_npz(file, names, None, f"a file of medmnist has {', '.join(names)}")
     parts = [
         _medmnist_part(file, name, arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")
     ]

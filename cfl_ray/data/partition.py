@@ -100,7 +100,8 @@ def writers(
     if client is None:
         raise DataError(
             f"data.partition.kind: writer needs the writer of each sample, which {source!r} does not name; "
-            "use femnist, femnist_leaf, mnist_by_writer, or images with data.columns.client"
+            "set data.columns.client (csv, images, hf_disk), add clients.csv (image_folder), or use femnist, "
+            "femnist_leaf or mnist_by_writer"
         )
     names, writer_of_sample, counts = np.unique(client, return_inverse=True, return_counts=True)
     kept = np.flatnonzero(counts >= partition.min_samples)

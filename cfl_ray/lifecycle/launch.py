@@ -213,6 +213,10 @@ class _Launch:
             except OSError as error:  # a full disk, or a folder that was removed
                 file = f"{error.filename}: " if error.filename else ""
                 raise RunError(f"{file}{error.strerror or error}. {self._how_to_continue()}") from error
+            except Exception as error:  # of a plugin in this process
+                if self.directory is not None and RunDirectory(self.directory).is_run:
+                    error.add_note(self._how_to_continue())
+                raise
             finally:
                 if self.session is not None:
                     with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: Ray ends with this process

@@ -66,14 +66,15 @@ class ModelRecipe:
         return module
 
     def check(self) -> None:
-        """Builds the network. Raises ConfigError if that fails, or if the input shape or output size does not fit."""
+        """Builds the network and tries it on two samples. Raises ConfigError if clients cannot train it."""
         try:
             module = self()
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(
-                f"model {self._place} cannot be built with options {self.options}: {explained(self.factory, error)}"
+                f"model {self._place} cannot be built with options {self.options} for samples of shape "
+                f"{self.input_shape} and {self.num_classes} classes: {explained(self.factory, error)}"
             ) from error
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(f"model {self._place} has no parameter to train, expected at least 1")
@@ -86,6 +87,8 @@ class ModelRecipe:
                 )
         for training in (False, True):
             self._check_forward(module.train(training))
+        self._check_repetition(module.eval())
+        self._check_gradient(module.train())
 
     def _check_forward(self, module: nn.Module) -> None:
         samples = "samples" if self.dtype.is_floating_point else f"{self.dtype} samples"
@@ -111,6 +114,34 @@ class ModelRecipe:
             if self.outputs:
                 need = f"the targets of the data need {expected}"
             raise ConfigError(f"model {self._place} answers 2 samples with shape {tuple(outputs.shape)}, but {need}")
+
+    def _check_repetition(self, module: nn.Module) -> None:
+        x, draw = self._zeros(), torch.Generator().manual_seed(0)
+        outputs = []
+        for _ in range(2):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                outputs.append(
+                    module(torch.rand(x.shape, generator=draw.manual_seed(0)) if x.is_floating_point() else x)
+                )
+        if not torch.allclose(outputs[0], outputs[1], rtol=1e-3, equal_nan=True):
+            raise ConfigError(
+                f"model {self._place} answers the same samples differently the second time, in evaluation: its forward "
+                "pass depends on Python state or a buffer that it changes, or on random numbers of NumPy or `random`; "
+                "then results depend on the process"
+            )
+
+    def _check_gradient(self, module: nn.Module) -> None:
+        trained = next(parameter for parameter in module.parameters() if parameter.requires_grad)
+        try:
+            for _ in range(2):
+                with torch.random.fork_rng(devices=[]):
+                    outputs = module(self._zeros())
+                if not outputs.requires_grad:
+                    raise ValueError("its outputs have no gradient; do not use detach, no_grad or NumPy in forward")
+                torch.autograd.grad(outputs.sum(), trained, allow_unused=True)
+        except Exception as error:
+            raise ConfigError(f"model {self._place} cannot be trained: {explained(self.factory, error)}") from error
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """Positional and named arguments of the factory. Raises ConfigError if a parameter gets no value."""

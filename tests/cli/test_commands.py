@@ -201,6 +201,18 @@ def test_a_character_that_the_terminal_lacks_ends_no_command():
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, b"0.5 ? 0.1\n", b"")
 
 
+def test_an_interruption_while_the_command_line_is_imported_shows_no_traceback(monkeypatch, capsys):
+    class Interrupting:
+        def find_spec(self, name, *_):
+            if name == "cfl_ray.cli.commands":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "cfl_ray.cli.commands", raising=False)
+    monkeypatch.delattr(sys.modules["cfl_ray.cli"], "commands", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert call(capsys, "--version") == (130, "", "")
+
+
 def test_an_interrupted_command_does_not_wait_for_its_processes():
     """After a second Ctrl-C they may be at work still; they end by themselves when the command has ended."""
     program = (
@@ -396,6 +408,13 @@ def test_an_error_that_names_the_authors_line_names_no_other(capsys):
     Path("mine.py").write_text(METRIC_OF_MANY)
     status, _, message = call(capsys, "run", *QUICK, "evaluation.metrics=[mine.py:mine]", "runtime.backend=in_process")
     assert status == 1 and message.count("line") == 2 and re.search(r"mine\.py, line 1\) failed.*\(line 3\);", message)
+    assert "; Every saved round is kept; go on with: cfl-ray resume " in message
+
+
+def test_a_plugin_that_ends_the_process_is_an_error(capsys):
+    Path("mine.py").write_text("def load():\n    raise SystemExit(0)\n")
+    status, _, message = call(capsys, "check", "data.source=mine.py:load")
+    assert status == 1 and "SystemExit: 0 (" in message and "mine.py, line 2); a plugin cannot end" in message
 
 
 @pytest.mark.parametrize("command", ["check", "run"])

@@ -88,6 +88,8 @@ def test_metrics_of_a_task_may_be_functions_and_names():
 def test_a_loss_is_tried_before_a_run():
     with pytest.raises(ConfigError, match=r"returns a tensor of shape \(\) for 3 samples, expected the loss of each"):
         Task(lambda f, y: f.mean(), "real").check((1,), ())
+    with pytest.raises(ConfigError, match=r"returns \[nan.* for 3 samples, expected finite numbers"):
+        Task(lambda f, y: f.sum(1).log() * torch.nan, "real").check((1,), ())
     with pytest.raises(ConfigError, match="without a gradient"):
         Task(lambda f, y: y, "real").check((1,), ())
     with pytest.raises(ConfigError, match=r"failed: RuntimeError.*outputs \(3, 1\) and targets \(3,\) of torch.f"):

@@ -103,6 +103,8 @@ def nan_in_row_7():
         ({"x": Y}, r"x must be \(n, \*input\)"),
         ({"y": Y - 1}, "y has the negative label -1 in row 0"),
         ({"y": Y / 2}, "y must be integers"),
+        ({"num_classes": "3"}, "num_classes must be a whole number of at least 1, got '3'"),
+        ({"num_classes": 0}, "num_classes must be a whole number of at least 1, got 0"),
         ({"num_classes": 3}, "label 3 does not fit num_classes 3; labels run from 0 to 2"),
         ({"clients": np.array(["a", 1] * 20, object)}, "clients must be all integers or all strings, got int, str"),
         ({"clients": np.array([object()] * 40)}, "got object"),

@@ -204,17 +204,33 @@ class TestArrays:
             ({"view": "cluster"}, "the test view cluster does not fit these arrays"),
             ({"shift": "rotated"}, "source arrays is taken as it is, so none, not rotated"),
             ({"clients": np.array([object()] * 40)}, "cannot be read as an .npz file of plain arrays"),
+            ({"y": np.arange(39)}, "mine.npz: y has 39 entries, x has 40"),
+            ({"group": np.zeros(40)}, r"mine.npz has an unknown array 'group' \(did you mean 'groups'\?\)"),
+            ({"num_classes": 3}, "mine.npz: y: label 3 does not fit num_classes 3"),
+            ({"vocabulary": "many"}, "mine.npz: vocabulary must be a whole number of at least 1, got 'many'"),
         ],
     )
     def test_wrong_arrays(self, tmp_path, change, message):
         with pytest.raises(DataError, match=message):
             self.build(tmp_path, **{"x": self.X, "y": self.Y, "clients": self.CLIENTS, **change})
 
+    def test_numbers_in_the_file(self, tmp_path):
+        arrays = {"x": self.X, "y": self.Y, "clients": self.CLIENTS}
+        assert self.build(tmp_path, **arrays, num_classes=9).shape.num_classes == 9
+
     def test_missing_and_damaged_files(self, tmp_path):
         with pytest.raises(DataError, match="has no array 'clients'; it needs x, y and clients"):
             self.build(tmp_path, x=self.X, y=self.Y)
         with pytest.raises(DataError, match="source arrays needs data.root: an .npz file"):
-            build(SOURCE_KINDS.of(source="arrays", root=str(tmp_path / "none.npz")), 0, tmp_path)
+            build(SOURCE_KINDS.of(source="arrays"), 0, tmp_path)
+        np.save(tmp_path / "one.npy", self.X)
         (tmp_path / "bad.npz").write_text("no archive")
-        with pytest.raises(DataError, match="cannot be read as an .npz file"):
-            build(SOURCE_KINDS.of(source="arrays", root=str(tmp_path / "bad.npz")), 0, tmp_path)
+        (tmp_path / "cut.npz").write_bytes((tmp_path / "mine.npz").read_bytes()[:500])
+        for name, message in {
+            "none.npz": "data.root: there is no file /.*none.npz; source arrays reads an .npz file",
+            "one.npy": "one.npy holds a single array without a name, .* it needs x, y and clients",
+            "bad.npz": "bad.npz cannot be read as an .npz file",
+            "cut.npz": "cut.npz cannot be read as an .npz file",
+        }.items():
+            with pytest.raises(DataError, match=message):
+                build(SOURCE_KINDS.of(source="arrays", root=str(tmp_path / name)), 0, tmp_path)

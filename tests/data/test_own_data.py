@@ -197,7 +197,14 @@ class TestCsv:
             ),
             ("a,kind,shop\n1,pear,x\n", {"label": "kidn"}, r"has no column 'kidn' \(did you mean 'kind'\?\)"),
             ("a,kind,shop\n1,pear,x\n", {"client": "shp"}, r"has no column 'shp' \(did you mean 'shop'\?\)"),
-            ("a,kind,shop\n,0,x\n2,1,x\n", {}, r"column 'a' is empty in row 0 \(the first is row 0\); fill it"),
+            (
+                "a,kind,shop\nNA,0,x\n2,1,x\n",
+                {},
+                r"column 'a' is empty \(or NA or NaN\) in row 0 \(the first is row 0\)",
+            ),
+            ("a,kind,shop\n1,pear,x\n2,,x\n", {}, r"column 'kind' is empty in row 1 \(the first is row 0\); fill it"),
+            ("a,kind,shop\n1,0,x\n2,1,\n", {}, "column 'shop' is empty in row 1"),
+            ("a,kind,shop\n1e300,0,x\n", {}, "column 'a' has NaN or infinity as float32 in 1 of 1 rows"),
             ("a,kind,shop\n", {}, "t.csv holds no row"),
             ("a,kind,shop\n1,0\n", {}, "t.csv is not a readable CSV file"),
             ("ARROW1\0\0", {}, "t.csv is a file of Arrow, not of CSV; a function that returns arrays can read it"),
@@ -232,6 +239,13 @@ class TestCsv:
         assert not SOURCE_KINDS.of(
             source="csv", columns=columns, partition={"kind": "writer", "clients": None}
         ).warnings
+
+    def test_a_file_of_clients_without_effect_is_told(self, tmp_path):
+        (tmp_path / "clients.csv").write_text("file,client\n")
+        folder = {"source": "image_folder", "root": str(tmp_path)}
+        (text,) = SOURCE_KINDS.of(**folder).warnings
+        assert text.startswith(f"{tmp_path}/clients.csv does not decide the clients: partition.kind iid divides")
+        assert not SOURCE_KINDS.of(**folder, partition={"kind": "writer", "clients": None}).warnings
 
 
 class TestImageFolder:

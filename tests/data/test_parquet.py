@@ -70,7 +70,7 @@ def test_clients_and_groups(tmp_path):
 @pytest.mark.parametrize(
     "columns, message",
     [
-        ({"label": [0, 1, 2, 3, 4, None]}, "column 'label' is empty in row 5"),
+        ({"label": [0, 1, 2, 3, 4, None]}, "column 'label' is empty .or NA or NaN. in row 5"),
         ({"label": [0.5] * 6}, "label column 'label' must hold integers or words, it holds double"),
         ({"label": [0, 1, 2, 3, 4, -1]}, "must lie in 0..32767, got -1..4"),
         ({"label": [0, 1, 2, 3, 4, 62]}, "column 'label': label 62 does not fit num_classes 62; labels run"),

@@ -238,7 +238,10 @@ class TestWriters:
                 self.draw(**limits)
 
     def test_data_without_writers_are_an_error_that_names_data_with_writers(self):
-        with pytest.raises(DataError, match="which 'mnist' does not name; use femnist"):
+        with pytest.raises(
+            DataError,
+            match="which 'mnist' does not name; set data.columns.client .csv, images, hf_disk.*or use femnist",
+        ):
             writers(None, PARTITION_KINDS.of(kind="writer"), "mnist", np.random.default_rng(0))
 
 

@@ -34,7 +34,7 @@ def test_csv_and_parquet_read_alike(csv, tmp_path):
         ("client,from,to\na,2,3\n", "column 'client' must hold client ids, integers, it holds string"),
         ("client,from,to\n1,x,3\n", "column 'from' must hold numbers, it holds string"),
         ("client,from,to\n1,true,3\n", "column 'from' must hold numbers, it holds bool"),
-        ("client,from,to\n1,2,3\n1,,3\n", "column 'from' is empty in row 1"),
+        ("client,from,to\n1,2,3\n1,,3\n", "column 'from' is empty .or NA or NaN. in row 1"),
         ("", "cannot be read as a CSV file"),
     ],
 )

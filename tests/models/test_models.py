@@ -1,3 +1,5 @@
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -76,12 +78,12 @@ def test_a_factory_from_a_file(tmp_path):
             "mlp",
             {"hiden": 5},
             MNIST,
-            "model mlp cannot be built with options {'hiden': 5}: .*unexpected keyword argument 'hiden'",
+            "with options {'hiden': 5} for samples of .* and 10 classes: .*unexpected keyword argument 'hiden'",
         ),
-        ("mlp", {"hidden": -5}, MNIST, "model mlp cannot be built with options {'hidden': -5}: RuntimeError"),
-        ("mlp", {"hidden": "many"}, MNIST, "model mlp cannot be built with options {'hidden': 'many'}: TypeError"),
+        ("mlp", {"hidden": -5}, MNIST, "model mlp cannot be built with options {'hidden': -5}.*: RuntimeError"),
+        ("mlp", {"hidden": "many"}, MNIST, "model mlp cannot be built with options {'hidden': 'many'}.*: TypeError"),
         ("lenet5", {}, (1, 8, 8), r"model lenet5 does not take samples of shape \(1, 8, 8\)"),
-        ("lenet5", {}, (64,), "model lenet5 cannot be built with options {}: ValueError"),
+        ("lenet5", {}, (64,), "model lenet5 cannot be built with options {}.*: ValueError"),
         (lambda: nn.Linear(784, 10), {}, MNIST, r"does not take samples of shape \(1, 28, 28\)"),
         (lambda: nn.BatchNorm1d(10), {}, MNIST, r"does not take samples of shape \(1, 28, 28\): ValueError"),
         (
@@ -97,12 +99,37 @@ def test_a_factory_from_a_file(tmp_path):
             r"answers 2 samples with shape \(2, 1, 28, 10\), but the data has 10 classes",
         ),
         (lambda: None, {}, MNIST, "returns NoneType, expected a torch.nn.Module"),
+        (lambda: Changed(lambda y, net: y * random.random()), {}, MNIST, "answers the same samples differently"),
+        (lambda: Changed(lambda y, net: y * net.number), {}, MNIST, "answers the same samples differently"),
+        (
+            lambda: Changed(lambda y, net: y.detach()),
+            {},
+            MNIST,
+            "cannot be trained: ValueError: its outputs have no gra",
+        ),
+        (lambda: Changed(first_outputs), {}, MNIST, "cannot be trained: RuntimeError: Trying to backward th"),
         ("missing.py:Net", {}, MNIST, "model 'missing.py:Net': there is no file /"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_run(name, options, shape, message):
     with pytest.raises(ConfigError, match=message):
         recipe(name, options, shape, 10)
+
+
+class Changed(nn.Module):
+    """A linear layer whose outputs a function (outputs, module) changes."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.linear, self.change, self.number = nn.Linear(784, 10), change, 0
+
+    def forward(self, x):
+        self.number += 1
+        return self.change(self.linear(x.flatten(1)), self)
+
+
+def first_outputs(outputs, module):
+    return vars(module).setdefault("first", outputs) if outputs.requires_grad else outputs
 
 
 class Flat(nn.Sequential):
