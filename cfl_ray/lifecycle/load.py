@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cfl_ray.config import Experiment
 from cfl_ray.engine.in_process import InProcessBackend
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.results.load import recorded_run
 from cfl_ray.results.results import Results
 from cfl_ray.results.trained import TrainedMethod
@@ -16,6 +16,7 @@ from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.setup.prepare import prepare
 from cfl_ray.setup.setup import Setup
+from cfl_ray.tracking import read_end
 
 
 def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: bool = False) -> Results:
@@ -58,7 +59,8 @@ def opener(run_dir: Path, setup: Callable[[], Setup]) -> Callable[[str], Trained
 def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:
     """A method of a run as of its newest checkpoint, also while the run is live.
 
-    Raises ConfigError if there is no checkpoint yet.
+    Raises ConfigError if there is no checkpoint yet, DataError if that of the last round of a finished method cannot
+    be read.
     """
     store = checkpoint_store(setup, run_dir, label)
     if store is None or not store.rounds():
@@ -66,4 +68,13 @@ def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:
             f"{RunDirectory(run_dir).method(label).path} has no checkpoint yet; see `cfl-ray status {run_dir}`"
         )
     backend = InProcessBackend(setup.worker())
-    return RoundLoop(setup, label, backend.worker.network, backend, store).trained(backend)
+    trained = RoundLoop(setup, label, backend.worker.network, backend, store).trained(backend)
+    directory = RunDirectory(run_dir).method(label)
+    end = read_end(directory.path)
+    if end is not None and end.status == "FINISHED" and trained.round < end.summary.round:
+        raise DataError(
+            f"{directory.checkpoints}: the checkpoint of round {end.summary.round}, the last one, is missing or "
+            f"damaged, and the newest that can be read is of round {trained.round}; restore it, or remove "
+            f"{directory.end} and resume the run, which trains from round {trained.round} on"
+        )
+    return trained

@@ -26,7 +26,8 @@ from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.system.files import SHARED, write_text
-from cfl_ray.tracking.record import LABEL_COUNTS, primary_of
+from cfl_ray.tracking import RoundRecord
+from cfl_ray.tracking.record import LABEL_COUNTS, is_evaluated, primary_of
 
 
 def write_report(
@@ -195,7 +196,7 @@ def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodR
         seed=seed,
         records=result.records,
         reassignments=read_reassignments(RunDirectory(result.directory).reassignments),
-        scores=_last_scores(RunDirectory(result.directory).client_metrics),
+        scores=_last_scores(RunDirectory(result.directory).client_metrics, result.records),
         matrices=_matrices(result) if with_matrices else {},
         mixtures=[(round, weights.labels[0], weights.value) for round, weights in sorted(mixtures.items())],
     )
@@ -228,13 +229,14 @@ def _label_counts(recorded: Sequence[Diagnostic], client_S: np.ndarray) -> np.nd
     return np.array([of_client.get(client, unknown_C) for client in client_S.tolist()])
 
 
-def _last_scores(path: Path) -> dict[str, np.ndarray]:
-    """The metrics of every client in the last evaluated round."""
+def _last_scores(path: Path, records: Sequence[RoundRecord]) -> dict[str, np.ndarray]:
+    """The metrics of every client in the last evaluated round of the records; empty if the file lacks it."""
     table = read_client_metrics(path)
-    batches = [batch for batch in table.to_batches() if batch.num_rows]  # each of a single round, memory-mapped
-    if not batches:
+    evaluated = next((record.round for record in reversed(records) if is_evaluated(record.metrics)), None)
+    batches = (batch for batch in table.to_batches() if batch.num_rows)  # each of a single round, memory-mapped
+    last = next((batch for batch in batches if batch["round"][0].as_py() == evaluated), None)
+    if last is None:
         return {}
-    last = max(batches, key=lambda batch: batch["round"][0].as_py() or 0)
     return {name: last[name].to_numpy(zero_copy_only=False) for name in table.column_names[1:]}
 
 

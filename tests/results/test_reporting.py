@@ -200,6 +200,10 @@ def test_the_command_of_a_trial_is_that_of_its_sweep(tmp_path, settings, setting
 
 def test_damaged_groups_are_named(runs, tmp_path):
     shutil.copytree(runs / "run-0", tmp_path / "run")
+    scores = tmp_path / "run" / "ifca" / "client_metrics.arrow"
+    os.truncate(scores, scores.stat().st_size - 8)
+    methods = report_of(find_runs([tmp_path / "run"])).experiments[0].methods
+    assert methods["fedavg"][0].scores and not methods["ifca"][0].scores, "those of an earlier round are not the last"
     path = tmp_path / "run" / "ifca" / "artifacts" / "assignments.parquet"
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(DataError, match="assignments.parquet is damaged .* remove it to do without the true groups"):
