@@ -1,5 +1,6 @@
 """Images in a folder per class, as torchvision's ImageFolder reads them, with the client of each image if known."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ def files_of(folder: Path) -> list[Path]:
     """The images below the class folders of `folder`, sorted. Raises DataError if there are none."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder.absolute()}; set data.root to a folder with a folder per class")
+    for inner in (folder, *(path for path in folder.glob("*") if path.is_dir())):
+        if not os.access(inner, os.R_OK | os.X_OK):  # glob leaves out what it may not read
+            raise DataError(f"{inner.absolute()} cannot be read: permission denied")
     files = sorted(file for file in folder.glob("*/**/*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
         raise DataError(

@@ -285,6 +285,11 @@ class TestImageFolder:
         with pytest.raises(DataError, match="9.png is neither PNG nor JPEG"):
             self.read(folder, train_files="train")
 
+    def test_a_folder_that_may_not_be_read_is_no_empty_one(self, folder, monkeypatch):
+        monkeypatch.setattr("os.access", lambda path, mode: path.name != "dog")
+        with pytest.raises(DataError, match="/train/dog cannot be read: permission denied"):
+            self.read(folder, train_files="train")
+
     def test_grey_images_among_colours_and_colours_among_grey_images(self, folder):
         last = folder / "train" / "dog" / "9.png"
         Image.new("L", (5, 4), 200).save(last)
