@@ -65,15 +65,14 @@ class Choking(torch.nn.Linear):
         return super().forward(x)
 
 
-class PoisonedFederation(SyntheticFederation):
-    """The synthetic federation of 12 clients; the first six each have another kind of invalid data or update."""
+class PoisonedFederation(OneBadHost):
+    """The same; the first six clients each have another kind of invalid data or update."""
 
-    def __init__(self):
-        super().__init__(12, input=(8,), samples=20)
-        self.recipe = self.recipe | {"poisoned": True}
+    def __init__(self, log: str):
+        super().__init__(12, log)
 
     def __reduce__(self):
-        return PoisonedFederation, ()
+        return PoisonedFederation, (self.log,)
 
     def train(self, client):
         x, y = super().train(client)

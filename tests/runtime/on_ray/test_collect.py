@@ -1,4 +1,7 @@
-"""Totals that hosts combine in a tree have the same bits as those that the server adds up, and as one process."""
+"""Totals have the same bits in one process, added up by the server, and combined by hosts in a tree; secure ones too.
+
+No figure depends on how many chunks share a call.
+"""
 
 import os
 import signal
@@ -6,10 +9,14 @@ import signal
 import numpy as np
 import pytest
 import torch
+from federations import clients_of, protected
 
+from cfl_ray.core.clients import Clients, ClientState
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.work import Address, Averaging, Rows, Train
+from cfl_ray.core.secure_aggregation import SecureAggregation
+from cfl_ray.core.work import Address, AverageDeferred, Averaging, Losses, Rows, Train
 from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.privacy.noisy_sums import Noise, Privacy, PrivateRun
 from cfl_ray.runtime.on_ray import backend as backend_module
 from cfl_ray.runtime.on_ray import collect
 from cfl_ray.runtime.on_ray.backend import Exchange, RayBackend
@@ -97,6 +104,53 @@ def test_models_that_are_too_large_for_a_call_go_through_the_object_store(backen
     monkeypatch.setattr(backend_module, "_IN_CALL_BYTES", 0)
     assert_equal(on_ray.run(work), in_process.run(work))
     assert len(on_ray._rows[id(work.tables[0])][1]) == 2, "each of the two models was put once"
+
+
+@pytest.mark.parametrize("way", ["calls", "server", "tree", "private"])
+def test_secure_sums_do_not_depend_on_hosts(way, backends, monkeypatch):
+    weight_RM = torch.tensor([[1.0, 0, 2, 0, 3, 0], [0, 1, 0, 0, 0, 1]])
+    private = None
+    if way == "private":  # the noise of the clients, too
+        private, weight_RM = PrivateRun(Privacy(1.0, 0.5, 6.0), Noise(b"key")), weight_RM > 0
+    if way not in ("calls", "private"):
+        monkeypatch.setattr(backend_module, "_WITH_RESULT_BYTES", 0)
+    if way == "tree":
+        monkeypatch.setattr(collect.Collected, "use_tree", property(lambda self: True))
+    setup, ids = backends[1].pool.setup, np.arange(6)
+    network = setup.network()
+    found = []
+    for backend in backends:
+        clients = Clients(ids, np.ones(6, np.int64), network.spec, setup.local, backend, seed=0, round=1)
+        secure = SecureAggregation(neighbours=2)
+        clients = protected(clients, masks=secure, absent=np.array([7]), noise=private)
+        start_KP = torch.stack([network.new_model(0, k) for k in range(2)])
+        found.append(clients.train(clients.send(start_KP, ids % 2), average=weight_RM).averaged(start_KP))
+        assert not clients.stats.lost_sums
+    assert found[0].equal(found[1]) and not found[0].equal(start_KP)
+
+
+def test_figures_do_not_depend_on_the_calls(backends):
+    """Two rounds without a known cost of work, two with a large and two with a small one."""
+    in_process, backend = backends
+    setup = backend.pool.setup
+    models_KP = torch.stack([setup.network().new_model(0, k) for k in range(2)])
+    ids, row_M = np.arange(20), np.arange(20) % 2
+    weight_RM = np.eye(2)[row_M].T
+    found = []
+    for one in (backend, in_process):
+        state, figures = ClientState("momentum", setup.network().spec.head), []
+        for round, seconds in enumerate([None, None, 0.02, 0.02, 1e-6, 1e-6], 1):
+            if one is backend:
+                backend._seconds_of_cost = dict.fromkeys([Train, Losses, AverageDeferred], seconds)
+            clients = clients_of(setup, one, ids, round)
+            updates = clients.train(clients.send(models_KP, row_M), average=weight_RM, client_state=state)
+            assert updates.training.address == Address(0, round, 1)
+            figures += [updates.averaged(models_KP), torch.from_numpy(updates.train_loss_M)]
+            figures.append(torch.from_numpy(clients.losses(clients.broadcast(models_KP))))
+        keys = sorted(one.client_states.keys())
+        assert [client for _, client in keys] == ids.tolist()
+        found.append([*figures, *one.client_states.tensors(keys)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import pytest
 from cfl_ray import resume, run, simulate
 from cfl_ray.cli import live_client
 from cfl_ray.errors import RunError
-from cfl_ray.plugins.loading import load_plugin
 
 
 @pytest.fixture
@@ -77,15 +76,6 @@ def test_hosts_and_the_server_killed_in_mid_round(
     assert len([line for line in watcher.lines if "the server died and was started again" in line]) == 1
     assert before[3] - before[1] > 2 * before[1], "rounds 2 and 3 read more than twice the first: work was done again"
     assert recorded(tmp_path / "run") == [1, 2, 3, 4]
-
-
-def test_a_host_on_which_reads_fail_is_replaced(experiment, figures, cluster, notes, logged, tmp_path):
-    federation = load_plugin(f"{Path(__file__).parents[1] / 'logged.py'}:OneBadHost", "federation")
-    watcher = notes()
-    found = run(experiment(data=federation(12, str(tmp_path / "bad.log"))), watcher=watcher)
-    assert figures(found) == figures(simulate(experiment(data=logged())))
-    failed = [line for line in watcher.lines if "failed (client" in line]
-    assert failed and all("the mount is missing" in line and "its work is done again" in line for line in failed)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cfl_ray import run, simulate
+from cfl_ray import load_run, run, simulate
 from cfl_ray.errors import RunError
 
 FILE = '''
@@ -78,32 +78,26 @@ def own(tmp_path, experiment):
     (tmp_path / "half_beside.py").write_text(BESIDE)
     file.write_text(FILE)
 
-    def made(**changes):
-        aggregations = [{"fedavg": {"aggregation": f"{file}:{name}"}} for name in ("Middle", "Even", "Half")]
+    def made(*others, **changes):
+        rules = [*("Middle", "Even", "Half"), *others]
         return experiment(
-            **{
-                "methods": [f"{file}:Described", *aggregations],
-                "rounds": 2,
-                "cohort": {"fraction": 1.0, "availability": {"kind": f"{file}:turns"}},
-                "attack": {"kind": f"{file}:rider", "fraction": 0.2, "options": {"sigma": 0.1}},
-                **changes,
-            }
+            methods=[f"{file}:Described", *({"fedavg": {"aggregation": f"{file}:{name}"}} for name in rules)],
+            rounds=2,
+            cohort={"fraction": 1.0, "availability": {"kind": f"{file}:turns"}},
+            attack={"kind": f"{file}:rider", "fraction": 0.2, "options": {"sigma": 0.1}},
+            **changes,
         )
 
     return made, file
 
 
-def test_own_parts_travel_to_hosts(own, figures, cluster):
-    made, _ = own
+def test_own_parts_travel_to_hosts_and_a_wrong_result_there_names_the_authors_line(own, figures, cluster, tmp_path):
+    made, file = own
     expected = figures(simulate(made()))
     assert len(expected) == 4 and len({str(one) for one in expected.values()}) == 4
-    assert figures(run(made(runtime={"hosts": 1}))) == expected
-
-
-def test_a_wrong_result_on_a_host_names_the_authors_line(own, cluster):
-    made, file = own
-    wrong = made(methods=[{"fedavg": {"aggregation": f"{file}:Wrong"}}], runtime={"hosts": 1})
     with pytest.raises(
         RunError, match=rf"aggregation rule Wrong.combine \({file}, line \d+\) returned nan at position 0 of"
     ):
-        run(wrong)
+        run(made("Wrong", runtime={"hosts": 1}), tmp_path / "run")
+    found = figures(load_run(tmp_path / "run"))
+    assert {label: found[label] for label in expected} == expected

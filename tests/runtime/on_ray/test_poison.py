@@ -1,6 +1,6 @@
 """Clients with invalid data or updates of every kind: excluded, counted and named, and without effect on the others.
 
-A client whose code fails ends the run and is named.
+A host on which reads fail is replaced; a client whose code fails ends the run and is named.
 """
 
 import json
@@ -35,15 +35,15 @@ NOTES = [
 
 
 @pytest.fixture
-def federation():
-    return load_plugin(f"{LOGGED}:PoisonedFederation", "federation")()
+def federation(tmp_path):
+    return load_plugin(f"{LOGGED}:PoisonedFederation", "federation")(str(tmp_path / "read.log"))
 
 
 def model(experiment, directory):
     return CheckpointStore(directory / "fedavg", experiment.config_hash).load().tensors["models_KP"]
 
 
-def test_of_every_kind(experiment, federation, cluster, notes, tmp_path, figures):
+def test_of_every_kind_and_a_host_on_which_reads_fail(experiment, federation, cluster, notes, tmp_path, figures):
     invalid, watcher = experiment(data=federation, **SETTINGS), notes()
     results = run(invalid, tmp_path / "invalid", watcher)
     for name, method in results.methods.items():
@@ -52,6 +52,8 @@ def test_of_every_kind(experiment, federation, cluster, notes, tmp_path, figures
     found = [line for line in watcher.lines if line.startswith("client")]
     expected = [f"{note}; left out of this round" for note in NOTES * 6]  # two rounds of three methods
     assert len(found) == len(expected) and all(map(re.fullmatch, expected, found)), found
+    failed = [line for line in watcher.lines if "failed (client" in line]
+    assert failed and all("the mount is missing" in line and "its work is done again" in line for line in failed)
 
     without = experiment(data=federation, schedule=[{"round": 1, "leave": list(range(INVALID))}], **SETTINGS)
     simulate(without, tmp_path / "without")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,18 +13,22 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, Rows, Train
 from cfl_ray.data import shard_writer
 from cfl_ray.runtime.on_ray import host_actor
+from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.on_ray.host_actor import ClientHost
 from cfl_ray.setup.prepare import prepare
 
 MB = 1e6
 
 
-class CountingHost(ClientHost):
-    """A host that counts its fetches from the object store."""
+class WatchedHost(ClientHost):
+    """A host that counts its fetches from the object store, and keeps fetched files in a folder of the tests."""
+
+    cache = ""
 
     def start(self, packed, engine, pause=0.0):
         import ray
 
+        os.environ["CFL_RAY_CACHE"] = self.cache
         self.fetched, get = [], ray.get
 
         def counted(refs, **options):
@@ -40,31 +45,31 @@ class CountingHost(ClientHost):
         return found
 
 
-class CachingHost(ClientHost):
-    """A host that keeps fetched files in a folder of the test."""
+@pytest.fixture(scope="module")
+def backend(module_experiment, two_hosts, tmp_path_factory):
+    """The backend over two watched hosts, with the server in this process so that its transfers can be counted too.
 
-    cache = ""
-
-    def start(self, packed, engine, pause=0.0):
-        os.environ["CFL_RAY_CACHE"] = self.cache
-        return super().start(packed, engine, pause)
-
-
-@pytest.fixture
-def backend(experiment, two_hosts, monkeypatch):
-    """The backend over two counting hosts, with the server in this process so that its transfers can be counted too."""
+    The shards are behind a file system that is not local to pyarrow; both hosts share this machine's cache.
+    """
+    pytest.importorskip("fsspec")
+    folder = tmp_path_factory.mktemp("transport")
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setattr(host_actor, "ClientHost", CountingHost)
-    large = experiment(data={"partition": {"clients": 40}}, model={"options": {"hidden": 10_000}}, local={"epochs": 1})
-    setup = prepare(large)
-    return two_hosts(setup)
+    digits = {"source": "digits", "partition": {"clients": 40, "samples": 20}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_writer, "FILE_BYTES", 2 * 20 * 64)  # two clients in a file
+        patch.setattr(WatchedHost, "cache", str(folder / "cache"))
+        patch.setattr(host_actor, "ClientHost", WatchedHost)
+        patch.setenv("CFL_RAY_CACHE", WatchedHost.cache)
+        data, model = digits | {"shards": f"fsspec+file://{folder}/shards"}, {"options": {"hidden": 10_000}}
+        yield two_hosts(prepare(module_experiment(data=data, model=model, local={"epochs": 1})))
 
 
-def training(row_P, cohort, round=1) -> Train:
-    """One step of the first clients from one model, averaged."""
+def training(row_P, ids, round) -> Train:
+    """One step of these clients from one model, averaged."""
+    cohort = len(ids)
     return Train(
         Address(0, round, 1),
-        np.arange(cohort),
+        ids,
         (row_P[None],),
         start=Rows(0, np.zeros(cohort, np.int64)),
         local=LocalSGD(steps=1),
@@ -80,9 +85,9 @@ def test_a_model_crosses_once_per_host_and_one_sum_comes_back(backend, monkeypat
     monkeypatch.setattr(ray, "get", lambda refs, **options: received.append(value := get(refs, **options)) or value)
     network = backend.pool.setup.network()
     row_P = network.new_model(0, 0)
-    for round, cohort in ((1, 10), (2, 40)):
+    for round, cohort in ((1, 10), (2, 34)):
         puts.clear(), received.clear()
-        outcome = backend.run(training(row_P, cohort, round))
+        outcome = backend.run(training(row_P, np.arange(6, 6 + cohort), round))
         assert outcome.arrays["valid"].all() and abs(outcome.arrived_R[0] - 1) < 1e-6
         assert puts == [row_P.numpy().nbytes]  # down: one copy in the object store, whatever the cohort
         fetches = [get(host.actor.fetches.remote()) for host in backend.pool.hosts]
@@ -142,21 +147,10 @@ def test_a_million_clients_cost_a_few_bytes_each_and_no_reading(experiment, logg
     assert peaks[1][0] - peaks[0][0] < 80 and peaks[1][1] - peaks[0][1] < 30, found
 
 
-def test_hosts_fetch_files_ahead_and_the_server_knows_which_node_has_them(experiment, two_hosts, tmp_path, monkeypatch):
-    """Shards behind a file system that is not local to pyarrow; both hosts share this machine's cache."""
-    pytest.importorskip("fsspec")
-    monkeypatch.setenv("CFL_RAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(CachingHost, "cache", str(tmp_path / "cache"))
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setattr(host_actor, "ClientHost", CachingHost)
-    monkeypatch.setattr(shard_writer, "FILE_BYTES", 2 * 20 * 64)  # two clients in a file
-    digits = {"source": "digits", "partition": {"clients": 12, "samples": 20}}
-    small = experiment(data=digits | {"shards": f"fsspec+file://{tmp_path}/shards"})
-    setup = prepare(small)
+def test_hosts_fetch_files_ahead_and_the_server_knows_which_node_has_them(backend):
+    files, setup = set(Path(WatchedHost.cache).glob("*.arrow")), backend.pool.setup
     assert setup.federation.files_of(np.arange(12)).max() == 5
-    backend = two_hosts(setup)
-    node = backend.pool.hosts[0].node
-    assert backend.run(training(setup.network().new_model(0, 0), 6)).arrays["valid"].all()
-    assert backend.node_of_file == dict.fromkeys(range(3), node)
-    assert len(list((tmp_path / "cache").glob("*.arrow"))) == 1 + 3, "the index, and the files of six clients"
-    backend.pool.stop()
+    fresh = RayBackend(backend.pool)
+    assert fresh.run(training(setup.network().new_model(0, 0), np.arange(6), 3)).arrays["valid"].all()
+    assert fresh.node_of_file == dict.fromkeys(range(3), backend.pool.hosts[0].node)
+    assert len({*Path(WatchedHost.cache).glob("*.arrow")} - files) == 3 and files, "of six clients; the index was there"
