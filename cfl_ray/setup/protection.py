@@ -39,6 +39,10 @@ def protected(setup: Setup) -> Setup:
 
 def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
     """The privacy of a method, planned by rounds without training. Raises ConfigError if it cannot be private."""
+    if setup.network().batch_statistics:
+        raise ConfigError(
+            "privacy: the model has BatchNorm, and noise makes its running variances negative; use GroupNorm"
+        )
     _check_mean(setup, label, "be private", "privacy.clip")
     count = setup.federation.num_clients
     plan = privacy_plan_of(setup.experiment, count, label, lambda private: _tried(setup, label, private))
@@ -127,7 +131,9 @@ def _most_masked(setup: Setup) -> int:
 def _check_secure(setup: Setup) -> None:
     """Raises ConfigError for a method whose server reads more than sums, and for sums that can exceed the ring."""
     assert setup.secure is not None
-    setup.secure.check(_most_masked(setup))
+    if (most := _most_masked(setup)) < 2:
+        raise ConfigError(f"secure_aggregation hides clients among each other: at least 2 in a cohort, got {most}")
+    setup.secure.check(most)
     for label in setup.methods:
         _check_mean(setup, label, "be aggregated securely", "secure_aggregation.clip")
         try:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from small_runs import interrupt_once, metrics_of, simulate_until
+from torch import nn
 
 from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.config import load
@@ -12,7 +13,7 @@ from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.population.population import Population
 from cfl_ray.privacy.plan import describe
-from cfl_ray.runtime.private_run import RunPrivacy
+from cfl_ray.runtime.private_run import ClientPrivacy
 from cfl_ray.setup.prepare import prepare
 
 pytest.importorskip("dp_accounting")
@@ -162,6 +163,10 @@ def test_every_checkpoint_has_the_vectors_released_so_far(last, tmp_path):
             {"privacy": {"noise_multiplier": 3.0, "extrapolate": {"cohort": 9, "population": 5}}},
             "privacy.extrapolate: cohort must be at most population, 5, got 9",
         ),
+        (
+            {"model": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))},
+            "privacy: the model has BatchNorm, and noise makes its running variances negative; use GroupNorm",
+        ),
     ],
 )
 def test_refusals(sections, message):
@@ -201,7 +206,7 @@ def test_what_allows_amplification(sections, kind, reason):
     population = Population(12, [], seed=0)
     drawn = lambda: [population.draw(round, 0.5, poisson=kind == "poisson").ids_M.tolist() for round in range(9)]
     by_seed = drawn()
-    RunPrivacy(plan, 0, None).draw_cohorts(population, SimpleNamespace())
+    ClientPrivacy(plan, 0, None).seed_cohorts(population, SimpleNamespace())
     assert (drawn() == by_seed) == (kind == "all"), "only cohorts that nobody else knows amplify"
 
 

@@ -79,6 +79,7 @@ def test_lost_sums_are_counted():
             "pacfl cannot be aggregated securely: its server reads descriptions of single clients",
         ),
         ({"methods": [{"fedavg": {"aggregation": "median"}}]}, "securely with aggregation median"),
+        ({"cohort": {"clients": 1}}, "hides clients among each other: at least 2 in a cohort, got 1"),
         ({"secure_aggregation": {"bits": 22}}, "6 x levels / 2 = 12582912, a ring of 22 bits holds less than 2097152"),
         (
             {"privacy": {"noise_multiplier": 1.0, "clipping": "adaptive"}},
