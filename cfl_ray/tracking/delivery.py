@@ -4,6 +4,7 @@ Records are in `metrics.jsonl` before any tracker receives them. The cursor, a f
 holds the delivered part of the log, so that each record is delivered once, even after failures and kills.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -182,9 +183,10 @@ class LiveDelivery:
 
     def finish(self) -> None:
         """Waits, after `end`, until all records are delivered, or `finish_seconds` pass without progress."""
-        progress = None
-        while not self._done.is_set() and progress != self.delivery.progress:
-            progress = self.delivery.progress
+        progress: object = None
+        # the import of a tracker's package, also for another log of this process, is progress
+        while not self._done.is_set() and progress != (self.delivery.progress, len(sys.modules)):
+            progress = self.delivery.progress, len(sys.modules)
             self._done.wait(self.finish_seconds)
         self._done.set()  # ends the thread after the attempt in progress
         run_dir, name = self.delivery.run_dir, self.delivery.name
