@@ -25,8 +25,10 @@ PERSONAL = (  # predict with models of single clients
 )  # fmt: skip
 
 
-# recipes are read and planned once, which takes longer than what is done with them
+# files are read and recipes planned once, which takes longer than what is done with them
 study_of = cache(load_study)
+_read_yaml = cache(lambda file: yaml.safe_load(file.read_text()))
+_read_runs = cache(lambda file: pd.read_csv(file, dtype=WORDS))
 
 
 @cache
@@ -147,13 +149,13 @@ def compared(folder: Path = STUDIES) -> list[Compared]:
 
 def read_reasons() -> dict[str, Any]:
     """Sentences by paper, table and ROW/COLUMN (* for every row or column); of a figure, and on a table as a whole."""
-    return yaml.safe_load((FIGURES / "explanations.yaml").read_text()) or {}
+    return _read_yaml(FIGURES / "explanations.yaml") or {}
 
 
 def runs_of(study: str) -> pd.DataFrame:
     """The runs of a study that are on record. study: PAPER-NAME."""
     file = FIGURES / f"{study}.csv"
-    return pd.read_csv(file, dtype=WORDS) if file.is_file() else pd.DataFrame({"setting": []})
+    return _read_runs(file) if file.is_file() else pd.DataFrame({"setting": []})
 
 
 def keys_of(changed: str) -> set[str]:

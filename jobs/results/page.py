@@ -488,6 +488,8 @@ def _rounds(cell: Compared) -> str:
 
 def _with_figures(cell: Compared) -> str:
     """The reason why a cell differs, with {METRIC} of its runs and {METHOD.METRIC} of another method's filled in."""
+    if "{" not in cell.because.text:
+        return cell.because.text
     others = {str(method): SimpleNamespace(**_means(runs)) for method, runs in cell.others.groupby("method")}
     return cell.because.text.format(**others, **_means(cell.runs))
 
