@@ -1,13 +1,11 @@
 """Runs in which client data change, or in which a true group joins later."""
 
-import numpy as np
 import pandas as pd
 import pytest
 from small_runs import PLANTED, merged
 
 import cfl_ray
 from cfl_ray.lifecycle.driver import Watcher
-from cfl_ray.methods import REGISTRY
 
 
 class Notes(Watcher):
@@ -23,16 +21,6 @@ class Notes(Watcher):
 def experiment(methods, tmp_path, rounds=6, clients=12, **sections):
     base = {"data": {"partition": {"clients": clients}}, "local": {"epochs": 3}, "output": str(tmp_path)}
     return cfl_ray.Experiment(**merged(merged(PLANTED, base), {"methods": methods, "rounds": rounds, **sections}))
-
-
-def test_a_federation_may_start_without_a_group(tmp_path):
-    """The odd clients, one true group, join before round 2; from then on all clients are served, by every method."""
-    watcher, joins, local = Notes(), [{"round": 2, "join": [1, 3, 5, 7]}], {"epochs": 1, "batch_size": 30, "lr": 0.3}
-    run = experiment([*REGISTRY], tmp_path, 3, clients=8, schedule=joins, local=local)
-    for name, found in cfl_ray.simulate(run, watcher=watcher).methods.items():
-        assert [record.metrics["clients_online"] for record in found.records] == [4, 8, 8], name
-        assert np.isfinite(found.final["accuracy"]) and np.isfinite(found.summary["newcomer_accuracy"]), name
-        assert watcher.notes[name, 2] == ["joined: clients 1, 3, 5, 7"], name
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import io
 import json
+from math import isfinite
 
 import pytest
 from rich.console import Console
@@ -60,11 +61,18 @@ OPTIONS = {
 ROUNDS_OF_FIRST_PHASE = {"autocfl": 2, "fl_hc": 2, "ifca": 2}  # 1 of the others with two phases
 
 
-def test_every_method_goes_through_its_phases_and_reports_how_its_clusters_came():
+def test_every_method_goes_through_its_phases_and_reports_how_its_clusters_came(notes):
+    """The odd clients, one true group, join before round 2; from then on all clients are served."""
     methods = [{name: OPTIONS.get(name, {})} for name in sorted(REGISTRY)]
-    results = simulate(planted(methods=methods, rounds=4, data={"synthetic_samples": 60}))
+    joins, watcher = [{"round": 2, "join": [1, 3, 5, 7]}], notes()
+    results = simulate(
+        planted(methods=methods, rounds=4, data={"synthetic_samples": 60}, schedule=joins), watcher=watcher
+    )
+    assert watcher.lines.count("joined: clients 1, 3, 5, 7") == len(methods)
     for name, cls in REGISTRY.items():
-        records = results[name].records
+        records, final = results[name].records, results[name].final
+        assert [record.metrics["clients_online"] for record in records] == [4, 8, 8, 8], name
+        assert isfinite(final["accuracy"]) and isfinite(results[name].summary["newcomer_accuracy"]), name
         names = list(cls.phases)
         first = ROUNDS_OF_FIRST_PHASE.get(name, 1) if len(names) > 1 else 4
         assert [record.phase for record in records] == names[:1] * first + names[1:2] * (4 - first), name
