@@ -58,12 +58,11 @@ def test_needs_torch_and_numpy_alone(tmp_path):
 
 def test_other_precisions_data_on_the_host_and_no_processes(monkeypatch, capsys):
     options = ["--device", "cpu", "--quick", "--precision", "bf16", "--data", "host", "--processes"]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "W1", "femnist", *options])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "femnist", *options])
     gpu.main()
-    rows = rows_of(capsys.readouterr().out, ["W1", "femnist"], [], "bf16")
+    rows = rows_of(capsys.readouterr().out, ["femnist"], [], "bf16")
     assert not any("processes" in way for _, way, _ in rows)
-    for workload in ("W1", "femnist"):
-        assert rows[workload, "span", None]["note"].startswith("in bf16")
+    assert rows["femnist", "span", None]["note"].startswith("in bf16")
 
 
 def test_all_workloads_precisions_and_ways_are_measured_by_default(monkeypatch, capsys):

@@ -61,30 +61,25 @@ def test_the_files_that_are_named_are_there(capsys):
     assert status == 0 and "(results.csv, table.md in artifacts/)" in printed
 
 
-def test_a_finished_run_without_its_metrics_is_named(capsys):
-    file = write(seeds=[0])
-    assert call(capsys, "compare", file)[0] == 0
-    (lost,) = Path("runs/small").glob("*/fedavg/*/*/metrics.jsonl")
-    lost.unlink()
-    for command in (["compare", file], ["table", "runs/small"], ["table", str(lost.parents[1])]):
-        status, _, message = call(capsys, *command)
-        assert status == 2 and f"{lost} is missing or empty, although the method has finished" in message
-
-
-def test_a_finished_run_that_lost_its_last_rounds_is_named(capsys):
+def test_a_finished_run_that_lost_its_last_rounds_or_all_is_named(capsys):
     """Its table would show the figures of an earlier round."""
     file = write(seeds=[0])
     assert call(capsys, "compare", file)[0] == 0
     (cut,) = Path("runs/small").glob("*/fedavg/*/*/metrics.jsonl")
+
+    def is_named(expected: str) -> None:
+        for command in (["compare", file], ["table", "runs/small"], ["table", str(cut.parents[1])]):
+            status, _, message = call(capsys, *command)
+            assert status == 2 and f"{cut} {expected}, although the method has finished" in message
+
     whole = cut.read_text().splitlines(keepends=True)
     cut.write_text("".join(whole[:-1]) + whole[-1][:20])
-    expected = f"{cut} ends with round {len(whole) - 1} of {len(whole)}, although the method has finished"
-    for command in (["compare", file], ["table", "runs/small"], ["table", str(cut.parents[1])]):
-        status, _, message = call(capsys, *command)
-        assert status == 2 and expected in message
+    is_named(f"ends with round {len(whole) - 1} of {len(whole)}")
     shutil.rmtree(cut.parents[1])  # as the message says
     assert call(capsys, "compare", file)[0] == 0
     assert [json.loads(line)["round"] for line in cut.read_text().splitlines()] == list(range(1, len(whole) + 1))
+    cut.unlink()
+    is_named("is missing or empty")
 
 
 def test_a_part_of_a_study_is_checked_alone(capsys):
