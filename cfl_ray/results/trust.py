@@ -61,7 +61,7 @@ def load_study_record(folder: Path, trust: bool = False) -> Study:
     """The study in the record of its folder. Imports nothing. Raises UntrustedError as `load_record` does."""
     study = load_study(RunDirectory(folder).study)
     if not trust:
-        values = yaml.safe_load(read_text(RunDirectory(folder).study) or "")
+        values = _parsed(read_text(RunDirectory(folder).study) or "")
         names = _names_in(study) + _places_in(values)
         RunDirectory(folder).require_signed(names, RunDirectory.study.name, _of_environment())
     return study
@@ -75,7 +75,7 @@ def sign_record(run_dir: Path, experiment: Experiment, text: str | None = None) 
 
 def sign_study(folder: Path, study: Study) -> None:
     """Signs the names in the record of this user's study."""
-    RunDirectory(folder).sign(_names_in(study) + _places_in(yaml.safe_load(study.to_yaml(credentials=False))))
+    RunDirectory(folder).sign(_names_in(study) + _places_in(_parsed(study.to_yaml(credentials=False))))
 
 
 def check_owners(config: Experiment | Study) -> None:
@@ -110,8 +110,13 @@ def _servers_in(experiment: Experiment, replaced: bool = False) -> list[str]:
 
 def _record(run_dir: Path, text: str | None = None) -> dict[str, Any]:
     """The config of a run as written: if the directory has moved, with the paths before the move."""
-    values = yaml.safe_load((read_text(RunDirectory(run_dir).config) or "") if text is None else text)
+    values = _parsed((read_text(RunDirectory(run_dir).config) or "") if text is None else text)
     return values if isinstance(values, dict) else {}
+
+
+def _parsed(text: str) -> Any:
+    """The value of a YAML text, in a tenth of the time that the loader in Python takes."""
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
 
 
 def _places_in(values: Any, key: str = "") -> list[str]:

@@ -1,13 +1,11 @@
 """Every method on a simulated CUDA device: no operation is on tensors of two devices, and figures are equal."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
 from fake_cuda import fake_cuda
 from small_runs import figures
-from test_runs import EVERY_METHOD, LOCALS, make_experiment
+from test_runs import EARLY, LOCALS, make_experiment
 
 import cfl_ray
 from cfl_ray.core.work import Averaging
@@ -41,31 +39,20 @@ def test_uploads_on_both_devices_have_one_sum(first, second):
         assert total.values()[0].tolist() == [3.0] * 3 and total.totals[0].device.type == "cpu"
 
 
-@pytest.fixture(scope="module")
-def on_both(tmp_path_factory):
-    """Returns a function: LOCALS -> figures of every method on the CPU and on the device; runs are made once."""
-
-    @functools.cache
-    def of(local: str):
-        data, evaluation = {"synthetic_samples": 7}, {"local_images": 1000, "tuned_epochs": 1, "every": 3}
-        sections = {"local": LOCALS[local], "data": data, "evaluation": evaluation}
-        runtime = {"engine": local.partition(",")[0]}
-        run = make_experiment(tmp_path_factory.mktemp("both"), EVERY_METHOD, 3, runtime=runtime, **sections)
-        expected = cfl_ray.simulate(run)
-        with fake_cuda():
-            found = cfl_ray.simulate(run)
-        return {name: (figures(expected[name]), figures(found[name])) for name in REGISTRY}
-
-    return of
-
-
 @pytest.mark.parametrize(
     "local", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("span")) for name in LOCALS]
 )
 @pytest.mark.parametrize("name", REGISTRY)
-def test_a_run_on_a_gpu_has_the_figures_of_the_cpu(name, local, on_both):
+def test_a_run_on_a_gpu_has_the_figures_of_the_cpu(name, local, tmp_path):
     """Up to rounding, as vmap batches are larger there; with recorded steps, samples and sums on the device."""
-    for (_, metrics), (_, others) in zip(*on_both(local)[name], strict=True):
+    data, evaluation = {"synthetic_samples": 7}, {"local_images": 1000, "tuned_epochs": 1, "every": 3}
+    sections = {"local": LOCALS[local], "data": data, "evaluation": evaluation}
+    runtime = {"engine": local.partition(",")[0]}
+    run = make_experiment(tmp_path, [{name: EARLY.get(name, {})}], 3, runtime=runtime, **sections)
+    expected = figures(cfl_ray.simulate(run)[name])
+    with fake_cuda():
+        found = figures(cfl_ray.simulate(run)[name])
+    for (_, metrics), (_, others) in zip(expected, found, strict=True):
         assert others.keys() == metrics.keys()
         for metric, value in metrics.items():
             tolerance = 2e-3 if metric.startswith(("accuracy", "macro")) else 1e-4
