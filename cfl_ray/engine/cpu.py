@@ -6,7 +6,7 @@ import torch
 
 from cfl_ray.errors import ConfigError
 from cfl_ray.system.instructions import instructions_environment
-from cfl_ray.system.machine import cpu_info
+from cfl_ray.system.cpu_info import cpu_info
 
 
 def instruction_set() -> str:

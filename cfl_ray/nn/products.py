@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cfl_ray.system.machine import cpu_info
+from cfl_ray.system.cpu_info import cpu_info
 
 _MKL = torch.backends.mkl.is_available() and cpu_info("vendor_id") == "GenuineIntel" and "MKL_CBWR" not in os.environ
 Factor = Any  # a matrix in the form that the products take: a tensor for MKL, else an array

@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -22,16 +21,6 @@ def available_memory() -> int:
     """Bytes of memory that are available on the machine and within the limits of all cgroups of this process."""
     groups = _cgroups("memory", _MEMBERSHIP, _CGROUPS)
     return min([psutil.virtual_memory().available, *(left for group in groups if (left := _left(group)) is not None)])
-
-
-def cpu_info(name: str) -> str | None:
-    """A value in /proc/cpuinfo, e.g. "vendor_id" or "model name", of the first CPU; None if the system has none."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == name:
-                return value.strip()
-    return None
 
 
 def _cgroups(controller: str, membership: Path, root: Path) -> Iterator[Path]:
