@@ -5,8 +5,8 @@ import platform
 import torch
 
 from cfl_ray.errors import ConfigError
-from cfl_ray.system.instructions import instructions_environment
 from cfl_ray.system.cpu_info import cpu_info
+from cfl_ray.system.instructions import instructions_environment
 
 
 def instruction_set() -> str:
