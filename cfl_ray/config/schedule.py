@@ -196,7 +196,9 @@ class EventConfig(ConfigSection):
     )
 
     @model_validator(mode="after")
-    def _check_rounds(self) -> Self:
+    def _check_changes(self) -> Self:
+        if not (self.join or self.leave or self.change):
+            raise ValueError(f"nothing happens before round {self.round}; give it join, leave or change")
         for change in self.change:
             if change.back_to is not None and change.back_to >= self.round:
                 raise ValueError(f"back_to must be a round before round {self.round}, got {change.back_to}")

@@ -62,7 +62,7 @@ name: größe
 name: xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
     ^name: String should have at most 100 characters, got 'xxx
 schedule: 5
-    ^schedule: expected a list, e\.g\. \[{round: 5}\], got 5$
+    ^schedule: expected a list, e\.g\. \[{round: \.\.\.}\], got 5$
 fedavg: {mu: 3}
     unknown key 'fedavg'; valid: .*; options of a method .* methods\.fedavg\.OPTION
 round: 3
@@ -177,6 +177,8 @@ schedule: [{round: 1, change: [{clients: [1], rotate: 45}]}]
     ^schedule.0.change.0: rotate must be a multiple of 90 degrees, got 45
 schedule: [{round: 1, change: [{clients: 1-3, data_of: 5}]}]
     ^schedule.0.change.0: data_of names 1 clients for 3; give one for each
+schedule: [{round: 3}]
+    ^schedule.0: nothing happens before round 3; give it join, leave or change
 schedule: [{round: 3, change: [{clients: 1, back_to: 3}]}]
     ^schedule.0: back_to must be a round before round 3, got 3
 schedule: [{round: 3, change: [{clients: 1, back_to: 1, data_of: 2}]}]
