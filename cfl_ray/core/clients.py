@@ -637,9 +637,9 @@ class Clients:
         arrays = self._run(work).arrays
         self.stats.traffic.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
         found_MF = torch.from_numpy(arrays["features"])
-        if self.protection.noise is not None and not self.evaluated:
-            given = (self.ids_M, work.address, "descriptions", self.protection.sampled)
-            found_MF = self.protection.noise.signatures_of(found_MF, *given)
+        if (noise := self.protection.noise) is not None and not self.evaluated:
+            sampled = self.protection.sampled
+            found_MF = noise.signatures_of(found_MF, self.ids_M, work.address, "descriptions", sampled)
         return found_MF, arrays["valid"]
 
     def _next_address(self) -> Address:

@@ -129,7 +129,8 @@ class PatchConvolution(Layer):
 
     def forward(self, x: Array) -> Array:
         if x.shape not in self.patches:
-            self.patches = self.patches if len(self.patches) < _KEPT_SHAPES else {}
+            if len(self.patches) == _KEPT_SHAPES:
+                self.patches.clear()
             self.patches[x.shape] = Patches(self, x.shape)
         self.latest = patches = self.patches[x.shape]
         patches.copy(x)

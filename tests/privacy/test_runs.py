@@ -207,7 +207,7 @@ def test_what_allows_amplification(sections, kind, reason):
     drawn = lambda: [population.draw(round, 0.5, poisson=kind == "poisson").ids_M.tolist() for round in range(9)]
     by_seed = drawn()
     ClientPrivacy(plan, 0, None).seed_cohorts(population, SimpleNamespace())
-    assert (drawn() == by_seed) == (kind == "all"), "only cohorts that nobody else knows amplify"
+    assert (drawn() == by_seed) == (kind == "all"), "cohorts that amplify are drawn from the key"
 
 
 def test_clients_whose_data_change_are_no_random_cohort(monkeypatch):

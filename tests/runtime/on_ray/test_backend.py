@@ -1,4 +1,4 @@
-"""What a call returns is bounded."""
+"""The results of a call are bounded."""
 
 from types import SimpleNamespace
 
