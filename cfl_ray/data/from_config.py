@@ -14,12 +14,11 @@ from cfl_ray.config import DataConfig
 from cfl_ray.config.data import ArraysConfig, GeneratedConfig, PluginDataConfig, SyntheticConfig
 from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
-from cfl_ray.data.arrays import federation_from_arrays
 from cfl_ray.data.as_plan import shard_plan_of
 from cfl_ray.data.columns import read_npz
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
-from cfl_ray.data.function import load_function
+from cfl_ray.data.function import federation_of, load_function
 from cfl_ray.data.images import Progress, Source
 from cfl_ray.data.indexed import Scaling
 from cfl_ray.data.plan import FederationPlan, make_plan
@@ -234,14 +233,6 @@ def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
         arrays = {name: array for name, array in arrays.items() if not name.endswith("_test")}
     numbers = {name: arrays.pop(name).squeeze().tolist() for name in ("num_classes", "vocabulary") if name in arrays}
     try:
-        return federation_from_arrays(
-            **arrays,
-            **numbers,
-            holdout=data.test.fraction,
-            seed=seed,
-            view=data.test.view,
-            normalize=data.normalize,
-            targets=targets,
-        )
+        return federation_of(arrays | numbers, data, seed, targets)
     except DataError as error:
         raise DataError(f"{file}: {error}") from None

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from cfl_ray.config.data import SOURCE_KINDS, PluginDataConfig
+from cfl_ray.config.data import SOURCE_KINDS, ArraysConfig, PluginDataConfig
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.images import Source
@@ -56,14 +56,7 @@ def _from_mapping(arrays: dict[str, Any], data: PluginDataConfig, seed: int, tar
             raise DataError(
                 f"data.shift.kind: samples that have clients are taken as they are, so none, not {data.shift.kind}"
             )
-        return federation_from_arrays(
-            **arrays,
-            holdout=data.test.fraction,
-            seed=seed,
-            view=data.test.view,
-            normalize=data.normalize,
-            targets=targets,
-        )
+        return federation_of(arrays, data, seed, targets)
     if arrays.pop("test_clients", None) is not None:
         raise DataError("it returns test_clients without clients; give both or neither")
     arrays.pop("clients", None)
@@ -71,3 +64,17 @@ def _from_mapping(arrays: dict[str, Any], data: PluginDataConfig, seed: int, tar
     parts = (images.train_x, images.train_y, images.test_x, images.test_y, images.group)
     of_data = digest(*(part for part in parts if part is not None))
     return Source((), lambda pixels, progress: images, of_data)
+
+
+def federation_of(
+    arrays: Mapping[str, Any], data: ArraysConfig | PluginDataConfig, seed: int, targets: str
+) -> Federation:
+    """The federation of samples that have clients. arrays: arguments of `federation_from_arrays`."""
+    return federation_from_arrays(
+        **arrays,
+        holdout=data.test.fraction,
+        seed=seed,
+        view=data.test.view,
+        normalize=data.normalize,
+        targets=targets,
+    )
