@@ -267,7 +267,7 @@ class Clients:
         *,
         client_state: ClientState | None = None,
         how: LocalTraining = LocalTraining(),
-        average: Tensor | None = None,
+        average: np.ndarray | None = None,
         features: UpdateFeatures | Columns | None = None,
         defer_aggregation: bool = False,
         keep_as_local_model: bool | np.ndarray = True,
@@ -277,7 +277,8 @@ class Clients:
 
         client_state: columns that start from the client's state, if it has one, and are kept as its new state.
         how: the local objective and the steps.
-        average: weights (R, M) >= 0 of any scale. Sums form on the hosts; only the averages (R, P) are returned.
+        average: weights >= 0 of any scale: (M,) of a single average, or (R, M). Sums form on the hosts; only the
+            averages (R, P) are returned.
         features: columns of each client's upload that are returned, (M, F), for methods that compare clients.
         defer_aggregation: leave the results on the hosts, until `Clients.average` averages them in the same round.
         keep_as_local_model: whether the result is the client's model, which protocol P-local measures; bool (M,) if
@@ -386,7 +387,7 @@ class Clients:
         return self.local.examples is not None and not self.evaluated
 
     def _averaging(
-        self, average: Tensor | np.ndarray, address: Address, private: Columns | None, models: int
+        self, average: np.ndarray, address: Address, private: Columns | None, models: int
     ) -> tuple[Averaging, SecureSum | None]:
         """The averages, and with secure aggregation the masks of their sums, whose traffic is counted.
 
@@ -432,7 +433,7 @@ class Clients:
         updates = entries.train(
             received.choose(np.tile(np.arange(count), len(self))),
             how=replace(how, steps_M=steps_E, mixture=mixture),
-            average=torch.from_numpy(weight_KMK.reshape(count, -1)),
+            average=weight_KMK.reshape(count, -1),
             keep_as_local_model=False,
         )
         mixtures = MixtureUpdates(updates, count)
@@ -482,10 +483,10 @@ class Clients:
             hidden=self._hidden,
         )
 
-    def average(self, updates: Updates, weight_RM: Tensor, *, average_number: int | None = None) -> Updates:
+    def average(self, updates: Updates, weight_RM: np.ndarray, *, average_number: int | None = None) -> Updates:
         """Averages the results of a `train(..., defer_aggregation=True)` of this round; no further traffic.
 
-        weight_RM: weights >= 0 of any scale. Clients without a valid result do not take part.
+        weight_RM: as `average` in `train`. Clients without a valid result do not take part.
         average_number: as in `train`.
         """
         work, address = updates.training, self._next_address()

@@ -111,12 +111,12 @@ class Averaging:
     fixed: bool = False  # sums of changes are divided by `total_R`, whatever weight arrived
 
     @classmethod
-    def of(cls, weight_RM: Tensor | np.ndarray, num_clients: int) -> Self:
-        """From a dense matrix (R, M) of weights >= 0 of any scale. Raises ValueError for other shapes and values."""
-        weight_RM = np.asarray(weight_RM, np.float64)
+    def of(cls, weight_RM: np.ndarray, num_clients: int) -> Self:
+        """From weights >= 0 of any scale, (R, M), or (M,) for a single row. Raises ValueError for anything else."""
+        weight_RM = np.atleast_2d(np.asarray(weight_RM, np.float64))
         if weight_RM.ndim != 2 or weight_RM.shape[1] != num_clients or not (weight_RM >= 0).all():
             shape = f"shape {weight_RM.shape}, least {weight_RM.min(initial=np.inf):g}"
-            raise ValueError(f"average must be weights >= 0 of shape (R, {num_clients}), got {shape}")
+            raise ValueError(f"average must be weights >= 0, (M,) or (R, M) with M = {num_clients}, got {shape}")
         total_R = weight_RM.sum(1)
         out_E, client_E = np.nonzero(weight_RM)
         return cls(len(weight_RM), out_E, client_E, weight_RM[out_E, client_E] / total_R[out_E], total_R)

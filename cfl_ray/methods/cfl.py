@@ -307,8 +307,9 @@ class CFL(Method[CFLState], name="cfl"):
         averages = clients.average(updates, weight_KM, average_number=0)  # called twice in a round with a split
         models_KP, mean_KP = averages.averaged(default=state.models_KP), averages.means(default=state.models_KP)
         if self.stale_updates == "reapply":
-            member_KS = cluster_weights(state.cluster_S, np.ones(len(state.seen_S)), state.num_clusters).float()
-            step_KF = member_KS @ state.signature_SF / member_KS.sum(1, keepdim=True).clamp(min=1)
+            member_KS = cluster_weights(state.cluster_S, np.ones(len(state.seen_S)), state.num_clusters)
+            count_K1 = np.maximum(member_KS.sum(1, keepdims=True), 1)
+            step_KF = torch.from_numpy(member_KS).float() @ state.signature_SF / torch.from_numpy(count_K1).float()
             trained = clients.spec.trained
             mean_KP[:, :trained] = state.models_KP[:, :trained] + step_KF
             models_KP = mean_KP

@@ -40,7 +40,6 @@ from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import SeenState
-from cfl_ray.core.weights import global_weights
 from cfl_ray.methods.fedas import OWN, check_classifier
 from cfl_ray.methods.fedrep import training_of
 
@@ -191,7 +190,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
             received,
             client_state=OWN,
             how=how,
-            average=global_weights(clients.weights() * trained_M),  # others would go on from their last round
+            average=clients.weights() * trained_M,  # others would go on from their last round
             features=spec.head,
             keep_as_local_model=trained_M,
         )

@@ -27,7 +27,7 @@ from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.weights import cluster_weights, global_weights
+from cfl_ray.core.weights import cluster_weights
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
         if clients.round >= self.cluster_round:
             return self.cluster(state, clients.all_reachable())
         # earlier rounds: FedAvg
-        updates = clients.train(clients.send(state.models_KP), average=global_weights(clients.weights(self.weights)))
+        updates = clients.train(clients.send(state.models_KP), average=clients.weights(self.weights))
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
     def cluster(self, state: CentreState, clients: Clients) -> CentreState:
