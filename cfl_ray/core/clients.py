@@ -242,18 +242,15 @@ class Clients:
 
     def reads(self, values: str) -> None:
         """Declares that the server reads these values of single clients. Raises PrivacyError if it must not."""
-        if self._hidden:
+        if hides := self._protection.hides:
             raise PrivacyError(
-                f"its server reads {values} of single clients, which {self._hidden}; choose a method whose server only "
-                "adds up"
+                f"its server reads {values} of single clients, which {hides}; choose a method whose server only adds up"
             )
 
     @property
-    def _hidden(self) -> str:
-        """Why the server must not read anything of single clients; empty: it may."""
-        if self.evaluated:
-            return ""
-        return self.protection.hides or ("privacy.examples does not protect" if self._protects_examples else "")
+    def _protection(self) -> Protection:
+        """The protection of these uploads; none in an evaluation, whose uploads are no part of the training."""
+        return Protection() if self.evaluated else replace(self.protection, examples=self.local.examples)
 
     def count_download(self, floats: int) -> None:
         """Counts `floats` numbers per client as downloaded, besides models."""
@@ -305,17 +302,17 @@ class Clients:
             defer_aggregation=defer_aggregation or rule is not None,  # a rule needs the results, not their sums
             deferred_cuts=range_cuts(self.aggregation, self.spec.size, client_state, clients),
             upload_distances=isinstance(self.aggregation, ClippingRule),
-            clip=self.protection.clip(self.spec, private),
+            clip=self._protection.clip(self.spec, private),
             local_test_samples=self.local_test_samples if keeps_any or mixes else 0,
         )
         sends_models = averaging is not None or defer_aggregation
-        if sends_models and self.protection.masks is None:  # `_averaging` counts masked uploads
+        if sends_models and self._protection.masks is None:  # `_averaging` counts masked uploads
             self._count_upload(self.spec.size - (private.count if private else 0))
         elif features is not None:
             self._count_upload(features.columns.count)
         outcome = self._run(work)
         if features is not None:
-            outcome = self.protection.noisy_features(outcome, self.ids_M, work.address)
+            outcome = self._protection.noisy_features(outcome, self.ids_M, work.address)
         valid_M, scores = outcome.arrays["valid"] & keep_as_local_model, outcome.arrays.get("local_scores")
         self.stats.note_training(self.ids_M, outcome.arrays["train_loss"], scores, valid_M)
         if averaging is not None and rule is not None:
@@ -327,9 +324,9 @@ class Clients:
         """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have."""
         if how.trace:
             self.reads("the losses of local steps")
-        if features is not None and self.protection.masks is not None:
+        if features is not None and self._protection.masks is not None:
             self.reads("the updates")
-        if self._protects_examples:  # noise protects the gradient of one batch
+        if self._protection.examples is not None:  # noise protects the gradient of one batch
             unlike = {
                 "results of steps of several gradients": how.local_step is not None,
                 "results of a loss on features": how.objective is not None,
@@ -340,7 +337,7 @@ class Clients:
                 self.reads(values)
         if how.chained and self.received is not None:
             raise NotAsynchronous("its clients start from each other's results (chained)")
-        if how.chained and self._has_noise:
+        if how.chained and self._protection.noise is not None:
             raise PrivacyError(
                 "its clients start from each other's results (chained), so one client changes the uploads of others"
             )
@@ -348,8 +345,8 @@ class Clients:
     def _training(self, start: Sent, how: LocalTraining, local: LocalSGD) -> Train:
         """The work order for local training, without the use of its results (averages, features, client states)."""
         steps_M = self._steps_of(how, local)
-        if self._protects_examples:
-            local = replace(local, examples=self.local.examples)
+        if (examples := self._protection.examples) is not None:
+            local = replace(local, examples=examples)
             self.stats.example_steps.append((self.ids_M, local, self.num_samples_M, steps_M))
         tables = ModelTables()
         return Train(
@@ -376,16 +373,6 @@ class Clients:
         batches = how.local_step.batches_per_step if how.local_step else 1
         return np.asarray(local.steps_of(self.num_samples_M, batches_per_step=batches), np.int64)
 
-    @property
-    def _has_noise(self) -> bool:
-        """Whether this is a private run, outside of an evaluation."""
-        return self.protection.noise is not None and not self.evaluated
-
-    @property
-    def _protects_examples(self) -> bool:
-        """Whether uploads must reveal no more of single samples than the noise of local steps allows."""
-        return self.local.examples is not None and not self.evaluated
-
     def _averaging(
         self, average: np.ndarray, address: Address, private: Columns | None, models: int
     ) -> tuple[Averaging, SecureSum | None]:
@@ -399,10 +386,10 @@ class Clients:
             of_changes = not self.received.mix_models  # their sums, which `Received.moved` divides
             averaging = replace(weighted, of_changes=of_changes, fixed=of_changes)
         else:
-            averaging = self.protection.sums(Averaging.of(average, len(self)), len(self), models)
-        if self.protection.masks is None:
+            averaging = self._protection.sums(Averaging.of(average, len(self)), len(self), models)
+        if self._protection.masks is None:
             return averaging, None
-        averaging, secure, (down, up) = self.protection.masked(
+        averaging, secure, (down, up) = self._protection.masked(
             averaging, address, self.ids_M, self.spec, private, models
         )
         clients = len(np.unique(self.ids_M))
@@ -467,7 +454,7 @@ class Clients:
         """The updates of the exchange `work`, with noise on the sums of the exchange `address` in a private run."""
         moments = None if averaging is None else self.server_moments
         if averaging is not None:
-            outcome = self.protection.noisy_sums(outcome, averaging, address, self.spec, work)
+            outcome = self._protection.noisy_sums(outcome, averaging, address, self.spec, work)
         if moments is not None and number is None:
             number = moments.next_average()
         return Updates(
@@ -480,7 +467,7 @@ class Clients:
             trained=self.spec.trained,
             received=self.received,
             ids_M=self.ids_M,
-            hidden=self._hidden,
+            hidden=self._protection.hides,
         )
 
     def average(self, updates: Updates, weight_RM: np.ndarray, *, average_number: int | None = None) -> Updates:
@@ -539,12 +526,12 @@ class Clients:
         and with secure aggregation it is not uploaded. upload: count the choice as an upload of one number. diagnostic:
         name under which the losses are reported; empty: not reported. Other arguments: as in `losses`.
         """
-        if self._protects_examples:
+        if self._protection.examples is not None:
             self.reads("the choice among models")
         loss_MK = self._losses(sent, max_samples, frozen_model)
         if diagnostic and not self.evaluated:
             self.record(diagnostic, np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
-        if upload and self.protection.masks is None:
+        if upload and self._protection.masks is None:
             self._count_upload(1)
         return least_loss(loss_MK)
 
@@ -620,7 +607,7 @@ class Clients:
         local: local training that the function uses; None: the experiment's.
         client_state: columns of the client's state, which replace those of the anchor.
         """
-        if self.protection.masks is not None or self._protects_examples:
+        if self._protection.masks is not None or self._protection.examples is not None:
             self.reads("descriptions")
         if not len(self):
             return torch.zeros(0, sketch or 0), np.zeros(0, bool)
@@ -638,8 +625,8 @@ class Clients:
         arrays = self._run(work).arrays
         self.stats.traffic.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
         found_MF = torch.from_numpy(arrays["features"])
-        if (noise := self.protection.noise) is not None and not self.evaluated:
-            sampled = self.protection.sampled
+        if (noise := self._protection.noise) is not None:
+            sampled = self._protection.sampled
             found_MF = noise.signatures_of(found_MF, self.ids_M, work.address, "descriptions", sampled)
         return found_MF, arrays["valid"]
 
@@ -648,11 +635,11 @@ class Clients:
         return Address(self.seed, self.round, -1 - self.stats.exchanges if self.evaluated else self.stats.exchanges)
 
     def _run(self, work: Work) -> Outcome:
-        if self._has_noise and len(np.unique(self.ids_M)) * work.models_per_client < len(self):
+        if self._protection.noise is not None and len(np.unique(self.ids_M)) * work.models_per_client < len(self):
             raise PrivacyError(
                 "a client is in an exchange more than once, so that it changes sums by more than the norm"
             )
-        if not len(self) and self.protection.noise is not None:  # the sums have noise all the same
+        if not len(self) and self._protection.noise is not None:  # the sums have noise all the same
             arrived_R = None if work.averaging is None else np.zeros(work.averaging.num_rows)
             return Outcome(work.empty_result(0), arrived_R=arrived_R)
         outcome = self.backend.run(work if self.replay is None else replace(work, replay=self.replay))
