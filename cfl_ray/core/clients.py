@@ -143,7 +143,6 @@ class Clients:
         axes: Sequence[str] = (),
         *,
         ids: np.ndarray | None = None,
-        diagonal: float = 0.0,
     ) -> None:
         """Reports a diagnostic of this round: a number, which is recorded like a metric, or an array.
 
@@ -152,16 +151,15 @@ class Clients:
 
         name: of a-z, 0-9 and _; not that of a metric. Common ones are in docs/metrics.md.
         value: finite or NaN. A number, an array with one or two axes, or a function without arguments that returns an
-            array and is called only if the array is recorded. A symmetric matrix may have the condensed form (pairs
-            (0, 1), (0, 2) .., as `clustering.agglomerative.distances` returns it).
+            array and is called only if the array is recorded. A symmetric matrix with diagonal 0 may have the condensed
+            form (pairs (0, 1), (0, 2) .., as `clustering.agglomerative.distances` returns it).
         axes: name of each axis of an array: "clients", "clusters", or any other word.
         ids: clients of the axis "clients"; None: these clients.
-        diagonal: diagonal values of a matrix in condensed form.
 
         Of more than 10,000 clients (1,000 in a matrix of clients or clusters by clients or clusters) a random sample
         is recorded, the same in all rounds; of more clusters, the first ones. Raises RunError for anything else.
         """
-        self.stats.diagnostics.add(name, value, axes, self.ids_M if ids is None else ids, diagonal)
+        self.stats.diagnostics.add(name, value, axes, self.ids_M if ids is None else ids)
 
     def event(
         self, kind: str, *, cluster: int | None = None, into: Iterable[int] = (), because: Mapping[str, Any]
@@ -397,9 +395,7 @@ class Clients:
         self.stats.traffic.up_bits += up * clients
         return averaging, secure
 
-    def train_mixture(
-        self, received: Sent, mixture: Mixture, *, average: np.ndarray, how: LocalTraining = LocalTraining()
-    ) -> MixtureUpdates:
+    def train_mixture(self, received: Sent, mixture: Mixture, *, average: np.ndarray) -> MixtureUpdates:
         """Trains all K models on every client's own data, with the client's weights of its samples for each model.
 
         The models of a client are trained on the same batches. It uploads all of them, and the result of
@@ -413,13 +409,12 @@ class Clients:
             raise NotAsynchronous("its clients train several models of a mixture together")
         count = len(received.models_KP)
         entries = self.select(np.repeat(np.arange(len(self)), count))  # (client, model), sorted by client
-        steps_E = None if how.steps_M is None else np.repeat(how.steps_M, count)
         weight_KMK = np.zeros((count, len(self), count))
         weight_KMK[np.arange(count), :, np.arange(count)] = average
         mixture = mixture.take(np.repeat(np.arange(len(self)), count))
         updates = entries.train(
             received.choose(np.tile(np.arange(count), len(self))),
-            how=replace(how, steps_M=steps_E, mixture=mixture),
+            how=LocalTraining(mixture=mixture),
             average=weight_KMK.reshape(count, -1),
             keep_as_local_model=False,
         )
@@ -593,7 +588,6 @@ class Clients:
         *,
         sketch: int | None = None,
         floats: int | None = None,
-        local: LocalSGD | None = None,
         client_state: ClientState | None = None,
     ) -> tuple[Tensor, np.ndarray]:
         """Applies a function to each client: its results, float32 (M, F), and bool (M,), False for an excluded client.
@@ -604,7 +598,6 @@ class Clients:
         anchor: the model that each client passes to the function; None: no model.
         sketch: project each result to this many features on the host (`core.sketch`); None: no projection.
         floats: numbers that a client uploads, as its paper counts; None: length of its result before projection.
-        local: local training that the function uses; None: the experiment's.
         client_state: columns of the client's state, which replace those of the anchor.
         """
         if self._protection.masks is not None or self._protection.examples is not None:
@@ -619,7 +612,7 @@ class Clients:
             anchor=None if anchor is None else tables.rows(anchor),
             sketch=sketch,
             client_state=client_state,
-            local=local or self.local,
+            local=self.local,
             tables=tables.as_tuple(),
         )
         arrays = self._run(work).arrays
