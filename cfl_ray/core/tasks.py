@@ -65,9 +65,8 @@ class Task:
         object.__setattr__(self, "metrics", tuple(resolve_metric(metric, self.targets) for metric in given))
         names = [metric.name for metric in self.metrics]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(
-                f"metric {twice[0]!r} is measured twice: {', '.join(names)}; evaluation.metrics adds to the task's metrics"
-            )
+            listed = ", ".join(names)
+            raise ConfigError(f"metric {twice[0]!r} is measured twice: {listed}; evaluation.metrics adds to the task's")
 
     @property
     def is_classification(self) -> bool:
