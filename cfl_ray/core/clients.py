@@ -217,11 +217,6 @@ class Clients:
         self.count_download(len(models_KP) * (self.spec.size - once) + once)
         return self._versions(models_KP) or Sent(models_KP)
 
-    def _versions(self, models_KP: Tensor) -> Sent | None:
-        """These models in the versions that the clients have received; None: all clients have the present version."""
-        versions = None if self.received is None else self.received.of(models_KP, self.ids_M)
-        return None if versions is None else Sent(versions[0], row_MK=versions[1])
-
     def known_models(self, models_KP: Tensor) -> Sent:
         """Models that the clients already have, such as the common start or an earlier broadcast; no traffic."""
         return Sent(models_KP, self.first_row() if len(models_KP) == 1 else None)
@@ -235,20 +230,12 @@ class Clients:
             self.reads("further numbers")
         self._count_upload(floats)
 
-    def _count_upload(self, floats: int) -> None:
-        self.stats.traffic.up_bits += 32 * floats * len(self)
-
     def reads(self, values: str) -> None:
         """Declares that the server reads these values of single clients. Raises PrivacyError if it must not."""
         if hides := self._protection.hides:
             raise PrivacyError(
                 f"its server reads {values} of single clients, which {hides}; choose a method whose server only adds up"
             )
-
-    @property
-    def _protection(self) -> Protection:
-        """The protection of these uploads; none in an evaluation, whose uploads are no part of the training."""
-        return Protection() if self.evaluated else replace(self.protection, examples=self.local.examples)
 
     def count_download(self, floats: int) -> None:
         """Counts `floats` numbers per client as downloaded, besides models."""
@@ -317,6 +304,177 @@ class Clients:
             aggregated = aggregate(rule, self.backend, work, outcome, self.ids_M, averaging)
             outcome = replace(outcome, means=aggregated.means, arrived_R=aggregated.arrived_R)
         return self._updates(outcome, averaging, private, work, work.address, average_number)
+
+    def train_mixture(self, received: Sent, mixture: Mixture, *, average: np.ndarray) -> MixtureUpdates:
+        """Trains all K models on every client's own data, with the client's weights of its samples for each model.
+
+        The models of a client are trained on the same batches. It uploads all of them, and the result of
+        `mixture.upload`. With `local.persist` it keeps a momentum buffer for each model.
+        P-local measures the model with its largest weight.
+
+        received: the models, after `broadcast`.
+        average: weight (M,) >= 0, of any scale, of each client in all K averages, or (K, M): row k in that of model k.
+        """
+        if self.received is not None:
+            raise NotAsynchronous("its clients train several models of a mixture together")
+        count = len(received.models_KP)
+        entries = self.select(np.repeat(np.arange(len(self)), count))  # (client, model), sorted by client
+        weight_KMK = np.zeros((count, len(self), count))
+        weight_KMK[np.arange(count), :, np.arange(count)] = average
+        mixture = mixture.take(np.repeat(np.arange(len(self)), count))
+        updates = entries.train(
+            received.choose(np.tile(np.arange(count), len(self))),
+            how=LocalTraining(mixture=mixture),
+            average=weight_KMK.reshape(count, -1),
+            keep_as_local_model=False,
+        )
+        mixtures = MixtureUpdates(updates, count)
+        scores = mixtures.local_scores_M2 if self.local_test_samples else None
+        self.stats.note_training(self.ids_M, mixtures.train_loss_M, scores, mixtures.valid_M)
+        self.count_upload(mixture.upload_floats)  # the result of `mixture.upload`
+        return mixtures
+
+    def fit_mixture(self, received: Sent, mixture: Mixture, *, steps: int = 1) -> np.ndarray:
+        """Each client's mixture weights, float64 (M, K), after E and M steps on its training samples without training.
+
+        NaN for a client whose data are not valid. Raises ValueError if `steps` is below 1.
+        """
+        if steps < 1:
+            raise ValueError(f"fit_mixture: steps must be at least 1, got {steps}")
+        if not len(self):
+            return np.zeros((0, len(received.models_KP)))
+        tables = (received.models_KP,)
+        work = FitMixture(self._next_address(), self.ids_M, tables, mixture=mixture, steps=steps)
+        return self._run(work).arrays["mixture"]
+
+    def average(self, updates: Updates, weight_RM: np.ndarray, *, average_number: int | None = None) -> Updates:
+        """Averages the results of a `train(..., defer_aggregation=True)` of this round; no further traffic.
+
+        weight_RM: as `average` in `train`. Clients without a valid result do not take part.
+        average_number: as in `train`.
+        """
+        work, address = updates.training, self._next_address()
+        averaging, secure = self._averaging(weight_RM, address, updates.private, 1)
+        if not isinstance(self.aggregation, Mean):
+            outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, averaging)
+        else:
+            outcome = self._run(replace(AverageDeferred.of(work, address, self.ids_M, averaging), secure=secure))
+        return self._updates(outcome, averaging, updates.private, work, address, average_number)
+
+    def restart_moments(self, models_KP: Tensor) -> None:
+        """Resets the moments of these models of merged clusters in the server optimiser, if the run has one."""
+        if self.server_moments is not None:
+            self.server_moments.forget(models_KP)
+
+    def losses(
+        self,
+        sent: Sent,
+        *,
+        max_samples: int | None = None,
+        frozen_model: Sent | None = None,
+        errors: bool = False,
+    ) -> np.ndarray:
+        """Mean training loss of each of the K models on each client's data, float64 (M, K); inf if it is NaN.
+
+        errors: return the share of training samples that a model misclassifies, in place of the loss.
+        max_samples: number of samples of each client to use, drawn once for all rounds, at most `choice_samples`;
+            None: all.
+        frozen_model: a model whose logits are added to those of every model.
+
+        The losses are uploaded; if clients only choose among the models, use `choose`. Raises PrivacyError in a private
+        run.
+        """
+        self.reads("the losses")
+        return self._losses(sent, max_samples, frozen_model, errors)
+
+    def choose(
+        self,
+        sent: Sent,
+        *,
+        max_samples: int | None = None,
+        frozen_model: Sent | None = None,
+        upload: bool = False,
+        diagnostic: str = "",
+    ) -> np.ndarray:
+        """The model with the least training loss for each client, int64 (M,), the lowest index on ties.
+
+        UNASSIGNED for a client without any finite loss: its data are invalid, or it took too long. The losses stay with
+        the client. In a private run the server uses the choice only as the row that the client's update is added to,
+        and with secure aggregation it is not uploaded. upload: count the choice as an upload of one number. diagnostic:
+        name under which the losses are reported; empty: not reported. Other arguments: as in `losses`.
+        """
+        if self._protection.examples is not None:
+            self.reads("the choice among models")
+        loss_MK = self._losses(sent, max_samples, frozen_model)
+        if diagnostic and not self.evaluated:
+            self.record(diagnostic, np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
+        if upload and self._protection.masks is None:
+            self._count_upload(1)
+        return least_loss(loss_MK)
+
+    def accuracies(self, sent: Sent) -> np.ndarray:
+        """Accuracy of each of the K models on each client's TEST data, float64 (M, K); 0 without test data.
+
+        Choosing a model by it leaks test labels; only for the reproduction of published results that did so.
+        """
+        self.reads("the accuracies")
+        accuracy_KM = []
+        for k in range(sent.num_models):
+            rows = sent.choose(np.full(len(self), k)).row_M
+            assert rows is not None
+            start, tables, scores = Rows(0, rows), (sent.models_KP,), self.num_scores
+            work = EvaluateClients(self._next_address(), self.ids_M, tables, start=start, num_scores=scores)
+            accuracy_KM.append(self._run(work).arrays["scores"][:, 0])
+        return np.nan_to_num(np.stack(accuracy_KM, 1))
+
+    def describe(
+        self,
+        function: Callable[..., Any],
+        anchor: Sent | None = None,
+        *,
+        sketch: int | None = None,
+        floats: int | None = None,
+        client_state: ClientState | None = None,
+    ) -> tuple[Tensor, np.ndarray]:
+        """Applies a function to each client: its results, float32 (M, F), and bool (M,), False for an excluded client.
+
+        function: called as `function(client, anchor_P)` with a `ClientData` on the host that reads the client's data.
+            It returns a vector of finite numbers, a tensor or an array of any shape, which is flattened. Results of
+            different lengths are padded with zeros.
+        anchor: the model that each client passes to the function; None: no model.
+        sketch: project each result to this many features on the host (`core.sketch`); None: no projection.
+        floats: numbers that a client uploads, as its paper counts; None: length of its result before projection.
+        client_state: columns of the client's state, which replace those of the anchor.
+        """
+        if self._protection.masks is not None or self._protection.examples is not None:
+            self.reads("descriptions")
+        if not len(self):
+            return torch.zeros(0, sketch or 0), np.zeros(0, bool)
+        tables = ModelTables()
+        work = Describe(
+            self._next_address(),
+            self.ids_M,
+            function=CheckedFunction(function),
+            anchor=None if anchor is None else tables.rows(anchor),
+            sketch=sketch,
+            client_state=client_state,
+            local=self.local,
+            tables=tables.as_tuple(),
+        )
+        arrays = self._run(work).arrays
+        self.stats.traffic.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
+        found_MF = torch.from_numpy(arrays["features"])
+        if (noise := self._protection.noise) is not None:
+            sampled = self._protection.sampled
+            found_MF = noise.signatures_of(found_MF, self.ids_M, work.address, "descriptions", sampled)
+        return found_MF, arrays["valid"]
+
+    # ---- parts of an exchange
+
+    @property
+    def _protection(self) -> Protection:
+        """The protection of these uploads; none in an evaluation, whose uploads are no part of the training."""
+        return Protection() if self.evaluated else replace(self.protection, examples=self.local.examples)
 
     def _check_permitted(self, how: LocalTraining, features: UpdateFeatures | None) -> None:
         """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have."""
@@ -395,48 +553,6 @@ class Clients:
         self.stats.traffic.up_bits += up * clients
         return averaging, secure
 
-    def train_mixture(self, received: Sent, mixture: Mixture, *, average: np.ndarray) -> MixtureUpdates:
-        """Trains all K models on every client's own data, with the client's weights of its samples for each model.
-
-        The models of a client are trained on the same batches. It uploads all of them, and the result of
-        `mixture.upload`. With `local.persist` it keeps a momentum buffer for each model.
-        P-local measures the model with its largest weight.
-
-        received: the models, after `broadcast`.
-        average: weight (M,) >= 0, of any scale, of each client in all K averages, or (K, M): row k in that of model k.
-        """
-        if self.received is not None:
-            raise NotAsynchronous("its clients train several models of a mixture together")
-        count = len(received.models_KP)
-        entries = self.select(np.repeat(np.arange(len(self)), count))  # (client, model), sorted by client
-        weight_KMK = np.zeros((count, len(self), count))
-        weight_KMK[np.arange(count), :, np.arange(count)] = average
-        mixture = mixture.take(np.repeat(np.arange(len(self)), count))
-        updates = entries.train(
-            received.choose(np.tile(np.arange(count), len(self))),
-            how=LocalTraining(mixture=mixture),
-            average=weight_KMK.reshape(count, -1),
-            keep_as_local_model=False,
-        )
-        mixtures = MixtureUpdates(updates, count)
-        scores = mixtures.local_scores_M2 if self.local_test_samples else None
-        self.stats.note_training(self.ids_M, mixtures.train_loss_M, scores, mixtures.valid_M)
-        self.count_upload(mixture.upload_floats)  # the result of `mixture.upload`
-        return mixtures
-
-    def fit_mixture(self, received: Sent, mixture: Mixture, *, steps: int = 1) -> np.ndarray:
-        """Each client's mixture weights, float64 (M, K), after E and M steps on its training samples without training.
-
-        NaN for a client whose data are not valid. Raises ValueError if `steps` is below 1.
-        """
-        if steps < 1:
-            raise ValueError(f"fit_mixture: steps must be at least 1, got {steps}")
-        if not len(self):
-            return np.zeros((0, len(received.models_KP)))
-        tables = (received.models_KP,)
-        work = FitMixture(self._next_address(), self.ids_M, tables, mixture=mixture, steps=steps)
-        return self._run(work).arrays["mixture"]
-
     def _updates(
         self,
         outcome: Outcome,
@@ -464,71 +580,6 @@ class Clients:
             ids_M=self.ids_M,
             hidden=self._protection.hides,
         )
-
-    def average(self, updates: Updates, weight_RM: np.ndarray, *, average_number: int | None = None) -> Updates:
-        """Averages the results of a `train(..., defer_aggregation=True)` of this round; no further traffic.
-
-        weight_RM: as `average` in `train`. Clients without a valid result do not take part.
-        average_number: as in `train`.
-        """
-        work, address = updates.training, self._next_address()
-        averaging, secure = self._averaging(weight_RM, address, updates.private, 1)
-        if not isinstance(self.aggregation, Mean):
-            outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, averaging)
-        else:
-            outcome = self._run(replace(AverageDeferred.of(work, address, self.ids_M, averaging), secure=secure))
-        return self._updates(outcome, averaging, updates.private, work, address, average_number)
-
-    def restart_moments(self, models_KP: Tensor) -> None:
-        """Resets the moments of these models of merged clusters in the server optimiser, if the run has one."""
-        if self.server_moments is not None:
-            self.server_moments.forget(models_KP)
-
-    def losses(
-        self,
-        sent: Sent,
-        *,
-        max_samples: int | None = None,
-        frozen_model: Sent | None = None,
-        errors: bool = False,
-    ) -> np.ndarray:
-        """Mean training loss of each of the K models on each client's data, float64 (M, K); inf if it is NaN.
-
-        errors: return the share of training samples that a model misclassifies, in place of the loss.
-        max_samples: number of samples of each client to use, drawn once for all rounds, at most `choice_samples`;
-            None: all.
-        frozen_model: a model whose logits are added to those of every model.
-
-        The losses are uploaded; if clients only choose among the models, use `choose`. Raises PrivacyError in a private
-        run.
-        """
-        self.reads("the losses")
-        return self._losses(sent, max_samples, frozen_model, errors)
-
-    def choose(
-        self,
-        sent: Sent,
-        *,
-        max_samples: int | None = None,
-        frozen_model: Sent | None = None,
-        upload: bool = False,
-        diagnostic: str = "",
-    ) -> np.ndarray:
-        """The model with the least training loss for each client, int64 (M,), the lowest index on ties.
-
-        UNASSIGNED for a client without any finite loss: its data are invalid, or it took too long. The losses stay with
-        the client. In a private run the server uses the choice only as the row that the client's update is added to,
-        and with secure aggregation it is not uploaded. upload: count the choice as an upload of one number. diagnostic:
-        name under which the losses are reported; empty: not reported. Other arguments: as in `losses`.
-        """
-        if self._protection.examples is not None:
-            self.reads("the choice among models")
-        loss_MK = self._losses(sent, max_samples, frozen_model)
-        if diagnostic and not self.evaluated:
-            self.record(diagnostic, np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
-        if upload and self._protection.masks is None:
-            self._count_upload(1)
-        return least_loss(loss_MK)
 
     def _losses(
         self, sent: Sent, max_samples: int | None, frozen_model: Sent | None, errors: bool = False
@@ -566,62 +617,13 @@ class Clients:
             loss_MK[index] = self.select(index)._losses(models, max_samples, frozen, errors)
         return loss_MK
 
-    def accuracies(self, sent: Sent) -> np.ndarray:
-        """Accuracy of each of the K models on each client's TEST data, float64 (M, K); 0 without test data.
+    def _versions(self, models_KP: Tensor) -> Sent | None:
+        """These models in the versions that the clients have received; None: all clients have the present version."""
+        versions = None if self.received is None else self.received.of(models_KP, self.ids_M)
+        return None if versions is None else Sent(versions[0], row_MK=versions[1])
 
-        Choosing a model by it leaks test labels; only for the reproduction of published results that did so.
-        """
-        self.reads("the accuracies")
-        accuracy_KM = []
-        for k in range(sent.num_models):
-            rows = sent.choose(np.full(len(self), k)).row_M
-            assert rows is not None
-            start, tables, scores = Rows(0, rows), (sent.models_KP,), self.num_scores
-            work = EvaluateClients(self._next_address(), self.ids_M, tables, start=start, num_scores=scores)
-            accuracy_KM.append(self._run(work).arrays["scores"][:, 0])
-        return np.nan_to_num(np.stack(accuracy_KM, 1))
-
-    def describe(
-        self,
-        function: Callable[..., Any],
-        anchor: Sent | None = None,
-        *,
-        sketch: int | None = None,
-        floats: int | None = None,
-        client_state: ClientState | None = None,
-    ) -> tuple[Tensor, np.ndarray]:
-        """Applies a function to each client: its results, float32 (M, F), and bool (M,), False for an excluded client.
-
-        function: called as `function(client, anchor_P)` with a `ClientData` on the host that reads the client's data.
-            It returns a vector of finite numbers, a tensor or an array of any shape, which is flattened. Results of
-            different lengths are padded with zeros.
-        anchor: the model that each client passes to the function; None: no model.
-        sketch: project each result to this many features on the host (`core.sketch`); None: no projection.
-        floats: numbers that a client uploads, as its paper counts; None: length of its result before projection.
-        client_state: columns of the client's state, which replace those of the anchor.
-        """
-        if self._protection.masks is not None or self._protection.examples is not None:
-            self.reads("descriptions")
-        if not len(self):
-            return torch.zeros(0, sketch or 0), np.zeros(0, bool)
-        tables = ModelTables()
-        work = Describe(
-            self._next_address(),
-            self.ids_M,
-            function=CheckedFunction(function),
-            anchor=None if anchor is None else tables.rows(anchor),
-            sketch=sketch,
-            client_state=client_state,
-            local=self.local,
-            tables=tables.as_tuple(),
-        )
-        arrays = self._run(work).arrays
-        self.stats.traffic.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
-        found_MF = torch.from_numpy(arrays["features"])
-        if (noise := self._protection.noise) is not None:
-            sampled = self._protection.sampled
-            found_MF = noise.signatures_of(found_MF, self.ids_M, work.address, "descriptions", sampled)
-        return found_MF, arrays["valid"]
+    def _count_upload(self, floats: int) -> None:
+        self.stats.traffic.up_bits += 32 * floats * len(self)
 
     def _next_address(self) -> Address:
         self.stats.exchanges += 1
