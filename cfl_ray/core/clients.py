@@ -39,7 +39,6 @@ from cfl_ray.core.work import (
     Outcome,
     Proximal,
     Replay,
-    Rows,
     SecureSum,
     Train,
     UpdateFeatures,
@@ -270,8 +269,8 @@ class Clients:
         """
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
         self._check_permitted(how, features)
-        keeps_any, mixes = bool(np.any(keep_as_local_model)), how.mixture is not None
-        local, client_state = with_momentum_kept(how.sgd or self.local, client_state, keeps_any or mixes)
+        keeps = how.mixture is not None or bool(np.any(keep_as_local_model))
+        local, client_state = with_momentum_kept(how.sgd or self.local, client_state, keeps)
         private = client_state.columns if client_state and client_state.private else None
         work, averaging, secure = self._training(start, how, local), None, None
         if average is not None:
@@ -288,7 +287,7 @@ class Clients:
             deferred_cuts=range_cuts(self.aggregation, self.spec.size, client_state, clients),
             upload_distances=isinstance(self.aggregation, ClippingRule),
             clip=self._protection.clip(self.spec, private),
-            local_test_samples=self.local_test_samples if keeps_any or mixes else 0,
+            local_test_samples=self.local_test_samples if keeps else 0,
         )
         sends_models = averaging is not None or defer_aggregation
         if sends_models and self._protection.masks is None:  # `_averaging` counts masked uploads
@@ -420,10 +419,9 @@ class Clients:
         self.reads("the accuracies")
         accuracy_KM = []
         for k in range(sent.num_models):
-            rows = sent.choose(np.full(len(self), k)).row_M
-            assert rows is not None
-            start, tables, scores = Rows(0, rows), (sent.models_KP,), self.num_scores
-            work = EvaluateClients(self._next_address(), self.ids_M, tables, start=start, num_scores=scores)
+            tables = ModelTables()
+            start, scores = tables.rows(sent.choose(np.full(len(self), k))), self.num_scores
+            work = EvaluateClients(self._next_address(), self.ids_M, tables.as_tuple(), start=start, num_scores=scores)
             accuracy_KM.append(self._run(work).arrays["scores"][:, 0])
         return np.nan_to_num(np.stack(accuracy_KM, 1))
 
@@ -588,8 +586,7 @@ class Clients:
             return np.zeros((0, sent.num_models))
         if sent.row_MK is not None:
             return self._losses_by_version(sent, sent.row_MK, max_samples, frozen_model, errors)
-        tables = ModelTables()
-        tables.rows(sent.choose(self.first_row()))
+        tables = ModelTables(sent.models_KP)
         work = Losses(
             self._next_address(),
             self.ids_M,
