@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.backend import ClientStateKey, SavedState, StateFile
-from cfl_ray.core.work import ClientState, Work
+from cfl_ray.core.work import ClientState, Train, Work
 from cfl_ray.engine.task import TrainingResult
 
 
@@ -121,7 +121,7 @@ class ClientStateStore:
             self._changed.update(entries)
             self.unsaved += sum(value.nbytes for value in entries.values())
             self._forgotten.difference_update(entries)
-        if work.defers_results:
+        if isinstance(work, Train) and work.defer_aggregation:
             self._deferred.setdefault(work.address.exchange, {}).update(deferred)
 
     def forget(self, ids: np.ndarray) -> None:
