@@ -131,7 +131,7 @@ def place_by_training(
 
 def whole_update(spec: ParamSpec, sketch: int | None) -> UpdateFeatures:
     """The features for signatures that are whole updates W - w, in the trained columns."""
-    return UpdateFeatures(Columns(((0, spec.trained),)), change=True, sketch=sketch)
+    return UpdateFeatures(spec.trainable, change=True, sketch=sketch)
 
 
 def unplaced(state: State, clients: Clients) -> Clients:
