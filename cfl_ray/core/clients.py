@@ -487,8 +487,9 @@ class Clients:
                 "results of weighted samples": how.mixture is not None,
                 "results of clients one after another": how.chained,
             }
-            for values in (values for values, holds in unlike.items() if holds):
-                self.reads(values)
+            for values, holds in unlike.items():
+                if holds:
+                    self.reads(values)
         if how.chained and self.received is not None:
             raise NotAsynchronous("its clients start from each other's results (chained)")
         if how.chained and self._protection.noise is not None:
