@@ -562,23 +562,11 @@ class Clients:
         number: int | None,
     ) -> Updates:
         """The updates of the exchange `work`, with noise on the sums of the exchange `address` in a private run."""
-        moments = None if averaging is None else self.server_moments
         if averaging is not None:
             outcome = self._protection.noisy_sums(outcome, averaging, address, self.spec, work)
-        if moments is not None and number is None:
-            number = moments.next_average()
-        return Updates(
-            outcome,
-            averaging,
-            private,
-            work,
-            server_moments=moments,
-            average=number or 0,
-            trained=self.spec.trained,
-            received=self.received,
-            ids_M=self.ids_M,
-            hidden=self._protection.hides,
-        )
+            if number is None and self.server_moments is not None:
+                number = self.server_moments.next_average()
+        return Updates(self, outcome, averaging, private, work, number or 0)
 
     def _losses(
         self, sent: Sent, max_samples: int | None, frozen_model: Sent | None, errors: bool = False
