@@ -167,11 +167,6 @@ class MixtureUpdates:
         return self.updates.damped(start, total)
 
     @property
-    def arrived_R(self) -> np.ndarray:
-        """Share of each model's weight that arrived, float64 (K,)."""
-        return self.updates.arrived_R
-
-    @property
     def valid_M(self) -> np.ndarray:
         """Bool (M,): whether the update of any model of the client was valid."""
         return np.logical_or.reduce(self._by_client(self.updates.valid_M), 1)
