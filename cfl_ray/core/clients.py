@@ -68,7 +68,11 @@ History = Callable[[np.ndarray, Sequence[Sequence[int]]], tuple[tuple[tuple[int,
 
 @dataclass(frozen=True)
 class Clients:
-    """The clients of a round, in a fixed order."""
+    """The clients of a round, in a fixed order.
+
+    Methods read `ids_M`, `num_samples_M`, `spec`, `local`, `seed` and `round`; the round loop sets the other fields. In
+    an exchange, `send`, `broadcast` or `known_models` is followed by `train`, `choose`, `losses` or `describe`.
+    """
 
     ids_M: np.ndarray  # int64
     num_samples_M: np.ndarray  # int64: n_i, number of training samples
