@@ -31,11 +31,6 @@ class SignatureState(SeenState):
 
     signature_SF: Tensor  # float32
 
-    @classmethod
-    def no_signatures(cls, features: int = 0) -> dict[str, Any]:
-        """Keyword arguments for a state without signatures. features: number of values of later signatures."""
-        return {"signature_SF": torch.zeros(0, features), "seen_S": np.zeros(0, np.int64)}
-
     @property
     def cluster_S(self) -> np.ndarray:
         """Cluster of every client with a signature, int32 (S,)."""

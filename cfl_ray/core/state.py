@@ -118,7 +118,8 @@ def _longer(value: Array, places: Sequence[int], more: int, fill: int = 0) -> Ar
 class SeenState(State):
     """A state with values of the S clients that have taken part: fields with an axis S (`round_S`, `angle_SS`)."""
 
-    seen_S: np.ndarray  # int64: ids of the clients, in the order in which they were added
+    # int64: ids of the clients, in the order in which they were added
+    seen_S: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def positions(self, ids_M: np.ndarray) -> np.ndarray:
         """Position of each of these clients on the axes S, int64 (M,); -1 for a client that has not taken part."""

@@ -82,7 +82,8 @@ class SplitState(SignatureState):
     def unsplit(cls, first_KP: Tensor, features: int) -> dict[str, Any]:
         """Keyword arguments for the fields above and the fields of signatures, before the first split."""
         empty = np.zeros(0, np.int64)
-        return cls.no_signatures(features) | {
+        return {
+            "signature_SF": torch.zeros(0, features),
             "split_KP": first_KP[:0],
             "leaves_K2": np.zeros((0, 2), np.int64),
             "update_EF": torch.zeros(0, features),

@@ -173,7 +173,7 @@ class FedAC(Method[FedACState], name="fedac"):
             global_KP=first_KP,
             mean_F=torch.zeros(size),
             basis_FQ=torch.zeros(size, 0),
-            **FedACState.no_signatures(size),
+            signature_SF=torch.zeros(0, size),
         )
 
     def round(self, state: FedACState, clients: Clients, rng: Draws) -> FedACState:

@@ -64,7 +64,6 @@ class FedCAC(Method[CriticalState], name="fedcac"):
             assign_N=start.one_cluster(),
             own_SP=first_KP[:0],
             mask_SP=first_KP[:0].bool(),
-            seen_S=np.zeros(0, np.int64),
         )
 
     def round(self, state: CriticalState, clients: Clients, rng: Draws) -> CriticalState:

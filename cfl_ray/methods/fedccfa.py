@@ -157,7 +157,6 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         return LabelGroupsState(
             models_KP=first_KP,
             assign_N=start.one_cluster(),
-            seen_S=np.zeros(0, np.int64),
             row_SCF=first_CF.new_zeros(0, *first_CF.shape),
             prototype_SCF=torch.zeros(0, classifier.num_classes, classifier.num_features),
             first_CF=first_CF,

@@ -77,7 +77,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
             phase="warmup",
             global_KP=neutral_KP,
             weight_S=np.zeros(0),
-            **FeSEMCAMState.no_signatures(self.update_features(start.spec).count),
+            signature_SF=torch.zeros(0, self.update_features(start.spec).count),
         )
 
     def round(self, state: FeSEMCAMState, clients: Clients, rng: Draws) -> FeSEMCAMState:

@@ -147,7 +147,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
             start_KP=first_KP,
             angle_SS=torch.zeros(0, 0),
             inputs=math.prod(start.input_shape),
-            **PACFLState.no_signatures(),
+            signature_SF=torch.zeros(0, 0),
         )
 
     def round(self, state: PACFLState, clients: Clients, rng: Draws) -> PACFLState:

@@ -97,7 +97,6 @@ class PFedGraph(Method[GraphState], name="pfedgraph"):
             models_KP=first_KP,
             assign_N=start.one_cluster(),
             own_SP=first_KP[:0],
-            seen_S=np.zeros(0, np.int64),
             first_KP=first_KP,
         )
 

@@ -173,7 +173,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
             global_KP=first_KP,
             empty_E=np.zeros(0, np.int64),
             mean_EF=torch.zeros(0, features),
-            **StoCFLState.no_signatures(features),
+            signature_SF=torch.zeros(0, features),
         )
 
     def round(self, state: StoCFLState, clients: Clients, rng: Draws) -> StoCFLState:
