@@ -31,7 +31,6 @@ from cfl_ray.core.method import Method, OneModel, option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 from cfl_ray.errors import ConfigError
 
 OWN = ClientState("model", private=False)  # theta_i and h_i
@@ -107,7 +106,7 @@ class FedAS(OneModel, name="fedas"):
         else:
             weight_M = clients.weights(self.weights)
         # a client whose alignment failed went on from its last round
-        means = clients.average(updates, global_weights(weight_M * aligned_M))
+        means = clients.average(updates, weight_M * aligned_M)
         return state.advance(models_KP=means.averaged(default=state.models_KP))
 
     def kept(self, spec: ParamSpec) -> ClientState:

@@ -27,7 +27,7 @@ from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import OwnModelsState
-from cfl_ray.core.weights import averages_of, global_weights
+from cfl_ray.core.weights import averages_of
 
 _CLIENTS = 8  # whose masks are made together: a row of temporary values for each
 
@@ -64,7 +64,6 @@ class FedCAC(Method[CriticalState], name="fedcac"):
             assign_N=start.one_cluster(),
             own_SP=first_KP[:0],
             mask_SP=first_KP[:0].bool(),
-            seen_S=np.zeros(0, np.int64),
         )
 
     def round(self, state: CriticalState, clients: Clients, rng: Draws) -> CriticalState:
@@ -72,8 +71,7 @@ class FedCAC(Method[CriticalState], name="fedcac"):
         row_M, spec = state.rows_of(clients.ids_M), clients.spec
         start = clients.send(state.starts, row_M)
         clients.select(row_M > 0).send(state.models_KP)  # w and u_i are two models
-        weights = global_weights(clients.weights(self.weights))
-        updates = clients.train(start, average=weights, features=spec.all)
+        updates = clients.train(start, average=clients.weights(self.weights), features=spec.all)
         clients.count_upload(-(-spec.trained // 32))  # m_i
         valid_M = updates.valid_M
         if not valid_M.any():

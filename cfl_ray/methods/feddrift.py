@@ -35,7 +35,6 @@ from cfl_ray.core.clients import Clients, least_loss
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import UNASSIGNED, State
-from cfl_ray.core.weights import global_weights
 
 _NEVER = 1e30  # distance of models that are not compared
 
@@ -169,9 +168,8 @@ class FedDrift(Method[PoolState], name="feddrift"):
             members = self.with_data_of(state, clients, k)
             if len(members):
                 start = members.send(state.models_KP, np.full(len(members), k))
-                weight_1M = global_weights(members.weights(self.weights))
                 own_M = state.assign_N[members.ids_M] == k
-                updates = members.train(start, average=weight_1M, keep_as_local_model=own_M)
+                updates = members.train(start, average=members.weights(self.weights), keep_as_local_model=own_M)
                 models_KP[k] = updates.averaged(default=models_KP[k : k + 1])[0]
         return state.advance(models_KP=models_KP)
 

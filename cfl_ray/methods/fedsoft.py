@@ -20,7 +20,6 @@ TypeError as published.
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -85,7 +84,7 @@ class FedSoft(MixtureMethod[MixtureState], name="fedsoft"):
             received.choose(u_MK.argmax(1)),
             client_state=PERSONAL,
             how=LocalTraining(proximal=terms),
-            average=torch.from_numpy(drawn_KM[:, drawn].astype(np.float64)),
+            average=drawn_KM[:, drawn],
         )
         # c_k
         return state.advance(models_KP=updates.averaged(default=state.models_KP))

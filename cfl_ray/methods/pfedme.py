@@ -33,7 +33,6 @@ from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 
 THETA = ClientState("personal", private=False)  # theta_i
 W = ClientState("personal", private=False, resumed=Columns(()))  # w_i, which begins every round as w_t
@@ -100,7 +99,7 @@ class PFedMe(OneModel, name="pfedme"):
                 local_step=step,
                 companion=w if self.predict == "theta" else None,
             ),
-            average=global_weights(clients.weights(self.weights)),
+            average=clients.weights(self.weights),
         )
         models_KP = updates.averaged(default=state.models_KP)
         if self.beta != 1:  # a variance beyond the mean could be negative
