@@ -87,9 +87,8 @@ class MethodRecorder:
 
     def _recovery(self) -> dict[str, float]:
         """Recovery from the changes of data so far; empty without any."""
-        federation = self.setup.federation
-        changed_in = {round: federation.changed(round).tolist() for round in range(1, self.last_round + 1)}
-        changed = {round: ids for round, ids in changed_in.items() if ids}
+        changed_in = self.setup.federation.changed_in.items()
+        changed = {round: ids.tolist() for round, ids in changed_in if round <= self.last_round}
         if not changed:
             return {}
         return recovery_metrics(self.result().recovery(changed, higher_is_better=self.primary.higher_is_better))
