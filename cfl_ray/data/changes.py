@@ -296,7 +296,7 @@ class ChangingFederation(ChangedFederation):
         return federations[bisect_right(rounds, round)]
 
     @cached_property
-    def changed_in(self) -> dict[int, np.ndarray]:  # type: ignore[override]  # computed on first use, never assigned
+    def changed_in(self) -> dict[int, np.ndarray]:
         changed: dict[int, list[int]] = {}
         for change in self.changes:
             changed.setdefault(change.round, []).extend(change.ids)
