@@ -178,15 +178,15 @@ class RoundLoop:
 
     def _restore(self) -> RoundReport:
         """Restores the newest usable checkpoint, otherwise the state before round 1. Returns its report."""
-        checkpoint = self.store.load(self._decoded) if self.store else None
-        self.saved = checkpoint.round if checkpoint else 0  # the last round with a checkpoint
+        loaded = self.store.load(lambda checkpoint: (checkpoint, self._decoded(checkpoint))) if self.store else None
+        self.saved = loaded[0].round if loaded else 0  # the last round with a checkpoint
         self.membership.restore(self.saved)
         self.backend.use(self.membership.federation)
         notes: tuple[str, ...] = ()
-        if checkpoint is None:
+        if loaded is None:
             snapshot = self._first()
         else:
-            snapshot = self._decoded(checkpoint)
+            checkpoint, snapshot = loaded
             if self.server_moments is not None:
                 self.server_moments.restore(snapshot.moments)
             self.participation.restore(snapshot.time)
