@@ -16,6 +16,7 @@ import numpy as np
 
 from cfl_ray.checkpoint.interval import CheckpointInterval
 from cfl_ray.checkpoint.store import Checkpoint, CheckpointStore
+from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.core.backend import Backend
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
@@ -40,7 +41,7 @@ from cfl_ray.runtime.private_run import ClientPrivacy, SamplePrivacy
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_diagnostics import RoundDiagnostics
 from cfl_ray.runtime.round_evaluation import RoundEvaluation
-from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status, listed
+from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status
 from cfl_ray.runtime.snapshot import Snapshot
 from cfl_ray.setup.first_models import start_of
 from cfl_ray.setup.run_plan import RunPlan
@@ -247,18 +248,18 @@ class RoundLoop:
             self.backend.forget(change.left)
             self.participation.leave(change.left)
             self._set_local_scores(change.left, np.nan)
-            draft.notes.append(f"left: {listed(change.left)}")
+            draft.notes.append(f"left: {clients_in_words(change.left)}")
             draft.metrics["clients_left"] = float(len(change.left))
         if len(change.joined):
             self.state = self.steps.join(self.state, self.clients_of(change.joined, round, draft.stats))
-            draft.notes.append(f"joined: {listed(change.joined)}")
+            draft.notes.append(f"joined: {clients_in_words(change.joined)}")
             draft.metrics["clients_joined"] = float(len(change.joined))
         if len(change.data_changed):
             clients = self.clients_of(change.data_changed, round, draft.stats)  # no random cohort
             self.state = self.steps.drift(
                 self.state, replace(clients, protection=clients.protection.of_all_reachable())
             )
-            draft.notes.append(f"data changed: {listed(change.data_changed)}")
+            draft.notes.append(f"data changed: {clients_in_words(change.data_changed)}")
 
     def _train(self, cohort: Cohort, received: Received | None, draft: RoundDraft) -> None:
         """Runs the method's round with its cohort."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError, RayTaskError
 
+from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.engine.chunks import Chunk
 from cfl_ray.errors import RunError, RunStopped, UserError
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
@@ -21,7 +22,7 @@ from cfl_ray.runtime.on_ray.stall import POLL_SECONDS, STOP_SECONDS, duration
 _CALLS_PER_HOST = 2  # one running, one queued, so that the host never waits for the server
 # a chunk that failed on so many hosts, or so many times, ends the run; a single bad host cannot reach these limits
 _FAILED_HOSTS, _FAILED_TIMES = 3, 6
-_NAMED = 5  # clients in a message
+_NAMED = 5  # ranges of clients in a message
 _IDLE = 0.05  # of a CPU, below which a host does not compute: hosts may share a busy CPU
 
 
@@ -245,11 +246,10 @@ class Dispatch:
         return progress[1] - cpu_before < _IDLE * (now - before)
 
     def _doing(self, call: _Call, waited: float) -> str:
-        host, ids = call.host, self.calls.clients(call.chunks)
-        who = ", ".join(map(str, ids[:_NAMED])) + f" and {len(ids) - _NAMED} more" * (len(ids) > _NAMED)
+        host, clients = call.host, clients_in_words(self.calls.clients(call.chunks), _NAMED)
         return (
             f"host {host.number} (process {host.pid} on node {host.node[:8]}) has made no progress for "
-            f"{duration(waited)} with clients {who}"
+            f"{duration(waited)} with {clients}"
         )
 
     def _usually(self, usual: float | None) -> str:
