@@ -66,7 +66,6 @@ class Dispatch:
     of_host: dict[int, deque[_Call]] = field(default_factory=dict)  # the same by host number, in their order
     done: dict[int, list[int]] = field(default_factory=dict)  # chunks by number of the host that has done them
     failed: dict[int, list[int]] = field(default_factory=dict)  # by chunk: numbers of the hosts that it failed on
-    limited: bool = False  # whether any call has a time limit
     _known: int = -1  # `pool.changes` when `_hosts` was made
     _hosts: list[int] = field(default_factory=list)  # numbers of all hosts
     _ready: list[int] = field(default_factory=list)  # numbers of the ready hosts
@@ -122,9 +121,8 @@ class Dispatch:
     def _start(self, host: Host, numbers: list[int]) -> None:
         chunks = [self.schedule.chunks[number] for number in numbers]
         returns = self.calls.start(host, chunks)
-        seconds = self.calls.seconds(chunks)
-        self.limited = self.limited or seconds is not None
-        self.in_progress[returns[0]] = call = _Call(host, numbers, chunks, returns, seconds, time.monotonic())
+        call = _Call(host, numbers, chunks, returns, self.calls.seconds(chunks), time.monotonic())
+        self.in_progress[returns[0]] = call
         self.of_host.setdefault(host.number, deque()).append(call)
 
     # ---- ends
@@ -184,8 +182,7 @@ class Dispatch:
 
     def _due(self) -> list[tuple[float, _Call]]:
         """(due time, call) of every running call that has a time limit."""
-        present = self._present() if self.limited else []
-        return [(call.since + call.seconds, call) for call in present if call.seconds is not None]
+        return [(call.since + call.seconds, call) for call in self._present() if call.seconds is not None]
 
     def _seconds_left(self) -> float:
         """Seconds until the first call reaches its limit, at most those until the next check for slow calls."""
