@@ -46,7 +46,7 @@ from cfl_ray.runtime.snapshot import Snapshot
 from cfl_ray.setup.first_models import start_of
 from cfl_ray.setup.run_plan import RunPlan
 from cfl_ray.setup.setup import Setup
-from cfl_ray.tracking import read_records
+from cfl_ray.tracking import last_record
 
 _NO_LIMIT = 2**62  # test samples of a client with its own test data
 
@@ -81,7 +81,8 @@ class RoundLoop:
         self.sample_account = None if self.sample_privacy is None else self.sample_privacy.account
 
         # its clients
-        recorded = max((record.round for record in read_records(store.directory)), default=0) if store else 0
+        last = last_record(store.directory) if store else None
+        recorded = last.round if last else 0
         journal = Journal(store.directory if store else None)
         self.requests = Requests(label, journal, setup.federation, experiment.rounds, session, recorded)
         self.membership = Membership(setup, self.requests)

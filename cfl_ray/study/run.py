@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
@@ -52,6 +51,7 @@ from cfl_ray.tracking import (
     RunLog,
     deliver_pending,
     flatten,
+    last_record,
     read_records,
     redact,
     resolve_uri,
@@ -256,7 +256,7 @@ class _Launch:
             # step of the parent's metrics, which grows with the number of finished runs
             count = sum(map(len, figures.run_metrics.values()))
             if summary := self._write_tables(figures):
-                last = next(iter(deque(read_records(self.root), maxlen=1)), RoundRecord(0, {}))
+                last = last_record(self.root) or RoundRecord(0, {})
                 # runs may have been repeated, or metrics added, since the last start
                 step = max(count, last.round + (summary != last.metrics))
                 run_log.log(RoundRecord(step, summary, int(time.time() * 1000)))
