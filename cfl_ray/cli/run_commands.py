@@ -9,7 +9,7 @@ from cfl_ray.cli.arguments import File, InProcess, Overrides, RunDir, Trust
 from cfl_ray.cli.console import out, say
 from cfl_ray.cli.inputs import deliver_earlier_results, folder_option, is_trusted, load_experiment
 from cfl_ray.cli.study_commands import run_all, study_from
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, command
 from cfl_ray.system.imports import uncollected
 
 
@@ -81,7 +81,6 @@ def prepare(file: File = None, overrides: Overrides = None) -> None:
     """Write the clients' data of an experiment as shards; existing shards are reused."""
     from cfl_ray.cli.progress import Display
     from cfl_ray.data.from_config import with_shards
-    from cfl_ray.run_directory.lock import command
     from cfl_ray.setup.prepare import prepare as prepare_setup
     from cfl_ray.setup.prepare import shards_folder
 

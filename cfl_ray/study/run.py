@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cfl_ray.config import Experiment
 from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study
-from cfl_ray.errors import ConfigError, Interrupted, RunError, did_you_mean
+from cfl_ray.errors import ConfigError, Interrupted, RunError, command, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.report.ranks import ranks_of, ranks_table
@@ -36,7 +35,7 @@ from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
 from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.run_directory.lock import command, hold
+from cfl_ray.run_directory.lock import hold
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.study.metrics import metric_warnings, scores_of
 from cfl_ray.study.plan import ALL, Selection, StudyRun, plan
@@ -276,7 +275,7 @@ class _Launch:
         if self.extend is not None:
             selected.append(f"--extend={self.extend}")
         verb = "sweep" if self.study.sweep else "compare"
-        return shlex.join(["cfl-ray", verb, str(RunDirectory(self.root).study), f"--folder={self.root}", *selected])
+        return command(verb, RunDirectory(self.root).study, f"--folder={self.root}", *selected)
 
     def _check_folder(self) -> None:
         """Raises ConfigError if the folder holds a run or another study."""
