@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class ChainedFederation(Federation):
             self._latest = ChainedFederation(parts)
         return self._latest
 
-    @property
+    @cached_property
     def changed_in(self) -> dict[int, np.ndarray]:
         changed: dict[int, np.ndarray] = {}
         for part, first in zip(self.parts, self._first_client[:-1], strict=True):
