@@ -55,7 +55,7 @@ def figures_of(root: Path) -> dict:
     """All metrics of the finished runs of a study, without times."""
     return {
         (setting, method, seed): {name: value for name, value in values.items() if name not in TIMES}
-        for (setting, method), of_seeds in read_study(root).run_metrics.items()
+        for (setting, method), of_seeds in read_study(root).items()
         for seed, values in of_seeds.items()
     }
 

@@ -302,7 +302,7 @@ def test_the_main_job(tmp_path):
     accuracy, ari, clusters = float(rows["stocfl"][1]), rows["stocfl"][3], rows["stocfl"][4]
     assert (ari, clusters) == ("1.000", "4")
     assert accuracy > float(rows["fedavg"][1]) + 0.08
-    assert "joined: clients 38, 39" in done.stdout and "left: clients 0" in done.stdout
+    assert "joined: clients 38-39" in done.stdout and "left: client 0" in done.stdout
     (run_dir,) = (tmp_path / "runs").glob("rotated-digits-*")
     assert (run_dir / "artifacts" / "accuracy_by_round.png").exists() and (
         run_dir / "stocfl" / "artifacts" / "assignments.parquet"

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ from cfl_ray.system.files import drafted, private_folder, sync
 _DAMAGE = (RunError, OSError, ValueError, TypeError, IndexError, RuntimeError, MemoryError, OverflowError)
 
 _READERS = 8  # threads that check files
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True)
@@ -257,17 +258,16 @@ class CheckpointStore:
 
     # ---- loading
 
-    def load(self, check: Callable[[Checkpoint], object] = lambda checkpoint: None) -> Checkpoint | None:
-        """The newest usable checkpoint; None if there are no checkpoints. Raises RunError if none can be used.
+    def load(self, read: Callable[[Checkpoint], _Read] = lambda checkpoint: checkpoint) -> _Read | None:  # type: ignore[assignment, return-value]
+        """The newest usable checkpoint as `read` returns it; None if there are no checkpoints.
 
-        check: raises RunError for a checkpoint whose content cannot be used; then the checkpoint before it is tried.
+        read: raises RunError for a checkpoint whose content cannot be used; then the checkpoint before it is tried.
+        Raises RunError if none can be used.
         """
         refused: list[str] = []
         for round in reversed(self.rounds()):
             try:
-                checkpoint = self._load(round, tuple(refused))
-                check(checkpoint)
-                return checkpoint
+                return read(self._load(round, tuple(refused)))
             except _DAMAGE as error:
                 refused.append(f"checkpoint of round {round}: {system_reason(error)}")
         if refused:
@@ -300,7 +300,7 @@ class CheckpointStore:
         Returns its round; None if there are no checkpoints. Raises RunError if none can be used or a file cannot be
         written.
         """
-        if (checkpoint := self.load(_read_client_states)) is None:
+        if (checkpoint := self.load(_with_client_states)) is None:
             return None
         manifest = self._manifest(checkpoint.round)
         with writing(other.folder):
@@ -320,10 +320,11 @@ class CheckpointStore:
         )
 
 
-def _read_client_states(checkpoint: Checkpoint) -> None:
-    """Reads every client state, and raises RunError if one was altered."""
+def _with_client_states(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, every client state of which has been read. Raises RunError if one was altered."""
     for _, saved in checkpoint.client_states():
         saved.tensor()
+    return checkpoint
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from cfl_ray.cli.arguments import File, OnlyMethods, OnlySeeds, OnlySettings, Ov
 from cfl_ray.cli.console import out, say
 from cfl_ray.cli.inputs import is_file, is_trusted, load_experiment
 from cfl_ray.cli.study_commands import Selected, selection_of, study_from
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, command
 
 SELECTING = ("--setting", "--method", "--seed")
 
@@ -35,7 +35,6 @@ def check(
     from cfl_ray.cli.estimate import estimate
     from cfl_ray.cli.estimate_tables import show
     from cfl_ray.config.study import is_study_file
-    from cfl_ray.run_directory.lock import command
 
     if file is not None and is_file(file) and is_study_file(file):
         _check_study(Path(file), overrides, (settings, methods, seeds), as_yaml, trust)
@@ -56,7 +55,6 @@ def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yam
     from cfl_ray.cli.estimate import estimate_study
     from cfl_ray.cli.estimate_tables import show_study
     from cfl_ray.results.trust import check_owners
-    from cfl_ray.run_directory.lock import command
     from cfl_ray.study.run import plan_study
 
     study = study_from(file, overrides)

@@ -46,7 +46,7 @@ def folder_option(help: str) -> Any:
 
 def _folder_of(argument: str) -> Path:
     """The folder that an option names. Raises BadParameter for an empty name, such as "$RUN" if RUN is not set."""
-    if not argument:
+    if not argument.strip():
         raise typer.BadParameter("the name of a folder is empty; leave the option out for a new one")
     return Path(argument)
 

@@ -10,11 +10,10 @@ from statistics import median
 from typing import Any
 
 from cfl_ray import config
-from cfl_ray.errors import RunError, UserError
+from cfl_ray.errors import RunError, UserError, command
 from cfl_ray.results.run_record import how_to_resume
 from cfl_ray.results.study_folder import is_finished, methods_in
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.run_directory.lock import command
 from cfl_ray.run_directory.session_file import ServerAddress, read_server_address
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
 from cfl_ray.tracking.record import is_evaluated, primary_of

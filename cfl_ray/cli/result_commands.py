@@ -9,7 +9,7 @@ import typer
 from cfl_ray.cli.arguments import STDOUT, RunDir, Trust
 from cfl_ray.cli.console import say
 from cfl_ray.cli.inputs import may_import
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, command
 
 
 def table(
@@ -30,7 +30,6 @@ def table(
     """
     from cfl_ray.results.comparison import FORMATS, by_experiment, compare_runs, format_table
     from cfl_ray.run_directory import RunDirectory
-    from cfl_ray.run_directory.lock import command
 
     if style not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")

@@ -9,7 +9,7 @@ from cfl_ray.cli.arguments import File, InProcess, Overrides, RunDir, Trust
 from cfl_ray.cli.console import out, say
 from cfl_ray.cli.inputs import deliver_earlier_results, folder_option, is_trusted, load_experiment
 from cfl_ray.cli.study_commands import run_all, study_from
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, command
 from cfl_ray.system.imports import uncollected
 
 
@@ -52,8 +52,6 @@ def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False)
     """
     from cfl_ray.cli.progress import Display
     from cfl_ray.lifecycle import launch
-    from cfl_ray.results.load import finished_results
-    from cfl_ray.results.run_record import check_not_edited
     from cfl_ray.results.trust import load_record, load_study_record
     from cfl_ray.run_directory import RunDirectory
 
@@ -69,24 +67,20 @@ def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False)
     RunDirectory(run_dir).require_run()
     trust = is_trusted(lambda: load_record(run_dir), trust)
     experiment = load_record(run_dir, trust)
-    check_not_edited(RunDirectory(run_dir), experiment)
-    display = Display(out, experiment.rounds)
-    results = finished_results(run_dir, experiment)
-    if results is not None:
-        say(f"{run_dir} is finished: nothing is left to do.")
-        deliver_earlier_results(experiment)
-        display.show(results)
-        return
-    with display:
+    with Display(out, experiment.rounds) as display:
         results = launch.resume(run_dir, watcher=display, on_ray=not in_process, trust=trust)
-    display.finish(results)
+    if display.experiment is not None:  # it has started
+        display.finish(results)
+        return
+    say(f"{run_dir} is finished: nothing is left to do.")
+    deliver_earlier_results(experiment)
+    display.show(results)
 
 
 def prepare(file: File = None, overrides: Overrides = None) -> None:
     """Write the clients' data of an experiment as shards; existing shards are reused."""
     from cfl_ray.cli.progress import Display
     from cfl_ray.data.from_config import with_shards
-    from cfl_ray.run_directory.lock import command
     from cfl_ray.setup.prepare import prepare as prepare_setup
     from cfl_ray.setup.prepare import shards_folder
 

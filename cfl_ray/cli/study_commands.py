@@ -8,7 +8,7 @@ import typer
 from cfl_ray.cli.arguments import OnlyMethods, OnlySeeds, OnlySettings
 from cfl_ray.cli.console import counted, out, say
 from cfl_ray.cli.inputs import folder_option, output_base
-from cfl_ray.errors import ConfigError, RunError
+from cfl_ray.errors import ConfigError, RunError, command
 
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config.study import Study
@@ -66,7 +66,6 @@ def launch(
     ] = False,
 ) -> None:
     """The command `compare` for a study, `sweep` for a study with a sweep."""
-    from cfl_ray.run_directory.lock import command
 
     study = study_from(file, overrides)
     verb, what = ("compare", "has no `sweep`") if study.sweep is None else ("sweep", "is a sweep")

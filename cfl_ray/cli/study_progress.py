@@ -102,7 +102,7 @@ class StudyDisplay(StudyWatcher):
         """Prints the tables, the paths of the results, and the failed runs."""
         if results.study.sweep is not None:
             show_trials(results.trials, results.best, results.study.sweep.metric, self.console)
-        elif results.figures.run_metrics:
+        elif results.run_metrics:
             show_tables(results.table(), results.study.metrics, self.console)
         for outcome in results.failed:
             self._print(f"{outcome.status}: {outcome.run.name}: {outcome.reason}")

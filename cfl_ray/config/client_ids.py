@@ -20,12 +20,12 @@ def parse_ids(words: Iterable[str]) -> list[int]:
     return ids
 
 
-def format_ids(ids: Sequence[int], limit: int = 8) -> str:
-    """Sorted ids as text, `3, 5-9`: at most `limit` ranges, then the number of further ids."""
+def clients_in_words(ids: Iterable[int], limit: int = 8) -> str:
+    """Clients as text, `client 3` or `clients 3, 5-9`, ascending: at most `limit` ranges, then the number of others."""
     runs = _ranges(sorted(ids))
     shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:limit])
     hidden = sum(last - first + 1 for first, last in runs[limit:])
-    return f"{shown} and {hidden} more" if hidden else shown
+    return f"client{'s' * (not shown.isdecimal())} {shown}" + (f" and {hidden} more" if hidden else "")
 
 
 def compress_ids(ids: Sequence[int]) -> list[int | str]:

@@ -1,6 +1,5 @@
 """Reading of experiments: YAML files, and overrides SECTION.KEY=VALUE."""
 
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from cfl_ray.config.model import ModelConfig
 from cfl_ray.config.part import keys_of, kinds_of
 from cfl_ray.config.paths import from_record, moves_of, resolved_in, root_resolved_in, with_replaced
 from cfl_ray.config.yaml_text import parse_yaml
-from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.errors import ConfigError, command, did_you_mean
 from cfl_ray.security.credentials import with_known_credentials
 from cfl_ray.system.files import read_text
 
@@ -31,7 +30,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     values, overrides = read_yaml(QUICKSTART if file is None else Path(file)), list(overrides)
     if "experiment" in values:
         verb = "sweep" if values.get("sweep") else "compare"
-        raise ConfigError(f"{file} is a study, no experiment; run it with: {shlex.join(['cfl-ray', verb, str(file)])}")
+        raise ConfigError(f"{file} is a study, no experiment; run it with: {command(verb, file)}")
     written: dict[str, str] = {}
     moved: dict[str, str] = {}
     if file is not None:

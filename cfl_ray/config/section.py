@@ -25,7 +25,7 @@ class ConfigSection(BaseModel):
         if not isinstance(values, Mapping):
             return values
         for key, field in cls.model_fields.items():
-            if _has_boolean(value := values.get(key), _kinds_of(field.annotation)):
+            if _has_boolean(value := values.get(key), field.annotation):
                 kind = "numbers" if isinstance(value, list | tuple) else "a number"
                 raise ValueError(f"{key} takes {kind}, got {str(value).lower()}")
         return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
@@ -47,15 +47,18 @@ def _kinds_of(annotation: Any) -> set[Any]:
     return {annotation}
 
 
-def _has_boolean(value: Any, kinds: set[Any]) -> bool:
-    """Whether true or false is given for a number, or for an element of a list of numbers."""
+def _has_boolean(value: Any, *annotations: Any) -> bool:
+    """Whether true or false is given for a number, or for an element of a list of numbers.
+
+    annotations: the alternatives for the value.
+    """
+    if not isinstance(value, bool | np.bool_ | list | tuple):
+        return False
+    kinds = set().union(*map(_kinds_of, annotations))
     if isinstance(value, bool | np.bool_):
         return bool(kinds & {int, float}) and not kinds & {bool, Any}
-    if not isinstance(value, list | tuple):
-        return False
-    lists = [get_args(kind) for kind in kinds if get_origin(kind) in (list, tuple)]
-    elements = set().union(*(_kinds_of(kind) for of_list in lists for kind in of_list))
-    return any(_has_boolean(element, elements) for element in value)
+    elements = [element for kind in kinds if get_origin(kind) in (list, tuple) for element in get_args(kind)]
+    return any(_has_boolean(element, *elements) for element in value)
 
 
 def as_yaml(value: Any) -> str:

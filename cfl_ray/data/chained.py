@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,10 +42,13 @@ class ChainedFederation(Federation):
             self._latest = ChainedFederation(parts)
         return self._latest
 
-    def changed(self, round: int) -> np.ndarray:
-        return np.concatenate(
-            [part.changed(round) + first for part, first in zip(self.parts, self._first_client[:-1], strict=True)]
-        )
+    @cached_property
+    def changed_in(self) -> dict[int, np.ndarray]:
+        changed: dict[int, np.ndarray] = {}
+        for part, first in zip(self.parts, self._first_client[:-1], strict=True):
+            for round, ids in part.changed_in.items():
+                changed[round] = np.append(changed.get(round, ids[:0]), ids + first)
+        return changed
 
     def group_transform(self, group: int) -> GroupTransform:
         return self.parts[0].group_transform(group)

@@ -295,10 +295,12 @@ class ChangingFederation(ChangedFederation):
         rounds, federations = self._timeline
         return federations[bisect_right(rounds, round)]
 
-    def changed(self, round: int) -> np.ndarray:
-        return np.unique(
-            np.array([client for change in self.changes if change.round == round for client in change.ids], np.int64)
-        )
+    @cached_property
+    def changed_in(self) -> dict[int, np.ndarray]:
+        changed: dict[int, list[int]] = {}
+        for change in self.changes:
+            changed.setdefault(change.round, []).extend(change.ids)
+        return {round: np.unique(ids) for round, ids in changed.items()}
 
 
 def _check(change: DataChange, base: Federation) -> None:

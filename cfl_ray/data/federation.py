@@ -112,9 +112,10 @@ class Federation(ABC):
         """The federation as it is in a round; this object if no client's data change."""
         return self
 
-    def changed(self, round: int) -> np.ndarray:
-        """int64 ids, ascending: the clients whose data change before this round."""
-        return np.zeros(0, np.int64)
+    @property
+    def changed_in(self) -> dict[int, np.ndarray]:
+        """The clients whose data change before a round, int64 ids, ascending, by round."""
+        return {}
 
     def data_version(self, client: int) -> Hashable:
         """A value that is equal for two federations only if the client's data are equal in both.

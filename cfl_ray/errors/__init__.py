@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -55,6 +56,11 @@ class RunStopped(UserError):
     """An early end of the run on request; nothing is wrong."""
 
     exit_status = 0
+
+
+def command(verb: str, *words: object) -> str:
+    """The command `cfl-ray VERB WORDS`, quoted for a shell; words that are None are left out."""
+    return shlex.join(["cfl-ray", verb, *(str(word) for word in words if word is not None)])
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:

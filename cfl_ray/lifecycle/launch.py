@@ -325,6 +325,8 @@ def _copy_requests(earlier: Path, run_dir: Path, labels: Iterable[str]) -> None:
 
 
 def _path(path: str | Path | None) -> Path | None:
-    if path == "":  # such as "$RUN" of a variable that is not set
+    if path is None:
+        return None
+    if not str(path).strip():  # such as "$RUN" of a variable that is not set
         raise ConfigError("the name of a run directory is empty; leave it out for a new folder")
-    return None if path is None else Path(path)
+    return Path(path)

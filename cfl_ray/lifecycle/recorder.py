@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from cfl_ray.runtime.journal import Journal, grown_by
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.files import drafted, write_text
-from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, check_metrics, read_records, summarise
+from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, check_metrics, last_record, read_records, summarise
 from cfl_ray.tracking.record import EndStatus, score_metrics_of
 
 
@@ -35,7 +34,7 @@ class MethodRecorder:
         # metrics of the whole run, as RUN_METRICS
         self.of_newcomers = tuple(f"newcomer_{self.primary.name}{end}" for end in ("", "_tuned"))
         self.records: list[RoundRecord] = []  # of all rounds; with a directory from the method's end on only
-        self.last = next(iter(deque(read_records(directory), maxlen=1)), None) if directory else None
+        self.last = last_record(directory) if directory else None
         self.reassignments = Reassignments(directory)
         self.clients = ClientMetrics(directory, setup.task.score_names)
         self.diagnostics = DiagnosticsLog(directory)
@@ -87,9 +86,8 @@ class MethodRecorder:
 
     def _recovery(self) -> dict[str, float]:
         """Recovery from the changes of data so far; empty without any."""
-        federation = self.setup.federation
-        changed_in = {round: federation.changed(round).tolist() for round in range(1, self.last_round + 1)}
-        changed = {round: ids for round, ids in changed_in.items() if ids}
+        changed_in = self.setup.federation.changed_in.items()
+        changed = {round: ids.tolist() for round, ids in changed_in if round <= self.last_round}
         if not changed:
             return {}
         return recovery_metrics(self.result().recovery(changed, higher_is_better=self.primary.higher_is_better))

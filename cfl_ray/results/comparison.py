@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +75,7 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     run_metrics: RunMetrics = {}
     studies = _names_of_studies([Path(run) for run in runs if RunDirectory(run).is_study])
     for study, study_name in studies.items():
-        for (setting, label), of_seeds in read_study(study).run_metrics.items():
+        for (setting, label), of_seeds in read_study(study).items():
             run_metrics[(f"{study_name}, {setting}" if len(runs) > 1 else setting, label)] = of_seeds
     plain = [open_run(Path(run), trust) for run in runs if Path(run) not in studies]
     for (experiment, label), of_seeds in numbers_of(experiments_of(plain)).items():
@@ -152,30 +151,20 @@ def table_of(run_metrics: RunMetrics, metrics: Sequence[str] = ()) -> pd.DataFra
 # ---- studies
 
 
-@dataclass(frozen=True)
-class StudyFigures:
-    """The metrics of every run of a study: those of its last evaluation and of the whole run."""
+def runs_frame(run_metrics: RunMetrics) -> pd.DataFrame:
+    """A row for each run of a study: setting, method, seed, then a column for each metric."""
+    import pandas as pd
 
-    run_metrics: RunMetrics
-
-    def value(self, setting: str, method: str, seed: int, metric: str) -> float | None:
-        """A metric of a run; None if the study lacks the run, or the run the metric."""
-        return self.run_metrics.get((setting, method), {}).get(seed, {}).get(metric)
-
-    def to_frame(self) -> pd.DataFrame:
-        """A row for each run: setting, method, seed, then a column for each metric."""
-        import pandas as pd
-
-        rows = [
-            {"setting": setting, "method": method, "seed": seed, **values}
-            for (setting, method), of_seeds in self.run_metrics.items()
-            for seed, values in of_seeds.items()
-        ]
-        return pd.DataFrame(rows, columns=None if rows else ["setting", "method", "seed"])
+    rows = [
+        {"setting": setting, "method": method, "seed": seed, **values}
+        for (setting, method), of_seeds in run_metrics.items()
+        for seed, values in of_seeds.items()
+    ]
+    return pd.DataFrame(rows, columns=None if rows else ["setting", "method", "seed"])
 
 
-def read_study(folder: str | Path) -> StudyFigures:
-    """The metrics of the finished runs of a study, read from its folder.
+def read_study(folder: str | Path) -> RunMetrics:
+    """The metrics of the finished runs of a study, of the last evaluation and of the whole run, read from its folder.
 
     Raises DataError for a finished run whose metrics are missing or damaged.
     """
@@ -186,7 +175,7 @@ def read_study(folder: str | Path) -> StudyFigures:
                 result = recorded_result(method, directory)
                 if result.final:
                     run_metrics.setdefault((setting, method), {})[seed_of(run)] = values_of(result)
-    return StudyFigures(run_metrics)
+    return run_metrics
 
 
 def by_experiment(frame: pd.DataFrame, metric: str) -> pd.DataFrame:

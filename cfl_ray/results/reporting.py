@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from cfl_ray.config.published import load_published
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS, Diagnostic
-from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.errors import ConfigError, DataError, command
 from cfl_ray.report.drawing import listed
 from cfl_ray.report.ranks import ranks_of
 from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
@@ -24,7 +24,6 @@ from cfl_ray.results.results import MethodResult
 from cfl_ray.results.run_info import command_again, run_info
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.run_directory.lock import command
 from cfl_ray.system.files import SHARED, write_text
 from cfl_ray.tracking import RoundRecord
 from cfl_ray.tracking.record import LABEL_COUNTS, is_evaluated, primary_of

@@ -92,10 +92,7 @@ class MethodResult:
         higher_is_better: whether higher values of this metric are better; None: as the task says.
         """
         if changed is None:
-            scheduled: dict[int, list[int]] = {}
-            for change in self.trained.changes:
-                scheduled.setdefault(change.round, []).extend(change.ids)
-            changed = scheduled
+            changed = {round: ids.tolist() for round, ids in self.trained.federation.changed_in.items()}
         if higher_is_better is None:
             higher_is_better = self.trained.task.metrics[0].higher_is_better
         own = self.client_metrics({client for ids in changed.values() for client in ids})

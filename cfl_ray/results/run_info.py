@@ -1,13 +1,12 @@
 """The settings of runs as text, and the command that repeats them."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.study import load_study
-from cfl_ray.errors import DataError
+from cfl_ray.errors import DataError, command
 from cfl_ray.methods import full_label
 from cfl_ray.report.report_data import MethodRun
 from cfl_ray.report.snapshots import PerClient
@@ -96,16 +95,16 @@ def command_again(runs: Sequence[FoundRun]) -> tuple[str, str]:
     first = min(runs, key=lambda run: run.experiment.seed)
     if first.study is not None:
         text = RunDirectory(first.study).study.read_text(encoding="utf-8")
-        return shlex.join(["cfl-ray", *_study_again(first.study, str(first.setting))]), redact(text)
+        return _study_again(first.study, str(first.setting)), redact(text)
     seeds = sorted({run.experiment.seed for run in runs})
     commands = [f"cfl-ray run experiment.yaml seed={seed}" for seed in seeds]
     return "\n".join(commands), first.experiment.to_yaml(credentials=False)
 
 
-def _study_again(folder: Path, setting: str) -> list[str]:
+def _study_again(folder: Path, setting: str) -> str:
     """The command that repeats a setting of a study; for a sweep, all trials of the setting."""
     study = load_study(RunDirectory(folder).study)
     if study.sweep is None:
-        return ["compare", RunDirectory.study.name, "--setting", setting]
-    of_trial = [name for name in study.settings if setting.startswith(f"{name},")]
-    return ["sweep", RunDirectory.study.name, *(part for name in of_trial[:1] for part in ("--setting", name))]
+        return command("compare", RunDirectory.study.name, "--setting", setting)
+    base = next((name for name in study.settings if setting.startswith(f"{name},")), None)
+    return command("sweep", RunDirectory.study.name, "--setting" if base else None, base)

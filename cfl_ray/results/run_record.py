@@ -10,12 +10,11 @@ from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.config.part import keys_of
 from cfl_ray.config.paths import recorded_in
 from cfl_ray.config.unused import not_default, unused_keys
-from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.errors import ConfigError, DataError, command
 from cfl_ray.errors.redaction import redact
 from cfl_ray.results.trust import sign_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.directory import FORMAT
-from cfl_ray.run_directory.lock import command
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.system.files import read_text, write_text
 from cfl_ray.tracking import flatten, read_info

@@ -16,7 +16,6 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.tasks import Task
 from cfl_ray.core.work import Address
-from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.federation import Federation, TensorSamples
 from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.in_process import InProcessBackend
@@ -235,11 +234,6 @@ class TrainedMethod:
         return served_N, why_N
 
     # ---- parts
-
-    @property
-    def changes(self) -> tuple[DataChange, ...]:
-        """The changes of data in the schedule."""
-        return self.federation.changes if isinstance(self.federation, ChangingFederation) else ()
 
     @property
     def task(self) -> Task:

@@ -2,21 +2,15 @@
 
 import contextlib
 import fcntl
-import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from cfl_ray.errors import RunError
+from cfl_ray.errors import RunError, command
 from cfl_ray.system.files import open_private
 
 _LOCK_SECONDS = 2  # `is_held` holds the lock for an instant
-
-
-def command(verb: str, *words: object) -> str:
-    """The command `cfl-ray VERB WORDS`, quoted for a shell; words that are None are left out."""
-    return shlex.join(["cfl-ray", verb, *(str(word) for word in words if word is not None)])
 
 
 @contextlib.contextmanager

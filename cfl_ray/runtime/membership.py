@@ -57,5 +57,5 @@ class Membership:
         self.present = self.federation.at(round)
         joined, left = self.population.advance(round)
         self.requests.set_population(self.population)
-        changed = self.federation.changed(round)
+        changed = self.federation.changed_in.get(round, np.zeros(0, np.int64))
         return MembershipChange(left, joined, changed[self.population.is_online_N[changed]])

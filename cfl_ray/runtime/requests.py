@@ -10,7 +10,7 @@ from copy import copy
 
 import numpy as np
 
-from cfl_ray.config.client_ids import format_ids
+from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.data.chained import grown
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import ConfigError, NotReady
@@ -183,4 +183,4 @@ class Requests:
 
 def _announcement(event: JournalEvent) -> str:
     ids, verb = event.join or event.leave, "join" if event.join else "leave"
-    return f"client{'s' * (len(ids) > 1)} {format_ids(ids)} {verb}{'s' * (len(ids) == 1)} before round {event.round}"
+    return f"{clients_in_words(ids)} {verb}{'s' * (len(ids) == 1)} before round {event.round}"

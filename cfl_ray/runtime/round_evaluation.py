@@ -125,8 +125,9 @@ class RoundEvaluation:
         diagnostics = Diagnostics(self.label, seed=self.seed)
         federation = self.membership.federation
         changed_N = np.zeros(federation.num_clients, np.int64)  # round of the last change; 0: none
-        for round in range(1, draft.round + 1):
-            changed_N[federation.changed(round)] = round
+        for round, ids in sorted(federation.changed_in.items()):
+            if round <= draft.round:
+                changed_N[ids] = round
         chosen_M = changed_N[clients.ids_M] > 0
         if not chosen_M.any():
             return diagnostics

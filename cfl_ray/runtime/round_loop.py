@@ -16,6 +16,7 @@ import numpy as np
 
 from cfl_ray.checkpoint.interval import CheckpointInterval
 from cfl_ray.checkpoint.store import Checkpoint, CheckpointStore
+from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.core.backend import Backend
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
@@ -40,12 +41,12 @@ from cfl_ray.runtime.private_run import ClientPrivacy, SamplePrivacy
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_diagnostics import RoundDiagnostics
 from cfl_ray.runtime.round_evaluation import RoundEvaluation
-from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status, listed
+from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status
 from cfl_ray.runtime.snapshot import Snapshot
 from cfl_ray.setup.first_models import start_of
 from cfl_ray.setup.run_plan import RunPlan
 from cfl_ray.setup.setup import Setup
-from cfl_ray.tracking import read_records
+from cfl_ray.tracking import last_record
 
 _NO_LIMIT = 2**62  # test samples of a client with its own test data
 
@@ -80,7 +81,8 @@ class RoundLoop:
         self.sample_account = None if self.sample_privacy is None else self.sample_privacy.account
 
         # its clients
-        recorded = max((record.round for record in read_records(store.directory)), default=0) if store else 0
+        last = last_record(store.directory) if store else None
+        recorded = last.round if last else 0
         journal = Journal(store.directory if store else None)
         self.requests = Requests(label, journal, setup.federation, experiment.rounds, session, recorded)
         self.membership = Membership(setup, self.requests)
@@ -178,15 +180,15 @@ class RoundLoop:
 
     def _restore(self) -> RoundReport:
         """Restores the newest usable checkpoint, otherwise the state before round 1. Returns its report."""
-        checkpoint = self.store.load(self._decoded) if self.store else None
-        self.saved = checkpoint.round if checkpoint else 0  # the last round with a checkpoint
+        loaded = self.store.load(lambda checkpoint: (checkpoint, self._decoded(checkpoint))) if self.store else None
+        self.saved = loaded[0].round if loaded else 0  # the last round with a checkpoint
         self.membership.restore(self.saved)
         self.backend.use(self.membership.federation)
         notes: tuple[str, ...] = ()
-        if checkpoint is None:
+        if loaded is None:
             snapshot = self._first()
         else:
-            snapshot = self._decoded(checkpoint)
+            checkpoint, snapshot = loaded
             if self.server_moments is not None:
                 self.server_moments.restore(snapshot.moments)
             self.participation.restore(snapshot.time)
@@ -247,18 +249,18 @@ class RoundLoop:
             self.backend.forget(change.left)
             self.participation.leave(change.left)
             self._set_local_scores(change.left, np.nan)
-            draft.notes.append(f"left: {listed(change.left)}")
+            draft.notes.append(f"left: {clients_in_words(change.left)}")
             draft.metrics["clients_left"] = float(len(change.left))
         if len(change.joined):
             self.state = self.steps.join(self.state, self.clients_of(change.joined, round, draft.stats))
-            draft.notes.append(f"joined: {listed(change.joined)}")
+            draft.notes.append(f"joined: {clients_in_words(change.joined)}")
             draft.metrics["clients_joined"] = float(len(change.joined))
         if len(change.data_changed):
             clients = self.clients_of(change.data_changed, round, draft.stats)  # no random cohort
             self.state = self.steps.drift(
                 self.state, replace(clients, protection=clients.protection.of_all_reachable())
             )
-            draft.notes.append(f"data changed: {listed(change.data_changed)}")
+            draft.notes.append(f"data changed: {clients_in_words(change.data_changed)}")
 
     def _train(self, cohort: Cohort, received: Received | None, draft: RoundDraft) -> None:
         """Runs the method's round with its cohort."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.core.clients import RoundStats
 from cfl_ray.core.diagnostics import Diagnostics, ReportedDiagnostic
 from cfl_ray.core.events import ClusterEvent, phase_change
@@ -14,8 +15,6 @@ from cfl_ray.core.state import State
 
 # of a method's run. "running": the round is training; "stopped": ended on request after a round that is saved
 Status = Literal["starting", "running", "evaluating", "saving", "finished", "stopped", "failed"]
-
-_LISTED = 8  # clients that a note names
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,7 @@ class RoundDraft:
             if self.stats is stats or self.stats.excluded.get(client) != exclusion:
                 clients_of.setdefault(exclusion.reason, []).append(client)
         for reason, clients in clients_of.items():
-            who = listed(np.array(clients)) if clients[1:] else f"client {clients[0]}"
-            self.notes.append(f"{who}: {reason}; left out of this round")
+            self.notes.append(f"{clients_in_words(clients)}: {reason}; left out of this round")
         self.stats.excluded.update(stats.excluded)
         self.metrics |= {
             "clients_rejected": float(len(self.stats.rejected)),
@@ -113,9 +111,3 @@ class RoundDraft:
             events=tuple(self.stats.events),
             fallbacks=tuple(self.fallbacks),
         )
-
-
-def listed(ids: np.ndarray) -> str:
-    """Clients as text for a note: all ids if they are few, otherwise the first ids and the number of the others."""
-    shown = ", ".join(map(str, ids[:_LISTED].tolist()))
-    return f"clients {shown}" + (f" and {len(ids) - _LISTED} more" if len(ids) > _LISTED else "")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.config import check_buffer
-from cfl_ray.config.client_ids import format_ids
+from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.method import Method
 from cfl_ray.core.params import ParamSpec
@@ -46,7 +46,7 @@ def check_batches(setup: Setup) -> None:
             else "set local.drop_last: true, which leaves that batch out, or another local.batch_size"
         )
         raise ConfigError(
-            f"client{'s' * (len(ids) > 1)} {format_ids(ids)} would train on a batch of one sample "
+            f"{clients_in_words(ids)} would train on a batch of one sample "
             f"({sizes_N[client]} samples in batches of {batch_N[client]}), which the model's BatchNorm refuses "
             f"({reason}); {cure}, or use GroupNorm"
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cfl_ray.config.section import as_yaml
 from cfl_ray.config.study import Study
-from cfl_ray.results.comparison import StudyFigures, paired_test
+from cfl_ray.results.comparison import RunMetrics, paired_test
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.sweep import goal_of
 
@@ -48,7 +48,7 @@ class RankedTrial:
         return shlex.join(f"{key}={as_yaml(value)}" for key, value in self.parameters.items())
 
 
-def rank(study: Study, runs: Sequence[StudyRun], figures: StudyFigures) -> list[RankedTrial]:
+def rank(study: Study, runs: Sequence[StudyRun], run_metrics: RunMetrics) -> list[RankedTrial]:
     """The trials of a sweep by setting and method in the order of the study, best first, unfinished trials last."""
     assert study.sweep is not None  # only sweeps are ranked
     metric, sign = study.sweep.metric, 1 if goal_of(study.sweep) == "minimize" else -1
@@ -59,8 +59,9 @@ def rank(study: Study, runs: Sequence[StudyRun], figures: StudyFigures) -> list[
     for (setting, method), trials in groups.items():
         of_group = []
         for of_trial in trials.values():
-            found = {run.seed: figures.value(run.setting, run.method, run.seed, metric) for run in of_trial}
-            values = {seed: value for seed, value in found.items() if value is not None and not math.isnan(value)}
+            of_seeds = run_metrics.get((of_trial[0].setting, method), {})
+            found = {run.seed: of_seeds.get(run.seed, {}).get(metric, math.nan) for run in of_trial}
+            values = {seed: value for seed, value in found.items() if not math.isnan(value)}
             of_group.append(RankedTrial(setting, method, of_trial[0].parameters, values))
 
         def goodness(trial: RankedTrial) -> tuple[int, float]:

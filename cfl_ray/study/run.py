@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import shlex
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -16,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 from cfl_ray.config import Experiment
 from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study
-from cfl_ray.errors import ConfigError, Interrupted, RunError, did_you_mean
+from cfl_ray.errors import ConfigError, Interrupted, RunError, command, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.report.ranks import ranks_of, ranks_table
 from cfl_ray.results.comparison import (
-    StudyFigures,
+    RunMetrics,
     column_of,
     format_table,
     is_less_better,
     measured,
     metrics_of,
     read_study,
+    runs_frame,
     table_of,
 )
 from cfl_ray.results.load import find_runs
@@ -36,7 +35,7 @@ from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
 from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.run_directory.lock import command, hold
+from cfl_ray.run_directory.lock import hold
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.study.metrics import metric_warnings, scores_of
 from cfl_ray.study.plan import ALL, Selection, StudyRun, plan
@@ -52,6 +51,7 @@ from cfl_ray.tracking import (
     RunLog,
     deliver_pending,
     flatten,
+    last_record,
     read_records,
     redact,
     resolve_uri,
@@ -96,8 +96,8 @@ class StudyResults:
     trials: list[RankedTrial] = field(default_factory=list)  # of a sweep, the best first
 
     @property
-    def figures(self) -> StudyFigures:
-        """The last evaluation of every finished run."""
+    def run_metrics(self) -> RunMetrics:
+        """The metrics of every finished run, by (setting, method) and seed."""
         return read_study(self.root)
 
     @property
@@ -107,12 +107,12 @@ class StudyResults:
 
     def table(self) -> pd.DataFrame:
         """Mean and spread over the seeds of the study's recorded metrics; if none is recorded, of the usual metrics."""
-        run_metrics = self.figures.run_metrics
+        run_metrics = self.run_metrics
         return table_of(run_metrics, measured(run_metrics, self.study.metrics))
 
     def to_frame(self) -> pd.DataFrame:
         """A row for each finished run: setting, method, seed, then a column for each metric."""
-        return self.figures.to_frame()
+        return runs_frame(self.run_metrics)
 
 
 def run_study(
@@ -252,11 +252,11 @@ class _Launch:
     def _end(self, run_log: RunLog, status: EndStatus) -> None:
         """Writes the tables of finished runs, then the end of the study: FAILED if a table cannot be written."""
         try:
-            figures = read_study(self.root)
+            run_metrics = read_study(self.root)
             # step of the parent's metrics, which grows with the number of finished runs
-            count = sum(map(len, figures.run_metrics.values()))
-            if summary := self._write_tables(figures):
-                last = next(iter(deque(read_records(self.root), maxlen=1)), RoundRecord(0, {}))
+            count = sum(map(len, run_metrics.values()))
+            if summary := self._write_tables(run_metrics):
+                last = last_record(self.root) or RoundRecord(0, {})
                 # runs may have been repeated, or metrics added, since the last start
                 step = max(count, last.round + (summary != last.metrics))
                 run_log.log(RoundRecord(step, summary, int(time.time() * 1000)))
@@ -275,7 +275,7 @@ class _Launch:
         if self.extend is not None:
             selected.append(f"--extend={self.extend}")
         verb = "sweep" if self.study.sweep else "compare"
-        return shlex.join(["cfl-ray", verb, str(RunDirectory(self.root).study), f"--folder={self.root}", *selected])
+        return command(verb, RunDirectory(self.root).study, f"--folder={self.root}", *selected)
 
     def _check_folder(self) -> None:
         """Raises ConfigError if the folder holds a run or another study."""
@@ -352,42 +352,43 @@ class _Launch:
         """Reports the results of trials to the sampler of a sweep. Raises ConfigError if no run has its metric."""
         if self.study.sweep is None:
             return
-        metric, figures = self.study.sweep.metric, read_study(self.root)
-        present = metrics_of(figures.run_metrics)
+        metric, run_metrics = self.study.sweep.metric, read_study(self.root)
+        present = metrics_of(run_metrics)
         if present and metric not in present:
             raise ConfigError(f"sweep.metric: no run has the metric {metric!r}{did_you_mean(metric, present)}")
         for parameters in trials:
             of_trial = plan(self.study, self.only, [parameters])
-            values = [figures.value(run.setting, run.method, run.seed, metric) for run in of_trial]
-            known = [value for value in values if value is not None and not isnan(value)]
+            of_seeds = [run_metrics.get((run.setting, run.method), {}).get(run.seed, {}) for run in of_trial]
+            values = [metrics.get(metric, nan) for metrics in of_seeds]
+            known = [value for value in values if not isnan(value)]
             self.trials.tell(parameters, fmean(known) if len(known) == len(values) else None)
 
-    def _ranked(self, figures: StudyFigures) -> list[RankedTrial]:
+    def _ranked(self, run_metrics: RunMetrics) -> list[RankedTrial]:
         """The trials of a sweep, the best first."""
         if self.study.sweep is None:
             return []
-        return rank(self.study, plan(self.study, self.only, self.trials.so_far()), figures)
+        return rank(self.study, plan(self.study, self.only, self.trials.so_far()), run_metrics)
 
     # ---- results
 
-    def _write_tables(self, figures: StudyFigures) -> dict[str, float]:
+    def _write_tables(self, run_metrics: RunMetrics) -> dict[str, float]:
         """Writes results.csv and the tables, and returns the metrics of the parent run: SETTING/METHOD/METRIC."""
-        if not figures.run_metrics:
+        if not run_metrics:
             return {}
         directory = RunDirectory(self.root)
         directory.artifacts.mkdir(mode=0o700, exist_ok=True)
-        write_text(directory.results_table, figures.to_frame().to_csv(index=False))
+        write_text(directory.results_table, runs_frame(run_metrics).to_csv(index=False))
         if self.study.sweep is not None:
-            ranked = to_frame(self._ranked(figures), self.study.sweep.metric)
+            ranked = to_frame(self._ranked(run_metrics), self.study.sweep.metric)
             write_text(directory.trials_table, ranked.to_csv(index=False))
-        known = measured(figures.run_metrics, self.study.metrics)
+        known = measured(run_metrics, self.study.metrics)
         if missing := [name for name in self.study.metrics if name not in known]:
             self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
-        table = table_of(figures.run_metrics, known)
+        table = table_of(run_metrics, known)
         metric_of = {name: name for name in table.columns} | {column_of(name, known): name for name in known}
         score = metric_of[table.columns[3]]
-        less = is_less_better(score, metrics_of(figures.run_metrics))
-        ranks = ranks_of(figures.run_metrics, score, less) if self.study.sweep is None else None
+        less = is_less_better(score, metrics_of(run_metrics))
+        ranks = ranks_of(run_metrics, score, less) if self.study.sweep is None else None
         text = format_table(table, "md") + ("" if ranks is None else f"\n\n{ranks_table(ranks)}")
         write_text(directory.table, text + "\n")
         if self.uri is not None and self.study.sweep is None:

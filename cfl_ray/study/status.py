@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from cfl_ray.config.study import ALL_SETTINGS, Study, load_study, name_of, place_of
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, command
 from cfl_ray.results.study_folder import is_finished, method_names, methods_in, run_folders, seed_of
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.run_directory.lock import command
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from cfl_ray.tracking.chosen import TRACKERS, new_trackers
 from cfl_ray.tracking.delivery import Delivery
 from cfl_ray.tracking.mlflow import check_mlflow, save_model
 from cfl_ray.tracking.mlflow_tracker import Mlflow, deliver_pending, where_to_look
-from cfl_ray.tracking.reading import read_end, read_info, read_records
+from cfl_ray.tracking.reading import last_record, read_end, read_info, read_records
 from cfl_ray.tracking.record import METRICS, RUN_METRICS, RoundRecord, RunInfo, check_metrics, flatten
 from cfl_ray.tracking.run_log import RunLog
 from cfl_ray.tracking.summary import summarise
@@ -27,6 +27,7 @@ __all__ = [
     "check_mlflow",
     "deliver_pending",
     "flatten",
+    "last_record",
     "new_trackers",
     "read_end",
     "read_info",

@@ -5,7 +5,7 @@ from typing import Any
 
 from cfl_ray.config import TrackingConfig
 from cfl_ray.errors import ConfigError
-from cfl_ray.plugins.calling import place_of, reference_of, with_options
+from cfl_ray.plugins.calling import parse_choice, place_of, reference_of, with_options
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.tracking.csv_file import CsvFile
 from cfl_ray.tracking.delivery import MLFLOW, Tracker
@@ -28,12 +28,12 @@ def new_trackers(tracking: TrackingConfig, uri: str | None = None, parent: Path 
     """
     made: dict[str, Tracker] = {}
     for entry in tracking.trackers if tracking.enabled else ():
-        part, options = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
+        part, options = parse_choice("tracking.trackers", entry)
         name = str(reference_of(part)).rpartition(":")[2].rpartition(".")[2]
         if name in made:
             raise ConfigError(f"tracking.trackers: {name!r} is listed twice; name each once")
         if part != MLFLOW:
-            made[name] = _made(part, options or {})
+            made[name] = _made(part, options)
         elif uri is not None:  # its options are keys of the section, not of the entry
             made[name] = Mlflow(uri, tracking.experiment, parent)
     return made

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from cfl_ray.errors import DataError, UserError
+from cfl_ray.errors import DataError, UserError, command
 from cfl_ray.errors.redaction import redact
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import hides, with_credentials
@@ -165,8 +165,8 @@ def where_to_look(run_dir: Path, uri: str) -> str:
         page = page_of(destination.experiment_id, destination.run_id)
     if destination.uri.startswith("http"):
         return f"{destination.uri.rstrip('/')}/{page}"
-    command = shlex.join(["mlflow", "ui", "--backend-store-uri", destination.uri])
-    return f"{destination.uri}; view the results with: {command}, at http://127.0.0.1:5000/{page}"
+    to_view = shlex.join(["mlflow", "ui", "--backend-store-uri", destination.uri])
+    return f"{destination.uri}; view the results with: {to_view}, at http://127.0.0.1:5000/{page}"
 
 
 # ---- later commands
@@ -208,10 +208,10 @@ def deliver_pending(
 
 def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
     runs = f"{run_dirs[0]} names" if len(run_dirs) == 1 else f"{run_dirs[0]} and {len(run_dirs) - 1} more runs name"
-    command = shlex.join(["cfl-ray", "check", f"tracking.uri={uri}", f"output={output}"])
+    to_send = command("check", f"tracking.uri={uri}", f"output={output}")
     return (
         f"{runs} MLflow at {uri}, where nothing is sent: neither the experiment nor MLFLOW_TRACKING_URI names it, and "
-        f"you did not start them here; to send their results there: {command}"
+        f"you did not start them here; to send their results there: {to_send}"
     )
 
 

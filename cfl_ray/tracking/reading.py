@@ -28,6 +28,14 @@ def read_records(run_dir: str | Path) -> Iterator[RoundRecord]:
         yield record
 
 
+def last_record(run_dir: str | Path) -> RoundRecord | None:
+    """The record of the last round; None before the first. Reads all, so that a damaged line is an error."""
+    last = None
+    for last in read_records(run_dir):  # noqa: B007
+        pass
+    return last
+
+
 def read_from(run_dir: Path, offset: int) -> Iterator[tuple[RoundRecord, int]]:
     """Yields each record after byte `offset` of the log, with the offset after it.
 

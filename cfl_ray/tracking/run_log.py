@@ -14,7 +14,7 @@ from typing import BinaryIO
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import append_line, cut_torn_line, open_private, private_folder, write_json
 from cfl_ray.tracking.delivery import Delivery, LiveDelivery, Tracker
-from cfl_ray.tracking.reading import read_info, read_records
+from cfl_ray.tracking.reading import last_record, read_info
 from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo
 
 _warn_in_log = logging.getLogger(__name__).warning
@@ -49,8 +49,7 @@ class RunLog:
             write_json(files.info, asdict(info))
         files.end.unlink(missing_ok=True)
         cut_torn_line(files.metrics)
-        for record in read_records(self.run_dir):
-            self._last = record
+        self._last = last_record(self.run_dir)
         self._log = open_private(files.metrics, "ab")
         for delivery in self._deliveries:
             delivery.start()

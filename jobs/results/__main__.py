@@ -57,10 +57,10 @@ def collect(folder: Path, recipe: Path | None, name: str | None = None) -> Path:
     record = recipe or find_recipe(folder)
     planned = {(cell.setting, cell.method, cell.seed): cell.experiment for cell in cells_of(record)}
     rows = []
-    figures = read_study(folder)
+    run_metrics = read_study(folder)
     for setting, method, run in run_folders(folder):
         seed = int(run.name.removeprefix("seed-"))
-        values = figures.run_metrics.get((setting, method), {}).get(seed)
+        values = run_metrics.get((setting, method), {}).get(seed)
         if values is None:
             continue
         experiment = load(run / "config.yaml")

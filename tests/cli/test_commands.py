@@ -40,6 +40,7 @@ INVALID = {
     "a key without a value": (["local.lr"], "there is no config file local.lr; if the key local.lr is meant, write"),
     "plugin absent": (["methods=[mine.py:Mine]"], "there is no file"),
     "a folder whose variable is not set": (["--run-dir", ""], "the name of a folder is empty"),
+    "a folder whose variable is blank": (["--run-dir", " "], "the name of a folder is empty"),
 }
 
 
@@ -122,7 +123,7 @@ def test_a_run_directory_of_another_config_is_refused_and_unchanged(capsys):
 
 def test_a_finished_run_is_not_resumed_but_shown(capsys, monkeypatch):
     assert call(capsys, "run", "--in-process", "--run-dir", "my run", *QUICK)[0] == 0
-    monkeypatch.setattr("cfl_ray.lifecycle.launch.prepare", None)  # nothing is prepared
+    monkeypatch.setattr("cfl_ray.lifecycle.launch.prepare", pytest.fail)  # nothing is prepared
     status, printed, _ = call(capsys, "resume", "my run")
     lines = printed.splitlines()
     assert status == 0 and lines[0] == "my run is finished: nothing is left to do."

@@ -25,8 +25,8 @@ def base():
 def test_before_the_first_change_it_is_the_base_itself(base):
     changing = ChangingFederation(base, [DataChange(5, (0,), turns=1)])
     assert changing.at(0) is base and changing.at(4) is base and changing.at(5) is not base
-    assert changing.changed(4).tolist() == [] and changing.changed(5).tolist() == [0]
-    assert base.at(7) is base and base.changed(7).tolist() == []
+    assert {round: ids.tolist() for round, ids in changing.changed_in.items()} == {5: [0]}
+    assert base.at(7) is base and base.changed_in == {}
 
 
 def test_rotation_and_relabelling_add_up_and_affect_no_other_client(base):

@@ -234,7 +234,7 @@ def test_runs_are_collected_with_the_settings_that_differ_from_their_recipe(tmp_
     found = pd.read_csv(file)
     assert found["method"].tolist() == ["fedavg", "local"] and set(found["changed"]) == {"rounds=1"}
     assert found["accuracy"].tolist() == pytest.approx(
-        [done.figures.value("here", m, 0, "accuracy") for m in found.method]
+        [done.run_metrics["here", m][0]["accuracy"] for m in found.method]
     )
     results.collect(done.root, recipe)
     assert len(pd.read_csv(file)) == 2, "a run that is collected again replaces its row"

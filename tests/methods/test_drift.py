@@ -40,7 +40,7 @@ def test_fedgroup_regroups_a_client_when_its_data_changed(regroup, tmp_path):
     method = {"fedgroup": {"num_clusters": 2, "alpha": 10, "regroup": regroup}}
     records = cfl_ray.simulate(experiment([method], tmp_path, 4, schedule=swap), watcher=watcher)["fedgroup"].records
     aris = [record.metrics["ari"] for record in records]
-    assert aris[:2] == [1.0] * 2 and watcher.notes["fedgroup", 3] == ["data changed: clients 0, 1"]
+    assert aris[:2] == [1.0] * 2 and watcher.notes["fedgroup", 3] == ["data changed: clients 0-1"]
     assert aris[2:] == [1.0] * 2 if regroup else max(aris[2:]) < 0.6
 
 

@@ -126,12 +126,12 @@ SCHEDULE = [  # clients join or leave before every round; 8 and 9, whose first e
     {"round": 6, "join": [2]},
 ]
 NOTES = [
-    ["left: clients 0"],
-    ["joined: clients 9"],
-    ["left: clients 2, 9", "joined: clients 8"],
-    ["joined: clients 0, 9", "data changed: clients 3"],
-    ["left: clients 4"],
-    ["joined: clients 2"],
+    ["left: client 0"],
+    ["joined: client 9"],
+    ["left: clients 2, 9", "joined: client 8"],
+    ["joined: clients 0, 9", "data changed: client 3"],
+    ["left: client 4"],
+    ["joined: client 2"],
 ]
 LEAVER = 4  # leaves and does not come back
 

@@ -1,11 +1,14 @@
 """Recovery of clients after their data changed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 
 import cfl_ray
 from cfl_ray.core.diagnostics import Diagnostic
+from cfl_ray.data.chained import ChainedFederation
 from cfl_ray.results.recovery import recovery_frame, recovery_metrics
 
 
@@ -95,6 +98,8 @@ def test_of_a_run_whose_schedule_changes_data(tmp_path):
     assert result.records[-1].metrics["accuracy_past"] == pytest.approx(past[8].value.mean())
     assert "accuracy_past" not in result.records[3].metrics
     assert result.recovery({5: [4, 5]})["clients"].tolist() == [2]
+    chained = replace(result.trained, federation=ChainedFederation((result.trained.federation,)))  # as with newcomers
+    assert replace(result, open_trained=lambda: chained).recovery().equals(result.recovery())
     assert result.client_metrics([3]).equals(metrics[metrics["client"] == 3].reset_index(drop=True))
     without_files = cfl_ray.simulate(experiment)["local"]
     for found in (result, without_files, cfl_ray.load_run(tmp_path / "run")["local"]):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cfl_ray import simulate
-from cfl_ray.config.client_ids import format_ids, parse_ids
+from cfl_ray.config.client_ids import clients_in_words, parse_ids
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build
 from cfl_ray.engine.in_process import InProcessBackend
@@ -93,8 +93,9 @@ def requests_of_all_kinds(newcomers):
 
 
 def test_ids_are_written_as_ranges():
-    assert parse_ids(["7", "0-2", "7"]) == [7, 0, 1, 2, 7] and format_ids([7, 0, 2, 1, 9, 8]) == "0-2, 7-9"
-    assert format_ids(range(0, 40, 2), limit=3) == "0, 2, 4 and 17 more"
+    assert parse_ids(["7", "0-2", "7"]) == [7, 0, 1, 2, 7]
+    assert clients_in_words([7, 0, 2, 1, 9, 8]) == "clients 0-2, 7-9" and clients_in_words([3]) == "client 3"
+    assert clients_in_words(range(0, 40, 2), limit=3) == "clients 0, 2, 4 and 17 more"
     for word in ("a", "3-", "-3", "5-2", "1.5", "0-99999999999", ""):
         with pytest.raises(ConfigError, match=f"'{word}' is not a client: write an id or a range of ids"):
             parse_ids([word])

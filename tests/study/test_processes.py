@@ -148,7 +148,7 @@ def test_a_run_whose_process_always_dies_fails_alone(study, tmp_path):
     (failed,) = results.failed
     assert failed.run.setting == "deadly" and failed.reason.startswith("its process died 3 times")
     assert study_status(results.root).failed == {"deadly, fedavg, seed 0": failed.reason}
-    assert list(results.figures.run_metrics) == [("other", "fedavg")]
+    assert list(results.run_metrics) == [("other", "fedavg")]
 
 
 def test_a_process_that_hangs_is_killed_at_the_end():

@@ -12,7 +12,6 @@ from studies import figures_of
 from cfl_ray.cli.study_progress import show_trials
 from cfl_ray.config.study import SweepConfig
 from cfl_ray.errors import ConfigError, Interrupted
-from cfl_ray.results.comparison import StudyFigures
 from cfl_ray.study import run
 from cfl_ray.study.plan import Selection, plan
 from cfl_ray.study.ranking import best_of, rank, to_frame
@@ -139,7 +138,7 @@ def ranked_of(study, values: dict[tuple[float, int], float], seeds=(0, 1), **cha
     found = {}
     for (lr, seed), value in values.items():
         found.setdefault((f"lr={lr}", "fedavg"), {})[seed] = {metric: value}
-    return rank(made, runs, StudyFigures(found))
+    return rank(made, runs, found)
 
 
 def test_the_best_mean_is_first_and_what_lacks_seeds_is_last(study):
@@ -219,7 +218,7 @@ def test_values_that_are_no_names_of_folders(study, inline):
     rules = ["mean", {"trimmed_mean": {"share": 0.2}}]
     sweep = {"parameters": {"methods.fedavg.aggregation": rules}}
     results = run_study(study(seeds=[0], experiment={"methods": ["fedavg"]}, sweep=sweep))
-    assert not results.failed and len(results.figures.run_metrics) == 2
+    assert not results.failed and len(results.run_metrics) == 2
     assert results.best[0].overrides in (
         "methods.fedavg.aggregation=mean",
         "'methods.fedavg.aggregation={trimmed_mean: {share: 0.2}}'",

@@ -317,16 +317,18 @@ class Exchange:
 
     def _collect(self, dispatch: Dispatch) -> None:
         """Adds up the sums of all hosts. The chunks of a host that dies before this are put back."""
-        done, dispatch.done = dispatch.done, {}
-        hosts = [self.backend.pool.host(number) for number in done]
-        rows = [self._output_rows(dispatch.schedule, numbers) for numbers in done.values()]
+        rows_of = [
+            (self.backend.pool.host(number), self._output_rows(dispatch.schedule, chunks))
+            for number, chunks in dispatch.done.items()
+        ]
         assert isinstance(self.work, Train | AverageDeferred)
         columns = self.work.columns_of(self.work.start)
-        collected = Collected(self.number, [(host, of) for host, of in zip(hosts, rows, strict=True) if of], columns)
+        collected = Collected(self.number, [(host, rows) for host, rows in rows_of if rows], columns)
         if collected.use_tree and not self.sums.totals:
             try:
                 sums = collected.by_tree()
                 self.changes = {out: shared_tensor(sum_P) for out, sum_P in sums.items()}
+                dispatch.done.clear()
                 return
             except RayError:
                 pass  # the loop below determines which host was lost
@@ -337,8 +339,8 @@ class Exchange:
             except RayError as error:
                 if isinstance(error, RayTaskError) and not may_be_host(error):
                     raise as_user_error(error) from error
-                dispatch.done[host.number] = done[host.number]
                 dispatch.lost(host, error)
+        dispatch.done.clear()  # those of lost hosts are put back
 
     def _output_rows(self, schedule: Schedule, numbers: list[int]) -> list[int]:
         """The output rows of these chunks."""

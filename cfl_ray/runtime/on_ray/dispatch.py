@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError, RayTaskError
 
+from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.engine.chunks import Chunk
 from cfl_ray.errors import RunError, RunStopped, UserError
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
@@ -21,18 +22,21 @@ from cfl_ray.runtime.on_ray.stall import POLL_SECONDS, STOP_SECONDS, duration
 _CALLS_PER_HOST = 2  # one running, one queued, so that the host never waits for the server
 # a chunk that failed on so many hosts, or so many times, ends the run; a single bad host cannot reach these limits
 _FAILED_HOSTS, _FAILED_TIMES = 3, 6
-_NAMED = 5  # clients in a message
+_NAMED = 5  # ranges of clients in a message
 _IDLE = 0.05  # of a CPU, below which a host does not compute: hosts may share a busy CPU
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """A call in progress."""
 
     host: Host
     numbers: list[int]  # of the chunks
+    chunks: list[Chunk]
     returns: list[ray.ObjectRef[Any]]
-    seconds: float | None
+    seconds: float | None  # its time limit; None: no limit
+    since: float  # when it could begin, or its host has last made progress
+    chunks_done: int = 0  # at the last query
     reported: str = ""  # its last report, if it is slow
     next_report: float = 0.0  # seconds without progress after which it is reported (again)
     computed: tuple[float, float] | None = None  # time and CPU seconds of its host, at the last query of a stop
@@ -59,14 +63,9 @@ class Dispatch:
     schedule: Schedule
     calls: Calls
     in_progress: dict[ray.ObjectRef[Any], _Call] = field(default_factory=dict)  # by first return
-    # by host number: the first returns of its calls, in their order; the time when its present call could begin; the
-    # chunks that it has done, if it is alive
-    of_host: dict[int, deque[ray.ObjectRef[Any]]] = field(default_factory=dict)
-    since: dict[int, float] = field(default_factory=dict)
-    done: dict[int, list[int]] = field(default_factory=dict)
+    of_host: dict[int, deque[_Call]] = field(default_factory=dict)  # the same by host number, in their order
+    done: dict[int, list[int]] = field(default_factory=dict)  # chunks by number of the host that has done them
     failed: dict[int, list[int]] = field(default_factory=dict)  # by chunk: numbers of the hosts that it failed on
-    limited: bool = False  # whether any call has a time limit
-    chunks_done: dict[int, int] = field(default_factory=dict)  # by host: of its present call, at the last query
     _known: int = -1  # `pool.changes` when `_hosts` was made
     _hosts: list[int] = field(default_factory=list)  # numbers of all hosts
     _ready: list[int] = field(default_factory=list)  # numbers of the ready hosts
@@ -122,12 +121,9 @@ class Dispatch:
     def _start(self, host: Host, numbers: list[int]) -> None:
         chunks = [self.schedule.chunks[number] for number in numbers]
         returns = self.calls.start(host, chunks)
-        seconds = self.calls.seconds(chunks)
-        self.limited = self.limited or seconds is not None
-        self.in_progress[returns[0]] = _Call(host, numbers, returns, seconds)
-        if not self._calls_of(host):
-            self.since[host.number] = time.monotonic()
-        self.of_host.setdefault(host.number, deque()).append(returns[0])
+        call = _Call(host, numbers, chunks, returns, self.calls.seconds(chunks), time.monotonic())
+        self.in_progress[returns[0]] = call
+        self.of_host.setdefault(host.number, deque()).append(call)
 
     # ---- ends
 
@@ -136,11 +132,12 @@ class Dispatch:
         call = self.in_progress.pop(ref, None)
         if call is None:
             return None
-        self.of_host[call.host.number].remove(ref)
-        self.since[call.host.number], self.chunks_done[call.host.number] = time.monotonic(), 0
+        calls = self.of_host[call.host.number]
+        calls.remove(call)
+        if calls:
+            calls[0].since = time.monotonic()
         try:
-            chunks = [self.schedule.chunks[number] for number in call.numbers]
-            self.calls.receive(chunks, [ray.get(ref), *call.returns[1:]])
+            self.calls.receive(call.chunks, [ray.get(ref), *call.returns[1:]])
         except RayTaskError as error:  # before RayError: a lost argument makes an error that is both
             cause = error.cause
             # a fetch that timed out: the object exists, but this host did not get it
@@ -172,18 +169,20 @@ class Dispatch:
 
     def _take_back(self, host: Host) -> None:
         """Puts back the chunks that were in progress or done on a lost host."""
-        self.chunks_done.pop(host.number, None)
-        for ref in self.of_host.pop(host.number, ()):
-            self.schedule.put_back(self.in_progress.pop(ref).numbers)
+        for call in self.of_host.pop(host.number, ()):
+            del self.in_progress[call.returns[0]]
+            self.schedule.put_back(call.numbers)
         self.schedule.put_back(self.done.pop(host.number, []))
 
     # ---- calls that take too long
 
-    def _due(self) -> list[tuple[float, ray.ObjectRef[Any]]]:
-        """(due time, call) of every present call of a host that has a time limit."""
-        present = [(number, refs[0]) for number, refs in self.of_host.items() if refs] if self.limited else []
-        limits = [(self.since[number], self.in_progress[ref].seconds, ref) for number, ref in present]
-        return [(since + seconds, ref) for since, seconds, ref in limits if seconds is not None]
+    def _present(self) -> list[_Call]:
+        """The call that runs on each host at work."""
+        return [calls[0] for calls in self.of_host.values() if calls]
+
+    def _due(self) -> list[tuple[float, _Call]]:
+        """(due time, call) of every running call that has a time limit."""
+        return [(call.since + call.seconds, call) for call in self._present() if call.seconds is not None]
 
     def _seconds_left(self) -> float:
         """Seconds until the first call reaches its limit, at most those until the next check for slow calls."""
@@ -192,15 +191,14 @@ class Dispatch:
 
     def _end_late(self) -> None:
         """Ends the hosts whose time is up. The parts of their calls run first, so that little other work is wasted."""
-        for when, ref in self._due():
-            if time.monotonic() < when or ray.wait([ref], timeout=0)[0]:
+        for when, call in self._due():
+            if time.monotonic() < when or ray.wait(call.returns[:1], timeout=0)[0]:
                 continue
-            call = self.in_progress.pop(ref)
-            self.of_host[call.host.number].remove(ref)
+            del self.in_progress[call.returns[0]]
+            self.of_host[call.host.number].remove(call)
             self._take_back(call.host)
-            for number in call.numbers:
-                parts = self.calls.instead(self.schedule.chunks[number])
-                self.schedule.add_urgent(parts, self.schedule.homes[number])
+            for number, chunk in zip(call.numbers, call.chunks, strict=True):
+                self.schedule.add_urgent(self.calls.instead(chunk), self.schedule.homes[number])
             self.pool.end(call.host, f"was at work for more than {call.seconds:g} s")
 
     # ---- calls that make no progress
@@ -212,18 +210,14 @@ class Dispatch:
         """
         rule, self.pool.polls = self.pool.stall_rule, self.pool.polls + 1
         slow, reported = [], []
-        for number, refs in list(self.of_host.items()):
-            if not refs:
-                continue
-            call = self.in_progress[refs[0]]
-            chunks = [self.schedule.chunks[chunk] for chunk in call.numbers]
-            usual, waited = self.calls.usual_seconds(chunks), time.monotonic() - self.since[number]
+        for call in self._present():
+            usual, waited = self.calls.usual_seconds(call.chunks), time.monotonic() - call.since
             stop = self.pool.stop_asked()
             if stop and waited > (STOP_SECONDS if self._idles(call) else rule.stop_after(usual)):
-                raise RunStopped(f"stopped, as asked, while {self._doing(call, chunks, waited)}")
+                raise RunStopped(f"stopped, as asked, while {self._doing(call, waited)}")
             if waited <= rule.slow_after(usual) or self._has_progressed(call):
                 continue
-            slow.append(f"{self._doing(call, chunks, waited)}{self._usually(usual)}")
+            slow.append(f"{self._doing(call, waited)}{self._usually(usual)}")
             if waited >= call.next_report:
                 call.reported, call.next_report = slow[-1], 2 * waited
                 self.pool.notes.append(slow[-1])
@@ -234,10 +228,10 @@ class Dispatch:
 
     def _has_progressed(self, call: _Call) -> bool:
         """Whether a host has done chunks of its call since the last query; if so, its time starts again."""
-        before, progress = self.chunks_done.get(call.host.number, 0), self.pool.progress(call.host)
-        if progress is None or progress[0] <= before:
+        progress = self.pool.progress(call.host)
+        if progress is None or progress[0] <= call.chunks_done:
             return False
-        self.chunks_done[call.host.number], self.since[call.host.number] = progress[0], time.monotonic()
+        call.chunks_done, call.since = progress[0], time.monotonic()
         return True
 
     def _idles(self, call: _Call) -> bool:
@@ -248,12 +242,11 @@ class Dispatch:
         (before, cpu_before), call.computed = call.computed or (now, 0.0), (now, progress[1])
         return progress[1] - cpu_before < _IDLE * (now - before)
 
-    def _doing(self, call: _Call, chunks: Sequence[Chunk], waited: float) -> str:
-        host, ids = call.host, self.calls.clients(chunks)
-        who = ", ".join(map(str, ids[:_NAMED])) + f" and {len(ids) - _NAMED} more" * (len(ids) > _NAMED)
+    def _doing(self, call: _Call, waited: float) -> str:
+        host, clients = call.host, clients_in_words(self.calls.clients(call.chunks), _NAMED)
         return (
             f"host {host.number} (process {host.pid} on node {host.node[:8]}) has made no progress for "
-            f"{duration(waited)} with clients {who}"
+            f"{duration(waited)} with {clients}"
         )
 
     def _usually(self, usual: float | None) -> str:

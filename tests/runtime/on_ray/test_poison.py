@@ -26,7 +26,7 @@ SETTINGS = {
 }
 
 NOTES = [
-    r"clients 0, 1: its data have values that are not finite",
+    r"clients 0-1: its data have values that are not finite",
     r"client 2: its data have values up to 1\.\d+e\+06, beyond 2\^16",
     r"client 3: its data have shape \(5,\), expected \(8,\)",
     r"client 4: its data have labels 9 \.\. 18, expected 0 \.\. 9",
