@@ -12,7 +12,8 @@ model and a bit for each parameter, and receives w and u_i. After beta rounds th
 overlap, and u_i is the client's own model; overlaps that are all equal, as in a cohort of two, are never below it.
 
 Deviations: with a sampled cohort the collaborators are within the cohort. Layers are the trained tensors (weights and
-biases each), as in the official code. PFLlib's implementation never advances t: its threshold stays at mean O.
+biases each), as in the official code. PFLlib's implementation compares all clients, at the beginning of the next
+round, so that its t is larger by 1.
 """
 
 from dataclasses import dataclass

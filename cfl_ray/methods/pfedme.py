@@ -13,10 +13,10 @@ The official code reports the accuracy of w_i as that of the personal model: the
 those of the model, which is then overwritten by w_i. `predict: w` does the same; it does not change training, so two
 entries of `methods` give both. `global_score` in the diagnostics is the score of w.
 
-Deviations: R is the experiment's number of local steps, and eta at most 1 / lambda, since a larger step overshoots
-theta_i. mu is from the official code (CharlieDinh/pFedMe, caf24b1). That code continues from the last theta_i at a new
-batch, averages w_i by samples (`weights: samples`), trains all clients in every round, not the cohort alone, and does
-not shuffle batches.
+Deviations: R is the experiment's number of local steps. If `eta` is not set, it is at most 1 / lambda, since a larger
+step overshoots theta_i. mu is from the official code (CharlieDinh/pFedMe, caf24b1). That code continues from the last
+theta_i at a new batch, averages w_i by samples (`weights: samples`), trains all clients in every round, not the cohort
+alone, and does not shuffle batches.
 """
 
 from collections.abc import Callable
