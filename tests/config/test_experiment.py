@@ -111,6 +111,12 @@ local: {lr: 0}
     ^local.lr: .*greater than 0, got 0$
 local: {momentum: 1.0}
     ^local.momentum: .*less than 1, got 1.0$
+local: {clip_norm: .inf}
+    ^local.clip_norm: .*finite number, got inf$
+data: {shift: {kind: rotated, angles: [0, .inf]}}
+    ^data.shift.angles.1: .*finite number, got inf$
+data: {shift: {kind: noise, sigmas: [0, .nan]}}
+    ^data.shift.sigmas.1: .*finite number, got nan$
 local: {epochs: 2.5}
     ^local.epochs: .*integer.*, got 2.5$
 data: {shift: {kind: rotate}}
@@ -195,6 +201,12 @@ schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: gradual,
     client 3 gives its data and gets others, which gradual drift would do more than once
 cohort: {availability: 1.5}
     ^cohort.availability.chance: .*less than or equal to 1, got 1.5$
+cohort: {availability: {kind: diurnal, period: 1.0e-300}}
+    ^cohort.availability.period: .*greater than or equal to 0.000001, got 1e-300$
+cohort: {availability: {kind: diurnal, zones: 1000000000}}
+    ^cohort.availability.zones: .*less than or equal to 10000, got 1000000000$
+clock: {kind: classes, classes: [{share: 1.0e+308}]}
+    ^clock.classes.0.share: .*less than or equal to 1000000000, got 1e.308$
 cohort: {availability: {kind: trace}}
     ^cohort.availability.file: Field required$
 cohort: {availability: {kind: diurnal, periods: 3}}
