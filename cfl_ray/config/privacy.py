@@ -1,17 +1,19 @@
 """The sections `privacy` and `secure_aggregation`."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from cfl_ray.config.section import ConfigSection
 
+Multiplier = Annotated[float, Field(ge=0.01, le=1e4)]  # less noise protects nothing, and more leaves nothing to train
+
 
 class SignatureConfig(ConfigSection):
     """Noise on each vector that the server reads of a single client: features of updates, results of `describe`."""
 
-    noise_multiplier: float = Field(
-        gt=0, description="standard deviation of the noise, in units of `clip`; charged without amplification"
+    noise_multiplier: Multiplier = Field(
+        description="standard deviation of the noise, in units of `clip`; charged without amplification"
     )
     clip: float = Field(1.0, gt=0, description="bound of the vector's Euclidean norm")
 
@@ -26,8 +28,8 @@ class ExtrapolationConfig(ConfigSection):
 class ExamplesConfig(ConfigSection):
     """DP-SGD in the local training: what a client uploads protects each of its samples, also against the server."""
 
-    noise_multiplier: float = Field(
-        gt=0, description="z, standard deviation of the noise on the sum of a batch's gradients, in units of `clip`"
+    noise_multiplier: Multiplier = Field(
+        description="z, standard deviation of the noise on the sum of a batch's gradients, in units of `clip`"
     )
     clip: float = Field(1.0, gt=0, description="C, bound of the Euclidean norm of a sample's gradient")
     delta: float | None = Field(
@@ -44,8 +46,8 @@ class PrivacyConfig(ConfigSection):
         description="budget: without noise_multiplier, z is solved for it and for `rounds`; with it, the run ends "
         "before a round that would exceed it",
     )
-    noise_multiplier: float | None = Field(
-        None, gt=0, description="z, standard deviation of the noise on a sum, in units of `clip`"
+    noise_multiplier: Multiplier | None = Field(
+        None, description="z, standard deviation of the noise on a sum, in units of `clip`"
     )
     delta: float | None = Field(None, gt=0, lt=1, description="delta, below 1 / N; null: N^-1.1")
     clip: float = Field(1.0, gt=0, description="C, bound of the Euclidean norm of a client's whole upload")
@@ -55,9 +57,9 @@ class PrivacyConfig(ConfigSection):
         "follows a quantile of the norms (Andrew et al. 2021)",
     )
     quantile: float = Field(0.5, gt=0, lt=1, description="gamma of adaptive clipping: share of uploads within C")
-    clip_lr: float = Field(0.2, gt=0, description="eta of adaptive clipping, step of log C")
+    clip_lr: float = Field(0.2, gt=0, le=100, description="eta of adaptive clipping, step of log C")
     count_noise: float | None = Field(
-        None, gt=0, description="sigma_b of adaptive clipping, noise on the count; null: a twentieth of the cohort"
+        None, ge=1e-3, description="sigma_b of adaptive clipping, noise on the count; null: a twentieth of the cohort"
     )
     noise: Literal["secret", "reproducible"] = Field(
         "secret",

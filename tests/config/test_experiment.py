@@ -149,6 +149,16 @@ data: {test: {pool: true, view: holdout}, partition: {kind: writer}}
     ^data: test.pool: the writers of the test images are not known, so partition.kind cannot be writer
 data: {source: synthetic, partition: {cut: [{keep: 0.1, clients: 3}]}}
     ^data: partition.cut has no meaning for source synthetic, which is not divided; leave it out
+data: {source: synthetic, synthetic_groups: 1099511627776}
+    ^data.synthetic_groups: .*less than or equal to 1000000, got 1099511627776$
+data: {source: synthetic, partition: {clients: 1099511627776}}
+    ^data.partition.clients: .*less than or equal to 100000000, got 1099511627776$
+privacy: {noise_multiplier: 1.0e-30}
+    ^privacy.noise_multiplier: .*greater than or equal to 0.01, got 1e-30$
+privacy: {noise_multiplier: 1, signatures: {noise_multiplier: 1.0e+30}}
+    ^privacy.signatures.noise_multiplier: .*less than or equal to 10000, got 1e.30$
+privacy: {noise_multiplier: 1, clip_lr: 1.0e+30}
+    ^privacy.clip_lr: .*less than or equal to 100, got 1e.30$
 attack: {kind: sign}
     ^attack: unknown attack 'sign' \(did you mean 'sign_flip'\?\)$
 attack: {kind: scaled, fraction: 1}
@@ -195,6 +205,8 @@ schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: recurren
     ^schedule.0: drift.rounds must be after round 3, got 3
 schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: incremental, groups: 4, every: 1}}]}]
     drift.groups is 4 for 3 clients
+schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: gradual, over: 10000000000}}]}]
+    drift.gradual.over: .*less than or equal to 10000, got 10000000000$
 schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: gradual, over: 1}}]}]
     drift.gradual.over: .*greater than or equal to 2, got 1
 schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: gradual, over: 4}, data_of: [3, 7, 8]}]}]
