@@ -43,6 +43,7 @@ class PrivacyConfig(ConfigSection):
     target_epsilon: float | None = Field(
         None,
         gt=0,
+        le=1000,
         description="budget: without noise_multiplier, z is solved for it and for `rounds`; with it, the run ends "
         "before a round that would exceed it",
     )

@@ -153,10 +153,14 @@ data: {source: synthetic, synthetic_groups: 1099511627776}
     ^data.synthetic_groups: .*less than or equal to 1000000, got 1099511627776$
 data: {source: synthetic, partition: {clients: 1099511627776}}
     ^data.partition.clients: .*less than or equal to 100000000, got 1099511627776$
+privacy: {target_epsilon: 1.0e+30}
+    ^privacy.target_epsilon: .*less than or equal to 1000, got 1e.30$
 privacy: {noise_multiplier: 1.0e-30}
     ^privacy.noise_multiplier: .*greater than or equal to 0.01, got 1e-30$
 privacy: {noise_multiplier: 1, signatures: {noise_multiplier: 1.0e+30}}
     ^privacy.signatures.noise_multiplier: .*less than or equal to 10000, got 1e.30$
+{privacy: {examples: {noise_multiplier: 1}}, schedule: [{round: 3, change: [{clients: [0, 1], data_of: [1, 0]}]}]}
+    ^privacy, and schedule.change.data_of in round 3: the accounts are of clients
 privacy: {noise_multiplier: 1, clip_lr: 1.0e+30}
     ^privacy.clip_lr: .*less than or equal to 100, got 1e.30$
 attack: {kind: sign}
