@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from cfl_ray.config.section import ConfigSection
 
+Clip = Annotated[float, Field(gt=0, le=1e9)]
 Multiplier = Annotated[float, Field(ge=0.01, le=1e4)]  # less noise protects nothing, and more leaves nothing to train
 
 
@@ -15,14 +16,14 @@ class SignatureConfig(ConfigSection):
     noise_multiplier: Multiplier = Field(
         description="standard deviation of the noise, in units of `clip`; charged without amplification"
     )
-    clip: float = Field(1.0, gt=0, description="bound of the vector's Euclidean norm")
+    clip: Clip = Field(1.0, description="bound of the vector's Euclidean norm")
 
 
 class ExtrapolationConfig(ConfigSection):
     """Simulation of a larger federation by a smaller one."""
 
-    cohort: int = Field(ge=1, description="expected clients of a round in the larger federation")
-    population: int = Field(ge=1, description="its clients")
+    cohort: int = Field(ge=1, le=10**10, description="expected clients of a round in the larger federation")
+    population: int = Field(ge=1, le=10**10, description="its clients")
 
 
 class ExamplesConfig(ConfigSection):
@@ -31,7 +32,7 @@ class ExamplesConfig(ConfigSection):
     noise_multiplier: Multiplier = Field(
         description="z, standard deviation of the noise on the sum of a batch's gradients, in units of `clip`"
     )
-    clip: float = Field(1.0, gt=0, description="C, bound of the Euclidean norm of a sample's gradient")
+    clip: Clip = Field(1.0, description="C, bound of the Euclidean norm of a sample's gradient")
     delta: float | None = Field(
         None, gt=0, lt=1, description="delta, below 1 / n of the largest client; null: n^-1.1 of the largest client"
     )
@@ -51,7 +52,7 @@ class PrivacyConfig(ConfigSection):
         None, description="z, standard deviation of the noise on a sum, in units of `clip`"
     )
     delta: float | None = Field(None, gt=0, lt=1, description="delta, below 1 / N; null: N^-1.1")
-    clip: float = Field(1.0, gt=0, description="C, bound of the Euclidean norm of a client's whole upload")
+    clip: Clip = Field(1.0, description="C, bound of the Euclidean norm of a client's whole upload")
     clipping: Literal["flat", "per_layer", "adaptive"] = Field(
         "flat",
         description="flat: the whole upload to C; per_layer: each of B tensors to C / sqrt(B); adaptive: to C, which "
@@ -94,7 +95,7 @@ class PrivacyConfig(ConfigSection):
 class SecureAggregationConfig(ConfigSection):
     """Sums of masked uploads; the server sees no single upload (docs/secure_aggregation.md)."""
 
-    clip: float = Field(8.0, gt=0, description="c, bound of the absolute value of each number of a change W - w")
+    clip: Clip = Field(8.0, description="c, bound of the absolute value of each number of a change W - w")
     levels: int = Field(2**22, ge=2, le=2**40, multiple_of=2, description="even: steps of the grid in -clip .. clip")
     bits: int = Field(
         32, ge=8, le=62, description="b, of each number: sums are modulo 2^b, which bounds clients times levels"

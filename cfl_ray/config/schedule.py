@@ -84,7 +84,10 @@ class DataChangeConfig(ConfigSection):
         "null: none",
     )
     blur: float | None = Field(
-        None, gt=0, description="blur their images by a Gaussian of this standard deviation in pixels; null: not at all"
+        None,
+        gt=0,
+        le=1000,
+        description="blur their images by a Gaussian of this standard deviation in pixels; null: not at all",
     )
     brightness: float | None = Field(None, ge=0, description="multiply their inputs by this factor; null: not at all")
     back_to: int | None = Field(

@@ -63,7 +63,7 @@ class NoiseConfig(ShiftConfig):
 class BlurConfig(ShiftConfig):
     """Kind blur: the images of each group are blurred by another width."""
 
-    radii: list[Annotated[float, Field(ge=0)]] = Field(
+    radii: list[Annotated[float, Field(ge=0, le=1000)]] = Field(
         [0.0, 0.5, 1.0, 2.0], description="standard deviation of the blur of each group in pixels"
     )
 

@@ -161,6 +161,14 @@ privacy: {noise_multiplier: 1, signatures: {noise_multiplier: 1.0e+30}}
     ^privacy.signatures.noise_multiplier: .*less than or equal to 10000, got 1e.30$
 {privacy: {examples: {noise_multiplier: 1}}, schedule: [{round: 3, change: [{clients: [0, 1], data_of: [1, 0]}]}]}
     ^privacy, and schedule.change.data_of in round 3: the accounts are of clients
+privacy: {noise_multiplier: 1, clip: 1.0e+30}
+    ^privacy.clip: .*less than or equal to 1000000000, got 1e.30$
+privacy: {noise_multiplier: 1, extrapolate: {cohort: 100, population: 100000000000}}
+    ^privacy.extrapolate.population: .*less than or equal to 10000000000, got 100000000000$
+data: {shift: {kind: blur, radii: [0, 1.0e+30]}}
+    ^data.shift.radii.1: .*less than or equal to 1000, got 1e.30$
+schedule: [{round: 2, change: [{clients: 0, blur: 1.0e+30}]}]
+    ^schedule.0.change.0.blur: .*less than or equal to 1000, got 1e.30$
 privacy: {noise_multiplier: 1, clip_lr: 1.0e+30}
     ^privacy.clip_lr: .*less than or equal to 100, got 1e.30$
 attack: {kind: sign}
