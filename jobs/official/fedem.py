@@ -163,8 +163,8 @@ cohort with the last global model (ours with `damped: true`), and the momentum l
 `local.persist: true`; otherwise it begins at zero in each round). A newcomer of theirs takes one E and one M step
 whenever a round is logged, ours takes `fit_steps`, 10 by default and 1 here.
 
-Distance: between the weights of a global model in the two codes, relative to their distance from the initial models; the
-largest of the {K}. *pi*: the largest difference of a client's weight of a model, of the clients that have trained.
+Distance: between the weights of a global model in the two codes, relative to their distance from the initial models;
+the largest of the {K}. *pi*: the largest difference of a client's weight of a model, of the clients that have trained.
 Before its first training a client of theirs mixes the models in equal parts, ours takes E and M steps for its test.
 """
 

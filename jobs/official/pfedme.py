@@ -138,8 +138,8 @@ Accuracy: of w_i, which theirs prints under the name of the personal model, and 
 theta_i, which theirs overwrites: it is read before that. Theirs trains all clients in every round, ours the cohort
 alone: with a quarter of the clients w alone is compared.
 
-Distance: between the weights in the two codes, relative to their distance from the initial models; of theta_i the largest
-of the clients.
+Distance: between the weights in the two codes, relative to their distance from the initial models; of theta_i the
+largest of the clients.
 """
 
 
