@@ -124,8 +124,8 @@ class DataChangeConfig(ConfigSection):
             raise ValueError(f"data_of names {len(self.data_of)} clients for {len(self.clients)}; give one for each")
         if self.drift and (both := sorted({*self.clients} & {*(self.data_of or ())})):
             raise ValueError(
-                f"client {both[0]} gives its data and gets others, which {self.drift.kind} drift would do more than "
-                "once; take the data of clients that stay as they are"
+                f"data_of: client {both[0]} gives its data and takes others, and {self.drift.kind} drift would repeat "
+                "that; take the data of clients that do not change"
             )
         if isinstance(self.drift, IncrementalDriftConfig) and self.drift.groups > len(self.clients):
             raise ValueError(f"drift.groups is {self.drift.groups} for {len(self.clients)} clients")

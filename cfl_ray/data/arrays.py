@@ -378,7 +378,7 @@ def _view(view: str | None, has_test: bool, has_owners: bool, targets: str) -> s
     if view == "label" and targets != "class":
         raise DataError(f"the test view label needs classes, the targets are {targets!r}; set data.test.view: cluster")
     if has_owners and not has_test:
-        raise DataError("test_clients says who owns x_test, which is not given")
+        raise DataError("test_clients names the owners of x_test, which is not given")
     possible = ("cluster", "label") if has_test and not has_owners else ("holdout",)
     if view is not None and view not in possible:
         raise DataError(

@@ -171,7 +171,7 @@ class PrivateRun:
         if len(weight_E) and not np.allclose(weight_E, weight_E[0], rtol=1e-9):
             raise PrivacyError(
                 f"privacy needs equal weights of all clients, got {weight_E.min():g} .. {weight_E.max():g}; "
-                "the weight of a client would tell about its data"
+                "the weight of a client depends on its data"
             )
         if len(averaging.client_E) != len(np.unique(averaging.client_E)):
             raise PrivacyError("privacy needs every client in one average of an exchange, got clients in several")

@@ -222,7 +222,7 @@ schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: gradual,
 schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: gradual, over: 1}}]}]
     drift.gradual.over: .*greater than or equal to 2, got 1
 schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: gradual, over: 4}, data_of: [3, 7, 8]}]}]
-    client 3 gives its data and gets others, which gradual drift would do more than once
+    data_of: client 3 gives its data and takes others, and gradual drift would repeat that
 cohort: {availability: 1.5}
     ^cohort.availability.chance: .*less than or equal to 1, got 1.5$
 cohort: {availability: {kind: diurnal, period: 1.0e-300}}
