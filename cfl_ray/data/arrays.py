@@ -265,7 +265,8 @@ def tokens(name: str, x: np.ndarray, vocabulary: int) -> np.ndarray:
 def _labels(name: str, values: Array) -> np.ndarray:
     y = _numpy(name, values)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        raise DataError(f"{name} must be integers of shape (n,), got {y.dtype} of shape {y.shape}")
+        number = "; numpy.unique(..., return_inverse=True)[1] numbers words" if y.dtype.kind in "US" else ""
+        raise DataError(f"{name} must be integers of shape (n,), got {y.dtype} of shape {y.shape}{number}")
     if len(y) and y.min() < 0:
         raise DataError(f"{name} has the negative label {y.min()} in row {y.argmin()}; labels run from 0")
     return y.astype(np.int64, copy=False)

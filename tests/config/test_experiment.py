@@ -282,6 +282,17 @@ class TestErrors:
     def test_data_that_are_neither_a_section_nor_a_federation(self, data):
         refused("^data: expected a section of keys", data=data)
 
+    def test_a_long_value_is_shortened(self):
+        for key, value in {"data": tuple(range(900)), "rounds": "9" * 900}.items():
+            with pytest.raises(ConfigError) as error:
+                Experiment(**{key: value})
+            assert "..." in str(error.value) and len(str(error.value)) < 400
+
+    @pytest.mark.parametrize("key, value", [("shift", {"kind": "rotated"}), ("normalize", [[0.5], [0.5]])])
+    def test_a_federation_is_used_as_it_is(self, key, value):
+        federation = federation_from_arrays(np.zeros((4, 1, 2, 2)), np.zeros(4, int), np.arange(4) // 2)
+        refused(f"^data: {key}.* would have no effect", data={"federation": federation, key: value})
+
     def test_nothing_is_changed_afterwards(self):
         with pytest.raises(Exception, match="frozen"):
             Experiment().rounds = 5

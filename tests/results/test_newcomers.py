@@ -177,6 +177,14 @@ def test_in_the_warm_up_of_ifca_cam_the_global_model_is_no_cluster(results):
     assert [(one.cluster, one.why) for one in placed] == [(-1, "the global model"), (-1, "the only model")]
 
 
+def test_images_as_they_are_stored_are_scaled_and_normalised(results):
+    result = results["ifca"]
+    x, y = result.train(3)
+    stored = (x * 16).to(torch.uint8)  # the digits have values 0 .. 16
+    assert torch.equal(result.trained.inputs(stored), x) and torch.equal(result.trained.inputs(stored.numpy()), x)
+    assert result.place(stored, y).cluster == result.place(x, y).cluster
+
+
 def test_what_does_not_fit_is_named(results):
     x, y = results["ifca"].train(0)
     with pytest.raises(DataError, match=r"inputs have shape \(2, 3\), expected"):
@@ -192,6 +200,8 @@ def test_what_does_not_fit_is_named(results):
                 act(broken, y)
             with pytest.raises(DataError, match="labels that are not whole numbers"):
                 act(x, y + 0.5)
+            with pytest.raises(DataError, match="labels as words .'pear'., expected numbers: places in"):
+                act(x, ["pear"] * len(y))
     with pytest.raises(DataError, match="the inputs have values that are not finite"):
         results["ifca"].place(broken)
     with pytest.raises(ConfigError, match="a client is named by its number, from 0, got 'a'"):
