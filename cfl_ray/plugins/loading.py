@@ -17,6 +17,7 @@ from cfl_ray.plugins.calling import INSTALLED
 
 PREFIX = "cfl_ray_plugin_"
 _NEIGHBOURS: dict[str, Path] = {}  # module -> folder, for modules that a user's file imported from its own folder
+_READ: dict[str, tuple[int, int]] = {}  # module -> state of its file when it was imported, for all modules of users
 _FOLDERS: dict[Path, Path] = {}  # relative path in a config -> folder of the config, for messages
 
 
@@ -72,7 +73,13 @@ def _load(point: importlib.metadata.EntryPoint, kind: str) -> Any:
 
 
 def _module(file: Path) -> ModuleType:
-    name = PREFIX + file.stem
+    """The module of a user's file, imported anew if the file or one of its folder's modules was edited since."""
+    name, folder = PREFIX + file.stem, file.resolve().parent
+    of_folder = [name for name, path in _files().items() if path.is_relative_to(folder)]
+    if any(_state(name) != _READ.get(name) for name in of_folder):
+        for stale in of_folder:  # all of them: they import each other
+            del sys.modules[stale]
+            _NEIGHBOURS.pop(stale, None)
     if name in sys.modules and sys.modules[name].__file__ == str(file.resolve()):
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file.resolve())
@@ -80,8 +87,9 @@ def _module(file: Path) -> ModuleType:
         raise ConfigError(f"{file} cannot be imported: it is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    _READ[name] = _state(name)
     try:
-        with _neighbours_of(file.resolve().parent):
+        with _neighbours_of(folder):
             spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
@@ -90,6 +98,20 @@ def _module(file: Path) -> ModuleType:
         line = f" (line {lines[-1]})" if lines else ""
         raise ConfigError(f"{file} cannot be imported: {type(error).__name__}: {error}{line}") from error
     return module
+
+
+def _files() -> dict[str, Path]:
+    """The file of each module of users, by its name."""
+    return {module.__name__: Path(module.__file__) for module in sent_by_value() if module.__file__}
+
+
+def _state(name: str) -> tuple[int, int]:
+    """Time of the last change and size of a module's file; zeros if the file is gone."""
+    try:
+        stat = Path(sys.modules[name].__file__ or "").stat()
+    except FileNotFoundError:
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
 
 
 @contextlib.contextmanager
@@ -113,7 +135,8 @@ def _neighbours_of(folder: Path) -> Iterator[None]:
             del sys.modules[name]
         raise
     else:
-        _NEIGHBOURS.update(dict.fromkeys(_imported_from(folder, before), folder))
+        for name in _imported_from(folder, before):
+            _NEIGHBOURS[name], _READ[name] = folder, _state(name)
     finally:
         sys.path.remove(str(folder))
 

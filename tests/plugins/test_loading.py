@@ -16,6 +16,21 @@ def test_the_same_file_is_one_module(tmp_path):
     assert load_plugin(f"{tmp_path}/once.py:Net", "model") is load_plugin(f"{tmp_path}/once.py:Net", "model")
 
 
+def test_an_edited_file_is_imported_anew_with_its_neighbours(tmp_path):
+    """So that a run in the same process has the code that its record names."""
+    (tmp_path / "common.py").write_text("FACTOR = 2\nclass Shared: ...\n")
+    for name in ("first", "second"):
+        source = f"import common\nVALUE, Shared = ('{name}', common.FACTOR), common.Shared\n"
+        (tmp_path / f"{name}.py").write_text(source)
+    first, second = (f"{tmp_path}/{name}.py" for name in ("first", "second"))
+    assert load_plugin(f"{first}:VALUE", "model") == ("first", 2)
+    (tmp_path / "common.py").write_text("FACTOR = 30\nclass Shared: ...\n")
+    assert load_plugin(f"{first}:VALUE", "model") == ("first", 30)
+    assert load_plugin(f"{second}:Shared", "model") is load_plugin(f"{first}:Shared", "model")
+    (tmp_path / "second.py").write_text("VALUE = 'edited'\n")
+    assert load_plugin(f"{second}:VALUE", "model") == "edited"
+
+
 def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path):
     for value in (1, 2):
         (tmp_path / str(value)).mkdir()
