@@ -3,7 +3,7 @@ https://openaccess.thecvf.com/content/CVPR2024/html/Yang_FedAS_Bridging_Inconsis
 
 A model is a shared base theta, with features g(x; theta), under a private head h_i.
 
-    c_iy <- mean of g(x; theta_i) over i's samples of label y             theta_i: base of its last round; first theta
+    c_iy <- mean of g(x; theta_i) over i's samples of label y             theta_i: of its last round, at first theta
     theta <- SGD on sum_y mean of (g(x; theta) - c_iy)^2                  alignment of the received base, for one epoch
     theta_i, h_i <- SGD_i from theta and the client's head
     F_i = sum over batches |gradient of the batch's mean loss at theta_i, h_i|^2      trace of the Fisher information
