@@ -169,6 +169,12 @@ class ParamSpec:
                 ranges.append((start, stop))
         return Columns(tuple(ranges))
 
+    def require_whole(self, columns: Columns) -> None:
+        """Raises ValueError for columns that cut a tensor."""
+        if inside := [edge for pair in columns.ranges for edge in pair if edge not in (0, *self.ends)]:
+            ends = ", ".join(map(str, self.ends))
+            raise ValueError(f"columns must be of whole tensors, which end at {ends}; got an edge at {inside[0]}")
+
     def tensors(self, rows: Tensor) -> dict[str, Tensor]:
         """Views into `rows` (..., P) by name of the tensor, each of shape (..., *shape).
 
