@@ -504,6 +504,8 @@ class Clients:
     def _training(self, start: Sent, how: LocalTraining, local: LocalSGD) -> Train:
         """The work order for local training, without the use of its results (averages, features, client states)."""
         steps_M = self._steps_of(how, local)
+        for term in how.proximal:
+            self.spec.require_whole(term.columns or self.spec.trainable)
         if (examples := self._protection.examples) is not None:
             local = replace(local, examples=examples)
             self.stats.example_steps.append((self.ids_M, local, self.num_samples_M, steps_M))

@@ -103,18 +103,16 @@ class ParamSpec:
         """All trained columns: without buffers."""
         return Columns(((0, self.trained),))
 
-    def columns(self, prefixes: str | Iterable[str], others: bool = False) -> Columns:
+    def columns(self, prefixes: str | Iterable[str]) -> Columns:
         """Columns of the tensors whose name, or its part after a dot, starts with a prefix, or with one of several.
 
-        others: the columns of all other tensors instead. Raises ValueError if a prefix matches no tensor.
+        Raises ValueError if a prefix matches no tensor.
         """
         prefixes = (prefixes,) if isinstance(prefixes, str) else tuple(prefixes)
-
         for prefix in prefixes:
             if not any(f".{prefix}" in f".{name}" for name in self.names):
                 raise ValueError(f"no parameter starts with {prefix!r}; the model has {', '.join(self.names)}")
-        columns = self._ranges(lambda name: any(f".{prefix}" in f".{name}" for prefix in prefixes))
-        return columns.others(self.size) if others else columns
+        return self._ranges(lambda name: any(f".{prefix}" in f".{name}" for prefix in prefixes))
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -168,6 +166,12 @@ class ParamSpec:
             else:
                 ranges.append((start, stop))
         return Columns(tuple(ranges))
+
+    def require_whole(self, columns: Columns) -> None:
+        """Raises ValueError for columns that cut a tensor."""
+        if inside := [edge for pair in columns.ranges for edge in pair if edge not in (0, *self.ends)]:
+            ends = ", ".join(map(str, self.ends))
+            raise ValueError(f"columns must be of whole tensors, which end at {ends}; got an edge at {inside[0]}")
 
     def tensors(self, rows: Tensor) -> dict[str, Tensor]:
         """Views into `rows` (..., P) by name of the tensor, each of shape (..., *shape).

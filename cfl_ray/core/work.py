@@ -66,7 +66,7 @@ class Proximal(Generic[Anchor]):
 
     weight: float  # mu, lambda
     anchor: Anchor
-    columns: Columns | None = None  # None: all trained columns
+    columns: Columns | None = None  # of whole tensors; None: all trained columns
     follow: float = 0.0
     every: int = 1
     # factor (M,) of each client's weight, only if the anchor does not move; None: 1

@@ -42,7 +42,7 @@ class CriticalState(OwnModelsState):
     @property
     def starts(self) -> Tensor:
         """w, and m_i u_i + (1 - m_i) w of the clients, (1 + S, P)."""
-        starts_KP = torch.cat([self.models_KP, self.own_SP])
+        starts_KP = self.all_models
         torch.where(self.mask_SP, self.own_SP, self.models_KP, out=starts_KP[1:])
         return starts_KP
 

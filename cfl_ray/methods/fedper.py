@@ -44,18 +44,19 @@ class FedPer(OneModel, name="fedper"):
             raise ConfigError(f"{self.name}.private: {error}") from None
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        phi = clients.send(state.models_KP, columns=self.private_columns(clients.spec)[1])
+        phi = clients.send(state.models_KP, columns=self.shared_columns(clients.spec))
         updates = clients.train(phi, client_state=self.kept(clients.spec), average=clients.weights(self.weights))
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
-    def private_columns(self, spec: ParamSpec) -> tuple[Columns, Columns]:
-        """The columns that stay with the client, and the others."""
-        if self.private is not None:
-            return spec.columns(self.private), spec.columns(self.private, others=True)
-        return spec.top(self.private_layers), spec.bottom(self.private_layers)
+    def private_columns(self, spec: ParamSpec) -> Columns:
+        """The columns that stay with the client."""
+        return spec.top(self.private_layers) if self.private is None else spec.columns(self.private)
+
+    def shared_columns(self, spec: ParamSpec) -> Columns:
+        """All other columns."""
+        return self.private_columns(spec).others(spec.size)
 
     def kept(self, spec: ParamSpec) -> ClientState | None:
         """h_i; None without private layers."""
-        if not self.private_layers and self.private is None:
-            return None
-        return ClientState("head", self.private_columns(spec)[0])
+        private = self.private_columns(spec)
+        return ClientState("head", private) if private.count else None

@@ -64,7 +64,7 @@ class FedRep(FedPer, name="fedrep"):
     head_epochs: int = option(10, "tau_h: local epochs of the head", source="paper's experiments", low=1)
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        shared = self.private_columns(clients.spec)[1]
+        shared = self.shared_columns(clients.spec)
         phi, head = clients.send(state.models_KP, columns=shared), self.kept(clients.spec)
         # h_i <- tau_h SGD steps on f_i(h_i, phi_t)
         self.train_heads(phi, clients)
@@ -76,11 +76,11 @@ class FedRep(FedPer, name="fedrep"):
     def train_heads(self, phi: Sent, clients: Clients) -> None:
         """Every client trains its head, if it has one, with the representation `phi` fixed."""
         if (head := self.kept(clients.spec)) is not None:
-            how = training_of(self.private_columns(clients.spec)[0], clients, self.head_epochs)
+            how = training_of(self.private_columns(clients.spec), clients, self.head_epochs)
             clients.train(phi, client_state=head, how=how, keep_as_local_model=False)
 
     def join(self, state: State, clients: Clients) -> State:
         """The same state; newcomers receive phi and train their heads."""
         if self.kept(clients.spec) is not None:
-            self.train_heads(clients.send(state.models_KP, columns=self.private_columns(clients.spec)[1]), clients)
+            self.train_heads(clients.send(state.models_KP, columns=self.shared_columns(clients.spec)), clients)
         return state

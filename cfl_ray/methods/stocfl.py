@@ -20,7 +20,7 @@ similar enough revives it. If more than `keep_empty` clusters are empty, a new c
 been empty longest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -36,7 +36,7 @@ from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import serve_per_cluster
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import UNASSIGNED
+from cfl_ray.core.state import UNASSIGNED, no_numbers
 from cfl_ray.core.weights import cluster_weights
 
 
@@ -64,7 +64,8 @@ class StoCFLState(SignatureState):
 
     anchor_KP: Tensor  # psi (1, P)
     global_KP: Tensor  # omega (1, P)
-    empty_E: np.ndarray  # int64: clusters that all members have left, in the order in which they became empty
+    # int64: clusters that all members have left, in the order in which they became empty
+    empty_E: np.ndarray = field(default_factory=no_numbers)
     mean_EF: Tensor  # mean signature of the last members of each of these
     lr: float | None = None  # learning rate of all displacements, which the first round fixes; None: not fixed yet
 
@@ -171,7 +172,6 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
             assign_N=start.unassigned(),
             anchor_KP=first_KP,
             global_KP=first_KP,
-            empty_E=np.zeros(0, np.int64),
             mean_EF=torch.zeros(0, features),
             signature_SF=torch.zeros(0, features),
         )

@@ -9,7 +9,7 @@ from torch import nn
 
 from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Proximal, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.work import Address, Describe, Exclusion, Losses, Outcome
 
 SPEC = ParamSpec.of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))  # P = 12 + 3 + 6 + 2 = 23
@@ -137,6 +137,14 @@ class TestTraining:
         entries = zip(averaging.out_E.tolist(), averaging.client_E.tolist(), averaging.weight_E.tolist())
         assert list(entries) == [(0, 0, 0.25), (0, 1, 0.75), (2, 2, 1.0)]
         assert averaging.num_rows == 3 and averaging.total_R.tolist() == [4, 0, 5]
+
+    def test_a_proximal_term_is_of_whole_tensors(self):
+        """The sequential engine took such a term for one of the whole tensor, the others for one of the columns."""
+        cohort = clients()
+        sent = cohort.send(MODELS)
+        how = LocalTraining(proximal=[Proximal(1.0, sent, Columns(((0, 1),)))])
+        with pytest.raises(ValueError, match="columns must be of whole tensors, which end at .*; got an edge at 1"):
+            cohort.train(sent, how=how)
 
     def test_a_vector_of_weights_is_a_single_average(self):
         backend = Recorder()

@@ -91,7 +91,7 @@ def test_columns_are_taken_and_put_back():
 def test_columns_by_one_name_by_a_part_of_it_and_all_others():
     assert SPEC.columns("conv.") == SPEC.columns(["conv."])
     assert SPEC.columns("weight") == SPEC.columns([name for name in SPEC.names if name.endswith("weight")])
-    columns, others = SPEC.columns("conv."), SPEC.columns("conv.", others=True)
-    assert columns.count + others.count == SPEC.size
+    columns = SPEC.columns("conv.")
+    assert columns.count + columns.others(SPEC.size).count == SPEC.size
     with pytest.raises(ValueError, match="no parameter starts with 'onv.'"):
         SPEC.columns("onv.")
