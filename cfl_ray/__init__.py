@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cfl_ray.core.serving import Serving
     from cfl_ray.core.state import State
     from cfl_ray.core.tasks import Task
-    from cfl_ray.core.weights import cluster_weights, global_weights
+    from cfl_ray.core.weights import cluster_weights
     from cfl_ray.data import Federation, federation_from_arrays, federation_from_dataset
     from cfl_ray.errors import ConfigError, UserError
     from cfl_ray.lifecycle.launch import resume, run, simulate
@@ -44,7 +44,6 @@ __all__ = [
     "compare_runs",
     "federation_from_arrays",
     "federation_from_dataset",
-    "global_weights",
     "load",
     "load_run",
     "load_study",
@@ -66,7 +65,7 @@ _MODULES = {  # the modules of the names above, imported on first use: `cfl-ray 
     "cfl_ray.core.serving": ("Serving",),
     "cfl_ray.core.state": ("State",),
     "cfl_ray.core.tasks": ("Task",),
-    "cfl_ray.core.weights": ("cluster_weights", "global_weights"),
+    "cfl_ray.core.weights": ("cluster_weights",),
     "cfl_ray.data": ("Federation", "federation_from_arrays", "federation_from_dataset"),
     "cfl_ray.results.comparison": ("compare_runs",),
     "cfl_ray.lifecycle.launch": ("resume", "run", "simulate"),

@@ -27,9 +27,10 @@ def check(
 ) -> None:
     """Validate an experiment and print what differs from the defaults, sizes, expected memory and traffic.
 
-    Trains nothing, and refuses what `cfl-ray run` refuses. It imports the Python files that the config names
-    (file.py:Name), and tries the parts in them on random numbers. FILE may be a study: then all its runs are validated,
-    or those that --setting, --method and --seed select, and sizes and traffic are printed for every setting.
+    Trains nothing, and refuses what `cfl-ray run` refuses, except faults of your own shift or backend, which it does
+    not call. It imports the Python files that the config names (file.py:Name), and tries the parts in them on random
+    numbers. FILE may be a study: then all its runs are validated, or those that --setting, --method and --seed select,
+    and sizes and traffic are printed for every setting.
     """
     from cfl_ray.cli import tables
     from cfl_ray.cli.estimate import estimate

@@ -75,7 +75,8 @@ class Estimate:
             for label, number in wanted.items()
             if number > clients
         ]
-        return self.setup.warnings + empty + _unwritable(Path(self.setup.experiment.output).absolute())
+        of_data = list(self.federation.warnings)
+        return self.setup.warnings + of_data + empty + _unwritable(Path(self.setup.experiment.output).absolute())
 
     @property
     def missing_engines(self) -> list[str]:

@@ -31,11 +31,6 @@ class SignatureState(SeenState):
 
     signature_SF: Tensor  # float32
 
-    @classmethod
-    def no_signatures(cls, features: int = 0) -> dict[str, Any]:
-        """Keyword arguments for a state without signatures. features: number of values of later signatures."""
-        return {"signature_SF": torch.zeros(0, features), "seen_S": np.zeros(0, np.int64)}
-
     @property
     def cluster_S(self) -> np.ndarray:
         """Cluster of every client with a signature, int32 (S,)."""
@@ -131,7 +126,7 @@ def place_by_training(
 
 def whole_update(spec: ParamSpec, sketch: int | None) -> UpdateFeatures:
     """The features for signatures that are whole updates W - w, in the trained columns."""
-    return UpdateFeatures(Columns(((0, spec.trained),)), change=True, sketch=sketch)
+    return UpdateFeatures(spec.trainable, change=True, sketch=sketch)
 
 
 def unplaced(state: State, clients: Clients) -> Clients:

@@ -16,14 +16,16 @@ from cfl_ray.clustering.kmeans import kmeans
 
 _DIRECTIONS = 3  # principal directions; 2-means starts from the two sides of each
 _ITERATIONS = 30
+_DRAWS = 99  # samples from the null distribution
+_MOST = 8  # parts of a cluster, before insignificant parts are merged
 _FEWEST = 4  # rows of a pair of clusters; with fewer, the test cannot tell two clusters from one
 
 
-def two_clusters(feature_SF: Tensor, draw: np.random.Generator, draws: int = 99) -> tuple[float, np.ndarray]:
+def two_clusters(feature_SF: Tensor, draw: np.random.Generator) -> tuple[float, np.ndarray]:
     """The p-value of the hypothesis that the rows are one cluster, and the half, 0 or 1, of each row, int64 (S,).
 
-    feature_SF: float (S, F), finite. draws: number of samples from the null distribution; the lowest possible p-value
-    is 1 / (draws + 1). For fewer than 3 rows, and for rows that are all equal, the p-value is 1.
+    feature_SF: float (S, F), finite. The lowest possible p-value is 1 / (`_DRAWS` + 1). For fewer than 3 rows, and for
+    rows that are all equal, the p-value is 1.
     """
     not_split = 1.0, np.zeros(len(feature_SF), np.int64)
     if len(feature_SF) < 3:
@@ -34,10 +36,10 @@ def two_clusters(feature_SF: Tensor, draw: np.random.Generator, draws: int = 99)
     if not coordinate_SQ.size:
         return not_split
     deviation_Q = coordinate_SQ.std(0)
-    null_RSQ = draw.normal(size=(draws, *coordinate_SQ.shape)) * deviation_Q
+    null_RSQ = draw.normal(size=(_DRAWS, *coordinate_SQ.shape)) * deviation_Q
     half_1S, index_1 = _two_means(coordinate_SQ[None])
     _, index_R = _two_means(_principal(null_RSQ))
-    return (1 + int((index_R <= index_1[0]).sum())) / (draws + 1), half_1S[0]
+    return (1 + int((index_R <= index_1[0]).sum())) / (_DRAWS + 1), half_1S[0]
 
 
 def _principal(rows_RSQ: np.ndarray) -> np.ndarray:
@@ -109,15 +111,13 @@ def merge_insignificant(
     return cluster_S, max(p_of.values(), default=1.0)
 
 
-def significant_parts(
-    feature_SF: Tensor, draw: np.random.Generator, level: float, most: int = 8
-) -> tuple[np.ndarray, float]:
+def significant_parts(feature_SF: Tensor, draw: np.random.Generator, level: float) -> tuple[np.ndarray, float]:
     """The clusters of the rows, int64 (S,), numbered from 0, and the highest p-value of a pair; 1 for a single cluster.
 
-    k-means makes up to `most` parts, which are then merged while a pair's p-value is above `level`. Splitting instead,
+    k-means makes up to `_MOST` parts, which are then merged while a pair's p-value is above `level`. Splitting instead,
     with a test of one cluster against two, has little power if there are four clusters.
     """
-    parts = min(most, len(feature_SF) // 3)
+    parts = min(_MOST, len(feature_SF) // 3)
     if parts < 2:
         return np.zeros(len(feature_SF), np.int64), 1.0
     part_S, _ = kmeans(feature_SF, parts, int(draw.integers(2**31)))

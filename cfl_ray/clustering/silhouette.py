@@ -55,10 +55,10 @@ def _leaves(Z: np.ndarray) -> np.ndarray:
     return leaf
 
 
-def best_cut(distance: np.ndarray, Z: np.ndarray, most: int = MOST) -> int:
+def best_cut(distance: np.ndarray, Z: np.ndarray) -> int:
     """Number of clusters of the cut with the largest mean silhouette; 1 if no mean silhouette is above 0.25.
 
     If mean silhouettes are equal, the lower number of clusters. Arguments: as in `silhouettes`.
     """
-    mean_of = np.nan_to_num(silhouettes(distance, Z, most), nan=-np.inf)
+    mean_of = np.nan_to_num(silhouettes(distance, Z), nan=-np.inf)
     return int(mean_of.argmax()) if mean_of.max() > NO_STRUCTURE else 1

@@ -13,6 +13,15 @@ _GAP = 20  # the largest gap is sought among the heights of this many last merge
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The clusters of S signatures after a cut of their tree."""
+
+    cluster_S: np.ndarray  # int64, numbered from 0 in the order of their lowest members
+    height: float | None  # up to which clusters merged; None: another rule decided, or there are no distances
+    because: dict[str, float]  # the numbers that decided it: heights of its last merge and the next, and options
+
+
+@dataclass(frozen=True)
 class TreeCut:
     """A mixin for methods that cluster signatures agglomeratively: its fields become options of the method.
 
@@ -52,40 +61,33 @@ class TreeCut:
                 f"give threshold or num_clusters, not both; got {self.threshold:g} and {self.num_clusters}"
             )
 
-    def height(self, distance: np.ndarray) -> float | None:
-        """The height up to which clusters merge; None if another rule decides, or without distances.
+    def cut_tree(self, distance: np.ndarray, size: int) -> Cut:
+        """The clusters of S signatures by the method's options.
 
-        For the cut by silhouettes, it is the height of the last merge. distance: condensed distances.
+        distance: condensed distances (S (S - 1) / 2,). size: S.
         """
+        tree = agglomerative.linkage_tree(distance, self.linkage)
+        height, num_clusters = self._height(distance, tree), self.num_clusters
+        if height is not None:
+            cluster_S = agglomerative.cut_tree(tree, threshold=height, size=size)
+        elif num_clusters is not None:
+            cluster_S = agglomerative.cut_tree(tree, num_clusters=num_clusters, size=size)
+        else:
+            cluster_S = agglomerative.cut_tree(tree, gap=_GAP, size=size)
+        merges = size - 1 - int(cluster_S.max(initial=-1))  # number of merges up to the cut
+        because: dict[str, float] = {"clients": size}
+        because |= {"highest_merge": tree[merges - 1, 2]} if merges else {}
+        because |= {"next_merge": tree[merges, 2]} if merges < len(tree) else {}
+        given = {"threshold": self.threshold, "num_clusters": num_clusters}
+        because |= {name: value for name, value in given.items() if value is not None}
+        return Cut(cluster_S, height, because)
+
+    def _height(self, distance: np.ndarray, tree: np.ndarray) -> float | None:
+        """`Cut.height`: for the cut by silhouettes, the height of the last merge."""
         if self.threshold is not None:
             return self.threshold
         if self.num_clusters is not None or self.cut == "gap" or not len(distance):
             return None
         if self.cut == "median":
             return float(np.median(distance)) / 2
-        tree = agglomerative.linkage_tree(distance, self.linkage)
         return float(tree[len(tree) - best_cut(distance, tree), 2])
-
-    def clusters(self, distance: np.ndarray, size: int) -> np.ndarray:
-        """The cluster of each signature, int64 (S,), by the method's options.
-
-        Clusters are numbered from 0 in the order of their lowest members.
-        distance: condensed distances (S (S - 1) / 2,). size: S.
-        """
-        tree = agglomerative.linkage_tree(distance, self.linkage)
-        height, num_clusters = self.height(distance), self.num_clusters
-        if height is not None:
-            return agglomerative.cut_tree(tree, threshold=height, size=size)
-        if num_clusters is not None:
-            return agglomerative.cut_tree(tree, num_clusters=num_clusters, size=size)
-        return agglomerative.cut_tree(tree, gap=_GAP, size=size)
-
-    def cut_figures(self, distance: np.ndarray, cluster_S: np.ndarray) -> dict[str, float]:
-        """The numbers that decided a cut: the heights of its last merge and of the next merge, and the options set."""
-        tree = agglomerative.linkage_tree(distance, self.linkage)
-        merges = len(cluster_S) - 1 - int(cluster_S.max())  # number of merges up to the cut
-        figures: dict[str, float] = {"clients": len(cluster_S)}
-        figures |= {"highest_merge": tree[merges - 1, 2]} if merges else {}
-        figures |= {"next_merge": tree[merges, 2]} if merges < len(tree) else {}
-        given = {"threshold": self.threshold, "num_clusters": self.num_clusters}
-        return figures | {name: value for name, value in given.items() if value is not None}

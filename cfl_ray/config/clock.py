@@ -64,7 +64,9 @@ class LognormalClockConfig(ConstantClockConfig):
 class DeviceClassConfig(DeviceConfig):
     """A class of devices."""
 
-    share: float = Field(gt=0, description="share of the clients, of any scale: shares are divided by their sum")
+    share: float = Field(
+        gt=0, le=1e9, description="share of the clients, of any scale: shares are divided by their sum"
+    )
 
 
 class ClassesClockConfig(RunningClockConfig):

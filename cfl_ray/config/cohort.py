@@ -26,10 +26,11 @@ class DiurnalConfig(BernoulliConfig):
     """A chance that rises and falls over a day."""
 
     amplitude: float = Field(0.4, ge=0, le=1, description="swing of the chance around its mean")
-    period: float = Field(24.0, gt=0, description="length of a day in rounds")
+    period: float = Field(24.0, ge=1e-6, description="length of a day in rounds")
     zones: int | None = Field(
         None,
         ge=1,
+        le=10_000,
         description="number of time zones that the clients are spread over; null: every client has its own phase",
     )
 

@@ -82,7 +82,8 @@ class DataConfig(ConfigSection):
     )
     download: bool = Field(False, description="let torchvision download the data set if it is missing")
     normalize: list[list[float]] | None = Field(
-        None, description="[means, standard deviations] per channel, after scaling to [0, 1]; null: only scaling"
+        None,
+        description="[means, standard deviations] per channel or feature, after scaling images to [0, 1]; null: none",
     )
     shift: Annotated[ShiftConfig, SHIFT_KINDS] = ShiftConfig()
     partition: Annotated[PartitionConfig, PARTITION_KINDS] = IidConfig()
@@ -170,6 +171,10 @@ class DataConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_division(self) -> Self:
         part, pool = self.partition, self.test.pool
+        given = {"shift.kind": self.shift.kind != "none", "normalize": self.normalize is not None}
+        if self.federation is not None and any(given.values()):
+            keys = " and ".join(key for key, is_given in given.items() if is_given)
+            raise ValueError(f"{keys} would have no effect: a Federation made in Python is used as it is; leave it out")
         if isinstance(self.shift, HybridConfig):
             check_name(self.shift.other, SOURCE_KINDS.kind, SOURCE_KINDS.builtin, SOURCE_KINDS.group)
         if part.true_groups is not None and self.shift.kind != "none":
@@ -267,7 +272,7 @@ class SyntheticConfig(GeneratedConfig):
         [1, 28, 28], description="shape of an input, channels first"
     )
     synthetic_samples: int = Field(50, ge=1, description="training samples per client; 500 for points with a rule")
-    synthetic_groups: int = Field(4, ge=1, description="number of true groups")
+    synthetic_groups: int = Field(4, ge=1, le=1_000_000, description="number of true groups")
     synthetic_classes: int = Field(10, ge=2, description="C, number of classes")
 
 

@@ -108,6 +108,12 @@ class Experiment(WholeConfig):
                 "privacy.clipping adaptive, and secure_aggregation: the server counts the uploads within the norm, and "
                 "secure sums hide which these are; set privacy.clipping to flat or per_layer"
             )
+        moved = (event.round for event in self.schedule for change in event.change if change.data_of is not None)
+        if self.privacy is not None and (round := next(moved, None)) is not None:
+            raise ConfigError(
+                f"privacy, and schedule.change.data_of in round {round}: the accounts are of clients, and would not "
+                "count that the data of one are in the uploads of another; leave one of them out"
+            )
         if self.cohort.clients and self.data.partition.clients and self.data.federation is None:
             check_cohort(self.cohort.clients, self.data.partition.clients)
 

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from cfl_ray.config.part import Kinds, kinds_of
 from cfl_ray.config.section import ConfigSection, as_yaml
-from cfl_ray.errors import ConfigError, did_you_mean, what_is_wrong
+from cfl_ray.errors import ConfigError, did_you_mean, shown, what_is_wrong
 
 
 class WholeConfig(ConfigSection):
@@ -38,12 +38,12 @@ def _line(problem: ErrorDetails, config: type[ConfigSection]) -> str:
         options = f"; options of a method are set as methods.{where}.OPTION=VALUE" if is_method else ""
         return _unknown_key(where, str(path[-1]), section, kinds, kind) + options
     if problem["type"] == "list_type" and path[-1] not in section.model_fields:  # a list of sections
-        return f"{where}: expected a list, e.g. [{_example(section, kinds, given)}], got {given!r}"
+        return f"{where}: expected a list, e.g. [{_example(section, kinds, given)}], got {shown(given)}"
     if problem["type"] == "model_type":
         more = f"; its keys: cfl-ray config {where}" if is_experiment else ""
         return (
             f"{where}: expected a section of keys, e.g. {_example(section, kinds, given)}, "
-            f"got {'null' if given is None else repr(given)}{more}"
+            f"got {'null' if given is None else shown(given)}{more}"
         )
     return f"{where}: {what_is_wrong(problem)}"[:500]
 

@@ -20,7 +20,10 @@ class PartitionConfig(ConfigSection):
 
     kind: Any = Field("iid", description="how samples are divided")
     clients: int | None = Field(
-        40, ge=1, description="N, number of clients; null: every writer with at least min_samples samples (writer)"
+        40,
+        ge=1,
+        le=10**8,
+        description="N, number of clients; null: every writer with at least min_samples samples (writer)",
     )
     samples: int | None = Field(None, ge=1, description="most training samples of a client; null: no limit")
     cut: list[CutConfig] = Field(

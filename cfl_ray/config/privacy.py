@@ -1,35 +1,38 @@
 """The sections `privacy` and `secure_aggregation`."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from cfl_ray.config.section import ConfigSection
 
+Clip = Annotated[float, Field(gt=0, le=1e9)]
+Multiplier = Annotated[float, Field(ge=0.01, le=1e4)]  # less noise protects nothing, and more leaves nothing to train
+
 
 class SignatureConfig(ConfigSection):
     """Noise on each vector that the server reads of a single client: features of updates, results of `describe`."""
 
-    noise_multiplier: float = Field(
-        gt=0, description="standard deviation of the noise, in units of `clip`; charged without amplification"
+    noise_multiplier: Multiplier = Field(
+        description="standard deviation of the noise, in units of `clip`; charged without amplification"
     )
-    clip: float = Field(1.0, gt=0, description="bound of the vector's Euclidean norm")
+    clip: Clip = Field(1.0, description="bound of the vector's Euclidean norm")
 
 
 class ExtrapolationConfig(ConfigSection):
     """Simulation of a larger federation by a smaller one."""
 
-    cohort: int = Field(ge=1, description="expected clients of a round in the larger federation")
-    population: int = Field(ge=1, description="its clients")
+    cohort: int = Field(ge=1, le=10**10, description="expected clients of a round in the larger federation")
+    population: int = Field(ge=1, le=10**10, description="its clients")
 
 
 class ExamplesConfig(ConfigSection):
     """DP-SGD in the local training: what a client uploads protects each of its samples, also against the server."""
 
-    noise_multiplier: float = Field(
-        gt=0, description="z, standard deviation of the noise on the sum of a batch's gradients, in units of `clip`"
+    noise_multiplier: Multiplier = Field(
+        description="z, standard deviation of the noise on the sum of a batch's gradients, in units of `clip`"
     )
-    clip: float = Field(1.0, gt=0, description="C, bound of the Euclidean norm of a sample's gradient")
+    clip: Clip = Field(1.0, description="C, bound of the Euclidean norm of a sample's gradient")
     delta: float | None = Field(
         None, gt=0, lt=1, description="delta, below 1 / n of the largest client; null: n^-1.1 of the largest client"
     )
@@ -41,23 +44,24 @@ class PrivacyConfig(ConfigSection):
     target_epsilon: float | None = Field(
         None,
         gt=0,
+        le=1000,
         description="budget: without noise_multiplier, z is solved for it and for `rounds`; with it, the run ends "
         "before a round that would exceed it",
     )
-    noise_multiplier: float | None = Field(
-        None, gt=0, description="z, standard deviation of the noise on a sum, in units of `clip`"
+    noise_multiplier: Multiplier | None = Field(
+        None, description="z, standard deviation of the noise on a sum, in units of `clip`"
     )
     delta: float | None = Field(None, gt=0, lt=1, description="delta, below 1 / N; null: N^-1.1")
-    clip: float = Field(1.0, gt=0, description="C, bound of the Euclidean norm of a client's whole upload")
+    clip: Clip = Field(1.0, description="C, bound of the Euclidean norm of a client's whole upload")
     clipping: Literal["flat", "per_layer", "adaptive"] = Field(
         "flat",
         description="flat: the whole upload to C; per_layer: each of B tensors to C / sqrt(B); adaptive: to C, which "
         "follows a quantile of the norms (Andrew et al. 2021)",
     )
     quantile: float = Field(0.5, gt=0, lt=1, description="gamma of adaptive clipping: share of uploads within C")
-    clip_lr: float = Field(0.2, gt=0, description="eta of adaptive clipping, step of log C")
+    clip_lr: float = Field(0.2, gt=0, le=100, description="eta of adaptive clipping, step of log C")
     count_noise: float | None = Field(
-        None, gt=0, description="sigma_b of adaptive clipping, noise on the count; null: a twentieth of the cohort"
+        None, ge=1e-3, description="sigma_b of adaptive clipping, noise on the count; null: a twentieth of the cohort"
     )
     noise: Literal["secret", "reproducible"] = Field(
         "secret",
@@ -91,7 +95,7 @@ class PrivacyConfig(ConfigSection):
 class SecureAggregationConfig(ConfigSection):
     """Sums of masked uploads; the server sees no single upload (docs/secure_aggregation.md)."""
 
-    clip: float = Field(8.0, gt=0, description="c, bound of the absolute value of each number of a change W - w")
+    clip: Clip = Field(8.0, description="c, bound of the absolute value of each number of a change W - w")
     levels: int = Field(2**22, ge=2, le=2**40, multiple_of=2, description="even: steps of the grid in -clip .. clip")
     bits: int = Field(
         32, ge=8, le=62, description="b, of each number: sums are modulo 2^b, which bounds clients times levels"

@@ -1,6 +1,5 @@
 """Published numbers: the tables of a paper, in the names of the study that repeats them."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +60,6 @@ class PublishedRowConfig(ConfigSection):
             if isinstance(value, list) and len(value) != 2:
                 raise ValueError(f"{column}: a list is [mean, standard deviation], got {len(value)} numbers")
             numbers = value if isinstance(value, list) else [0.0 if value is None else value]
-            if not all(map(math.isfinite, numbers)):
-                raise ValueError(f"{column}: numbers are finite, got {value}; null stands for a target not reached")
             if len(numbers) == 2 and numbers[1] < 0:
                 raise ValueError(f"{column}: a standard deviation is at least 0, got {numbers[1]:g}")
         return values

@@ -54,7 +54,7 @@ class GradualDriftConfig(ConfigSection):
     """A concept that clients have more and more often: in round t of `over`, each with probability t / over."""
 
     kind: Literal["gradual"]
-    over: int = Field(ge=2, description="rounds until all clients have it for good")
+    over: int = Field(ge=2, le=10_000, description="rounds until all clients have it for good")
 
 
 Drift = Annotated[RecurrentDriftConfig | IncrementalDriftConfig | GradualDriftConfig, Field(discriminator="kind")]
@@ -84,7 +84,10 @@ class DataChangeConfig(ConfigSection):
         "null: none",
     )
     blur: float | None = Field(
-        None, gt=0, description="blur their images by a Gaussian of this standard deviation in pixels; null: not at all"
+        None,
+        gt=0,
+        le=1000,
+        description="blur their images by a Gaussian of this standard deviation in pixels; null: not at all",
     )
     brightness: float | None = Field(None, ge=0, description="multiply their inputs by this factor; null: not at all")
     back_to: int | None = Field(
@@ -121,8 +124,8 @@ class DataChangeConfig(ConfigSection):
             raise ValueError(f"data_of names {len(self.data_of)} clients for {len(self.clients)}; give one for each")
         if self.drift and (both := sorted({*self.clients} & {*(self.data_of or ())})):
             raise ValueError(
-                f"client {both[0]} gives its data and gets others, which {self.drift.kind} drift would do more than "
-                "once; take the data of clients that stay as they are"
+                f"data_of: client {both[0]} gives its data and takes others, and {self.drift.kind} drift would repeat "
+                "that; take the data of clients that do not change"
             )
         if isinstance(self.drift, IncrementalDriftConfig) and self.drift.groups > len(self.clients):
             raise ValueError(f"drift.groups is {self.drift.groups} for {len(self.clients)} clients")
@@ -213,7 +216,8 @@ class EventConfig(ConfigSection):
             for round, single in change.sudden_changes(self.round, seed):
                 changes.setdefault(round, []).append(single)
         first = self.model_copy(update={"change": changes.pop(self.round)})
-        return [first, *(EventConfig(round=round, change=changes[round]) for round in sorted(changes))]
+        # not validated: they may be in rounds beyond the limit of whole numbers
+        return [first, *(EventConfig.model_construct(round=round, change=changes[round]) for round in sorted(changes))]
 
 
 def check_schedule(events: Sequence[EventConfig], num_clients: int) -> None:

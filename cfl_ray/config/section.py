@@ -14,9 +14,9 @@ FILE = "file"  # marks a key, in `Annotated`, as a path that is relative to the 
 
 
 class ConfigSection(BaseModel):
-    """A section of the YAML file: immutable, and an unknown key is an error."""
+    """A section of the YAML file: immutable, its numbers finite, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -8,7 +8,7 @@ from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
 from cfl_ray.config.section import ConfigSection
 
 
-def _whole(angles: list[int | float]) -> list[int | float]:
+def _whole(angles: list[float]) -> list[float]:
     """Whole angles as int, so that 90 and 90.0 have the same config hash."""
     return [int(angle) if angle == int(angle) else angle for angle in angles]
 
@@ -22,7 +22,7 @@ class ShiftConfig(ConfigSection):
 class RotatedConfig(ShiftConfig):
     """Kind rotated: the images of each group are rotated by another angle."""
 
-    angles: Annotated[list[int | float], AfterValidator(_whole)] = Field(
+    angles: Annotated[list[float], AfterValidator(_whole)] = Field(
         [0, 90, 180, 270],
         description="rotation of each group in degrees, counter-clockwise; multiples of 90 are exact, others bilinear "
         "about the centre, with 0 where the image does not reach",
@@ -63,7 +63,7 @@ class NoiseConfig(ShiftConfig):
 class BlurConfig(ShiftConfig):
     """Kind blur: the images of each group are blurred by another width."""
 
-    radii: list[Annotated[float, Field(ge=0)]] = Field(
+    radii: list[Annotated[float, Field(ge=0, le=1000)]] = Field(
         [0.0, 0.5, 1.0, 2.0], description="standard deviation of the blur of each group in pixels"
     )
 

@@ -48,8 +48,8 @@ _OF_ALL_RUNS = dict.fromkeys(("output", "tracking"), "the same in all runs of a 
 class RangeConfig(ConfigSection):
     """A range from which a sweep draws a number."""
 
-    low: float = Field(allow_inf_nan=False, description="least value")
-    high: float = Field(allow_inf_nan=False, description="greatest value")
+    low: float = Field(description="least value")
+    high: float = Field(description="greatest value")
     log: bool = Field(False, description="true: the logarithm is drawn uniformly; false: the value")
     int_: bool = Field(False, alias="int", description="true: whole numbers; false: real ones")
 

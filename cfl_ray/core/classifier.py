@@ -12,9 +12,9 @@ from cfl_ray.core.params import ParamSpec
 
 @dataclass(frozen=True)
 class Classifier:
-    """A linear last layer with C labels and F features: for each label a row of F weights and, if any, a bias."""
+    """The linear last layer of a model: for each of C labels a row of F weights and, if the layer has one, a bias."""
 
-    layer: str
+    spec: ParamSpec
     num_classes: int  # C
     num_features: int  # F
     has_bias: bool
@@ -27,26 +27,29 @@ class Classifier:
         shape = shape_of.get(_tensor(layer, "weight"), ())
         if len(shape) != 2:
             raise ValueError(f"the last layer {layer!r} must be linear, with a weight (C, F); its shape is {shape}")
-        return cls(layer, *shape, _tensor(layer, "bias") in shape_of)
+        return cls(spec, *shape, _tensor(layer, "bias") in shape_of)
 
-    def rows(self, spec: ParamSpec, models_XP: Tensor) -> Tensor:
+    def _views(self, models_XP: Tensor) -> list[Tensor]:
+        """Views of the weights (..., C, F) and, if any, the biases (..., C, 1) of models (..., P)."""
+        tensors, layer = self.spec.tensors(models_XP), self.spec.layers[-1]
+        weight = tensors[_tensor(layer, "weight")]
+        return [weight, tensors[_tensor(layer, "bias")][..., None]] if self.has_bias else [weight]
+
+    def rows(self, models_XP: Tensor) -> Tensor:
         """The rows (..., C, F + 1) of models (..., P), a copy; (..., C, F) without biases."""
-        tensors = spec.tensors(models_XP)
-        parts = [tensors[_tensor(self.layer, "weight")]]
-        parts += [tensors[_tensor(self.layer, "bias")][..., None]] if self.has_bias else []
-        return torch.cat(parts, -1)
+        return torch.cat(self._views(models_XP), -1)
 
-    def places_in_head(self, spec: ParamSpec) -> Tensor:
+    def places_in_head(self) -> Tensor:
         """The place of each entry of the rows among the columns of `spec.head`, int64 (C, F + 1) or (C, F)."""
-        column_P = torch.arange(spec.size)
-        return torch.searchsorted(spec.head.of(column_P), self.rows(spec, column_P))
+        column_P = torch.arange(self.spec.size)
+        return torch.searchsorted(self.spec.head.of(column_P), self.rows(column_P))
 
-    def put(self, spec: ParamSpec, models_XP: Tensor, row_XCF: Tensor) -> None:
+    def put(self, models_XP: Tensor, row_XCF: Tensor) -> None:
         """Writes rows into models, in place."""
-        tensors = spec.tensors(models_XP)
-        tensors[_tensor(self.layer, "weight")].copy_(row_XCF[..., : self.num_features])
-        if self.has_bias:
-            tensors[_tensor(self.layer, "bias")].copy_(row_XCF[..., -1])
+        first = 0
+        for view in self._views(models_XP):
+            view.copy_(row_XCF[..., first : first + view.shape[-1]])
+            first += view.shape[-1]
 
 
 def _tensor(layer: str, name: str) -> str:

@@ -39,7 +39,6 @@ from cfl_ray.core.work import (
     Outcome,
     Proximal,
     Replay,
-    Rows,
     SecureSum,
     Train,
     UpdateFeatures,
@@ -69,7 +68,11 @@ History = Callable[[np.ndarray, Sequence[Sequence[int]]], tuple[tuple[tuple[int,
 
 @dataclass(frozen=True)
 class Clients:
-    """The clients of a round, in a fixed order."""
+    """The clients of a round, in a fixed order.
+
+    Methods read `ids_M`, `num_samples_M`, `spec`, `local`, `seed` and `round`; the round loop sets the other fields. In
+    an exchange, `send`, `broadcast` or `known_models` is followed by `train`, `choose`, `losses` or `describe`.
+    """
 
     ids_M: np.ndarray  # int64
     num_samples_M: np.ndarray  # int64: n_i, number of training samples
@@ -143,7 +146,6 @@ class Clients:
         axes: Sequence[str] = (),
         *,
         ids: np.ndarray | None = None,
-        diagonal: float = 0.0,
     ) -> None:
         """Reports a diagnostic of this round: a number, which is recorded like a metric, or an array.
 
@@ -152,16 +154,15 @@ class Clients:
 
         name: of a-z, 0-9 and _; not that of a metric. Common ones are in docs/metrics.md.
         value: finite or NaN. A number, an array with one or two axes, or a function without arguments that returns an
-            array and is called only if the array is recorded. A symmetric matrix may have the condensed form (pairs
-            (0, 1), (0, 2) .., as `clustering.agglomerative.distances` returns it).
+            array and is called only if the array is recorded. A symmetric matrix with diagonal 0 may have the condensed
+            form (pairs (0, 1), (0, 2) .., as `clustering.agglomerative.distances` returns it).
         axes: name of each axis of an array: "clients", "clusters", or any other word.
         ids: clients of the axis "clients"; None: these clients.
-        diagonal: diagonal values of a matrix in condensed form.
 
         Of more than 10,000 clients (1,000 in a matrix of clients or clusters by clients or clusters) a random sample
         is recorded, the same in all rounds; of more clusters, the first ones. Raises RunError for anything else.
         """
-        self.stats.diagnostics.add(name, value, axes, self.ids_M if ids is None else ids, diagonal)
+        self.stats.diagnostics.add(name, value, axes, self.ids_M if ids is None else ids)
 
     def event(
         self, kind: str, *, cluster: int | None = None, into: Iterable[int] = (), because: Mapping[str, Any]
@@ -219,11 +220,6 @@ class Clients:
         self.count_download(len(models_KP) * (self.spec.size - once) + once)
         return self._versions(models_KP) or Sent(models_KP)
 
-    def _versions(self, models_KP: Tensor) -> Sent | None:
-        """These models in the versions that the clients have received; None: all clients have the present version."""
-        versions = None if self.received is None else self.received.of(models_KP, self.ids_M)
-        return None if versions is None else Sent(versions[0], row_MK=versions[1])
-
     def known_models(self, models_KP: Tensor) -> Sent:
         """Models that the clients already have, such as the common start or an earlier broadcast; no traffic."""
         return Sent(models_KP, self.first_row() if len(models_KP) == 1 else None)
@@ -237,23 +233,12 @@ class Clients:
             self.reads("further numbers")
         self._count_upload(floats)
 
-    def _count_upload(self, floats: int) -> None:
-        self.stats.traffic.up_bits += 32 * floats * len(self)
-
     def reads(self, values: str) -> None:
         """Declares that the server reads these values of single clients. Raises PrivacyError if it must not."""
-        if self._hidden:
+        if hides := self._protection.hides:
             raise PrivacyError(
-                f"its server reads {values} of single clients, which {self._hidden}; choose a method whose server only "
-                "adds up"
+                f"its server reads {values} of single clients, which {hides}; choose a method whose server only adds up"
             )
-
-    @property
-    def _hidden(self) -> str:
-        """Why the server must not read anything of single clients; empty: it may."""
-        if self.evaluated:
-            return ""
-        return self.protection.hides or ("privacy.examples does not protect" if self._protects_examples else "")
 
     def count_download(self, floats: int) -> None:
         """Counts `floats` numbers per client as downloaded, besides models."""
@@ -267,7 +252,7 @@ class Clients:
         *,
         client_state: ClientState | None = None,
         how: LocalTraining = LocalTraining(),
-        average: Tensor | None = None,
+        average: np.ndarray | None = None,
         features: UpdateFeatures | Columns | None = None,
         defer_aggregation: bool = False,
         keep_as_local_model: bool | np.ndarray = True,
@@ -277,7 +262,8 @@ class Clients:
 
         client_state: columns that start from the client's state, if it has one, and are kept as its new state.
         how: the local objective and the steps.
-        average: weights (R, M) >= 0 of any scale. Sums form on the hosts; only the averages (R, P) are returned.
+        average: weights >= 0 of any scale: (M,) of a single average, or (R, M). Sums form on the hosts; only the
+            averages (R, P) are returned.
         features: columns of each client's upload that are returned, (M, F), for methods that compare clients.
         defer_aggregation: leave the results on the hosts, until `Clients.average` averages them in the same round.
         keep_as_local_model: whether the result is the client's model, which protocol P-local measures; bool (M,) if
@@ -287,8 +273,8 @@ class Clients:
         """
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
         self._check_permitted(how, features)
-        keeps_any, mixes = bool(np.any(keep_as_local_model)), how.mixture is not None
-        local, client_state = with_momentum_kept(how.sgd or self.local, client_state, keeps_any or mixes)
+        keeps = how.mixture is not None or bool(np.any(keep_as_local_model))
+        local, client_state = with_momentum_kept(how.sgd or self.local, client_state, keeps)
         private = client_state.columns if client_state and client_state.private else None
         work, averaging, secure = self._training(start, how, local), None, None
         if average is not None:
@@ -304,17 +290,17 @@ class Clients:
             defer_aggregation=defer_aggregation or rule is not None,  # a rule needs the results, not their sums
             deferred_cuts=range_cuts(self.aggregation, self.spec.size, client_state, clients),
             upload_distances=isinstance(self.aggregation, ClippingRule),
-            clip=self.protection.clip(self.spec, private),
-            local_test_samples=self.local_test_samples if keeps_any or mixes else 0,
+            clip=self._protection.clip(self.spec, private),
+            local_test_samples=self.local_test_samples if keeps else 0,
         )
         sends_models = averaging is not None or defer_aggregation
-        if sends_models and self.protection.masks is None:  # `_averaging` counts masked uploads
+        if sends_models and self._protection.masks is None:  # `_averaging` counts masked uploads
             self._count_upload(self.spec.size - (private.count if private else 0))
         elif features is not None:
             self._count_upload(features.columns.count)
         outcome = self._run(work)
         if features is not None:
-            outcome = self.protection.noisy_features(outcome, self.ids_M, work.address)
+            outcome = self._protection.noisy_features(outcome, self.ids_M, work.address)
         valid_M, scores = outcome.arrays["valid"] & keep_as_local_model, outcome.arrays.get("local_scores")
         self.stats.note_training(self.ids_M, outcome.arrays["train_loss"], scores, valid_M)
         if averaging is not None and rule is not None:
@@ -322,96 +308,7 @@ class Clients:
             outcome = replace(outcome, means=aggregated.means, arrived_R=aggregated.arrived_R)
         return self._updates(outcome, averaging, private, work, work.address, average_number)
 
-    def _check_permitted(self, how: LocalTraining, features: UpdateFeatures | None) -> None:
-        """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have."""
-        if how.trace:
-            self.reads("the losses of local steps")
-        if features is not None and self.protection.masks is not None:
-            self.reads("the updates")
-        if self._protects_examples:  # noise protects the gradient of one batch
-            unlike = {
-                "results of steps of several gradients": how.local_step is not None,
-                "results of a loss on features": how.objective is not None,
-                "results of weighted samples": how.mixture is not None,
-                "results of clients one after another": how.chained,
-            }
-            for values in (values for values, holds in unlike.items() if holds):
-                self.reads(values)
-        if how.chained and self.received is not None:
-            raise NotAsynchronous("its clients start from each other's results (chained)")
-        if how.chained and self._has_noise:
-            raise PrivacyError(
-                "its clients start from each other's results (chained), so one client changes the uploads of others"
-            )
-
-    def _training(self, start: Sent, how: LocalTraining, local: LocalSGD) -> Train:
-        """The work order for local training, without the use of its results (averages, features, client states)."""
-        steps_M = self._steps_of(how, local)
-        if self._protects_examples:
-            local = replace(local, examples=self.local.examples)
-            self.stats.example_steps.append((self.ids_M, local, self.num_samples_M, steps_M))
-        tables = ModelTables()
-        return Train(
-            self._next_address(),
-            self.ids_M,
-            start=tables.rows(start),
-            proximal=tuple(term.with_anchor(tables.rows(term.anchor)) for term in how.proximal if term.acts),
-            frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
-            local_step=how.local_step,
-            objective=how.objective,
-            companion=None if how.companion is None else tables.rows(how.companion),
-            trace=how.trace,
-            local=local,
-            steps_M=steps_M,
-            chained=how.chained,
-            mixture=how.mixture,
-            tables=tables.as_tuple(),
-        )
-
-    def _steps_of(self, how: LocalTraining, local: LocalSGD) -> np.ndarray:
-        """Number of local steps of each client, int64 (M,)."""
-        if how.steps_M is not None:
-            return np.asarray(how.steps_M, np.int64)
-        batches = how.local_step.batches_per_step if how.local_step else 1
-        return np.asarray(local.steps_of(self.num_samples_M, batches_per_step=batches), np.int64)
-
-    @property
-    def _has_noise(self) -> bool:
-        """Whether this is a private run, outside of an evaluation."""
-        return self.protection.noise is not None and not self.evaluated
-
-    @property
-    def _protects_examples(self) -> bool:
-        """Whether uploads must reveal no more of single samples than the noise of local steps allows."""
-        return self.local.examples is not None and not self.evaluated
-
-    def _averaging(
-        self, average: Tensor | np.ndarray, address: Address, private: Columns | None, models: int
-    ) -> tuple[Averaging, SecureSum | None]:
-        """The averages, and with secure aggregation the masks of their sums, whose traffic is counted.
-
-        In a private run they are sums with fixed denominators. private: columns that are not uploaded. models: number
-        of models that each client trains.
-        """
-        if self.received is not None:
-            weighted = Averaging.of(np.asarray(average, np.float64) * self.received.weights(self.ids_M), len(self))
-            of_changes = not self.received.mix_models  # their sums, which `Received.moved` divides
-            averaging = replace(weighted, of_changes=of_changes, fixed=of_changes)
-        else:
-            averaging = self.protection.sums(Averaging.of(average, len(self)), len(self), models)
-        if self.protection.masks is None:
-            return averaging, None
-        averaging, secure, (down, up) = self.protection.masked(
-            averaging, address, self.ids_M, self.spec, private, models
-        )
-        clients = len(np.unique(self.ids_M))
-        self.stats.traffic.down_bits += down * clients
-        self.stats.traffic.up_bits += up * clients
-        return averaging, secure
-
-    def train_mixture(
-        self, received: Sent, mixture: Mixture, *, average: np.ndarray, how: LocalTraining = LocalTraining()
-    ) -> MixtureUpdates:
+    def train_mixture(self, received: Sent, mixture: Mixture, *, average: np.ndarray) -> MixtureUpdates:
         """Trains all K models on every client's own data, with the client's weights of its samples for each model.
 
         The models of a client are trained on the same batches. It uploads all of them, and the result of
@@ -425,14 +322,13 @@ class Clients:
             raise NotAsynchronous("its clients train several models of a mixture together")
         count = len(received.models_KP)
         entries = self.select(np.repeat(np.arange(len(self)), count))  # (client, model), sorted by client
-        steps_E = None if how.steps_M is None else np.repeat(how.steps_M, count)
         weight_KMK = np.zeros((count, len(self), count))
         weight_KMK[np.arange(count), :, np.arange(count)] = average
         mixture = mixture.take(np.repeat(np.arange(len(self)), count))
         updates = entries.train(
             received.choose(np.tile(np.arange(count), len(self))),
-            how=replace(how, steps_M=steps_E, mixture=mixture),
-            average=torch.from_numpy(weight_KMK.reshape(count, -1)),
+            how=LocalTraining(mixture=mixture),
+            average=weight_KMK.reshape(count, -1),
             keep_as_local_model=False,
         )
         mixtures = MixtureUpdates(updates, count)
@@ -454,38 +350,10 @@ class Clients:
         work = FitMixture(self._next_address(), self.ids_M, tables, mixture=mixture, steps=steps)
         return self._run(work).arrays["mixture"]
 
-    def _updates(
-        self,
-        outcome: Outcome,
-        averaging: Averaging | None,
-        private: Columns | None,
-        work: Train,
-        address: Address,
-        number: int | None,
-    ) -> Updates:
-        """The updates of the exchange `work`, with noise on the sums of the exchange `address` in a private run."""
-        moments = None if averaging is None else self.server_moments
-        if averaging is not None:
-            outcome = self.protection.noisy_sums(outcome, averaging, address, self.spec, work)
-        if moments is not None and number is None:
-            number = moments.next_average()
-        return Updates(
-            outcome,
-            averaging,
-            private,
-            work,
-            server_moments=moments,
-            average=number or 0,
-            trained=self.spec.trained,
-            received=self.received,
-            ids_M=self.ids_M,
-            hidden=self._hidden,
-        )
-
-    def average(self, updates: Updates, weight_RM: Tensor, *, average_number: int | None = None) -> Updates:
+    def average(self, updates: Updates, weight_RM: np.ndarray, *, average_number: int | None = None) -> Updates:
         """Averages the results of a `train(..., defer_aggregation=True)` of this round; no further traffic.
 
-        weight_RM: weights >= 0 of any scale. Clients without a valid result do not take part.
+        weight_RM: as `average` in `train`. Clients without a valid result do not take part.
         average_number: as in `train`.
         """
         work, address = updates.training, self._next_address()
@@ -538,14 +406,171 @@ class Clients:
         and with secure aggregation it is not uploaded. upload: count the choice as an upload of one number. diagnostic:
         name under which the losses are reported; empty: not reported. Other arguments: as in `losses`.
         """
-        if self._protects_examples:
+        if self._protection.examples is not None:
             self.reads("the choice among models")
         loss_MK = self._losses(sent, max_samples, frozen_model)
         if diagnostic and not self.evaluated:
             self.record(diagnostic, np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
-        if upload and self.protection.masks is None:
+        if upload and self._protection.masks is None:
             self._count_upload(1)
         return least_loss(loss_MK)
+
+    def accuracies(self, sent: Sent) -> np.ndarray:
+        """Accuracy of each of the K models on each client's TEST data, float64 (M, K); 0 without test data.
+
+        Choosing a model by it leaks test labels; only for the reproduction of published results that did so.
+        """
+        self.reads("the accuracies")
+        accuracy_KM = []
+        for k in range(sent.num_models):
+            tables = ModelTables()
+            start, scores = tables.rows(sent.choose(np.full(len(self), k))), self.num_scores
+            work = EvaluateClients(self._next_address(), self.ids_M, tables.as_tuple(), start=start, num_scores=scores)
+            accuracy_KM.append(self._run(work).arrays["scores"][:, 0])
+        return np.nan_to_num(np.stack(accuracy_KM, 1))
+
+    def describe(
+        self,
+        function: Callable[..., Any],
+        anchor: Sent | None = None,
+        *,
+        sketch: int | None = None,
+        floats: int | None = None,
+        client_state: ClientState | None = None,
+    ) -> tuple[Tensor, np.ndarray]:
+        """Applies a function to each client: its results, float32 (M, F), and bool (M,), False for an excluded client.
+
+        function: called as `function(client, anchor_P)` with a `ClientData` on the host that reads the client's data.
+            It returns a vector of finite numbers, a tensor or an array of any shape, which is flattened. Results of
+            different lengths are padded with zeros.
+        anchor: the model that each client passes to the function; None: no model.
+        sketch: project each result to this many features on the host (`core.sketch`); None: no projection.
+        floats: numbers that a client uploads, as its paper counts; None: length of its result before projection.
+        client_state: columns of the client's state, which replace those of the anchor.
+        """
+        if self._protection.masks is not None or self._protection.examples is not None:
+            self.reads("descriptions")
+        if not len(self):
+            return torch.zeros(0, sketch or 0), np.zeros(0, bool)
+        tables = ModelTables()
+        work = Describe(
+            self._next_address(),
+            self.ids_M,
+            function=CheckedFunction(function),
+            anchor=None if anchor is None else tables.rows(anchor),
+            sketch=sketch,
+            client_state=client_state,
+            local=self.local,
+            tables=tables.as_tuple(),
+        )
+        arrays = self._run(work).arrays
+        self.stats.traffic.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
+        found_MF = torch.from_numpy(arrays["features"])
+        if (noise := self._protection.noise) is not None:
+            sampled = self._protection.sampled
+            found_MF = noise.signatures_of(found_MF, self.ids_M, work.address, "descriptions", sampled)
+        return found_MF, arrays["valid"]
+
+    # ---- parts of an exchange
+
+    @property
+    def _protection(self) -> Protection:
+        """The protection of these uploads; none in an evaluation, whose uploads are no part of the training."""
+        return Protection() if self.evaluated else replace(self.protection, examples=self.local.examples)
+
+    def _check_permitted(self, how: LocalTraining, features: UpdateFeatures | None) -> None:
+        """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have."""
+        if how.trace:
+            self.reads("the losses of local steps")
+        if features is not None and self._protection.masks is not None:
+            self.reads("the updates")
+        if self._protection.examples is not None:  # noise protects the gradient of one batch
+            unlike = {
+                "results of steps of several gradients": how.local_step is not None,
+                "results of a loss on features": how.objective is not None,
+                "results of weighted samples": how.mixture is not None,
+                "results of clients one after another": how.chained,
+            }
+            for values, holds in unlike.items():
+                if holds:
+                    self.reads(values)
+        if how.chained and self.received is not None:
+            raise NotAsynchronous("its clients start from each other's results (chained)")
+        if how.chained and self._protection.noise is not None:
+            raise PrivacyError(
+                "its clients start from each other's results (chained), so one client changes the uploads of others"
+            )
+
+    def _training(self, start: Sent, how: LocalTraining, local: LocalSGD) -> Train:
+        """The work order for local training, without the use of its results (averages, features, client states)."""
+        steps_M = self._steps_of(how, local)
+        if (examples := self._protection.examples) is not None:
+            local = replace(local, examples=examples)
+            self.stats.example_steps.append((self.ids_M, local, self.num_samples_M, steps_M))
+        tables = ModelTables()
+        return Train(
+            self._next_address(),
+            self.ids_M,
+            start=tables.rows(start),
+            proximal=tuple(term.with_anchor(tables.rows(term.anchor)) for term in how.proximal if term.acts),
+            frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
+            local_step=how.local_step,
+            objective=how.objective,
+            companion=None if how.companion is None else tables.rows(how.companion),
+            trace=how.trace,
+            local=local,
+            steps_M=steps_M,
+            chained=how.chained,
+            mixture=how.mixture,
+            tables=tables.as_tuple(),
+        )
+
+    def _steps_of(self, how: LocalTraining, local: LocalSGD) -> np.ndarray:
+        """Number of local steps of each client, int64 (M,)."""
+        if how.steps_M is not None:
+            return np.asarray(how.steps_M, np.int64)
+        batches = how.local_step.batches_per_step if how.local_step else 1
+        return np.asarray(local.steps_of(self.num_samples_M, batches_per_step=batches), np.int64)
+
+    def _averaging(
+        self, average: np.ndarray, address: Address, private: Columns | None, models: int
+    ) -> tuple[Averaging, SecureSum | None]:
+        """The averages, and with secure aggregation the masks of their sums, whose traffic is counted.
+
+        In a private run they are sums with fixed denominators. private: columns that are not uploaded. models: number
+        of models that each client trains.
+        """
+        if self.received is not None:
+            weighted = Averaging.of(np.asarray(average, np.float64) * self.received.weights(self.ids_M), len(self))
+            of_changes = not self.received.mix_models  # their sums, which `Received.moved` divides
+            averaging = replace(weighted, of_changes=of_changes, fixed=of_changes)
+        else:
+            averaging = self._protection.sums(Averaging.of(average, len(self)), len(self), models)
+        if self._protection.masks is None:
+            return averaging, None
+        averaging, secure, (down, up) = self._protection.masked(
+            averaging, address, self.ids_M, self.spec, private, models
+        )
+        clients = len(np.unique(self.ids_M))
+        self.stats.traffic.down_bits += down * clients
+        self.stats.traffic.up_bits += up * clients
+        return averaging, secure
+
+    def _updates(
+        self,
+        outcome: Outcome,
+        averaging: Averaging | None,
+        private: Columns | None,
+        work: Train,
+        address: Address,
+        number: int | None,
+    ) -> Updates:
+        """The updates of the exchange `work`, with noise on the sums of the exchange `address` in a private run."""
+        if averaging is not None:
+            outcome = self._protection.noisy_sums(outcome, averaging, address, self.spec, work)
+            if number is None and self.server_moments is not None:
+                number = self.server_moments.next_average()
+        return Updates(self, outcome, averaging, private, work, number or 0)
 
     def _losses(
         self, sent: Sent, max_samples: int | None, frozen_model: Sent | None, errors: bool = False
@@ -554,8 +579,7 @@ class Clients:
             return np.zeros((0, sent.num_models))
         if sent.row_MK is not None:
             return self._losses_by_version(sent, sent.row_MK, max_samples, frozen_model, errors)
-        tables = ModelTables()
-        tables.rows(sent.choose(self.first_row()))
+        tables = ModelTables(sent.models_KP)
         work = Losses(
             self._next_address(),
             self.ids_M,
@@ -583,75 +607,24 @@ class Clients:
             loss_MK[index] = self.select(index)._losses(models, max_samples, frozen, errors)
         return loss_MK
 
-    def accuracies(self, sent: Sent) -> np.ndarray:
-        """Accuracy of each of the K models on each client's TEST data, float64 (M, K); 0 without test data.
+    def _versions(self, models_KP: Tensor) -> Sent | None:
+        """These models in the versions that the clients have received; None: all clients have the present version."""
+        versions = None if self.received is None else self.received.of(models_KP, self.ids_M)
+        return None if versions is None else Sent(versions[0], row_MK=versions[1])
 
-        Choosing a model by it leaks test labels; only for the reproduction of published results that did so.
-        """
-        self.reads("the accuracies")
-        accuracy_KM = []
-        for k in range(sent.num_models):
-            rows = sent.choose(np.full(len(self), k)).row_M
-            assert rows is not None
-            start, tables, scores = Rows(0, rows), (sent.models_KP,), self.num_scores
-            work = EvaluateClients(self._next_address(), self.ids_M, tables, start=start, num_scores=scores)
-            accuracy_KM.append(self._run(work).arrays["scores"][:, 0])
-        return np.nan_to_num(np.stack(accuracy_KM, 1))
-
-    def describe(
-        self,
-        function: Callable[..., Any],
-        anchor: Sent | None = None,
-        *,
-        sketch: int | None = None,
-        floats: int | None = None,
-        local: LocalSGD | None = None,
-        client_state: ClientState | None = None,
-    ) -> tuple[Tensor, np.ndarray]:
-        """Applies a function to each client: its results, float32 (M, F), and bool (M,), False for an excluded client.
-
-        function: called as `function(client, anchor_P)` with a `ClientData` on the host that reads the client's data.
-            It returns a vector of finite numbers, a tensor or an array of any shape, which is flattened. Results of
-            different lengths are padded with zeros.
-        anchor: the model that each client passes to the function; None: no model.
-        sketch: project each result to this many features on the host (`core.sketch`); None: no projection.
-        floats: numbers that a client uploads, as its paper counts; None: length of its result before projection.
-        local: local training that the function uses; None: the experiment's.
-        client_state: columns of the client's state, which replace those of the anchor.
-        """
-        if self.protection.masks is not None or self._protects_examples:
-            self.reads("descriptions")
-        if not len(self):
-            return torch.zeros(0, sketch or 0), np.zeros(0, bool)
-        tables = ModelTables()
-        work = Describe(
-            self._next_address(),
-            self.ids_M,
-            function=CheckedFunction(function),
-            anchor=None if anchor is None else tables.rows(anchor),
-            sketch=sketch,
-            client_state=client_state,
-            local=local or self.local,
-            tables=tables.as_tuple(),
-        )
-        arrays = self._run(work).arrays
-        self.stats.traffic.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
-        found_MF = torch.from_numpy(arrays["features"])
-        if (noise := self.protection.noise) is not None and not self.evaluated:
-            sampled = self.protection.sampled
-            found_MF = noise.signatures_of(found_MF, self.ids_M, work.address, "descriptions", sampled)
-        return found_MF, arrays["valid"]
+    def _count_upload(self, floats: int) -> None:
+        self.stats.traffic.up_bits += 32 * floats * len(self)
 
     def _next_address(self) -> Address:
         self.stats.exchanges += 1
         return Address(self.seed, self.round, -1 - self.stats.exchanges if self.evaluated else self.stats.exchanges)
 
     def _run(self, work: Work) -> Outcome:
-        if self._has_noise and len(np.unique(self.ids_M)) * work.models_per_client < len(self):
+        if self._protection.noise is not None and len(np.unique(self.ids_M)) * work.models_per_client < len(self):
             raise PrivacyError(
                 "a client is in an exchange more than once, so that it changes sums by more than the norm"
             )
-        if not len(self) and self.protection.noise is not None:  # the sums have noise all the same
+        if not len(self) and self._protection.noise is not None:  # the sums have noise all the same
             arrived_R = None if work.averaging is None else np.zeros(work.averaging.num_rows)
             return Outcome(work.empty_result(0), arrived_R=arrived_R)
         outcome = self.backend.run(work if self.replay is None else replace(work, replay=self.replay))

@@ -66,12 +66,12 @@ class Diagnostics:
     numbers: dict[str, float] = field(default_factory=dict)
     _arrays: dict[str, Diagnostic | Callable[[], Diagnostic]] = field(default_factory=dict)
 
-    def add(self, name: str, value: Any, axes: Sequence[str], ids: np.ndarray, diagonal: float) -> None:
+    def add(self, name: str, value: Any, axes: Sequence[str], ids: np.ndarray) -> None:
         """Adds a value (see `Clients.record`). Raises RunError with the names of method and diagnostic."""
         self._check_name(name)
         if callable(value) or len(axes):
             self._check_axes(name, tuple(axes))
-            array = partial(self._array, name, value, tuple(axes), np.asarray(ids, np.int64), diagonal)
+            array = partial(self._array, name, value, tuple(axes), np.asarray(ids, np.int64))
             self._arrays[name] = array if callable(value) else array()
             return
         number = self._numbers(name, value)
@@ -119,7 +119,7 @@ class Diagnostics:
         if np.isinf(array).any():
             self._fail(name, "has values that are infinite, or beyond float32; NaN stands for what is not defined")
 
-    def _array(self, name: str, given: Any, axes: tuple[str, ...], ids: np.ndarray, diagonal: float) -> Diagnostic:
+    def _array(self, name: str, given: Any, axes: tuple[str, ...], ids: np.ndarray) -> Diagnostic:
         """The array of the arguments of `add`, cut to its limits."""
         if callable(given):
             given = call_plugin("function", given, where=f" of the diagnostic {name!r} of {self.label}")
@@ -138,7 +138,7 @@ class Diagnostics:
             self._fail(name, f"is {described(value)} with the axes {axes}, expected one axis for each")
         labels = tuple(self._labels(name, ids, axis, size) for axis, size in zip(axes, shape, strict=True))
         positions = [self._kept(axes, axis, label) for axis, label in zip(axes, labels, strict=True)]
-        bounded = _square(value, shape[0], positions[0], diagonal) if condensed else value[np.ix_(*positions)]
+        bounded = _square(value, shape[0], positions[0]) if condensed else value[np.ix_(*positions)]
         if bounded.size > MOST_VALUES:
             self._fail(name, f"has {bounded.size:,} values, more than {MOST_VALUES:,}; report fewer")
         with np.errstate(over="ignore"):
@@ -174,9 +174,9 @@ def sample_of(ids: np.ndarray, most: int, seed: int) -> np.ndarray:
     return np.sort(np.argpartition(chance_N[ids], most)[:most])
 
 
-def _square(condensed: np.ndarray, count: int, at: np.ndarray, diagonal: float) -> np.ndarray:
+def _square(condensed: np.ndarray, count: int, at: np.ndarray) -> np.ndarray:
     """Rows and columns `at`, ascending, of the symmetric matrix (count, count) with these condensed values."""
-    matrix = np.full((len(at), len(at)), diagonal)
+    matrix = np.zeros((len(at), len(at)))
     i, j = np.triu_indices(len(at), 1)
     a, b = at[i], at[j]
     matrix[i, j] = matrix[j, i] = condensed[count * a - a * (a + 1) // 2 + b - a - 1]

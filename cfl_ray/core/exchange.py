@@ -51,8 +51,8 @@ class LocalTraining:
 class ModelTables:
     """The distinct model tables of one exchange, each of which is sent once."""
 
-    def __init__(self) -> None:
-        self.tables: list[Tensor] = []
+    def __init__(self, *tables: Tensor) -> None:
+        self.tables = list(tables)
 
     def rows(self, sent: Sent) -> Rows:
         if sent.row_M is None:

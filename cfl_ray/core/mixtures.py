@@ -1,7 +1,6 @@
 """Methods whose clients predict with mixtures of the cluster models, and their states."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -13,8 +12,6 @@ from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
-
-Fit = Callable[[Clients], np.ndarray]  # mixture weights (M, K) of clients that have none yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +50,6 @@ class MixtureState(State):
             clients.member_events(self.members_K, after.members_K, clients=len(ids_m))
         return after
 
-    def serving(self, clients: Clients, fit: Fit) -> Serving:
-        """Each client predicts with its mixture; `fit` computes the weights of clients without any."""
-        weight_MK = self.weights_of(clients.ids_M)
-        new_M = self.weight_NK[clients.ids_M].sum(1) == 0
-        if new_M.any():
-            weight_mK = fit(clients.select(new_M))
-            weight_MK[new_M] = np.where(np.isfinite(weight_mK), weight_mK, 1 / self.num_clusters)
-        return Serving(self.models_KP, weight_MK.argmax(1), weight_MK=weight_MK)
-
     def forget(self, ids: np.ndarray) -> Self:
         weight_NK = self.weight_NK.copy()
         weight_NK[ids] = 0
@@ -92,7 +80,13 @@ class MixtureMethod(Method[S]):
         return state.with_weights(clients, self.fit(state, self.broadcast(state, clients), clients))
 
     def serve(self, state: S, clients: Clients) -> Serving:
-        return state.serving(clients, lambda new: self.fit(state, new.known_models(state.models_KP), new))
+        weight_MK = state.weights_of(clients.ids_M)
+        new_M = state.weight_NK[clients.ids_M].sum(1) == 0
+        if new_M.any():
+            new = clients.select(new_M)
+            weight_mK = self.fit(state, new.known_models(state.models_KP), new)
+            weight_MK[new_M] = np.where(np.isfinite(weight_mK), weight_mK, 1 / state.num_clusters)
+        return Serving(state.models_KP, weight_MK.argmax(1), weight_MK=weight_MK)
 
     def fit(self, state: S, received: Sent, clients: Clients) -> np.ndarray:
         """Weights (M, K) by E and M steps from equal weights; NaN for clients without valid data."""

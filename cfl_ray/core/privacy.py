@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cfl_ray.core.local_sgd import ExampleNoise
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.secure_aggregation import SecureAggregation, traffic
 from cfl_ray.core.work import Address, Averaging, Clip, Outcome, SecureSum, Train
@@ -49,6 +50,7 @@ class Protection:
 
     noise: PrivateSums | None = None  # None: sums have no noise
     masks: SecureAggregation | None = None  # None: uploads are not masked
+    examples: ExampleNoise | None = None  # of the local steps, which alone protects single samples; None: none
     absent: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, np.int64))  # selected, do not report
     sampled: bool = True  # True: the clients are the cohort that was drawn; False: all reachable clients
 
@@ -57,7 +59,9 @@ class Protection:
         """The end of a message: why the server cannot read values of single clients; empty: it can."""
         if self.noise is not None:
             return "privacy does not protect"
-        return "" if self.masks is None else "secure aggregation hides"
+        if self.masks is not None:
+            return "secure aggregation hides"
+        return "" if self.examples is None else "privacy.examples does not protect"
 
     def of_all_reachable(self) -> "Protection":
         """The protection if all reachable clients take part instead of the cohort."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from cfl_ray.core.clients import Clients, LocalTraining, Proximal
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
-from cfl_ray.core.weights import cluster_weights, global_weights
+from cfl_ray.core.weights import cluster_weights
 
 S = TypeVar("S", bound=State)
 
@@ -35,12 +35,12 @@ def fedavg_each(state: S, clients: Clients, weights: str, mu: float = 0.0) -> S:
 
     P-local measures the first model.
     """
-    sent, weight_1M = clients.broadcast(state.models_KP), global_weights(clients.weights(weights))
+    sent, weight_M = clients.broadcast(state.models_KP), clients.weights(weights)
     rows = []
     for k in range(state.num_clusters):
         start = sent.choose(np.full(len(clients), k))
         how = LocalTraining(proximal=[Proximal(mu, start)])
-        updates = clients.train(start, how=how, average=weight_1M, keep_as_local_model=k == 0)
+        updates = clients.train(start, how=how, average=weight_M, keep_as_local_model=k == 0)
         rows.append(updates.averaged(default=state.models_KP[k : k + 1]))
     return state.advance(models_KP=torch.cat(rows))
 

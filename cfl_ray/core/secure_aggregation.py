@@ -36,6 +36,7 @@ from cfl_ray.errors import ConfigError
 
 KEY_BITS = 256  # of a public key, and of a share of a key
 TAIL = 9  # standard deviations of noise that a ring holds
+LARGEST_SIGMA = 2**26  # of a client's noise: squares of up to 33 sigma fit into 64 bits (`engine.discrete_gaussian`)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,11 @@ class State:
         return cls(**values, **scalars)
 
 
+def no_numbers() -> np.ndarray:
+    """The first value of a field of int64 numbers with an axis that begins empty."""
+    return np.zeros(0, np.int64)
+
+
 def _longer(value: Array, places: Sequence[int], more: int, fill: int = 0) -> Array:
     """A copy with more entries of this value at the end of these axes."""
     widths = [(0, more if place in places else 0) for place in range(value.ndim)]
@@ -118,7 +123,8 @@ def _longer(value: Array, places: Sequence[int], more: int, fill: int = 0) -> Ar
 class SeenState(State):
     """A state with values of the S clients that have taken part: fields with an axis S (`round_S`, `angle_SS`)."""
 
-    seen_S: np.ndarray  # int64: ids of the clients, in the order in which they were added
+    # int64: ids of the clients, in the order in which they were added
+    seen_S: np.ndarray = field(default_factory=no_numbers)
 
     def positions(self, ids_M: np.ndarray) -> np.ndarray:
         """Position of each of these clients on the axes S, int64 (M,); -1 for a client that has not taken part."""

@@ -63,6 +63,10 @@ class Task:
             raise ConfigError(f"task {self.name}: its loss is {type(self.loss).__name__}, expected a function")
         given = self.metrics or TARGETS[self.targets].metrics
         object.__setattr__(self, "metrics", tuple(resolve_metric(metric, self.targets) for metric in given))
+        names = [metric.name for metric in self.metrics]
+        if twice := [name for name in names if names.count(name) > 1]:
+            listed = ", ".join(names)
+            raise ConfigError(f"metric {twice[0]!r} is measured twice: {listed}; evaluation.metrics adds to the task's")
 
     @property
     def is_classification(self) -> bool:
@@ -92,15 +96,7 @@ class Task:
 
     def with_metrics(self, references: list[Any]) -> "Task":
         """This task with more metrics, each a name, `file.py:function` or object. Raises ConfigError."""
-        added = tuple(resolve_metric(reference, self.targets) for reference in references)
-        names = [metric.name for metric in (*self.metrics, *added)]
-        if twice := [name for name in names if names.count(name) > 1]:
-            own = [metric.name for metric in self.metrics]
-            cure = "name it once in task.metrics, evaluation.metrics"
-            if own.count(twice[0]) == 1:
-                cure = f"leave it out of evaluation.metrics, because the task measures {' and '.join(own)}"
-            raise ConfigError(f"metric {twice[0]!r} is measured twice; {cure}")
-        return replace(self, metrics=(*self.metrics, *added))
+        return replace(self, metrics=(*self.metrics, *references))
 
     def check(self, outputs: tuple[int, ...], target_shape: tuple[int, ...]) -> None:
         """Computes the loss of three samples. Raises ConfigError, with the author's line, if that fails.
@@ -237,7 +233,5 @@ def _task_of(value: Mapping[str, Any]) -> Task:
         raise ConfigError(
             f"task.targets must say what the loss {place_of(loss)} is for: {', '.join(TARGETS)}; got {targets!r}"
         )
-    metrics = tuple(resolve_metric(metric, targets) for metric in value.get("metrics") or ())
-    return Task(loss, targets, metrics, name=reference if isinstance(reference, str) else place_of(loss)).with_metrics(
-        []
-    )
+    name = reference if isinstance(reference, str) else place_of(loss)
+    return Task(loss, targets, tuple(value.get("metrics") or ()), name)

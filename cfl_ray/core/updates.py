@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,10 +12,11 @@ from cfl_ray.core.diagnostics import Diagnostics
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
-from cfl_ray.core.privacy import PrivacyError
-from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.versions import NotAsynchronous, Received
 from cfl_ray.core.work import Averaging, Exclusion, Outcome, Train
+
+if TYPE_CHECKING:
+    from cfl_ray.core.clients import Clients
 
 _NOT_AVERAGED = "these updates were not averaged: pass `average` to `train`, or call `Clients.average` first"
 
@@ -23,16 +25,12 @@ _NOT_AVERAGED = "these updates were not averaged: pass `average` to `train`, or 
 class Updates:
     """Results of a cohort's training."""
 
+    clients: "Clients"
     outcome: Outcome
     averaging: Averaging | None  # None: the results were not averaged
     private: Columns | None  # columns that are not uploaded; None: all are uploaded
     training: Train  # the exchange in which the clients trained
-    server_moments: ServerMoments | None = None  # None: models are the means themselves
-    average: int = 0  # number of this average in the round
-    trained: int = 0  # number of trained columns, the first ones
-    received: Received | None = None  # None: the clients of a synchronous round
-    ids_M: np.ndarray | None = None  # the clients; None: not needed
-    hidden: str = ""  # why the server must not read values of single clients; empty: it may
+    average: int = 0  # number of this average in the round, for the server optimiser
 
     def averaged(self, default: Tensor) -> Tensor:
         """Weighted mean of every output row, float32 (R, P), after the step of the server optimiser, if any.
@@ -43,40 +41,40 @@ class Updates:
         return self._moved(default, self.means(default))
 
     def _moved(self, before_RP: Tensor, mean_RP: Tensor) -> Tensor:
-        if self.server_moments is not None:
-            mean_RP = self.server_moments.moved(self.average, before_RP, mean_RP, set(self.outcome.means), self.trained)
-        if self.received is not None:
-            self.received.versions.follow(before_RP, mean_RP)
+        moments, received, trained = self.clients.server_moments, self.clients.received, self.clients.spec.trained
+        if moments is not None:
+            mean_RP = moments.moved(self.average, before_RP, mean_RP, set(self.outcome.means), trained)
+        if received is not None:
+            received.versions.follow(before_RP, mean_RP)
         return mean_RP
 
     def means(self, default: Tensor) -> Tensor:
         """As `averaged`, without the step of the server optimiser."""
         if self.outcome.arrived_R is None:
             raise ValueError(_NOT_AVERAGED)
-        of_changes = self.averaging is not None and self.averaging.of_changes
-        if not of_changes and self.received is None and self.private is None:
+        received, of_changes = self.clients.received, self.averaging is not None and self.averaging.of_changes
+        if not of_changes and received is None and self.private is None:
             whole_RP = _table_of(self.outcome.means, len(default))
             if whole_RP is not None:
                 return whole_RP
         rows_RP = default.clone()
-        if self.received is not None and self.received.versions.strict:
-            self._check_starts(default, self.received)
-        full_R = self._full_weights()
+        if received is not None and received.versions.strict:
+            self._check_starts(default, received)
+        full_R = np.zeros(0) if received is None else self._full_weights(received)
         for row, mean_P in self.outcome.means.items():
-            if self.received is not None:
-                rows_RP[row] = self.received.moved(default[row], mean_P, full_R[row], self.outcome.arrived_R[row])
+            if received is not None:
+                rows_RP[row] = received.moved(default[row], mean_P, full_R[row], self.outcome.arrived_R[row])
             else:
                 rows_RP[row] = default[row] + mean_P if of_changes else mean_P
         if self.private is not None:
             self.private.put(rows_RP, self.private.of(default))
         return rows_RP
 
-    def _full_weights(self) -> np.ndarray:
+    def _full_weights(self, received: Received) -> np.ndarray:
         """Weight (R,) of the valid clients of each output row, not reduced by their staleness."""
-        if self.received is None or self.averaging is None or self.ids_M is None:
-            return np.zeros(0)
+        assert self.averaging is not None
         averaging = self.averaging.subset(self.valid_M[self.averaging.client_E])
-        weight_M = self.received.weights(self.ids_M)
+        weight_M = received.weights(self.clients.ids_M)
         return np.bincount(averaging.out_E, averaging.weight_E / weight_M[averaging.client_E], averaging.num_rows)
 
     def _check_starts(self, default: Tensor, received: Received) -> None:
@@ -135,8 +133,7 @@ class Updates:
 
         Raises PrivacyError in a private run, and with secure aggregation.
         """
-        if self.hidden:
-            raise PrivacyError(f"its server reads the training losses of single clients, which {self.hidden}")
+        self.clients.reads("the training losses")
         return self.outcome.arrays["train_loss"]
 
     @property
@@ -168,11 +165,6 @@ class MixtureUpdates:
     def damped(self, start: Tensor, total: float) -> Tensor:
         """Every model, moved towards its weighted mean by the share of its weight in `total`."""
         return self.updates.damped(start, total)
-
-    @property
-    def arrived_R(self) -> np.ndarray:
-        """Share of each model's weight that arrived, float64 (K,)."""
-        return self.updates.arrived_R
 
     @property
     def valid_M(self) -> np.ndarray:

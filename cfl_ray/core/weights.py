@@ -7,7 +7,7 @@ from torch import Tensor
 _BLOCK = 1 << 20  # values of a block in float64
 
 
-def cluster_weights(assign_M: np.ndarray, weight_M: np.ndarray, num_clusters: int) -> Tensor:
+def cluster_weights(assign_M: np.ndarray, weight_M: np.ndarray, num_clusters: int) -> np.ndarray:
     """Weights (K, M) of one average per cluster, float64 and not normalised: `weight_M` of the members in row k.
 
     assign_M: cluster of each client; UNASSIGNED (-1): the client is in no average.
@@ -17,15 +17,10 @@ def cluster_weights(assign_M: np.ndarray, weight_M: np.ndarray, num_clusters: in
     assign_M = np.asarray(assign_M)
     if len(assign_M) and assign_M.max() >= num_clusters:
         raise ValueError(f"cluster {assign_M.max()} is assigned, but there are {num_clusters} clusters")
-    weight_KM = torch.zeros(num_clusters, len(assign_M), dtype=torch.float64)
+    weight_KM = np.zeros((num_clusters, len(assign_M)))
     known = np.flatnonzero(assign_M >= 0)
-    weight_KM[assign_M[known], known] = torch.as_tensor(np.asarray(weight_M)[known], dtype=torch.float64)
+    weight_KM[assign_M[known], known] = np.asarray(weight_M)[known]
     return weight_KM
-
-
-def global_weights(weight_M: np.ndarray) -> Tensor:
-    """Weights (1, M) of one average over all clients of the round, float64 and not normalised."""
-    return torch.as_tensor(np.asarray(weight_M), dtype=torch.float64)[None]
 
 
 def averages_of(weight_RM: np.ndarray, models_MP: Tensor) -> Tensor:

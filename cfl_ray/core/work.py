@@ -1,8 +1,7 @@
 """Work orders: one exchange with the clients, described by value so that any host can carry out any chunk of it.
 
-There is one class per kind of work. It declares the models that the work uses (`rows`), whether it changes client
-states (`updates_client_state`) or leaves results on the hosts (`defers_results`), and the result of an excluded client
-(`empty_result`). `engine.worker` carries the work out.
+There is one class per kind of work. It declares the models that the work uses (`rows`), and the result of an excluded
+client (`empty_result`). `engine.worker` carries the work out.
 """
 
 from collections.abc import Callable, Iterable
@@ -111,12 +110,12 @@ class Averaging:
     fixed: bool = False  # sums of changes are divided by `total_R`, whatever weight arrived
 
     @classmethod
-    def of(cls, weight_RM: Tensor | np.ndarray, num_clients: int) -> Self:
-        """From a dense matrix (R, M) of weights >= 0 of any scale. Raises ValueError for other shapes and values."""
-        weight_RM = np.asarray(weight_RM, np.float64)
+    def of(cls, weight_RM: np.ndarray, num_clients: int) -> Self:
+        """From weights >= 0 of any scale, (R, M), or (M,) for a single row. Raises ValueError for anything else."""
+        weight_RM = np.atleast_2d(np.asarray(weight_RM, np.float64))
         if weight_RM.ndim != 2 or weight_RM.shape[1] != num_clients or not (weight_RM >= 0).all():
             shape = f"shape {weight_RM.shape}, least {weight_RM.min(initial=np.inf):g}"
-            raise ValueError(f"average must be weights >= 0 of shape (R, {num_clients}), got {shape}")
+            raise ValueError(f"average must be weights >= 0, (M,) or (R, M) with M = {num_clients}, got {shape}")
         total_R = weight_RM.sum(1)
         out_E, client_E = np.nonzero(weight_RM)
         return cls(len(weight_RM), out_E, client_E, weight_RM[out_E, client_E] / total_R[out_E], total_R)
@@ -299,7 +298,7 @@ class Work:
     address: Address
     ids_M: np.ndarray
     tables: tuple[Tensor, ...] = field(repr=False)  # model tables (K, P) for the hosts
-    client_state: ClientState | None = None
+    client_state: ClientState | None = None  # only `Train` changes it
     frozen_model: Rows | None = None  # its logits are added to those of the other models
     averaging: Averaging | None = None
     secure: SecureSum | None = None  # masks of the uploads; None: uploads are not masked
@@ -360,16 +359,6 @@ class Work:
         name = self.client_state.name
         return name if self.models_per_client == 1 else f"{name}-{model}", client
 
-    @property
-    def updates_client_state(self) -> bool:
-        """Whether the work changes the state of its clients."""
-        return False
-
-    @property
-    def defers_results(self) -> bool:
-        """Whether results stay on the hosts until a later exchange of the round averages them."""
-        return False
-
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Work):
@@ -384,7 +373,7 @@ class Train(Work):
     proximal: tuple[Proximal[Rows], ...] = ()
     trace: int = 0  # number of first steps whose losses are returned
     features: UpdateFeatures | None = None
-    defer_aggregation: bool = False
+    defer_aggregation: bool = False  # results stay on the hosts until a later exchange of the round averages them
     # int64: columns at which deferred results are cut, for work that needs some columns of all results
     deferred_cuts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     upload_distances: bool = False  # also return the distance between each upload and the model the client was sent
@@ -438,14 +427,6 @@ class Train(Work):
 
     def cost_M(self, num_samples_M: np.ndarray) -> np.ndarray:
         return self.steps_M * np.minimum(num_samples_M, self.local.batch_size or num_samples_M)
-
-    @property
-    def updates_client_state(self) -> bool:
-        return self.client_state is not None
-
-    @property
-    def defers_results(self) -> bool:
-        return self.defer_aggregation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -265,7 +265,8 @@ def tokens(name: str, x: np.ndarray, vocabulary: int) -> np.ndarray:
 def _labels(name: str, values: Array) -> np.ndarray:
     y = _numpy(name, values)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        raise DataError(f"{name} must be integers of shape (n,), got {y.dtype} of shape {y.shape}")
+        number = "; numpy.unique(..., return_inverse=True)[1] numbers words" if y.dtype.kind in "US" else ""
+        raise DataError(f"{name} must be integers of shape (n,), got {y.dtype} of shape {y.shape}{number}")
     if len(y) and y.min() < 0:
         raise DataError(f"{name} has the negative label {y.min()} in row {y.argmin()}; labels run from 0")
     return y.astype(np.int64, copy=False)
@@ -378,7 +379,7 @@ def _view(view: str | None, has_test: bool, has_owners: bool, targets: str) -> s
     if view == "label" and targets != "class":
         raise DataError(f"the test view label needs classes, the targets are {targets!r}; set data.test.view: cluster")
     if has_owners and not has_test:
-        raise DataError("test_clients says who owns x_test, which is not given")
+        raise DataError("test_clients names the owners of x_test, which is not given")
     possible = ("cluster", "label") if has_test and not has_owners else ("holdout",)
     if view is not None and view not in possible:
         raise DataError(

@@ -24,11 +24,10 @@ def column_of(part: Named, column: str) -> pa.ChunkedArray:
         raise DataError(f"{name} has no column {column!r}{did_you_mean(column, table.column_names)}; set data.columns")
     values = table[column]
     empty = pc.equal(values, "") if is_text(values.type) else values.is_null()
-    if (row := pc.index(pc.fill_null(empty, True), True).as_py()) >= 0:
+    if count := pc.sum(empty := pc.fill_null(empty, True)).as_py():
         what = "is empty" if is_text(values.type) else "is empty (or NA or NaN)"
-        raise DataError(
-            f"{name}: column {column!r} {what} in row {row} (the first is row 0); fill it, or delete the row"
-        )
+        place = f"row {pc.index(empty, True)} (the first is row 0){f' and {count - 1} more' * (count > 1)}"
+        raise DataError(f"{name}: column {column!r} {what} in {place}; fill it, or delete the row")
     return values
 
 

@@ -69,7 +69,8 @@ def _arrays(dataset: PairDataset, name: str, targets: str) -> tuple[np.ndarray, 
     for row in range(len(dataset)):
         sample = dataset[row]
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            raise DataError(f"{name}[{row}] is {type(sample).__name__}, expected a pair (input, label)")
+            columns = ", e.g. [(row['image'], row['label']) for row in dataset]" * isinstance(sample, dict)
+            raise DataError(f"{name}[{row}] is {type(sample).__name__}, expected a pair (input, label){columns}")
         one = _input(sample[0], f"{name}[{row}]")
         if row == 0:
             x = mapped_array((len(dataset), *one.shape), one.dtype)

@@ -16,7 +16,7 @@ from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
 from cfl_ray.data.as_plan import shard_plan_of
 from cfl_ray.data.columns import read_npz
-from cfl_ray.data.federation import DataShape, Federation
+from cfl_ray.data.federation import DataShape, Federation, scale_warnings
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.data.function import federation_of, load_function
 from cfl_ray.data.images import Progress, Source
@@ -44,6 +44,7 @@ class FederationSummary:
     view: str  # the data on which clients are tested (`data.test.view`)
     bytes: int  # bytes of the shards; 0 for data that are generated or kept in memory
     num_samples_N: np.ndarray = field(repr=False, compare=False)  # training samples of each client
+    warnings: tuple[str, ...] = ()  # of inputs that are read for a summary: no pixels of files of images
 
 
 def build(
@@ -87,12 +88,15 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
     if isinstance(loaded, Federation):
         num_samples_N, shape, view = loaded.num_samples_N, loaded.shape, loaded.view
         groups, test_sets, size = loaded.num_groups, loaded.num_test_sets(), 0
+        x = loaded.train(0)[0]
     else:
         plan = _plan(data, seed, _sources(data, loaded, targets), pixels=False, progress=None)
         num_samples_N = np.array([len(client.train) for client in plan.clients])
         shape, view = plan.images.data_shape, plan.view
         groups = len({client.group for client in plan.clients if client.group >= 0})
         test_sets, size = len(plan.test_sets), shard_bytes(plan)
+        scaling = Scaling(plan.images.scale, data.normalize, plan.images.vocabulary is not None)
+        x = scaling.to_tensor(plan.images.train_x[plan.clients[0].train])
     samples = int(num_samples_N.min()), float(np.median(num_samples_N)), int(num_samples_N.max())
     return FederationSummary(
         clients=len(num_samples_N),
@@ -103,6 +107,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         view=view,
         bytes=size,
         num_samples_N=num_samples_N,
+        warnings=tuple(scale_warnings(x)),
     )
 
 

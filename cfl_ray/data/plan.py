@@ -213,7 +213,8 @@ def split_rows(rows: np.ndarray, fraction: float, client: int, name: str, seed: 
     """The training and the held-out rows of a client, ascending. Raises DataError for fewer than two rows."""
     if len(rows) < 2:
         raise DataError(
-            f"client {name!r} has {len(rows)} sample; holding out a part needs 2: set data.partition.min_samples: 2"
+            f"client {name!r} has {len(rows)} sample; holding out a part needs 2; leave it out "
+            "(data.partition.min_samples: 2)"
         )
     count = min(max(round(fraction * len(rows)), 1), len(rows) - 1)
     shuffled = stream(seed, -1, -1, client, "data/holdout").permutation(rows)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.backend import ClientStateKey, SavedState, StateFile
-from cfl_ray.core.work import ClientState, Work
+from cfl_ray.core.work import ClientState, Train, Work
 from cfl_ray.engine.task import TrainingResult
 
 
@@ -81,14 +81,14 @@ class KeepsClientStates:
 
 
 class ClientStateStore:
-    """Client states by (name, client), with a record of added, changed and dropped states.
+    """Client states by (name, client), with a record of added, changed and dropped states: a `ClientStateSource`.
 
     A saved value is a `SavedState`. The backend defines the type of other values, which has the attribute `nbytes`: a
     tensor in this process, an object reference on Ray.
     """
 
     def __init__(self) -> None:
-        self.unsaved = 0  # bytes of the values that were stored since the last call of `changed`
+        self.unsaved = 0
         self._values: dict[ClientStateKey, Any] = {}
         self._names: set[str] = set()
         self._changed: set[ClientStateKey] = set()
@@ -121,7 +121,7 @@ class ClientStateStore:
             self._changed.update(entries)
             self.unsaved += sum(value.nbytes for value in entries.values())
             self._forgotten.difference_update(entries)
-        if work.defers_results:
+        if isinstance(work, Train) and work.defer_aggregation:
             self._deferred.setdefault(work.address.exchange, {}).update(deferred)
 
     def forget(self, ids: np.ndarray) -> None:
@@ -133,11 +133,9 @@ class ClientStateStore:
                 self._forgotten.add(key)
 
     def move(self, entries: Mapping[ClientStateKey, Any]) -> None:
-        """Replaces values by equal values stored in another place; they do not count as changed."""
         self._values.update(entries)
 
     def write(self, files: Sequence[StateFile]) -> list[Any]:
-        """Writes values to these files. Returns the results of `StateFile.write`."""
         return [file.write(self.tensors(file.keys)) for file in files]
 
     def tensors(self, keys: Iterable[ClientStateKey]) -> Iterator[Tensor]:
@@ -158,12 +156,10 @@ class ClientStateStore:
         return self._values.keys()
 
     def changed(self, everything: bool = False) -> dict[ClientStateKey, int]:
-        """Bytes, in order of the keys, of the values changed since the last call; everything: of all values."""
         changed, self._changed, self.unsaved = sorted(self._values if everything else self._changed), set(), 0
         return {key: self._values[key].nbytes for key in changed}
 
     def forgotten(self) -> set[ClientStateKey]:
-        """The keys that were dropped since the last call."""
         forgotten, self._forgotten = self._forgotten, set()
         return forgotten
 

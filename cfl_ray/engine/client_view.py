@@ -17,7 +17,7 @@ from cfl_ray.nn.network import Network
 
 @dataclass(frozen=True)
 class ClientView:
-    """A client and its data, on the host that reads the data."""
+    """A client and its data, on the host that reads the data: a `core.describing.ClientData`."""
 
     client: int
     x: Tensor  # float32 (n, *shape): normalised training samples
@@ -32,17 +32,13 @@ class ClientView:
         return self.network.spec
 
     def gradient(self, row_P: Tensor, batch: int = 2048, samples: slice = slice(None)) -> Tensor:
-        """Gradient (trained columns,) of the mean loss over training samples at a model, without dropout.
-
-        batch: most samples of a pass; fewer if the memory of the device is too small. samples: the samples used.
-        """
+        """As there, in passes of `batch` samples; fewer if the memory of the device is too small."""
         self.network.load(row_P)
         self.network.module.eval()
         x, y = self.x[samples], self.y[samples]
         return self.network.memory.in_batches_of("gradient", batch, lambda batch: self._gradient(x, y, batch))
 
     def features(self, row_P: Tensor) -> Tensor:
-        """Inputs (n, F) of the last layer of a model for all training samples, in evaluation mode."""
         self.network.load(row_P)
         return self.network.memory.in_batches_of("features", 2048, self._features)
 
@@ -67,11 +63,9 @@ class ClientView:
         return total.cpu()
 
     def outputs(self, row_P: Tensor) -> Tensor:
-        """Outputs (n, *output_shape) of a model for all training samples, in evaluation mode."""
         return self.network.logits_of(row_P, self.x).cpu()
 
     def train(self, row_P: Tensor, local: LocalSGD | None = None, **changes: Any) -> Tensor:
-        """The row (P,) after local training from `row_P` with this round's settings, or with `changes` to them."""
         local = replace(local or self.local, **changes)
         steps = int(local.steps_of(np.array([len(self.y)]))[0])
         task = TrainingTask(self.client, row_P, self.x, self.y, steps, local, self.address)

@@ -8,13 +8,12 @@ rejected, so that squares fit into 64 bits.
 
 import numpy as np
 
-LARGEST_SIGMA = 2**26
 _FAR = 32  # sigmas
 _BLOCK = 1 << 15  # samples drawn at a time, so that they fit into the cache
 
 
 def discrete_gaussian(draw: np.random.Generator, sigma: int, size: int) -> np.ndarray:
-    """Samples, int64 (size,). sigma: 1 .. LARGEST_SIGMA."""
+    """Samples, int64 (size,). sigma: 1 .. `core.secure_aggregation.LARGEST_SIGMA`."""
     parts, count = [np.zeros(0, np.int64)], 0
     while count < size:
         y_n = _laplace(draw, sigma, min(2 * (size - count) + 16, _BLOCK))

@@ -234,15 +234,10 @@ class ProximalGradient:
     def of_row(cls, network: Network, term: Proximal[Tensor], w_P: Tensor, first: int = 0) -> "ProximalGradient":
         """For steps that are a single row.
 
-        w_P: the parameters from column `first` on; tensors before it are left out.
+        w_P: the parameters from column `first` on; columns before it are left out.
         """
-        starts, ranges = (0, *network.spec.ends), list[slice]()
-        for tensor in network.tensors_in(term.columns):
-            start, stop = starts[tensor] - first, starts[tensor + 1] - first
-            if start < 0:
-                continue
-            joined = ranges.pop().start if ranges and ranges[-1].stop == start else start  # adjacent ranges are joined
-            ranges.append(slice(joined, stop))
+        columns = (term.columns or network.spec.trainable).within(first, network.spec.trained)
+        ranges = [slice(start - first, stop - first) for start, stop in columns.ranges]
         anchor_P = term.anchor.clone() if term.follow else term.anchor
         anchors = [anchor_P[first:][part] for part in ranges]
         return cls(term, anchor_P, [w_P[part] for part in ranges], anchors, lambda step: [step[0][p] for p in ranges])

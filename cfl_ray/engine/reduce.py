@@ -38,18 +38,22 @@ class ChunkSums:
         if client not in self.terms_of:
             return
         if self._waiting and next(iter(self._waiting)) // self.models != client // self.models:
-            self.finish()
+            self._finish()
         self._waiting[client] = upload_P - sent_P.to(upload_P.device)
         if len(self._waiting) == self.models:
-            self.finish()
+            self._finish()
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Clips and adds the pending changes of the current client."""
         if self.clip is not None and self._waiting:
             within = clip_together(self.clip, list(self._waiting.values()))
             self.unclipped |= dict.fromkeys(self._waiting, within)
         self._add_waiting()
         self._waiting = {}
+
+    def close(self) -> None:
+        """Adds what is left when all clients were passed."""
+        self._finish()
 
     def _add_waiting(self) -> None:
         for client, change_P in self._waiting.items():

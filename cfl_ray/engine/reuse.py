@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cfl_ray.core.backend import Backend, ClientStateKey, ClientStateSource, SavedState
 from cfl_ray.core.server_optimizers import checksum
-from cfl_ray.core.work import Evaluate, EvaluateClients, EvaluateShared, Losses, Outcome, Rows, Work
+from cfl_ray.core.work import Evaluate, EvaluateClients, EvaluateShared, Losses, Outcome, Rows, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.calling import described, place_of
@@ -226,7 +226,7 @@ class ReusingBackend:
         return change_N
 
     def _note_states(self, work: Work, outcome: Outcome) -> Outcome:
-        if work.updates_client_state and work.client_state is not None:
+        if isinstance(work, Train) and work.client_state is not None:
             self._changes += 1
             self._changes_of(work.client_state.name)[work.ids_M[outcome.arrays["valid"]]] = self._changes
         return outcome

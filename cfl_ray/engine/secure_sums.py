@@ -37,9 +37,9 @@ class SecureChunkSums(ChunkSums):
         if self._waiting:
             self._upload(next(iter(self._waiting)) // self.models * self.models)
 
-    def finish_all(self) -> None:
+    def close(self) -> None:
         """Adds the last upload, and zeros for the clients without a valid upload."""
-        self.finish()
+        self._finish()
         for first in list(self._missing):
             self._upload(first)
 

@@ -22,7 +22,7 @@ from cfl_ray.engine.evaluating import client_scores
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.reduce import ChunkSums, HostSums, upload_distance
-from cfl_ray.engine.secure_sums import SecureChunkSums, chunk_sums
+from cfl_ray.engine.secure_sums import chunk_sums
 from cfl_ray.engine.span import SpanBatch
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import invalid_largest_reason, invalid_update_reason
@@ -99,9 +99,8 @@ def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Array
 
 
 def _close(averages: ChunkSums, arrays: Arrays) -> None:
-    averages.finish()
-    if isinstance(averages, SecureChunkSums):
-        averages.finish_all()
+    averages.close()
+    if "reported" in arrays:
         arrays["reported"][:] = True
     for index, within in averages.unclipped.items():
         arrays["unclipped"][index] = within

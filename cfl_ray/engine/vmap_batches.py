@@ -77,19 +77,19 @@ def in_batches(
         waiting += itertools.islice(source, None if size is None else max(size - len(waiting), 0))
         batch = waiting[:size]
         result: Result | None = None
+        memory.measuring = len(batch) > 1 and memory.measurable and kind not in memory.needs
         if len(batch) == 1:
             with naming_client(batch[0].client, "training"):
                 result = train_alone(memory, batch[0], lambda task: train([task]))
         else:
-            measured = memory.measurable and not memory.is_known(kind)
-            if measured:
+            if memory.measuring:
                 memory.begin_peak()
             with suppress(torch.OutOfMemoryError):
                 result = train(batch)
             if result is None:  # outside the context: the error holds the tensors of the batch
                 memory.did_not_fit(kind, len(batch))
                 continue
-            if measured:
+            if memory.measuring:
                 memory.fitted(kind, len(batch))
         memory.largest = max(memory.largest, len(batch))
         del waiting[: len(batch)]

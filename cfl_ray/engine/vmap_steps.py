@@ -42,7 +42,7 @@ class VmapSteps:
         terms = range(len(first.proximal))
         self.proximal = [ProximalRows(network, [task.proximal[which] for task in tasks]) for which in terms]
         companions = zip(*(companion_parts(network, task) for task in tasks), strict=True)
-        self.companion = [rows_on(network.device, parts, copies=True) for parts in companions]
+        self.companion = [rows_on(network.device, parts) for parts in companions]
         # mean loss (m,) over each client's last local epoch, after the last step
         self.loss_m = torch.zeros(len(tasks), device=network.device)
         self.traced: list[Tensor] = []  # losses (m,) of the first steps

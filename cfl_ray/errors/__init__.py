@@ -72,6 +72,12 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
     return f"; valid: {', '.join(valid)}" if nearest is None else f" (did you mean {nearest!r}?)"
 
 
+def shown(value: object) -> str:
+    """The repr of a value in a message, shortened: arrays given in Python have a long one."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 _NAME = "^[A-Za-z0-9][A-Za-z0-9"  # begins the pattern of a name, which goes on with signs and ends with ]*$
 
 
@@ -88,7 +94,7 @@ def what_is_wrong(problem: Mapping[str, Any]) -> str:
     ours = problem["type"] == "value_error"
     is_said = ours and (isinstance(problem["input"], dict) or re.search(r"\bgot\b", what))
     is_said = is_said or problem["type"] == "missing"  # its input is the whole enclosing mapping
-    return what if is_said else f"{what}, got {problem['input']!r}"
+    return what if is_said else f"{what}, got {shown(problem['input'])}"
 
 
 def says_where(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 The end of a method (figures, tables, and records that MLflow lacks) is written during the rounds of the next method.
 """
 
+import logging
 import re
 import subprocess
 import time
@@ -36,16 +37,20 @@ from cfl_ray.system.signals import raise_interrupt
 from cfl_ray.tracking import RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
 from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, primary_of
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Watcher:
-    """Receives the events of a run; the default ignores them."""
+    """Receives the events of a run; the default logs warnings, which Python prints, and ignores the rest."""
 
     def preparing(self, what: str, done: int = 0, total: int = 0) -> None:
         """Something is prepared; `total` 0: of unknown size."""
 
     def started(self, setup: Setup, run_dir: Path | None, run_info: dict[str, str]) -> None:
         """The run begins. run_info: hosts, device, engine, CPU and PyTorch."""
+        for warning in setup.warnings + setup.data_warnings:
+            self.warn(warning)
 
     def method(self, label: str, report: RoundReport) -> None:
         """A method begins, or goes on after the round of `report`."""
@@ -55,6 +60,7 @@ class Watcher:
 
     def warn(self, text: str) -> None:
         """Something is wrong that does not end the run."""
+        _logger.warning(text)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cfl_ray.core.method import Method
 from cfl_ray.errors import ConfigError, did_you_mean
-from cfl_ray.plugins.calling import as_number, parse_choice
+from cfl_ray.plugins.calling import parse_choice
 from cfl_ray.plugins.registry import Registry
 
 for _module in pkgutil.iter_modules(__path__):
@@ -78,7 +78,7 @@ def construct(cls: type[Method[Any]], options: dict[str, Any]) -> Method[Any]:
         if name not in valid:
             raise ConfigError(f"method {cls.name} has no option {name!r}{did_you_mean(name, valid)}")
     try:
-        return cls(**{name: as_number(value) for name, value in options.items()})
+        return cls(**options)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"methods: {error}") from None
 

@@ -26,7 +26,6 @@ from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class APFL(OneModel, name="apfl"):
             w,
             client_state=self.kept(clients.spec),
             how=LocalTraining(sgd=sgd, local_step=step, companion=w),
-            average=global_weights(clients.weights(self.weights)),
+            average=clients.weights(self.weights),
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 

@@ -67,7 +67,7 @@ from cfl_ray.core.params import Columns
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.weights import cluster_weights, global_weights
+from cfl_ray.core.weights import cluster_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
             clients.send(state.models_KP),
             how=LocalTraining(steps_M=self.steps(state, clients)),
             features=self.features(clients),  # h_m
-            average=global_weights(clients.weights(self.weights)),
+            average=clients.weights(self.weights),
             defer_aggregation=True,
         )
         clients.count_upload(2)  # |D_m|, L_m

@@ -38,8 +38,8 @@ last update is added again in every round with equal weights, zeros for clients 
 yet.
 """
 
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import scipy
@@ -56,7 +56,7 @@ from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.state import UNASSIGNED
+from cfl_ray.core.state import UNASSIGNED, no_numbers
 from cfl_ray.core.weights import cluster_weights
 
 NO_SPLIT = -1
@@ -72,24 +72,13 @@ class SplitState(SignatureState):
     """
 
     split_KP: Tensor  # model of the leaf before each split
-    leaves_K2: np.ndarray  # int64: the leaf that was split, which stays as side 0, and the new leaf, side 1
+    # int64: the leaf that was split, which stays as side 0, and the new leaf, side 1
+    leaves_K2: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     update_EF: Tensor
-    client_E: np.ndarray  # int64: client of the update; UNASSIGNED: the mean of a side without remaining clients
-    split_E: np.ndarray  # int64: split of the update
-    side_E: np.ndarray  # int64: side of the update, 0 or 1
-
-    @classmethod
-    def unsplit(cls, first_KP: Tensor, features: int) -> dict[str, Any]:
-        """Keyword arguments for the fields above and the fields of signatures, before the first split."""
-        empty = np.zeros(0, np.int64)
-        return cls.no_signatures(features) | {
-            "split_KP": first_KP[:0],
-            "leaves_K2": np.zeros((0, 2), np.int64),
-            "update_EF": torch.zeros(0, features),
-            "client_E": empty,
-            "split_E": empty,
-            "side_E": empty,
-        }
+    # int64: client of the update; UNASSIGNED: the mean of a side without remaining clients
+    client_E: np.ndarray = field(default_factory=no_numbers)
+    split_E: np.ndarray = field(default_factory=no_numbers)  # int64: split of the update
+    side_E: np.ndarray = field(default_factory=no_numbers)  # int64: side of the update, 0 or 1
 
     def with_split(self, leaf: int, ids_E: np.ndarray, update_EF: Tensor, side_E: np.ndarray) -> Self:
         """This state with a leaf split: members `ids_E` of side 1 go to a new leaf, which starts from its model."""
@@ -150,8 +139,10 @@ class CFLState(SplitState):
     """The tree, and the values by which the next split is decided."""
 
     norm_S: np.ndarray  # float64: length of each client's last update
-    round_S: np.ndarray  # int64: round of that update; 0 after its leaf was split, or if the update moved its client
-    open_S: np.ndarray  # int64: the first split at which the client's next update decides its side; -1: none
+    # int64: round of that update; 0 after its leaf was split, or if the update moved its client
+    round_S: np.ndarray = field(default_factory=no_numbers)
+    # int64: the first split at which the client's next update decides its side; -1: none
+    open_S: np.ndarray = field(default_factory=no_numbers)
     early: np.ndarray  # float64 (2,): sum of the lengths of all updates in rounds 1 to 5, and their number
 
 
@@ -221,15 +212,16 @@ class CFL(Method[CFLState], name="cfl"):
         return "stale_updates: reapply adds the last updates of all members" if self.stale_updates == "reapply" else ""
 
     def init(self, start: Start) -> CFLState:
-        first_KP, size = start.new_model(0)[None], self.update_features(start.spec).count
+        first_KP = start.new_model(0)[None]
+        no_updates_EF = torch.zeros(0, self.update_features(start.spec).count)
         return CFLState(
             models_KP=first_KP,
             assign_N=start.one_cluster() if self.stale_updates == "reapply" else start.unassigned(),
+            split_KP=first_KP[:0],
+            update_EF=no_updates_EF,
+            signature_SF=no_updates_EF,
             norm_S=np.zeros(0),
-            round_S=np.zeros(0, np.int64),
-            open_S=np.zeros(0, np.int64),
             early=np.zeros(2),
-            **CFLState.unsplit(first_KP, size),
         )
 
     def round(self, state: CFLState, clients: Clients, rng: Draws) -> CFLState:
@@ -307,8 +299,9 @@ class CFL(Method[CFLState], name="cfl"):
         averages = clients.average(updates, weight_KM, average_number=0)  # called twice in a round with a split
         models_KP, mean_KP = averages.averaged(default=state.models_KP), averages.means(default=state.models_KP)
         if self.stale_updates == "reapply":
-            member_KS = cluster_weights(state.cluster_S, np.ones(len(state.seen_S)), state.num_clusters).float()
-            step_KF = member_KS @ state.signature_SF / member_KS.sum(1, keepdim=True).clamp(min=1)
+            member_KS = cluster_weights(state.cluster_S, np.ones(len(state.seen_S)), state.num_clusters)
+            count_K1 = np.maximum(member_KS.sum(1, keepdims=True), 1)
+            step_KF = torch.from_numpy(member_KS).float() @ state.signature_SF / torch.from_numpy(count_K1).float()
             trained = clients.spec.trained
             mean_KP[:, :trained] = state.models_KP[:, :trained] + step_KF
             models_KP = mean_KP

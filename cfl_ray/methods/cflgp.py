@@ -81,7 +81,7 @@ class CFLGP(Method[ProfileState], name="cflgp"):
             assign_N=start.unassigned(),
             updates_SK=np.zeros((0, self.num_clusters), np.int64),
             phase="cluster",
-            **ProfileState.no_signatures(self.num_clusters * self.features(start.spec).count),
+            signature_SF=torch.zeros(0, self.num_clusters * self.features(start.spec).count),
         )
 
     def round(self, state: ProfileState, clients: Clients, rng: Draws) -> ProfileState:

@@ -21,7 +21,6 @@ from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 
 PERSONAL = ClientState("personal")  # v_i
 
@@ -58,8 +57,7 @@ class Ditto(Method[DittoState], name="ditto"):
     def round(self, state: DittoState, clients: Clients, rng: Draws) -> DittoState:
         # W_i <- SGD_i(w_t)
         downloaded = clients.send(state.models_KP)
-        weight_1M = global_weights(clients.weights(self.weights))
-        updates = clients.train(downloaded, average=weight_1M, keep_as_local_model=False)
+        updates = clients.train(downloaded, average=clients.weights(self.weights), keep_as_local_model=False)
         # v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i - w_t)); the client has w_0 or w_t already, so nothing is sent
         assert downloaded.row_M is not None
         row_M = np.where(state.came_N[clients.ids_M], downloaded.row_M + 1, 0)

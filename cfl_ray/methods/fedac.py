@@ -63,7 +63,7 @@ from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import row_or_last, with_mean
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED
-from cfl_ray.core.weights import cluster_weights, global_weights
+from cfl_ray.core.weights import cluster_weights
 
 CLUSTERS = 1  # number of the average that gives the Omega_k; the average of Phi has number 0
 FEW = 4  # clusters with fewer members may merge, others may split
@@ -173,7 +173,7 @@ class FedAC(Method[FedACState], name="fedac"):
             global_KP=first_KP,
             mean_F=torch.zeros(size),
             basis_FQ=torch.zeros(size, 0),
-            **FedACState.no_signatures(size),
+            signature_SF=torch.zeros(0, size),
         )
 
     def round(self, state: FedACState, clients: Clients, rng: Draws) -> FedACState:
@@ -187,7 +187,7 @@ class FedAC(Method[FedACState], name="fedac"):
             how=LocalTraining(proximal=proximal),
             client_state=self.personal(spec),
             features=self.update_features(spec),
-            average=global_weights(weight_M),
+            average=weight_M,
             defer_aggregation=True,
         )
         if not updates.valid_M.any():

@@ -3,7 +3,7 @@ https://openaccess.thecvf.com/content/CVPR2024/html/Yang_FedAS_Bridging_Inconsis
 
 A model is a shared base theta, with features g(x; theta), under a private head h_i.
 
-    c_iy <- mean of g(x; theta_i) over client i's samples of label y      theta_i: base of its last round
+    c_iy <- mean of g(x; theta_i) over i's samples of label y             theta_i: base of its last round; at first theta
     theta <- SGD on sum_y mean of (g(x; theta) - c_iy)^2                  alignment of the received base, for one epoch
     theta_i, h_i <- SGD_i from theta and the client's head
     F_i = sum over batches |gradient of the batch's mean loss at theta_i, h_i|^2      trace of the Fisher information
@@ -31,7 +31,6 @@ from cfl_ray.core.method import Method, OneModel, option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 from cfl_ray.errors import ConfigError
 
 OWN = ClientState("model", private=False)  # theta_i and h_i
@@ -107,7 +106,7 @@ class FedAS(OneModel, name="fedas"):
         else:
             weight_M = clients.weights(self.weights)
         # a client whose alignment failed went on from its last round
-        means = clients.average(updates, global_weights(weight_M * aligned_M))
+        means = clients.average(updates, weight_M * aligned_M)
         return state.advance(models_KP=means.averaged(default=state.models_KP))
 
     def kept(self, spec: ParamSpec) -> ClientState:

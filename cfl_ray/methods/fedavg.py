@@ -13,7 +13,6 @@ from cfl_ray.core.clients import Clients
 from cfl_ray.core.method import OneModel, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,5 @@ class FedAvg(OneModel, name="fedavg"):
     weights: str = weights_option()
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        weight_1M = global_weights(clients.weights(self.weights))
-        updates = clients.train(clients.send(state.models_KP), average=weight_1M)
+        updates = clients.train(clients.send(state.models_KP), average=clients.weights(self.weights))
         return state.advance(models_KP=updates.averaged(default=state.models_KP))

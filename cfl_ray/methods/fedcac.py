@@ -12,7 +12,8 @@ model and a bit for each parameter, and receives w and u_i. After beta rounds th
 overlap, and u_i is the client's own model; overlaps that are all equal, as in a cohort of two, are never below it.
 
 Deviations: with a sampled cohort the collaborators are within the cohort. Layers are the trained tensors (weights and
-biases each), as in the official code. PFLlib's implementation never advances t: its threshold stays at mean O.
+biases each), as in the official code. PFLlib's implementation compares all clients, at the beginning of the next
+round, so that its t is larger by 1.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import OwnModelsState
-from cfl_ray.core.weights import averages_of, global_weights
+from cfl_ray.core.weights import averages_of
 
 _CLIENTS = 8  # whose masks are made together: a row of temporary values for each
 
@@ -64,7 +65,6 @@ class FedCAC(Method[CriticalState], name="fedcac"):
             assign_N=start.one_cluster(),
             own_SP=first_KP[:0],
             mask_SP=first_KP[:0].bool(),
-            seen_S=np.zeros(0, np.int64),
         )
 
     def round(self, state: CriticalState, clients: Clients, rng: Draws) -> CriticalState:
@@ -72,8 +72,7 @@ class FedCAC(Method[CriticalState], name="fedcac"):
         row_M, spec = state.rows_of(clients.ids_M), clients.spec
         start = clients.send(state.starts, row_M)
         clients.select(row_M > 0).send(state.models_KP)  # w and u_i are two models
-        weights = global_weights(clients.weights(self.weights))
-        updates = clients.train(start, average=weights, features=spec.all)
+        updates = clients.train(start, average=clients.weights(self.weights), features=spec.all)
         clients.count_upload(-(-spec.trained // 32))  # m_i
         valid_M = updates.valid_M
         if not valid_M.any():

@@ -40,7 +40,6 @@ from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import SeenState
-from cfl_ray.core.weights import global_weights
 from cfl_ray.methods.fedas import OWN, check_classifier
 from cfl_ray.methods.fedrep import training_of
 
@@ -68,7 +67,7 @@ class LabelGroupsState(SeenState):
         position_M = self.positions(ids_M)
         own_M = position_M >= 0
         models_KP = self.models_KP[0].repeat(1 + own_M.sum(), 1)
-        Classifier.of(spec).put(spec, models_KP[1:], self.row_SCF[position_M[own_M]])
+        Classifier.of(spec).put(models_KP[1:], self.row_SCF[position_M[own_M]])
         return models_KP, np.where(own_M, own_M.cumsum(), 0)
 
     def prototypes_of(self, ids_M: np.ndarray) -> Tensor:
@@ -92,7 +91,7 @@ class BalancedClassifier:
         return self.classifier.num_classes * (self.classifier.num_features + self.classifier.has_bias + 1)
 
     def __call__(self, client: ClientData, model_P: Tensor) -> Tensor:
-        y_n, v_CF = client.y.cpu(), self.classifier.rows(client.spec, model_P.cpu())
+        y_n, v_CF = client.y.cpu(), self.classifier.rows(model_P.cpu())
         label_nC = one_hot(y_n, len(v_CF))
         count_C = label_nC.sum(0)
         each = min(int(count_C[count_C > 0].min()), self.per_class)
@@ -154,11 +153,10 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
 
     def init(self, start: Start) -> LabelGroupsState:
         first_KP, classifier = start.new_model(0)[None], Classifier.of(start.spec)
-        first_CF = classifier.rows(start.spec, first_KP[0])
+        first_CF = classifier.rows(first_KP[0])
         return LabelGroupsState(
             models_KP=first_KP,
             assign_N=start.one_cluster(),
-            seen_S=np.zeros(0, np.int64),
             row_SCF=first_CF.new_zeros(0, *first_CF.shape),
             prototype_SCF=torch.zeros(0, classifier.num_classes, classifier.num_features),
             first_CF=first_CF,
@@ -171,7 +169,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         received = clients.send(*state.models_of(clients.ids_M, spec))
         # v_i <- SGD on h^0 under theta, on a balanced part
         local, compared_KP = clients.local, state.models_KP.clone()
-        classifier.put(spec, compared_KP, state.first_CF[None])
+        classifier.put(compared_KP, state.first_CF[None])
         balanced = BalancedClassifier(
             classifier, self.balanced_epochs, self.balanced_lr, local.momentum, local.weight_decay, self.per_class
         )
@@ -191,7 +189,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
             received,
             client_state=OWN,
             how=how,
-            average=global_weights(clients.weights() * trained_M),  # others would go on from their last round
+            average=clients.weights() * trained_M,  # others would go on from their last round
             features=spec.head,
             keep_as_local_model=trained_M,
         )
@@ -205,7 +203,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
             return state
         ids_m = clients.ids_M[valid_M]
         head_mX = updates.valid_features_MF[torch.from_numpy(valid_M[updates.valid_M])]
-        row_mCF = head_mX[:, classifier.places_in_head(spec)]
+        row_mCF = head_mX[:, classifier.places_in_head()]
         z_mCF = prototype_MX[valid_M].reshape(len(ids_m), count, -1)[..., :-1].clone()
         group_mC = label_groups(v_MCF[valid_M], count_MC[valid_M] > 0, self.eps)
         for c in range(count):

@@ -119,12 +119,13 @@ class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
         distance = distances(layer_MF, "l2")
         clients.record("distance", distance, ("clients", "clients"), ids=ids_M)
         record_signatures(clients, ids_M, layer_MF)
-        cluster_M = self.clusters(distance, len(ids_M))
+        cut = self.cut_tree(distance, len(ids_M))
+        cluster_M = cut.cluster_S
         centre_KF, _ = cluster_means(layer_MF, cluster_M, cluster_M.max() + 1)
         models_KP, assign_N = state.start_KP.repeat(len(centre_KF), 1), state.place(ids_M, cluster_M)
-        clients.event("birth", into=range(len(centre_KF)), because=self.cut_figures(distance, cluster_M))
+        clients.event("birth", into=range(len(centre_KF)), because=cut.because)
         state = state.clustered(clients, state.start_KP, models_KP, assign_N, centre_KF)
-        return state.advance(height=self.height(distance))
+        return state.advance(height=cut.height)
 
     def join(self, state: FedClustState, clients: Clients) -> FedClustState:
         within = math.inf if self.newcomers == "join" or state.height is None else state.height

@@ -35,9 +35,9 @@ from cfl_ray.core.clients import Clients, least_loss
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import UNASSIGNED, State
-from cfl_ray.core.weights import global_weights
 
 _NEVER = 1e30  # distance of models that are not compared
+_ROUNDING = 1e-6  # differences of L that are delta but for rounding are neither above nor below it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +169,8 @@ class FedDrift(Method[PoolState], name="feddrift"):
             members = self.with_data_of(state, clients, k)
             if len(members):
                 start = members.send(state.models_KP, np.full(len(members), k))
-                weight_1M = global_weights(members.weights(self.weights))
                 own_M = state.assign_N[members.ids_M] == k
-                updates = members.train(start, average=weight_1M, keep_as_local_model=own_M)
+                updates = members.train(start, average=members.weights(self.weights), keep_as_local_model=own_M)
                 models_KP[k] = updates.averaged(default=models_KP[k : k + 1])[0]
         return state.advance(models_KP=models_KP)
 
@@ -202,9 +201,8 @@ class FedDrift(Method[PoolState], name="feddrift"):
         distance_KK = np.nan_to_num(np.maximum(np.maximum(excess_KK, excess_KK.T), 0), nan=_NEVER)
         distance = distance_KK[np.triu_indices(state.num_clusters, 1)]
         tree = linkage_tree(distance, "complete")
-        below = np.nextafter(self.delta, -1)  # merge while d < delta
-        part_K = scipy.cluster.hierarchy.fcluster(tree, below, "distance") if self.delta else np.arange(len(loss_KK))
-        part_K = by_lowest_member(part_K)
+        below = self.delta - _ROUNDING  # merge while d < delta
+        part_K = by_lowest_member(scipy.cluster.hierarchy.fcluster(tree, below, "distance"))
         if part_K.max() + 1 == state.num_clusters:
             return state
         left = part_K.tolist()
@@ -228,7 +226,7 @@ class FedDrift(Method[PoolState], name="feddrift"):
         loss_MK = self.losses(clients, state.models_KP)
         best_M = least_loss(loss_MK)
         valid_M = best_M >= 0
-        drifted_M = valid_M & (loss_MK.min(1) > self.losses_before(state, clients) + self.delta)
+        drifted_M = valid_M & (loss_MK.min(1) > self.losses_before(state, clients) + self.delta + _ROUNDING)
         stay_M = valid_M & ~drifted_M
         before_K, state = state.members_K, state.in_use_of_others(clients.ids_M)
         state = state.given(clients.ids_M[stay_M], best_M[stay_M])

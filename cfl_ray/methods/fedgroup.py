@@ -21,7 +21,7 @@ Updates longer than `sketch` are projected. P-server is over clients with a grou
 number of clients in the cold start.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -131,9 +131,9 @@ class FedGroup(Method[GroupState], name="fedgroup"):
         # w_k <- mean of w_0 + Delta_i,  Delta_k <- mean of Delta_i over group k
         centre_KF, _ = cluster_means(delta_MF, group_M, group_M.max() + 1)
         weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights("uniform"), len(centre_KF))
-        averages = clients.average(updates, weight_KM, average_number=0)
+        without_step = replace(clients, server_moments=None)  # FedAvg begins after the cold start
+        averages = without_step.average(updates, weight_KM)
         models_KP = averages.averaged(default=state.start_KP.repeat(len(centre_KF), 1))
-        clients.restart_moments(models_KP)  # FedAvg begins after the cold start
         because = {"clients": len(group_M), "num_clusters": self.num_clusters}
         clients.event("birth", into=range(len(models_KP)), because=because)
         return self.with_labels(state.clustered(clients, state.start_KP, models_KP, assign_N, centre_KF), clients)

@@ -76,7 +76,6 @@ class FedGWC(Method[InteractionState], name="fedgwc"):
             models_KP=start.new_model(0)[None],
             assign_N=start.one_cluster(),
             interaction_SS=np.zeros((0, 0)),
-            seen_S=np.zeros(0, np.int64),
             change_K=np.ones(1),
             patient_K=np.zeros(1, np.int64),
             open_K=np.ones(1, bool),

@@ -23,7 +23,6 @@ from cfl_ray.core.clients import Clients, LocalTraining, Proximal
 from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 from cfl_ray.errors import ConfigError
 
 
@@ -64,7 +63,7 @@ class FedNova(OneModel, name="fednova"):
         updates = clients.train(
             sent,
             how=LocalTraining(proximal=[Proximal(self.mu, sent)]),
-            average=global_weights(weight_M * (a_M.max() / a_M)),
+            average=weight_M * (a_M.max() / a_M),
         )
         clients.count_upload(1)  # a_i
         if not updates.valid_M.any():

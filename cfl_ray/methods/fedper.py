@@ -17,7 +17,6 @@ from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 from cfl_ray.errors import ConfigError
 
 
@@ -46,9 +45,7 @@ class FedPer(OneModel, name="fedper"):
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         phi = clients.send(state.models_KP, columns=self.private_columns(clients.spec)[1])
-        updates = clients.train(
-            phi, client_state=self.kept(clients.spec), average=global_weights(clients.weights(self.weights))
-        )
+        updates = clients.train(phi, client_state=self.kept(clients.spec), average=clients.weights(self.weights))
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
     def private_columns(self, spec: ParamSpec) -> tuple[Columns, Columns]:

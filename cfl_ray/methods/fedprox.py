@@ -14,7 +14,6 @@ from cfl_ray.core.clients import Clients, LocalTraining, Proximal
 from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,6 @@ class FedProx(OneModel, name="fedprox"):
         updates = clients.train(
             sent,
             how=LocalTraining(proximal=[Proximal(self.mu, sent)]),
-            average=global_weights(clients.weights(self.weights)),
+            average=clients.weights(self.weights),
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))

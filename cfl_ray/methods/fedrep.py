@@ -26,7 +26,6 @@ from cfl_ray.core.method import option
 from cfl_ray.core.params import Columns
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 from cfl_ray.methods.fedper import FedPer
 
 
@@ -70,8 +69,8 @@ class FedRep(FedPer, name="fedrep"):
         # h_i <- tau_h SGD steps on f_i(h_i, phi_t)
         self.train_heads(phi, clients)
         # phi_i <- SGD steps on f_i(h_i, phi_i);  phi_{t+1} <- Avg(phi_i)
-        weight_1M = global_weights(clients.weights(self.weights))
-        updates = clients.train(phi, client_state=head, how=training_of(shared, clients), average=weight_1M)
+        how, weight_M = training_of(shared, clients), clients.weights(self.weights)
+        updates = clients.train(phi, client_state=head, how=how, average=weight_M)
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
     def train_heads(self, phi: Sent, clients: Clients) -> None:

@@ -6,21 +6,20 @@ arXiv:2112.06053, Algorithm 1.
     v_ik <- u_ik n_i / sum_j u_jk n_j                                       probability of selection
     S_k: m clients, drawn without replacement with the probabilities v_.k
     w_i <- argmin f_i(w) + (lambda / 2) sum_k u_ik ||w - c_k||^2            clients of any S_k, from their own w_i
-    c_k <- mean of w_i over S_k
+    c_k <- mean of w_i over S_k                                             without selection: sum_i v_ik w_i
 
 A client keeps w_i, and predicts with it; w_i is uploaded once, for any number of its S_k. A client without a w_i starts
 from, and predicts with, the centre of its largest importance.
 
 Deviations: all reachable clients take part in the estimate, but S_k is drawn from the cohort, whose clients without
-importances estimate them at once. The proximal problem is solved by the experiment's
-local SGD. The centres start from independent initialisations. The official code (ycruan/FedSoft, e71a4ab) stops with a
-TypeError as published.
+importances estimate them at once. The proximal problem is solved by the experiment's local SGD. The centres start from
+independent initialisations. The official code (ycruan/FedSoft, e71a4ab) stops with a TypeError as published. Its option
+without selection is `clients_per_cluster: null`.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -49,15 +48,18 @@ class FedSoft(MixtureMethod[MixtureState], name="fedsoft"):
     lam: float = option(0.1, "lambda: weight of the proximal terms", source="paper: MNIST; CIFAR-10: 0.01", low=0)
     tau: int = option(2, "rounds between two estimates of the importances", source="paper", low=1)
     clients_per_cluster: int | None = option(
-        15, "m, clients that are drawn for each centre; null: the whole cohort", source="official code", low=1
+        15,
+        "m, clients that are drawn for each centre; null: no selection, the mean of the cohort weighed by v_ik",
+        source="official code",
+        low=1,
     )
     least_importance: float = option(1e-4, "sigma: least importance u_ik", source="official code", low=0, high=1)
 
     def warning(self, clients: int, cohort: int) -> str:
-        if self.num_clusters == 1 or (self.clients_per_cluster or cohort) < cohort:
+        if self.num_clusters == 1 or self.clients_per_cluster is None or self.clients_per_cluster < cohort:
             return ""
         return (
-            f"clients_per_cluster ({self.clients_per_cluster or 'null'}) is not below the {cohort} clients of a round: "
+            f"clients_per_cluster ({self.clients_per_cluster}) is not below the {cohort} clients of a round: "
             "every S_k is the whole cohort, and all centres are equal"
         )
 
@@ -72,7 +74,9 @@ class FedSoft(MixtureMethod[MixtureState], name="fedsoft"):
             state = self.join(state, asked)
         u_MK = np.maximum(state.weights_of(clients.ids_M), self.least_importance)
         # S_k
-        drawn_KM = self.draw(u_MK * clients.weights()[:, None], rng)
+        v_MK = u_MK * clients.weights()[:, None]
+        drawn_KM = self.draw(v_MK, rng)
+        weight_KM = drawn_KM * (v_MK.T if self.clients_per_cluster is None else 1.0)
         drawn = np.flatnonzero(drawn_KM.any(0))
         clients, u_MK = clients.select(drawn), u_MK[drawn]
         # w_i
@@ -85,7 +89,7 @@ class FedSoft(MixtureMethod[MixtureState], name="fedsoft"):
             received.choose(u_MK.argmax(1)),
             client_state=PERSONAL,
             how=LocalTraining(proximal=terms),
-            average=torch.from_numpy(drawn_KM[:, drawn].astype(np.float64)),
+            average=weight_KM[:, drawn],
         )
         # c_k
         return state.advance(models_KP=updates.averaged(default=state.models_KP))

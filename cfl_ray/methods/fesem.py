@@ -67,14 +67,13 @@ class FeSEM(Method[State], name="fesem"):
         # E-step: c(i), by k-means++ in the first round
         if state.phase == "cluster":
             cluster_M, centre_KF = kmeans(feature_MF, self.num_clusters, rng.seed)
-            record_centre_distances(clients, ids_M, feature_MF, centre_KF, "l2")
             state = state.advance(models_KP=state.models_KP.repeat(len(centre_KF), 1), phase="federate")
         else:
-            cluster_M, distance_M = self.e_step(state, clients, feature_MF)
-            centre_KF = self.update_features(clients).of_rows(state.models_KP, clients.seed)
-            record_centre_distances(clients, ids_M, feature_MF, centre_KF, "l2")
+            centre_KF = self.centres(state, clients)
+            cluster_M, distance_M = nearest_centre(feature_MF, centre_KF, "l2")
             if self.reseed:
                 self.reseed_empty_centre(state, ids_M, cluster_M, distance_M)
+        record_centre_distances(clients, ids_M, feature_MF, centre_KF, "l2")
         state = placed(state, clients, ids_M, cluster_M, clients=len(ids_M), num_clusters=state.num_clusters)
 
         # M-step: theta_k <- Avg of W_i over c(i) = k
@@ -96,10 +95,9 @@ class FeSEM(Method[State], name="fesem"):
         columns = clients.spec.linear if self.features == "linear" else clients.spec.trainable
         return UpdateFeatures(columns, change=True, sketch=self.sketch)
 
-    def e_step(self, state: State, clients: Clients, feature_MF: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Each client's nearest centre, int64 (M,), and the distance to it (M,)."""
-        centre_KF = self.update_features(clients).of_rows(state.models_KP, clients.seed)
-        return nearest_centre(feature_MF, centre_KF, "l2")
+    def centres(self, state: State, clients: Clients) -> Tensor:
+        """The features (K, F) of the cluster models."""
+        return self.update_features(clients).of_rows(state.models_KP, clients.seed)
 
     def reseed_empty_centre(
         self, state: State, ids_M: np.ndarray, cluster_M: np.ndarray, distance_M: np.ndarray
@@ -116,5 +114,5 @@ class FeSEM(Method[State], name="fesem"):
         if state.phase == "cluster":
             return state
         updates, feature_MF = self.train(state, clients, keep_as_local_model=False)
-        cluster_M, _ = self.e_step(state, clients, feature_MF)
+        cluster_M, _ = nearest_centre(feature_MF, self.centres(state, clients), "l2")
         return placed(state, clients, clients.ids_M[updates.valid_M], cluster_M, clients=len(cluster_M))

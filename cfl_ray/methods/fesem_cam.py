@@ -36,7 +36,7 @@ from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import placed, row_or_last, serve_per_cluster, with_mean
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.weights import cluster_weights, global_weights
+from cfl_ray.core.weights import cluster_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
             phase="warmup",
             global_KP=neutral_KP,
             weight_S=np.zeros(0),
-            **FeSEMCAMState.no_signatures(self.update_features(start.spec).count),
+            signature_SF=torch.zeros(0, self.update_features(start.spec).count),
         )
 
     def round(self, state: FeSEMCAMState, clients: Clients, rng: Draws) -> FeSEMCAMState:
@@ -96,7 +96,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         global_updates = clients.train(
             theta_g,
             how=LocalTraining(frozen_model=theta_c),
-            average=global_weights(clients.weights(self.weights)),
+            average=clients.weights(self.weights),
             keep_as_local_model=False,
             average_number=1,  # number 0 is the average of the cluster models, also in the warm-up
         )

@@ -27,7 +27,7 @@ from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.weights import cluster_weights, global_weights
+from cfl_ray.core.weights import cluster_weights
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
         if clients.round >= self.cluster_round:
             return self.cluster(state, clients.all_reachable())
         # earlier rounds: FedAvg
-        updates = clients.train(clients.send(state.models_KP), average=global_weights(clients.weights(self.weights)))
+        updates = clients.train(clients.send(state.models_KP), average=clients.weights(self.weights))
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
     def cluster(self, state: CentreState, clients: Clients) -> CentreState:
@@ -90,7 +90,8 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
         distance = distances(feature_MF, self.metric)
         clients.record("distance", distance, ("clients", "clients"), ids=clients.ids_M[valid_M])
         record_signatures(clients, clients.ids_M[valid_M], feature_MF)
-        cluster_M = self.clusters(distance, len(feature_MF))
+        cut = self.cut_tree(distance, len(feature_MF))
+        cluster_M = cut.cluster_S
         centre_KF, _ = cluster_means(feature_MF, cluster_M, cluster_M.max() + 1)
         assign_N = state.place(clients.ids_M[valid_M], cluster_M)
 
@@ -99,7 +100,7 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
         if self.model == "mean":
             weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), len(centre_KF))
             models_KP = clients.average(updates, weight_KM).averaged(default=models_KP)
-        clients.event("birth", into=range(len(centre_KF)), because=self.cut_figures(distance, cluster_M))
+        clients.event("birth", into=range(len(centre_KF)), because=cut.because)
         return state.clustered(clients, state.models_KP, models_KP, assign_N, centre_KF)
 
     def update_features(self, clients: Clients) -> UpdateFeatures:

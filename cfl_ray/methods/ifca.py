@@ -28,7 +28,7 @@ from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import placed
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
-from cfl_ray.core.weights import cluster_weights, global_weights
+from cfl_ray.core.weights import cluster_weights
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class IFCA(Method[State], name="ifca"):
         weight_M = clients.weights("uniform" if gradients else self.weights) * known_M
         weight_RM = cluster_weights(chosen_M, weight_M, self.num_clusters)
         if self.share_base:
-            weight_RM = torch.cat([weight_RM, global_weights(weight_M)])  # the last row: all participants
+            weight_RM = np.vstack([weight_RM, weight_M])  # the last row: all participants
         updates = clients.train(theta, how=LocalTraining(sgd=one_step), average=weight_RM)
 
         # theta_j <- Avg of W_i, or theta_j - (gamma / m) sum of g_i, over the clients that chose j

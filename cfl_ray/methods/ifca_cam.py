@@ -39,7 +39,7 @@ from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import placed
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
-from cfl_ray.core.weights import cluster_weights, global_weights
+from cfl_ray.core.weights import cluster_weights
 
 CLUSTERS, GLOBAL = 0, 1  # numbers of the averages; their order differs between the schedules and the warm-up
 
@@ -143,7 +143,7 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         return clients.train(
             theta_g,
             how=LocalTraining(frozen_model=received.choose(np.maximum(assign_M, 0))),
-            average=global_weights(clients.weights(self.weights) * (assign_M != UNASSIGNED)),
+            average=clients.weights(self.weights) * (assign_M != UNASSIGNED),
             keep_as_local_model=False,
             average_number=GLOBAL,
         )
@@ -157,8 +157,8 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
 
     def warm_up(self, state: CAMState, clients: Clients) -> CAMState:
         """The state after a warm-up round, which is FedAvg of Theta_g."""
-        weight_1M = global_weights(clients.weights(self.weights))
-        updates = clients.train(clients.send(state.global_KP), average=weight_1M, average_number=GLOBAL)
+        theta_g, weight_M = clients.send(state.global_KP), clients.weights(self.weights)
+        updates = clients.train(theta_g, average=weight_M, average_number=GLOBAL)
         phase = "federate" if clients.round == self.warmup_rounds else state.phase
         return state.advance(global_KP=updates.averaged(default=state.global_KP), phase=phase)
 

@@ -15,7 +15,6 @@ from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,7 @@ class LGFedAvg(OneModel, name="lg_fedavg"):
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         g = clients.send(state.models_KP, columns=clients.spec.top(self.shared_layers(clients.spec)))
-        updates = clients.train(
-            g, client_state=self.kept(clients.spec), average=global_weights(clients.weights(self.weights))
-        )
+        updates = clients.train(g, client_state=self.kept(clients.spec), average=clients.weights(self.weights))
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
     def shared_layers(self, spec: ParamSpec) -> int:

@@ -147,7 +147,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
             start_KP=first_KP,
             angle_SS=torch.zeros(0, 0),
             inputs=math.prod(start.input_shape),
-            **PACFLState.no_signatures(),
+            signature_SF=torch.zeros(0, 0),
         )
 
     def round(self, state: PACFLState, clients: Clients, rng: Draws) -> PACFLState:
@@ -173,10 +173,11 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
         # agglomerate by A
         condensed = scipy.spatial.distance.squareform(state.angle_SS.double().numpy(), checks=False)
         clients.record("distance", condensed, ("clients", "clients"), ids=state.seen_S)
-        cluster_S = self.clusters(condensed, len(state.seen_S))
+        cut = self.cut_tree(condensed, len(state.seen_S))
+        cluster_S = cut.cluster_S
         if not old:
             models_KP = state.start_KP.repeat(cluster_S.max() + 1, 1)
-            clients.event("birth", into=range(len(models_KP)), because=self.cut_figures(condensed, cluster_S))
+            clients.event("birth", into=range(len(models_KP)), because=cut.because)
             return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, cluster_S), phase="federate")
 
         # a newcomer joins the current cluster of most old members of its new cluster, or of the nearest old member

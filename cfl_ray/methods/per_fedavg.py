@@ -25,7 +25,6 @@ from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class PerFedAvg(OneModel, name="per_fedavg"):
         updates = clients.train(
             clients.send(state.models_KP),
             how=LocalTraining(local_step=local_step, sgd=sgd),
-            average=global_weights(clients.weights(self.weights)),
+            average=clients.weights(self.weights),
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 

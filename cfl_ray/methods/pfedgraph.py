@@ -38,7 +38,7 @@ from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import OwnModelsState
-from cfl_ray.core.weights import averages_of, global_weights
+from cfl_ray.core.weights import averages_of
 
 SAME = 0.9  # updates with a higher cosine count as equal
 
@@ -97,7 +97,6 @@ class PFedGraph(Method[GraphState], name="pfedgraph"):
             models_KP=first_KP,
             assign_N=start.one_cluster(),
             own_SP=first_KP[:0],
-            seen_S=np.zeros(0, np.int64),
             first_KP=first_KP,
         )
 
@@ -106,8 +105,8 @@ class PFedGraph(Method[GraphState], name="pfedgraph"):
             clients.reads("the models")
         # theta_i <- SGD on f_i(theta) - lambda cos(theta, a_i), from a_i
         start, features = clients.send(state.all_models, state.rows_of(clients.ids_M)), self.features(clients.spec)
-        weights = global_weights(clients.weights())
-        updates = clients.train(start, how=self.training(start), average=weights, features=clients.spec.all)
+        how, weight_M = self.training(start), clients.weights()
+        updates = clients.train(start, how=how, average=weight_M, features=clients.spec.all)
         valid_M = updates.valid_M
         if not valid_M.any():
             return state

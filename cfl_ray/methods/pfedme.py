@@ -13,10 +13,10 @@ The official code reports the accuracy of w_i as that of the personal model: the
 those of the model, which is then overwritten by w_i. `predict: w` does the same; it does not change training, so two
 entries of `methods` give both. `global_score` in the diagnostics is the score of w.
 
-Deviations: R is the experiment's number of local steps, and eta at most 1 / lambda, since a larger step overshoots
-theta_i. mu is from the official code (CharlieDinh/pFedMe, caf24b1). That code continues from the last theta_i at a new
-batch, averages w_i by samples (`weights: samples`), trains all clients in every round, not the cohort alone, and does
-not shuffle batches.
+Deviations: R is the experiment's number of local steps. If `eta` is not set, it is at most 1 / lambda, since a larger
+step overshoots theta_i. mu is from the official code (CharlieDinh/pFedMe, caf24b1). That code continues from the last
+theta_i at a new batch, averages w_i by samples (`weights: samples`), trains all clients in every round, not the cohort
+alone, and does not shuffle batches.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,6 @@ from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
-from cfl_ray.core.weights import global_weights
 
 THETA = ClientState("personal", private=False)  # theta_i
 W = ClientState("personal", private=False, resumed=Columns(()))  # w_i, which begins every round as w_t
@@ -100,7 +99,7 @@ class PFedMe(OneModel, name="pfedme"):
                 local_step=step,
                 companion=w if self.predict == "theta" else None,
             ),
-            average=global_weights(clients.weights(self.weights)),
+            average=clients.weights(self.weights),
         )
         models_KP = updates.averaged(default=state.models_KP)
         if self.beta != 1:  # a variance beyond the mean could be negative

@@ -37,7 +37,7 @@ from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import serve_per_cluster
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED
-from cfl_ray.core.weights import cluster_weights, global_weights
+from cfl_ray.core.weights import cluster_weights
 
 
 def anchor_gradient(client: ClientData, anchor_P: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
             global_KP=first_KP,
             empty_E=np.zeros(0, np.int64),
             mean_EF=torch.zeros(0, features),
-            **StoCFLState.no_signatures(features),
+            signature_SF=torch.zeros(0, features),
         )
 
     def round(self, state: StoCFLState, clients: Clients, rng: Draws) -> StoCFLState:
@@ -194,7 +194,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         global_updates = clients.train(
             omega,
             how=LocalTraining(chained=self.global_update == "chain"),
-            average=global_weights(weight_M),
+            average=weight_M,
             keep_as_local_model=False,
         )
 

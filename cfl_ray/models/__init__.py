@@ -221,6 +221,11 @@ def recipe(
     weights: a .safetensors file of pretrained tensors; None: the network starts with the factory's initialisation.
     """
     factory = MODELS.resolve(name)
+    if isinstance(factory, nn.Module):
+        raise ConfigError(
+            f"model: {type(factory).__name__} is given as a module, expected what makes new ones: its class, or a "
+            "function that returns one"
+        )
     if not callable(factory):
         raise ConfigError(f"model {name!r} is {type(factory).__name__}, expected a function or class to call")
     tensors = {} if weights is None else read_weights(Path(weights).expanduser())

@@ -36,7 +36,7 @@ class DeviceMemory:
         self.needs: dict[Hashable, int] = {}  # bytes of one client, by kind
         self.limits: dict[Hashable, int] = {}  # most clients of a vmap batch, by kinds of which one did not fit
         self._before = 0
-        self.measuring = False  # whether the need of clients is being measured
+        self.measuring = False  # whether the need of the clients that are trained now is being measured
         self.held = 0  # bytes in use that PyTorch counts as free for reuse: of CUDA graphs
         self.largest = 0  # clients of the largest vmap batch that was trained
         self.caches: list[Callable[[], None]] = []  # functions that clear caches on the device
@@ -58,11 +58,9 @@ class DeviceMemory:
 
     def begin_peak(self) -> None:
         """Begins a measurement of the peak."""
-        self.measuring = True
-        if not self.measurable:
-            return
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._before = torch.cuda.memory_allocated(self.device)
+        if self.measurable:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
 
     def peak(self) -> int:
         """Most bytes in use since the measurement began, beyond those in use then; 0 if not measurable."""
@@ -105,18 +103,12 @@ class DeviceMemory:
         size = PROBE if need is None else max(int(_USED * self.free()) // need, 1)
         return min(size, self.limits.get(kind, size), size if self.most is None else self.most)
 
-    def is_known(self, kind: Hashable) -> bool:
-        """Whether the need of one client of this kind was measured."""
-        return kind in self.needs
-
     def fitted(self, kind: Hashable, size: int) -> None:
         """Records the peak of a vmap batch of `size` clients as the need of such clients."""
-        self.measuring = False
         self.needs[kind] = max(self.peak() // size, 1)
 
     def did_not_fit(self, kind: Hashable, size: int) -> None:
         """Limits vmap batches to half of `size`, after `size` clients ran out of memory."""
-        self.measuring = False
         self.needs.setdefault(kind, max(self.free() // size, 1))
         self.limits[kind] = max(size // 2, 1)
         self.release()

@@ -13,10 +13,10 @@ from cfl_ray.core.rng import torch_stream
 from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn import functional_dropout
-from cfl_ray.nn import precision as precisions
 from cfl_ray.nn.device_memory import DeviceMemory, copied_to, device_of
 from cfl_ray.nn.functional_dropout import DropoutCall
 from cfl_ray.nn.layers import AddressedDropout, replace_layers
+from cfl_ray.nn.precision import autocast
 from cfl_ray.nn.shared import FrozenParameter
 from cfl_ray.nn.splitmix import Keys, split
 
@@ -303,10 +303,6 @@ class Network:
         first = number * len(self.dropouts)
         return [layer.draw(split(keys, first + i), samples) for i, layer in enumerate(self.dropouts.values())]
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Context for a forward pass in training, which computes in the network's precision."""
-        return precisions.autocast(self.precision, self.device)
-
     def without_cudnn(self) -> AbstractContextManager[None]:
         """Context for a forward pass that cuDNN's recurrent layers do not support: with a gradient in evaluation mode
         or under vmap, or with a seed, which does not reset their dropout.
@@ -329,7 +325,7 @@ class Network:
             masks = own if tensors is None else [tensors[name] for name in names]
             masked = functional_dropout.Masked(list(self.dropout_calls.values()), masks)
             tensors = None if tensors is None else {k: v for k, v in tensors.items() if k not in names}
-        with self.autocast(), masked:
+        with autocast(self.precision, self.device), masked:
             outputs = self.module(x) if tensors is None else functional_call(self.module, tensors, (x,))
         return outputs.float()
 

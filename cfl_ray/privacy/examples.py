@@ -53,7 +53,7 @@ def delta_of(config: ExamplesConfig, num_samples_N: np.ndarray) -> float:
     if delta >= 1 / most:
         raise ConfigError(
             f"privacy.examples.delta must be below 1 / {most} samples of the largest client = {1 / most:.3g}, got "
-            f"{delta:g}: a larger one allows to publish a sample"
+            f"{delta:g}: a larger one would permit publishing a sample"
         )
     return delta
 

@@ -39,6 +39,7 @@ from cfl_ray.config.privacy import SignatureConfig
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.rng import secret_stream
+from cfl_ray.core.secure_aggregation import LARGEST_SIGMA
 from cfl_ray.core.work import Address, Averaging, Clip, Outcome, RingNoise, SecureSum, Train
 from cfl_ray.errors import ConfigError
 
@@ -99,10 +100,11 @@ class Privacy:
         ConfigError for noise that cannot be drawn or accounted for.
         """
         share = math.ceil(self.sum_multiplier * self.noise_scale * norm / least**0.5)
-        if not 3 <= share <= 2**26:
+        if not 3 <= share <= LARGEST_SIGMA:
             raise ConfigError(
                 f"privacy, and secure_aggregation.levels: the noise of each of {least} clients has a standard "
-                f"deviation of {share} steps, it must be 3 .. {2**26}; set {'more' if share < 3 else 'fewer'} levels"
+                f"deviation of {share} steps, it must be 3 .. {LARGEST_SIGMA}; set "
+                f"{'more' if share < 3 else 'fewer'} levels"
             )
         return share
 
@@ -169,7 +171,7 @@ class PrivateRun:
         if len(weight_E) and not np.allclose(weight_E, weight_E[0], rtol=1e-9):
             raise PrivacyError(
                 f"privacy needs equal weights of all clients, got {weight_E.min():g} .. {weight_E.max():g}; "
-                "the weight of a client would tell about its data"
+                "the weight of a client depends on its data"
             )
         if len(averaging.client_E) != len(np.unique(averaging.client_E)):
             raise PrivacyError("privacy needs every client in one average of an exchange, got clients in several")

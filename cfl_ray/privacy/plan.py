@@ -71,7 +71,7 @@ def privacy_plan_of(
     if delta >= 1 / sampling.population:
         raise ConfigError(
             f"privacy.delta must be below 1 / {sampling.population} clients = {1 / sampling.population:.3g}, got "
-            f"{delta:g}: a larger one allows to publish the data of a client"
+            f"{delta:g}: a larger one would permit publishing the data of a client"
         )
     cohort = _expected_cohort(experiment, num_clients)
     unit = Privacy(

@@ -305,8 +305,8 @@ def _events(experiment: ReportedExperiment) -> PageFigure | None:
                 "showlegend": True,
             }
         )
-    counts = listed([f"{len(events)} of kind {kind}" for kind, events in of_kind.items()])
-    caption = f"Of the first seed: {counts}. Each event says which figures decided it."
+    counts = listed([f"{kind} ({len(events)})" for kind, events in of_kind.items()]) or "none"
+    caption = f"Events of the first seed: {counts}. Pointing at an event shows the values that decided it."
     why = next((f" In round {round}, {label}: {text}." for round, label, text in of_kind.get("split", [])), "")
     figure = canvas(traces, "round", "", hovermode="closest", yaxis={"automargin": True})
     return PageFigure("Phases, and events of clusters", caption + why, figure, height=140 + 40 * len(rows))

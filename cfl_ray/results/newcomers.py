@@ -143,7 +143,12 @@ def _without_labels(trained: TrainedMethod, x: Tensor) -> Newcomer:
 
 def _samples(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> TensorSamples:
     """The samples as tensors. Raises DataError for samples on which a client of the federation could not train."""
-    shape, given = trained.federation.shape, torch.as_tensor(y)
+    shape, values = trained.federation.shape, np.asarray(y)
+    if values.dtype.kind in "US":
+        raise DataError(
+            f"the samples have labels as words ({str(values.flat[0])!r}), expected numbers: places in `class_names`"
+        )
+    given = torch.as_tensor(y)
     inputs, targets = trained.inputs(x), given.to(shape.target_dtype)
     if given.is_floating_point() and not targets.is_floating_point() and not torch.equal(targets.to(given), given):
         raise DataError("the samples have labels that are not whole numbers")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -193,6 +193,12 @@ class Results:
 
     def __getitem__(self, label: str) -> MethodResult:
         return self.method(label)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.methods)
+
+    def __len__(self) -> int:
+        return len(self.methods)
 
     def method(self, label: str) -> MethodResult:
         """The results of a method. Raises ConfigError, which lists the labels, for an unknown name."""

@@ -40,7 +40,7 @@ def run_info(runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]
         "clients": f"{clients}{true_groups}" if clients else "",
         "test data": section("data.test."),
         "model": section("model.", ["model.name"]),
-        "task": settings["task"],
+        "task": settings.get("task") or section("task."),
         "local training": section("local.", ["local.epochs", "local.batch_size", "local.lr"]),
         "cohort": section("cohort.", ["cohort.fraction"]),
         "attack": section("attack."),

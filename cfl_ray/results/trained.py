@@ -17,6 +17,7 @@ from cfl_ray.core.state import State
 from cfl_ray.core.tasks import Task
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import Federation, TensorSamples
+from cfl_ray.data.indexed import Scaling
 from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.scoring import mixed
@@ -157,11 +158,17 @@ class TrainedMethod:
         return self.module(row_P, serving.frozen_P)
 
     def inputs(self, x: Tensor | np.ndarray) -> Tensor:
-        """Normalised inputs as a tensor. Raises DataError for another shape than that of the federation's samples."""
-        x = torch.as_tensor(x, dtype=self.federation.shape.dtype)
-        if tuple(x.shape[1:]) != self.federation.shape.input:
+        """Normalised inputs as a tensor; uint8, as images are stored, is divided by the scale and normalised.
+
+        Raises DataError for another shape than that of the federation's samples.
+        """
+        federation, x = self.federation, torch.as_tensor(x)
+        if x.dtype == torch.uint8 and federation.shape.vocabulary is None:
+            x = Scaling(federation.scale, federation.normalize).to_tensor(x.numpy())
+        x = x.to(federation.shape.dtype)
+        if tuple(x.shape[1:]) != federation.shape.input:
             raise DataError(
-                f"inputs have shape {tuple(x.shape)}, expected (n, {', '.join(map(str, self.federation.shape.input))})"
+                f"inputs have shape {tuple(x.shape)}, expected (n, {', '.join(map(str, federation.shape.input))})"
             )
         return x
 

@@ -101,7 +101,7 @@ class SamplePrivacy:
             epsilon_N = self.account.epsilon_N()
             draft.metrics["example_epsilon"] = float(epsilon_N.max())
             ids = np.arange(len(epsilon_N))
-            draft.stats.diagnostics.add("example_epsilon_of_clients", epsilon_N, ["clients"], ids, 0.0)
+            draft.stats.diagnostics.add("example_epsilon_of_clients", epsilon_N, ["clients"], ids)
 
 
 def _key(store: CheckpointStore) -> bytes:

@@ -48,7 +48,7 @@ def of_clusters(label: str, primary: str, state: State, online: np.ndarray, scor
     diagnostics = Diagnostics(label)
     if vectors := cluster_vectors(state, online, scores):
         for name, vector_K in zip(cluster_diagnostics_of(primary), vectors, strict=True):
-            diagnostics.add(name, vector_K, (CLUSTERS,), scores.ids_M, 0.0)
+            diagnostics.add(name, vector_K, (CLUSTERS,), scores.ids_M)
     return diagnostics
 
 

@@ -134,7 +134,7 @@ class RoundEvaluation:
         chosen = clients.select(chosen_M)
         past = chosen.replaying([(int(changed) - 1,) for changed in changed_N[chosen.ids_M]])
         score_M = self.evaluator.scores(serving.select(chosen_M), past).primary_M
-        diagnostics.add(PAST_SCORES, score_M, (CLIENTS,), chosen.ids_M, 0.0)
+        diagnostics.add(PAST_SCORES, score_M, (CLIENTS,), chosen.ids_M)
         draft.metrics[f"{self.primary}_past"] = mean_of_defined(score_M)
         return diagnostics
 
@@ -147,5 +147,5 @@ class RoundEvaluation:
         clients = replace(self.clients_of(ids, round, stats), evaluated=True)
         counted, counts_MC = self.label_counts.of(clients, self.membership.present)
         if len(counted):
-            labels.add(LABEL_COUNTS, counts_MC, (CLIENTS, "classes"), counted, 0.0)
+            labels.add(LABEL_COUNTS, counts_MC, (CLIENTS, "classes"), counted)
         return labels

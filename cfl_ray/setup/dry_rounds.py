@@ -47,10 +47,10 @@ class DryBackend:
         num_clients = len(work.ids_M)
         if isinstance(work, Train):
             self.work["trained"] += int(work.cost_M(np.ones(num_clients)).sum())
+            if work.defer_aggregation:
+                self.deferred.add(num_clients)
         elif isinstance(work, Losses | FitMixture):
             self.work["tested"] += num_clients * len(work.tables[0])
-        if work.defers_results:
-            self.deferred.add(num_clients)
         if (state := work.client_state) is not None and isinstance(work, Train):
             columns = self.spec.size if state.columns is None else state.columns.count
             floats = columns + (self.spec.trained if work.local.persist else 0)

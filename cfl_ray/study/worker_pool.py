@@ -18,6 +18,7 @@ from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserE
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.lifecycle.launch import StudyPlace, run_of_study
 from cfl_ray.run_directory import RunDirectory
+from cfl_ray.setup.setup import Setup
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.resources import Resources
 from cfl_ray.system.files import write_text
@@ -44,9 +45,12 @@ class RunOutcome:
 
 @dataclass
 class _Notes(Watcher):
-    """Keeps the warnings of a run."""
+    """Keeps the warnings of a run, without those of its config, which `cfl-ray check` shows."""
 
     warnings: list[str] = field(default_factory=list)
+
+    def started(self, setup: Setup, run_dir: Path | None, run_info: dict[str, str]) -> None:
+        pass
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)

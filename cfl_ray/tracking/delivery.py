@@ -193,7 +193,8 @@ class LiveDelivery:
         if lacks(run_dir, name):
             later = "; the next cfl-ray command delivers them" if name == MLFLOW else ""
             rounds, log = waiting_rounds(run_dir, name), RunDirectory(run_dir).metrics
-            self.warn(f"{self._title()} lacks {rounds} rounds and the end of {run_dir}, which {log} keeps{later}")
+            lost = f"{rounds} round{'s' * (rounds != 1)} and " * bool(rounds)
+            self.warn(f"{self._title()} lacks {lost}the end of {run_dir}, which {log} keeps{later}")
 
     def _deliver_until_done(self) -> None:
         while not self._done.is_set() and not self._attempt():

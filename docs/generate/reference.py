@@ -41,7 +41,6 @@ API = {  # heading -> names; a name without a dot is a public one of cfl_ray
         "Proximal",
         "ClientState",
         "UpdateFeatures",
-        "global_weights",
         "cluster_weights",
         "cfl_ray.core.params.ParamSpec",
         "cfl_ray.core.rng.Draws",

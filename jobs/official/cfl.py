@@ -143,7 +143,7 @@ def section(checkout: Path, commit: str) -> str:
         "",
         f"With full batches there is no order of batches to differ. With eps1 {FULL.eps1:g} and eps2 {FULL.eps2:g},",
         "every leaf of three or more clients splits from round 21 on. Distance: between the weights of a client in the",
-        "two codes, relative to their distance from the first ones; the largest of the ten clients.",
+        "two codes, relative to their distance from the initial models; the largest of the ten clients.",
         "",
         *table(*rows),
         f"The clusters after round {last} are {'the same' if a.groups[last] == b.groups[last] else 'not the same'}.",

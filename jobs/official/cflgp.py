@@ -107,14 +107,14 @@ commit COMMIT, by the authors of CFL-GP: its `CentralUnit`, `Client` and `Simple
 {CLIENTS} clients of {TRAIN} training and {TEST} test images of MNIST, {PER_ANGLE} for each of their eight angles
 {str(ANGLES)[1:-1]}; K = {K}, one step of full batches at eta {LR} in a round (their gradient averaging), all clients.
 
-Replaced in memory: the data, TensorBoard, progress bars. Departures of their code from the paper: the updates that are
+Replaced in memory: the data, TensorBoard, progress bars. Deviations of their code from the paper: the updates that are
 compared are from the model of a client's own cluster; beta is 1 until round 8 and 1/2 in round 9, the last with a
 clustering; they begin with K models of their own, to which the changes from the first model are added. Ours with
 `criterion: first` compares updates from the first model in all rounds and begins with that model alone. So *equal*
 begins theirs with K equal models; *own* is theirs as it is, from the same first model, beside the same run of ours.
 
 *ARI*: of the clusters with the four pairs of angles. Distance: between the weights of a client's cluster model in the
-two codes, relative to their distance from the first ones; the largest of the clients.
+two codes, relative to their distance from the initial models; the largest of the clients.
 """
 
 

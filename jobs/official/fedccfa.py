@@ -210,12 +210,12 @@ images of Fashion-MNIST, an MLP with {HIDDEN} hidden units, full batches, all cl
 {DRIFT + 1} all clients swap two labels, in three groups, as their `sudden_drift` does.
 
 Replaced in memory: the data, the model, TensorBoard, and the balanced samples, which are the first of each label here
-and random ones there. Departures of theirs, in the list of our method: in a client's first round h_i starts from v_i
+and random ones there. Their deviations, in the list of our method: in a client's first round h_i starts from v_i
 (*h_i from v_i*), here else from the first classifier as ours; and the prototypes of the first client become the sum of
 all (*prototypes as they are*), here else they stay.
 
 Distance: between the weights of the model with which a client predicts in the two codes, relative to their distance
-from the first ones; the largest of the clients.
+from the initial models; the largest of the clients.
 """
 
 DRIFT_HEAD = """### FedDrift in FedCCFA's repository

@@ -158,13 +158,13 @@ epochs of full batches at eta {LR}, weight decay {DECAY}. Both start from the sa
 Replaced in memory: the loaders, `sample_clients`, so that both have the same cohorts, and `cvxpy` and `networkx`, which
 are for its decentralised variant. Without momentum its optimiser is `prox_sgd` with mu 0, else `sgd`.
 
-Departures of their code from the paper, in the list of our method: the average is over all clients, those outside the
+Deviations of their code from the paper, in the list of our method: the average is over all clients, those outside the
 cohort with the last global model (ours with `damped: true`), and the momentum lives over rounds (ours with
 `local.persist: true`; otherwise it begins at zero in each round). A newcomer of theirs takes one E and one M step
-whenever a round is logged, ours takes `fit_steps` of them, 10 by default and 1 here.
+whenever a round is logged, ours takes `fit_steps`, 10 by default and 1 here.
 
-Distance: between the weights of a global model in the two codes, relative to their distance from the first ones; the
-largest of the {K}. *pi*: the largest difference of a client's weight of a model, of the clients that have trained.
+Distance: between the weights of a global model in the two codes, relative to their distance from the initial models;
+the largest of the {K}. *pi*: the largest difference of a client's weight of a model, of the clients that have trained.
 Before its first training a client of theirs mixes the models in equal parts, ours takes E and M steps for its test.
 """
 

@@ -129,7 +129,7 @@ their code and not in the paper: the smallest angle between two single vectors i
 a linkage that it names `average`, which gives two merged clusters the same weight whatever their sizes (WPGMA).
 
 Angle: the largest difference between the two matrices of angles, in degrees. Distance: between the weights of a
-client's cluster model in the two codes, relative to their distance from the first ones; the largest of the clients.
+client's cluster model in the two codes, relative to their distance from the initial models; the largest of the clients.
 *ARI*: of the clusters with the label sets of the clients.
 """
 

@@ -131,15 +131,15 @@ eta {ETA}. Both start from the same model.
 
 Replaced in memory: the data, the choice of clients, so that both have the same cohorts, and `h5py` with what is saved
 in the end. *theta_i from w_i*: theirs goes on from the last theta_i at a new batch, the paper (and ours) from w_i; in
-these runs it is reset to w_i before each batch. With R = 1 there is no difference. A listed departure: theirs averages
+these runs it is reset to w_i before each batch. With R = 1 there is no difference. A listed deviation: theirs averages
 w_i by samples, as ours with `weights: samples` does here; all clients have equally many.
 
 Accuracy: of w_i, which theirs prints under the name of the personal model, and ours has with `predict: w`; and of
 theta_i, which theirs overwrites: it is read before that. Theirs trains all clients in every round, ours the cohort
 alone: with a quarter of the clients w alone is compared.
 
-Distance: between the weights in the two codes, relative to their distance from the first ones; of theta_i the largest
-of the clients.
+Distance: between the weights in the two codes, relative to their distance from the initial models; of theta_i the
+largest of the clients.
 """
 
 

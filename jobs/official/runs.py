@@ -181,7 +181,7 @@ def accuracy_of(model: torch.nn.Module, row_NP: Tensor, data: Data) -> float:
 
 
 def distance(theirs: Course, ours: Course, start_P: Tensor, round: int) -> float:
-    """Between the weights of a client in the two codes, relative to their distance from the first ones: the largest."""
+    """The largest distance between a client's weights in the two codes, relative to that from the initial models."""
     apart = (theirs.weights[round] - ours.weights[round]).norm(dim=1)
     return float((apart / (theirs.weights[round] - start_P).norm(dim=1)).max())
 

@@ -102,8 +102,8 @@ ours that are switched off here: the global model as an average (`global_update:
 (`weights: uniform`). One is left: our signatures have norm 1, theirs keep the length of the displacement, so the mean
 signature of a cluster weighs clients that moved further more.
 
-Distance: between the weights of a client's cluster model in the two codes, relative to their distance from the first
-ones; the largest of the clients.
+Distance: between the weights of a client's cluster model in the two codes, relative to their distance from the initial
+models; the largest of the clients.
 """
 
 

@@ -56,6 +56,8 @@ _VALUES: tuple[Callable[[Compared], float], ...] = (  # published, here, here by
 _COLOURS = dict(zip(OWN, ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#e69f00"), strict=True))
 _LINES = ((0, 0, 100, 100, ""), (2, 0, 100, 98, "3"), (0, 2, 98, 100, "3"), (0, 0, 100, 0, ""), (0, 0, 0, 100, ""))
 _ENDS = ("accuracy_low", "accuracy_high")  # least and greatest of the last quarter of the rounds
+_LONG = 150  # characters of a text from which on it is not repeated
+_KINDS = {"```": "Commands: ", "Recipe: ": "Recipe: ", "Assumed: ": "Assumed: ", "Open: ": "Open: ", "": "Remark: "}
 _RANGE = "accuracy in the last quarter of the rounds"
 
 
@@ -66,34 +68,33 @@ def page(cells: list[Compared]) -> str:
         "",
         "[jobs/results](../jobs/results) writes this page from the metrics of the runs in `docs/results` and",
         "[the published numbers](../jobs/experiments/published); no number in a table is typed by hand. Accuracies",
-        "in percent, mean ± standard deviation over the seeds, where there are several; most runs have one seed,",
-        "where the papers have three to five, so read differences of a point or two with care. P-server, P-local",
-        "and P-tune are the protocols of [Evaluation](concepts/evaluation.md). The papers seldom say which one a",
-        "number has, and tables mix them: each number is compared in the protocol that we take it to be in, with",
-        "P-server beside it, the model that the server would give each client next (for Per-FedAvg after one epoch",
-        "of adaptation).",
+        "are in percent, with several seeds as mean ± standard deviation. Most runs have one seed, the papers three",
+        "to five, so read differences of a point or two with care. P-server, P-local and P-tune are the protocols of",
+        "[Evaluation](concepts/evaluation.md). The papers seldom name the protocol of a number, and their tables mix",
+        "protocols: each number is compared in the protocol that we take it to be in, with P-server beside it, the",
+        "model that the server would give each client next (for Per-FedAvg after one epoch of adaptation).",
         "",
         "The commands above a table repeat its runs, shortened where they have `rounds=50` and the like. Each ends",
-        "with a report of its study beside the published numbers, `runs/STUDY/artifacts/report.html`. Where the data",
-        "are missing, add `data.download=true`. Minutes are those of one core; many runs had other work beside them.",
+        "with a report of its study beside the published numbers, `runs/STUDY/artifacts/report.html`. If data are",
+        "missing, add `data.download=true`. Minutes are those of one core; many runs had other work beside them.",
         "",
-        "In evaluation a personal model, or the model that a client holds (P-local), is tested on 500 images and",
-        "IFCA chooses on 256, unless a recipe says otherwise; the recipes of FedClust use all. A number is of the",
-        "last round. PACFL's code, on which FedClust is probably built, prints the best round so far: the mean of the",
-        "last ten rounds and the best tested round stand beside the last one, for runs that have them.",
+        "In evaluation a personal model, or the model that a client holds (P-local), is tested on 500 images, and",
+        "IFCA chooses on 256, unless a recipe says otherwise; the recipes of FedClust use all. Numbers are those of",
+        "the last round. PACFL's code, on which FedClust is probably built, prints the best round so far, so the mean",
+        "of the last ten rounds and the best tested round are shown beside the last one, for runs that have them.",
         "",
         "## Coverage",
         "",
         *_headline(cells),
         "",
-        "A published cell is one method in one setting of a table. *Unchanged*: run with all rounds and every value of",
-        "the recipe that its metric depends on. *Within*: 2 points (of percent; 2 % of a number of rounds or Mbit, or",
-        "within the rounds between two evaluations; counts of clients and clusters are equal). *Explained*: it",
-        "differs, and a run shows why. *Open*: it differs, and the note says what was not examined. *Not comparable*:",
-        "what the paper prints is not enough to repeat it. Not run is also a cell whose target, or its absence, lies",
-        "after the last round of our run, and an accuracy after less than a quarter of the recipe's rounds (counts of",
-        "clients and clusters are compared after any number). A published number that two of our rows repeat (StoCFL",
-        "with either global model, a CAM baseline without K in the settings of each K) counts twice.",
+        "A published cell is a method in a setting of a table. *Unchanged*: run with all rounds and every value of",
+        "the recipe on which its metric depends. *Within*: at most 2 points apart (of percent; rounds and Mbit 2 %,",
+        "or the rounds between two evaluations; counts of clients and clusters are equal). *Explained*: further",
+        "apart, and a run shows why. *Open*: further apart, and the note says what was not examined. *Not",
+        "comparable*: the paper does not print enough to repeat it. *Not run*: also if our run is too short to reach",
+        "or to miss the target, or, for accuracies, has less than a quarter of the recipe's rounds (counts of clients",
+        "and clusters are compared after any number). A published number that two of our rows repeat (StoCFL with",
+        "either global model, a CAM baseline without K in the settings of each K) counts twice.",
         "",
         *_count(cells),
         "",
@@ -110,11 +111,13 @@ def page(cells: list[Compared]) -> str:
     for name, published in papers.items():
         lines += [f"## {published.paper.title}", "", f"{published.paper.authors}, {published.paper.venue}", ""]
         shown: set[str] = set()  # studies
+        tables: dict[str, list[str]] = {}
         for table_name, table in published.tables.items():
             of_table = [cell for cell in cells if (cell.paper, cell.table) == (name, table_name)]
             if any(cell.is_run for cell in of_table):
-                lines += _table(table_name, table, of_table, table.study not in shown)
+                tables[_title(table_name)] = _table(table_name, table, of_table, table.study not in shown)
                 shown.add(table.study)
+        lines += _without_repeats(tables)
         lines += _figures(name)
         missing = [t for t in published.tables if not any(c.is_run for c in cells if (c.paper, c.table) == (name, t))]
         if missing:
@@ -129,8 +132,8 @@ def _without_numbers(published: set[str]) -> list[str]:
     lines = [
         "## Papers without numbers",
         "",
-        "The main experiment of papers whose printed figures are not at hand, so that only the order of the methods",
-        "can be judged. A run is shortened if the command above its table has other values.",
+        "The main experiment of papers whose numbers are not at hand: only the order of the methods can be compared.",
+        "Runs are shortened if the command above their table has other values.",
         "",
     ]
     for folder in sorted(path.name for path in STUDIES.iterdir()):
@@ -236,26 +239,21 @@ def _missing() -> list[str]:
     table["done"] = [_whole(runs_of(a), b) for a, b in zip(table["study"], table["setting"], strict=True)]
     table["rate"] = table["study"].map(_rates(table))
     table["hours"] = (table["runs"] - table["done"]) * table["gigaflop"] / table["rate"] / 3600
-    # values of a sweep together
-    table["setting"] = [name.split(",")[0] if "=" in name else name for name in table["setting"]]
-    table.loc[table["setting"].str.contains("="), "setting"] = "all"
     lines = [
         "## The cost of what was not run",
         "",
-        "Core hours, from the floating point operations of local training with federated averaging (`python",
-        "-m jobs.results costs`) and the operations in a second that one core has reached in the runs above, with",
-        "their evaluation and all their methods: those of the study, else of the paper, else of all. FEMNIST is",
-        "counted with the writers at hand; a setting without a figure needs data that were not at hand. Runs with",
-        "fewer rounds, or that train otherwise than their recipe, are not *done*.",
+        "Core hours of the runs of each study that were not made: the floating-point operations of local training",
+        "with federated averaging (`python -m jobs.results costs`), divided by the operations per second that one core",
+        "reached in the runs above, evaluation and all methods included: in runs of the study, else of the paper, else",
+        "in all. FEMNIST is counted with the writers at hand. *Done*: with all rounds, and trained as the recipe says.",
         "",
     ]
-    shown = [["study", "setting", "runs", "done", "GFLOP/s", "core hours of the remaining runs"]]
-    for (study, setting), rows in table.groupby(["study", "setting"], sort=False):
-        runs, done = rows["runs"].sum(), rows["done"].sum()
-        known = rows["gigaflop"].notna().all()
-        cost = [f"{rows['rate'].iloc[0]:.1f}", f"{rows['hours'].sum():.2g}"] if known else ["", ""]
+    shown = [["study", "runs", "done", "not counted: data not at hand", "GFLOP/s", "core hours"]]
+    for study, rows in table.groupby("study", sort=False):
+        runs, done, known = rows["runs"].sum(), rows["done"].sum(), rows["gigaflop"].notna()
         if done < runs:
-            shown.append([study, setting, runs, done, *cost])
+            cost = [f"{rows['rate'].iloc[0]:.1f}", f"{rows['hours'].sum():.1f}"] if known.any() else ["", ""]
+            shown.append([study, runs, done, (rows["runs"] - rows["done"])[~known].sum() or "", *cost])
     return lines + markdown(*shown)
 
 
@@ -327,11 +325,11 @@ def _conclusions(cells: list[Compared]) -> list[str]:
         "",
         "The paper's own method against the best other method (whether it is first) and against each of them, over",
         "the cells of its accuracy tables in which both were run with the same number of rounds, whether or not as",
-        "the recipe says: in how many cells it is above, by how many points on average, and the two-sided p-value of",
-        "a sign test; fewer than six cells cannot make it less than 0.05. *The best other*: of those that were run,",
-        "also in the published column. *As compared*: with the metric that each published number is taken to have,",
-        "which mixes P-local and P-server in FedClust's tables. *P-server*: all by the model that the server would",
-        "give each client.",
+        "the recipe says: in how many cells it is above, by how many points on average, and from six cells on the",
+        "two-sided p-value of a sign test (with fewer, it cannot be below 0.05). *The best other*: of those that were",
+        "run, also in the published column. *As compared*: with the metric that each published number is taken to",
+        "have, which mixes P-local and P-server in FedClust's tables. *P-server*: all by the model that the server",
+        "would give each client.",
         "",
     ]
     lead = [["paper", "own method", "against", "cells", "published", "here, as compared", "here, P-server"]]
@@ -357,10 +355,10 @@ def _is_accuracy(cell: Compared) -> bool:
 
 
 def _signs(gaps: list[float]) -> str:
-    """In how many cells a difference is above zero, its mean, and the p-value of a sign test without ties."""
+    """In how many cells a difference is above zero, its mean, and, of six or more, a sign test without ties."""
     above, below = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
-    p = binomtest(above, above + below).pvalue if above + below else 1.0
-    return f"{above} of {len(gaps)}, {fmean(gaps):+.1f} (p = {p:.2g})"
+    tested = f" (p = {binomtest(above, above + below).pvalue:.2g})" if above + below >= 6 else ""
+    return f"{above} of {len(gaps)}, {fmean(gaps):+.1f}{tested}"
 
 
 def scatter(cells: list[Compared]) -> str:
@@ -435,6 +433,26 @@ def _table(name: str, table: PublishedTable, cells: list[Compared], is_first: bo
         *(f"{number}. {note}" for note, number in notes.items()),
         *([""] if notes else []),
     ]
+
+
+def _without_repeats(tables: dict[str, list[str]]) -> list[str]:
+    """The lines of a paper's tables by title; a long text that an earlier table has is a reference to that table."""
+    first: dict[str, str] = {}  # the place of a text
+    blocks = []
+    for title, lines in tables.items():
+        for block in "\n".join(lines).strip().split("\n\n"):
+            notes = block.startswith("1. ")
+            parts = []
+            for part in block.split("\n") if notes else [block]:
+                place = title if not notes else f"note {part.partition('. ')[0]} of {title}"
+                text = part.partition(". ")[2] if notes else part
+                earlier = first.setdefault(text, place)
+                if len(text) > _LONG and earlier != place and not text.startswith("Run with"):
+                    kind, number = next(kind for kind in _KINDS if text.startswith(kind)), part.partition(". ")[0]
+                    part = f"{number}. {_KINDS[kind]}as {earlier}." if notes else f"{_KINDS[kind]}as for {earlier}."
+                parts.append(part)
+            blocks.append("\n".join(parts))
+    return "\n\n".join([*blocks, ""]).split("\n")[:-1]
 
 
 def _commands(recipe: str, runs: pd.DataFrame) -> list[str]:

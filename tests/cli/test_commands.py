@@ -518,10 +518,9 @@ def test_a_method_warns_of_what_it_cannot_do_with_this_cohort(capsys):
         assert output.count("warning") == 2, output
         assert "warning: fedsoft: clients_per_cluster (12) is not below the 12 clients of a round" in output
         assert "warning: fedgwc: no cluster splits with more than half of the clients in a round: 12 of 12" in output
-    _, output, _ = call(capsys, "check", methods % 5, twelve, "schedule=[]", "cohort.fraction=0.5")
-    assert "warning" not in output
-    _, output, _ = call(capsys, "check", methods % "null", twelve, "schedule=[]", "cohort.fraction=0.5")
-    assert "warning: fedsoft: clients_per_cluster (null) is not below the 6 clients" in " ".join(output.split())
+    for fewer in (5, "null"):
+        _, output, _ = call(capsys, "check", methods % fewer, twelve, "schedule=[]", "cohort.fraction=0.5")
+        assert "warning" not in output
 
 
 def test_an_output_that_cannot_be_written_is_worth_a_warning(capsys):

@@ -20,7 +20,7 @@ class Timed(SignatureState):
 def state(**fields) -> Timed:
     assign_N = np.array([0, 1, 0, UNASSIGNED, 1], np.int32)
     fields = {"round_S": np.zeros(0, np.int64), "pair_SS": np.zeros((0, 0))} | fields
-    return Timed(models_KP=torch.zeros(2, 3), assign_N=assign_N, **Timed.no_signatures(2), **fields)
+    return Timed(models_KP=torch.zeros(2, 3), assign_N=assign_N, signature_SF=torch.zeros(0, 2), **fields)
 
 
 class TestSignatures:

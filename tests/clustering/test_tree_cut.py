@@ -41,22 +41,22 @@ def test_clusters_of_points_on_a_line(options, expected):
     The mean silhouette of the two pairs and {20} is 2 (1 - 1 / 5.5 + 1 - 1 / 4.5) / 5 = 0.638, that of two clusters is
     0.623: (1 - 4 / 20 + 1 - 10 / 3 / 19 + 1 - 10 / 3 / 15 + 1 - 4 / 14) / 5.
     """
-    assert TreeCut(**options).clusters(DISTANCE, 5).tolist() == expected
+    assert TreeCut(**options).cut_tree(DISTANCE, 5).cluster_S.tolist() == expected
 
 
 def test_height_is_the_threshold_or_that_of_the_cut_or_none_for_other_rules():
-    assert TreeCut(cut="median").height(DISTANCE) == 5.5 / 2
-    assert TreeCut(threshold=3).height(DISTANCE) == 3 and TreeCut(threshold=3).height(np.empty(0)) == 3
-    assert [cut.height(DISTANCE) for cut in (TreeCut(num_clusters=2), TreeCut(cut="gap"))] == [None, None]
-    assert TreeCut().height(np.empty(0)) is None
-    assert TreeCut().height(DISTANCE) == 1, "the highest merge below the cut"
-    assert TreeCut().height(line(0, 1)) == 1, "two signatures are one cluster"
+    assert TreeCut(cut="median").cut_tree(DISTANCE, 5).height == 5.5 / 2
+    assert [TreeCut(threshold=3).cut_tree(*of).height for of in ((DISTANCE, 5), (np.empty(0), 1))] == [3, 3]
+    assert [cut.cut_tree(DISTANCE, 5).height for cut in (TreeCut(num_clusters=2), TreeCut(cut="gap"))] == [None, None]
+    assert TreeCut().cut_tree(np.empty(0), 1).height is None
+    assert TreeCut().cut_tree(DISTANCE, 5).height == 1, "the highest merge below the cut"
+    assert TreeCut().cut_tree(line(0, 1), 2).height == 1, "two signatures are one cluster"
 
 
 @pytest.mark.parametrize("options", [{}, {"threshold": 1.0}, {"num_clusters": 3}, {"cut": "gap"}], ids=str)
 def test_of_one_signature_and_of_none(options):
-    assert TreeCut(**options).clusters(np.empty(0), 1).tolist() == [0]
-    assert TreeCut(**options).clusters(np.empty(0), 0).tolist() == []
+    assert TreeCut(**options).cut_tree(np.empty(0), 1).cluster_S.tolist() == [0]
+    assert TreeCut(**options).cut_tree(np.empty(0), 0).cluster_S.tolist() == []
 
 
 def test_a_threshold_and_a_number_of_clusters_exclude_each_other():

@@ -111,6 +111,12 @@ local: {lr: 0}
     ^local.lr: .*greater than 0, got 0$
 local: {momentum: 1.0}
     ^local.momentum: .*less than 1, got 1.0$
+local: {clip_norm: .inf}
+    ^local.clip_norm: .*finite number, got inf$
+data: {shift: {kind: rotated, angles: [0, .inf]}}
+    ^data.shift.angles.1: .*finite number, got inf$
+data: {shift: {kind: noise, sigmas: [0, .nan]}}
+    ^data.shift.sigmas.1: .*finite number, got nan$
 local: {epochs: 2.5}
     ^local.epochs: .*integer.*, got 2.5$
 data: {shift: {kind: rotate}}
@@ -143,6 +149,28 @@ data: {test: {pool: true, view: holdout}, partition: {kind: writer}}
     ^data: test.pool: the writers of the test images are not known, so partition.kind cannot be writer
 data: {source: synthetic, partition: {cut: [{keep: 0.1, clients: 3}]}}
     ^data: partition.cut has no meaning for source synthetic, which is not divided; leave it out
+data: {source: synthetic, synthetic_groups: 1099511627776}
+    ^data.synthetic_groups: .*less than or equal to 1000000, got 1099511627776$
+data: {source: synthetic, partition: {clients: 1099511627776}}
+    ^data.partition.clients: .*less than or equal to 100000000, got 1099511627776$
+privacy: {target_epsilon: 1.0e+30}
+    ^privacy.target_epsilon: .*less than or equal to 1000, got 1e.30$
+privacy: {noise_multiplier: 1.0e-30}
+    ^privacy.noise_multiplier: .*greater than or equal to 0.01, got 1e-30$
+privacy: {noise_multiplier: 1, signatures: {noise_multiplier: 1.0e+30}}
+    ^privacy.signatures.noise_multiplier: .*less than or equal to 10000, got 1e.30$
+{privacy: {examples: {noise_multiplier: 1}}, schedule: [{round: 3, change: [{clients: [0, 1], data_of: [1, 0]}]}]}
+    ^privacy, and schedule.change.data_of in round 3: the accounts are of clients
+privacy: {noise_multiplier: 1, clip: 1.0e+30}
+    ^privacy.clip: .*less than or equal to 1000000000, got 1e.30$
+privacy: {noise_multiplier: 1, extrapolate: {cohort: 100, population: 100000000000}}
+    ^privacy.extrapolate.population: .*less than or equal to 10000000000, got 100000000000$
+data: {shift: {kind: blur, radii: [0, 1.0e+30]}}
+    ^data.shift.radii.1: .*less than or equal to 1000, got 1e.30$
+schedule: [{round: 2, change: [{clients: 0, blur: 1.0e+30}]}]
+    ^schedule.0.change.0.blur: .*less than or equal to 1000, got 1e.30$
+privacy: {noise_multiplier: 1, clip_lr: 1.0e+30}
+    ^privacy.clip_lr: .*less than or equal to 100, got 1e.30$
 attack: {kind: sign}
     ^attack: unknown attack 'sign' \(did you mean 'sign_flip'\?\)$
 attack: {kind: scaled, fraction: 1}
@@ -189,12 +217,20 @@ schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: recurren
     ^schedule.0: drift.rounds must be after round 3, got 3
 schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: incremental, groups: 4, every: 1}}]}]
     drift.groups is 4 for 3 clients
+schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: gradual, over: 10000000000}}]}]
+    drift.gradual.over: .*less than or equal to 10000, got 10000000000$
 schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: gradual, over: 1}}]}]
     drift.gradual.over: .*greater than or equal to 2, got 1
 schedule: [{round: 3, change: [{clients: 1-3, relabel: 1, drift: {kind: gradual, over: 4}, data_of: [3, 7, 8]}]}]
-    client 3 gives its data and gets others, which gradual drift would do more than once
+    data_of: client 3 gives its data and takes others, and gradual drift would repeat that
 cohort: {availability: 1.5}
     ^cohort.availability.chance: .*less than or equal to 1, got 1.5$
+cohort: {availability: {kind: diurnal, period: 1.0e-300}}
+    ^cohort.availability.period: .*greater than or equal to 0.000001, got 1e-300$
+cohort: {availability: {kind: diurnal, zones: 1000000000}}
+    ^cohort.availability.zones: .*less than or equal to 10000, got 1000000000$
+clock: {kind: classes, classes: [{share: 1.0e+308}]}
+    ^clock.classes.0.share: .*less than or equal to 1000000000, got 1e.308$
 cohort: {availability: {kind: trace}}
     ^cohort.availability.file: Field required$
 cohort: {availability: {kind: diurnal, periods: 3}}
@@ -245,6 +281,17 @@ class TestErrors:
     @pytest.mark.parametrize("data", ["digits", 5, ["digits"]])
     def test_data_that_are_neither_a_section_nor_a_federation(self, data):
         refused("^data: expected a section of keys", data=data)
+
+    def test_a_long_value_is_shortened(self):
+        for key, value in {"data": tuple(range(900)), "rounds": "9" * 900}.items():
+            with pytest.raises(ConfigError) as error:
+                Experiment(**{key: value})
+            assert "..." in str(error.value) and len(str(error.value)) < 400
+
+    @pytest.mark.parametrize("key, value", [("shift", {"kind": "rotated"}), ("normalize", [[0.5], [0.5]])])
+    def test_a_federation_is_used_as_it_is(self, key, value):
+        federation = federation_from_arrays(np.zeros((4, 1, 2, 2)), np.zeros(4, int), np.arange(4) // 2)
+        refused(f"^data: {key}.* would have no effect", data={"federation": federation, key: value})
 
     def test_nothing_is_changed_afterwards(self):
         with pytest.raises(Exception, match="frozen"):

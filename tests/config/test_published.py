@@ -51,11 +51,8 @@ def test_a_number_has_its_metric_unit_and_misprint():
         ({"unit": "shares"}, "tables.table1.unit: Input should be 'percent'"),
         ({"rows": {"ifca": {"values": {"cifar": 1}}}}, "rows.ifca: no column is called 'cifar'"),
         ({"rows": {"ifca": {"values": {"mnist": [1, 2, 3]}}}}, r"a list is \[mean, standard deviation\], got 3"),
-        (
-            {"rows": {"ifca": {"values": {"mnist": float("nan")}}}},
-            "mnist: numbers are finite, got nan; null stands for",
-        ),
-        ({"rows": {"ifca": {"values": {"mnist": [1.0, float("inf")]}}}}, "mnist: numbers are finite, got .1.0, inf."),
+        ({"rows": {"ifca": {"values": {"mnist": float("nan")}}}}, "mnist.float: .* finite number, got nan"),
+        ({"rows": {"ifca": {"values": {"mnist": [1.0, float("inf")]}}}}, r"mnist.*\.1: .* finite number, got inf"),
         ({"rows": {"ifca": {"values": {"mnist": [1, -2]}}}}, "mnist: a standard deviation is at least 0, got -2"),
         ({"rows": {"ifca": {"values": {"mnist": "77"}, "note": "x"}}}, "unknown key 'tables.table1.rows.ifca.note'"),
         (

@@ -28,3 +28,12 @@ def test_every_client_may_leave_and_return():
     """Clients that return are online in round 1: only clients whose first event is that they join are absent then."""
     schedule = "[{round: 2, leave: 0}, {round: 3, join: 0, leave: 1}, {round: 4, join: 1}]"
     check_schedule(Experiment(schedule=yaml.safe_load(schedule)).schedule, num_clients=2)
+
+
+@pytest.mark.parametrize(
+    "drift", [{"kind": "incremental", "groups": 2, "every": 2**63 - 1}, {"kind": "recurrent", "rounds": [10**30]}]
+)
+def test_a_process_may_go_on_in_rounds_that_are_never_reached(drift):
+    change = {"clients": [0, 1], "relabel": 1, "drift": drift}
+    first, later = Experiment(schedule=[{"round": 2, "change": [change]}]).events
+    assert first.round == 2 and later.round >= 2**63 and (later.join, later.leave) == ([], [])

@@ -127,7 +127,7 @@ def test_lines_of_this_package_are_noted_where_an_error_names_none(stage, monkey
     def failing(*arguments, **options):
         raise error
 
-    monkeypatch.setattr("cfl_ray.methods.fedavg.global_weights", failing)
+    monkeypatch.setattr("cfl_ray.core.clients.Clients.weights", failing)
     with pytest.raises(type(error)) as found:
         CheckedMethod(FedAvg(), 68).round(CheckedMethod(FedAvg(), 68).init(stage.start()), stage.clients(), Draws(0, 1))
     assert [note.startswith("in FedAvg.round") for note in getattr(found.value, "__notes__", [])] == [True] * noted

@@ -138,10 +138,17 @@ class TestTraining:
         assert list(entries) == [(0, 0, 0.25), (0, 1, 0.75), (2, 2, 1.0)]
         assert averaging.num_rows == 3 and averaging.total_R.tolist() == [4, 0, 5]
 
+    def test_a_vector_of_weights_is_a_single_average(self):
+        backend = Recorder()
+        cohort = clients(backend=backend)
+        cohort.train(cohort.send(MODELS), average=np.array([1, 3, 0]))
+        averaging = backend.works[0].averaging
+        assert averaging.num_rows == 1 and averaging.weight_E.tolist() == [0.25, 0.75]
+
     def test_other_weights_are_rejected(self):
         cohort = clients()
-        for weights in (torch.ones(3), torch.ones(1, 2), -torch.ones(1, 3), torch.tensor([[1.0, np.nan, 1]])):
-            with pytest.raises(ValueError, match=r"average must be weights >= 0 of shape \(R, 3\)"):
+        for weights in (torch.ones(2), torch.ones(1, 2), -torch.ones(1, 3), torch.tensor([[1.0, np.nan, 1]])):
+            with pytest.raises(ValueError, match=r"average must be weights >= 0, \(M,\) or \(R, M\) with M = 3, got"):
                 cohort.train(cohort.send(MODELS), average=weights)
 
     def test_averages_are_of_the_weight_that_arrived(self):

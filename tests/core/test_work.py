@@ -68,7 +68,6 @@ def test_optional_parts_are_absent_from_a_chunk_too():
     work = Train(Address(0, 1, 2), np.arange(3), (TABLE,), start=start, local=LocalSGD(), steps_M=steps_M)
     chunk = work.take(np.array([2]))
     assert chunk.averaging is None and chunk.features is None and chunk.client_state is None and chunk.proximal == ()
-    assert not chunk.updates_client_state and not chunk.defers_results
 
 
 def test_all_tables_in_use_are_listed():

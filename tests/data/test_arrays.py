@@ -116,7 +116,7 @@ def nan_in_row_7():
         ({"x_test": X / 255, "y_test": Y}, r"x_test holds float32 \(1, 3, 3\), x holds uint8 \(1, 3, 3\)"),
         ({"x_test": X, "y_test": Y, "test_clients": np.array(["d"] * 40)}, "client 'd' has no training sample"),
         ({"x_test": X, "y_test": Y, "test_clients": np.array(["a"] * 40)}, "client 'b' has no test sample"),
-        ({"test_clients": CLIENTS}, "test_clients says who owns x_test, which is not given"),
+        ({"test_clients": CLIENTS}, "test_clients names the owners of x_test, which is not given"),
         ({"view": "cluster"}, "the test view cluster does not fit these arrays, holdout does"),
         ({"groups": {"a": 0}}, "no group for client 'b' .2 of 3"),
         ({"groups": np.arange(40)}, r"groups: client \w is in groups \d+ and \d+ \(row \d+\)"),

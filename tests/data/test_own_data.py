@@ -198,9 +198,9 @@ class TestCsv:
             ("a,kind,shop\n1,pear,x\n", {"label": "kidn"}, r"has no column 'kidn' \(did you mean 'kind'\?\)"),
             ("a,kind,shop\n1,pear,x\n", {"client": "shp"}, r"has no column 'shp' \(did you mean 'shop'\?\)"),
             (
-                "a,kind,shop\nNA,0,x\n2,1,x\n",
+                "a,kind,shop\nNA,0,x\n2,1,x\n,1,x\n,1,x\n",
                 {},
-                r"column 'a' is empty \(or NA or NaN\) in row 0 \(the first is row 0\)",
+                r"column 'a' is empty \(or NA or NaN\) in row 0 \(the first is row 0\) and 2 more",
             ),
             ("a,kind,shop\n1,pear,x\n2,,x\n", {}, r"column 'kind' is empty in row 1 \(the first is row 0\); fill it"),
             ("a,kind,shop\n1,0,x\n2,1,\n", {}, "column 'shop' is empty in row 1"),
@@ -239,6 +239,13 @@ class TestCsv:
         assert not SOURCE_KINDS.of(
             source="csv", columns=columns, partition={"kind": "writer", "clients": None}
         ).warnings
+
+    def test_inputs_with_large_values_are_told(self, tmp_path):
+        (tmp_path / "t.csv").write_text("age,dose,kind\n" + "60,1,a\n80,2,b\n" * 4)
+        data = {"source": "csv", "root": str(tmp_path), "columns": {"label": "kind"}, "partition": {"clients": 2}}
+        (text,) = describe(SOURCE_KINDS.of(**data), 0).warnings
+        assert text.startswith("inputs have large values (number 0 of 2: mean ") and "data.normalize" in text
+        assert not describe(SOURCE_KINDS.of(**data, normalize=[[70, 1.5], [10, 1]]), 0).warnings
 
     def test_a_file_of_clients_without_effect_is_told(self, tmp_path):
         (tmp_path / "clients.csv").write_text("file,client\n")
@@ -367,6 +374,7 @@ class TestDataset:
                 r"dataset\[1\] is float32 \(3,\), dataset\[0\] is float32 \(2,\)",
             ),
             ([torch.zeros(2)], r"dataset\[0\] is Tensor, expected a pair"),
+            ([{"image": 0, "label": 1}], r"dataset\[0\] is dict, expected a pair .*, e.g. \[\(row\['image'\], row"),
             ([(torch.zeros(2), 0.5)], r"label of dataset\[0\] is float64 of shape \(\), expected one integer"),
             ([(object(), 0)], r"input of dataset\[0\] is object, expected a tensor"),
         ],

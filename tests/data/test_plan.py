@@ -61,7 +61,8 @@ def test_holdout_keeps_one_of_each(planned, toy, n, fraction, sizes):
 def test_holdout_needs_two_samples(planned, toy):
     images = toy(n=3, client=np.array(["ann", "ann", "bob"]))
     with pytest.raises(
-        DataError, match="client 'bob' has 1 sample; holding out a part needs 2: set data.partition.min_samples: 2"
+        DataError,
+        match="client 'bob' has 1 sample; holding out a part needs 2; leave it out",
     ):
         planned("writer", None, view="holdout", images=images)
     assert len(planned("writer", None, view="holdout", min_samples=2, images=images).clients) == 1

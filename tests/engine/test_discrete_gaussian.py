@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cfl_ray.engine.discrete_gaussian import LARGEST_SIGMA, _exp, discrete_gaussian
+from cfl_ray.core.secure_aggregation import LARGEST_SIGMA
+from cfl_ray.engine.discrete_gaussian import _exp, discrete_gaussian
 
 
 @pytest.mark.parametrize("sigma", [1, 2, 3, 7])

@@ -7,7 +7,6 @@ from federations import Stage, linear, planted
 
 from cfl_ray.core.clients import ClientState
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.weights import global_weights
 from cfl_ray.core.work import Address, Rows
 from cfl_ray.core.work import EvaluateClients as OwnTest
 from cfl_ray.core.work import EvaluateShared as SharedTest
@@ -113,7 +112,7 @@ class TestExchanges:
             rows.append(
                 clients.train(
                     clients.send(one.model()[None]),
-                    average=global_weights(clients.weights()),
+                    average=clients.weights(),
                     features=one.network.spec.all,
                     client_state=ClientState("mine"),
                 )
@@ -193,7 +192,7 @@ def test_empty_results_have_the_form_of_results():
     clients = stage.clients()
     object.__setattr__(clients, "local_test_samples", 10)
     updates = clients.train(clients.send(stage.model()[None]), defer_aggregation=True, features=stage.network.spec.head)
-    clients.average(updates, global_weights(clients.weights()))
+    clients.average(updates, clients.weights())
     clients.losses(clients.broadcast(stage.model()[None]))
     clients.describe(lambda client, anchor_P: client.y[:1])
     for kind in (OwnTest, SharedTest):

@@ -20,7 +20,7 @@ from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.engines import ENGINES
 from cfl_ray.engine.task import TrainingTask
-from cfl_ray.engine.vmap_batches import DeviceMemoryError, kind_of
+from cfl_ray.engine.vmap_batches import DeviceMemoryError, kind_of, train_alone
 from cfl_ray.engine.vmap_steps import VmapSteps
 from cfl_ray.nn.device_memory import DeviceMemory, device_of
 from cfl_ray.nn.network import Network
@@ -182,6 +182,18 @@ class TestOneClient:
         updates = clients.train(clients.send(stage.model()[None]), average=torch.ones(1, 3))
         size = 10 * (36 * 4 + 8)
         assert updates.valid_M.all() and cached == [size, 0] * 3
+
+    def test_does_not_begin_a_measurement_of_the_need(self):
+        """After it, steps would not be recorded on a GPU."""
+        memory, attempts = DeviceMemory(torch.device("cpu")), []
+
+        def train(task):
+            attempts.append(task)
+            if len(attempts) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        train_alone(memory, tasks_of(Network(long_mlp, LONG), 1)[0], train)
+        assert len(attempts) == 2 and not memory.measuring
 
 
 class TestChunksOfACall:

@@ -231,8 +231,8 @@ class TestSeparation:
 
 def unsplit(clients: int) -> SplitState:
     """One leaf with all clients, models of 4 columns and updates of 3."""
-    first_KP = torch.zeros(1, 4)
-    return SplitState(models_KP=first_KP, assign_N=np.zeros(clients, np.int32), **SplitState.unsplit(first_KP, 3))
+    none = {"split_KP": torch.zeros(0, 4), "update_EF": torch.zeros(0, 3), "signature_SF": torch.zeros(0, 3)}
+    return SplitState(models_KP=torch.zeros(1, 4), assign_N=np.zeros(clients, np.int32), **none)
 
 
 class TestTree:

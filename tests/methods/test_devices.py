@@ -33,7 +33,7 @@ def test_uploads_on_both_devices_have_one_sum(first, second):
         sums, total = ChunkSums(Averaging.of(np.ones((1, 2)), 2)), HostSums()
         for client, device in enumerate((first, second)):
             sums.add(client, torch.full((3,), client + 1.0, device=device), torch.zeros(3))
-        sums.finish()
+        sums.close()
         total.add(sums)
         total.add(sums)
         assert total.values()[0].tolist() == [3.0] * 3 and total.totals[0].device.type == "cpu"

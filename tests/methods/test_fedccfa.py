@@ -38,7 +38,7 @@ def test_the_balanced_classifier_is_trained_by_sgd_on_the_first_samples_of_each_
     chosen = np.sort(np.concatenate([np.flatnonzero(view.y == c)[:3] for c in range(4)]))
     features = view.features(one.model())[chosen]
     layer = torch.nn.Linear(16, 4)
-    row_CF = classifier.rows(one.network.spec, one.model())
+    row_CF = classifier.rows(one.model())
     layer.weight.data, layer.bias.data = row_CF[:, :-1].clone(), row_CF[:, -1].clone()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
     for _ in range(4):
@@ -99,7 +99,7 @@ def test_clients_are_grouped_for_the_labels_about_which_they_disagree():
     state = one.play(PLANTED, *[None] * 6)
     assert one.stats.diagnostics.array("label_groups").value.tolist() == [2, 2, 1, 1]
     ids, spec = np.arange(8), one.network.spec
-    row_MCF = Classifier.of(spec).rows(spec, state.models_of(ids, spec)[0][1:])
+    row_MCF = Classifier.of(spec).rows(state.models_of(ids, spec)[0][1:])
     for c in range(4):
         for group in [range(4), range(4, 8)] if c < 2 else [range(8)]:
             rows, prototypes = row_MCF[list(group), c], state.prototypes_of(ids)[list(group), c]
@@ -130,8 +130,8 @@ def test_rows_and_prototypes_are_means_over_the_groups(monkeypatch):
     spec, classifier = one.network.spec, Classifier.of(one.network.spec)
     models_MP = one.model()[None].repeat(8, 1)
     spec.head.put(models_MP, seen["head"])
-    mean_CF = classifier.rows(spec, models_MP).mean(0)
-    found_MCF = classifier.rows(spec, state.models_of(np.arange(8), spec)[0][1:])
+    mean_CF = classifier.rows(models_MP).mean(0)
+    found_MCF = classifier.rows(state.models_of(np.arange(8), spec)[0][1:])
     assert torch.allclose(found_MCF, mean_CF.expand_as(found_MCF), rtol=0, atol=1e-6)
     prototype_CF = seen["Prototypes"].reshape(8, 4, 17)[..., :-1].mean(0)
     found_SCF = state.prototype_SCF
@@ -160,7 +160,7 @@ def test_newcomers_have_the_averages_and_leavers_are_forgotten():
     assert left.prototypes_of(np.array([1])).isnan().all()
     models_KP, row_M = left.models_of(np.array([5, 1, 7, 0]), one.network.spec)
     assert row_M.tolist() == [1, 0, 0, 2] and torch.equal(models_KP[0], left.models_KP[0])
-    assert torch.equal(Classifier.of(one.network.spec).rows(one.network.spec, models_KP[1:]), left.row_SCF[[2, 0]])
+    assert torch.equal(Classifier.of(one.network.spec).rows(models_KP[1:]), left.row_SCF[[2, 0]])
 
 
 class TestEngines(EnginesAndCheckpoints):

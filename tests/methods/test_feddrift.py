@@ -105,6 +105,22 @@ def test_models_of_clients_that_drift_alike_merge_after_a_step():
     assert_equal(strict, apart)
 
 
+@pytest.mark.parametrize("now, before, delta", [(0.3, 0.2, 0.1), (0.8, 0.7, 0.1), (0.35, 0.1, 0.25)])
+def test_a_difference_of_delta_is_no_drift_and_does_not_merge(now, before, delta, monkeypatch):
+    """Shares of wrong predictions are rounded to float32, so that their difference may be above or below delta."""
+    one, method = groups(), FedDrift(delta=delta)
+    now, before = float(np.float32(now)), float(np.float32(before))
+    monkeypatch.setattr(FedDrift, "losses", lambda self, clients, models_KP: np.full((len(clients), 1), now))
+    monkeypatch.setattr(FedDrift, "losses_before", lambda self, state, clients: np.full(len(clients), before))
+    ids = np.arange(8)
+    state = method.init(one.start()).begun().given(ids, 0)
+    assert method.compare(state.begun(), one.clients(round=2)).num_clusters == 1
+    pair = state.with_model(state.models_KP, 2)[0].given(ids[4:], 1)
+    table_NK = np.where(ids[:, None] // 4 == [0, 1], before, now)
+    monkeypatch.setattr(FedDrift, "losses", lambda self, clients, models_KP: table_NK[clients.ids_M])
+    assert method.merge(pair, one.clients(round=2)).num_clusters == 2
+
+
 def test_merged_models_are_weighed_by_pairs_of_client_and_step():
     state = FedDrift().init(groups().start()).begun().begun()
     state = state.advance(

@@ -220,14 +220,15 @@ class TestFedGroup(OneShot):
         assert floats(one) == (P, P)
 
 
-def test_one_group_is_fedavg_from_the_mean_of_pretrained_models():
+@pytest.mark.parametrize("server", ["none", {"fedavgm": {"lr": 0.5}}], ids=str)
+def test_one_group_is_fedavg_from_the_mean_of_pretrained_models(server):
     """Full batch, since mini-batches depend on the exchange, and the first round has another one before."""
     drawn = [[0, 1, 5], [2, 3, 7, 9], None]
     one, other = (stage(batch_size=None, momentum=0.5, epochs=2) for _ in range(2))
-    found = one.play(FedGroup(num_clusters=1, alpha=100), *drawn)
+    found = one.play(FedGroup(num_clusters=1, alpha=100, server_optimizer=server), *drawn)
     pretrain = stage(batch_size=None, momentum=0.5, epochs=None, steps=50)
     pretrained = pretrain.play(FedAvg(weights="uniform"), None)
-    assert torch.equal(found.models_KP, other.play(FedAvg(), *drawn, state=pretrained).models_KP)
+    assert torch.equal(found.models_KP, other.play(FedAvg(server_optimizer=server), *drawn, state=pretrained).models_KP)
 
 
 def test_p_server_is_over_the_clients_that_have_a_group():

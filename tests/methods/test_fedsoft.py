@@ -16,10 +16,11 @@ from cfl_ray.methods.fedsoft import FedSoft
 LAM = 0.7
 
 
-def test_a_round_by_the_formulas():
+@pytest.mark.parametrize("drawn", [2, None])
+def test_a_round_by_the_formulas(drawn):
     """Two rounds with the same importances (tau = 2): own models, drawn to both centres by their shares."""
     one = stage()
-    method = FedSoft(lam=LAM, tau=2, clients_per_cluster=None)
+    method = FedSoft(lam=LAM, tau=2, clients_per_cluster=drawn)
     c = [matrix(one.model(k)) for k in (0, 1)]
     share = np.array(
         [
@@ -34,7 +35,8 @@ def test_a_round_by_the_formulas():
             for _ in range(STEPS):
                 pull = sum(u[i, k] * (w[i] - c[k]) for k in (0, 1))
                 w[i] = w[i] - ETA * (gradient(one, i, w[i]) + LAM * pull)
-        c = [(w[0] + w[1]) / 2] * 2
+        v = np.ones((2, 2)) if drawn else u * [[N_0], [N_1]]
+        c = [(v[0, k] * w[0] + v[1, k] * w[1]) / v[:, k].sum() for k in (0, 1)]
     state = one.play(method, None, None)
     assert 0 < share[0, 0] < 1 and np.allclose(state.weight_NK, share, atol=1e-6)
     for k in (0, 1):
@@ -53,7 +55,7 @@ def test_clients_are_drawn_in_proportion_to_importance_and_samples():
 
 def test_one_centre_without_its_term_is_the_mean_of_local_models():
     """K = 1, lambda = 0: after one round, FedAvg with uniform weights; then every client goes on from its own model."""
-    method = FedSoft(num_clusters=1, lam=0, clients_per_cluster=None)
+    method = FedSoft(num_clusters=1, lam=0)
     found = groups().play(method, COHORTS[0]).models_KP
     assert torch.equal(found, groups().play(FedAvg(weights="uniform"), COHORTS[0]).models_KP)
     one = groups()

@@ -108,7 +108,7 @@ def test_every_model_can_have_client_weights_of_its_own(engine):
     assert_close(found[0], (0.2 * trained[0][0] + 0.6 * trained[0][1]) / (0.2 + 0.6))
     assert_close(found[1], trained[1][0])
     assert torch.equal(found[2], theta[2])
-    assert np.allclose(updates.arrived_R[:2], 1)
+    assert np.allclose(updates.updates.arrived_R[:2], 1)
 
 
 @pytest.mark.parametrize("method", METHODS)

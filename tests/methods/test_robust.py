@@ -9,7 +9,7 @@ from rounds import COHORTS, accuracy, assert_equal, groups
 
 from cfl_ray.core.aggregation import RULES, Mean, Median, MultiKrum, NormClipping, TrimmedMean
 from cfl_ray.core.clients import ClientState, LocalTraining
-from cfl_ray.core.weights import cluster_weights, global_weights
+from cfl_ray.core.weights import cluster_weights
 from cfl_ray.engine.attack import Attack
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY, construct
@@ -133,9 +133,7 @@ class TestOneRound:
             clients.train(sent, client_state=ClientState("head", spec.head))
             for key in one.client_states:
                 one.client_states[key].mul_(100)  # heads far from each other; `client_states` shares the stored tensors
-            updates = clients.train(
-                sent, client_state=ClientState("head", spec.head), average=global_weights(clients.num_samples_M)
-            )
+            updates = clients.train(sent, client_state=ClientState("head", spec.head), average=clients.num_samples_M)
             averaged = updates.averaged(default=one.model()[None])
             assert torch.equal(spec.head.of(averaged[0]), spec.head.of(one.model())) and averaged.isfinite().all()
             assert not torch.equal(spec.base.of(averaged[0]), spec.base.of(one.model()))
@@ -146,10 +144,8 @@ class TestExchanges:
     def test_the_same_average_at_once_and_later(self, rule):
         one = groups()
         clients = one.clients(aggregation=rule)
-        updates = clients.train(
-            clients.send(one.model()[None]), average=global_weights(clients.num_samples_M), defer_aggregation=True
-        )
-        later = clients.average(updates, global_weights(clients.num_samples_M))
+        updates = clients.train(clients.send(one.model()[None]), average=clients.num_samples_M, defer_aggregation=True)
+        later = clients.average(updates, clients.num_samples_M)
         assert torch.equal(updates.averaged(one.model()[None]), later.averaged(one.model()[None])) and np.array_equal(
             updates.weight_R, later.weight_R
         )
@@ -169,7 +165,7 @@ class TestExchanges:
         for by in (rule, Mean()):
             one = groups(batch_size=30)
             clients = one.clients(aggregation=by)
-            clients.train(clients.send(one.model()[None]), average=global_weights(clients.num_samples_M))
+            clients.train(clients.send(one.model()[None]), average=clients.num_samples_M)
             rows.append(clients.train(clients.send(one.model(1)[None]), features=one.network.spec.all).features_MF)
         assert torch.equal(*rows)
 
@@ -179,7 +175,7 @@ class TestExchanges:
         averaged = clients.train(
             clients.send(one.model()[None]),
             how=LocalTraining(chained=True),
-            average=global_weights(clients.num_samples_M),
+            average=clients.num_samples_M,
         ).averaged(one.model()[None])
         assert averaged.isfinite().all() and not torch.equal(averaged[0], one.model())
 

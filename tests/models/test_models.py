@@ -209,6 +209,11 @@ def test_errors_name_the_authors_file_and_line(source, message, tmp_path):
         recipe(f"{tmp_path}/net.py:Net", {}, (12,), 5)
 
 
+def test_a_module_is_no_factory():
+    with pytest.raises(ConfigError, match="model: Linear is given as a module, expected what makes new ones"):
+        recipe(torch.nn.Linear(12, 5), {}, (12,), 5)
+
+
 def test_an_entry_point_of_an_installed_package(tmp_path, monkeypatch):
     (tmp_path / "their_nets.py").write_text("from torch import nn\nNet = lambda: nn.Linear(12, 5)\n")
     info = tmp_path / "their_nets-1.0.dist-info"

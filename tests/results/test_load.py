@@ -92,6 +92,7 @@ def test_the_model_of_a_cluster_is_that_of_its_members(run):
 
 
 def test_what_does_not_exist_is_named(run, tmp_path):
+    assert list(run) == list(run.methods) and len(run) == len(run.methods)
     with pytest.raises(ConfigError, match=r"no method 'ifka' in this run; it has fedavg, ifca"):
         run.method("ifka")
     with pytest.raises(ConfigError, match=r"ifca has clusters 0 .. 3, got 4"):

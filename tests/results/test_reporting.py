@@ -87,6 +87,13 @@ def test_seeds_are_one_experiment_with_the_numbers_of_its_runs(runs):
     assert one.run_info["seeds"] == "0, 1" and one.command.splitlines()[1] == "cfl-ray run experiment.yaml seed=1"
 
 
+def test_a_task_is_in_the_settings_by_its_name_or_its_parts(runs, tmp_path):
+    task = {"loss": "cross_entropy", "metrics": ["micro_f1", "accuracy"]}
+    cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1, task=task), tmp_path / "run")
+    shown = [report_of(find_runs([run])).experiments[0].run_info["task"] for run in (runs / "run-0", tmp_path / "run")]
+    assert shown == ["classification", 'loss cross_entropy, metrics ["micro_f1", "accuracy"]']
+
+
 def test_labels_of_compared_clients_are_on_record(runs, tmp_path):
     """Of runs without them, there is no figure of them."""
     title = "fedclust: distance of the clients, against their labels (round 1, seed 0)"

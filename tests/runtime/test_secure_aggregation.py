@@ -86,7 +86,7 @@ def test_lost_sums_are_counted():
             "privacy.clipping adaptive, and secure_aggregation: the server counts the uploads within the norm",
         ),
         (
-            {"privacy": {"noise_multiplier": 1e-3}, "secure_aggregation": {"levels": 2}},
+            {"privacy": {"noise_multiplier": 0.01}, "secure_aggregation": {"levels": 2}},
             "the noise of each of 3 clients has a standard deviation of 1 steps, it must be 3",
         ),
         (

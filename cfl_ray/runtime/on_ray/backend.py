@@ -116,7 +116,7 @@ def _left_values(work: Work) -> tuple[_LeftValues | None, list[_LeftValues]]:
         if (state := work.client_state) is not None:
             floats = (size if state.columns is None else state.columns.count) + size * work.local.persist
             states = _LeftValues(4 * floats)
-        if work.defers_results:
+        if work.defer_aggregation:
             parts = [_LeftValues(4 * (part.stop - part.start)) for part in work.parts(size)]
     return states, parts
 

@@ -118,8 +118,8 @@ class HostProcess:
             deferred.update({int(result.index_m[i]): value for i, value in kept.deferred.items()})
         totals = {out: total_2P.numpy() for out, total_2P in sums.totals.items()} if return_sums else {}
         whole = replace(merged(results, index_m), seconds=time.perf_counter() - began), totals
-        kinds = [states] * work.updates_client_state
-        if isinstance(work, Train) and work.defers_results:
+        kinds = [states] * (isinstance(work, Train) and work.client_state is not None)
+        if isinstance(work, Train) and work.defer_aggregation:
             size = next(map(len, deferred.values()), 0)
             kinds += [{i: value[part] for i, value in deferred.items()} for part in work.parts(size)]
         left = _objects_of(kinds, packed, len(index_m))

@@ -12,7 +12,7 @@ import half_beside
 import numpy as np
 import torch
 
-from cfl_ray import Method, Serving, State, global_weights
+from cfl_ray import Method, Serving, State
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Described(Method[State], name="described_by_labels"):
     def round(self, state, clients, rng):
         labels_M1, valid_M = clients.describe(number_of_labels)
         weight_M = clients.num_samples_M * (labels_M1[:, 0].numpy() > 1)
-        updates = clients.train(clients.send(state.models_KP), average=global_weights(weight_M))
+        updates = clients.train(clients.send(state.models_KP), average=weight_M)
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
     def serve(self, state, clients):
