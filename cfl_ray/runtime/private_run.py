@@ -17,7 +17,6 @@ from cfl_ray.privacy.plan import PrivacyPlan
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_report import RoundDraft
-from cfl_ray.setup.run_plan import RunPlan
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.files import open_private, read_file
 
@@ -59,13 +58,14 @@ class ClientPrivacy:
         """The last round within the budget, at most `rounds`. saved: the last round in the account."""
         return self.plan.last_round(self.run.releases, saved, rounds)
 
-    def end_round(self, draft: RoundDraft, plan: RunPlan, rounds: int) -> None:
+    def end_round(self, draft: RoundDraft, evaluated: bool, ends_early: bool) -> None:
         """Enters the releases of the round into the account. Raises RunError beyond the budget.
 
-        rounds: of the experiment; the plan has fewer if they would exceed the budget.
+        evaluated: whether the round is evaluated. ends_early: whether it is the last one, since the next round would
+        exceed the budget.
         """
         self.run.end_round()
-        if not plan.evaluates(draft.round):
+        if not evaluated:
             return
         epsilon, target = self.plan.epsilon(self.run.releases), self.plan.config.target_epsilon
         draft.metrics |= {"epsilon": epsilon, "clip_norm": self.run.norm}
@@ -74,7 +74,7 @@ class ClientPrivacy:
                 f"the run has released more than its plan: epsilon {epsilon:.4g} after round {draft.round}, the "
                 f"budget is {target:g}; the round is not saved"
             )
-        if draft.round == plan.rounds < rounds:
+        if ends_early:
             draft.notes.append(f"ends after round {draft.round}: the next one would exceed epsilon {target:g}")
 
 

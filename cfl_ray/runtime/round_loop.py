@@ -7,7 +7,7 @@ same results. A round that was saved but not recorded is reported again.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,7 +44,6 @@ from cfl_ray.runtime.round_evaluation import RoundEvaluation
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status
 from cfl_ray.runtime.snapshot import Snapshot
 from cfl_ray.setup.first_models import start_of
-from cfl_ray.setup.run_plan import RunPlan
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import last_record
 
@@ -95,8 +94,8 @@ class RoundLoop:
         )
 
         # its rounds
-        self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
-        self.interval = CheckpointInterval() if store and experiment.runtime.checkpoint_every is None else None
+        self.last_round = experiment.rounds  # fewer if they would exceed the privacy budget
+        self.interval = CheckpointInterval(experiment.runtime.checkpoint_every)
         self.fallbacks: set[str] = set()  # reasons noted so far why the chosen engine did not train clients
         self.status: Status = "starting"
         self.round = 0  # the round in progress, or the last round
@@ -118,7 +117,7 @@ class RoundLoop:
                 self._change_membership(draft)
                 cohort, received = self.participation.cohort(draft, self.state)
                 self._train(cohort, received, draft)
-                if self.plan.evaluates(draft.round):
+                if self.evaluates(draft.round):
                     self._enter("evaluating", draft.round)
                     self.evaluation.add_to(draft, self.state, self.local_scores_N2, self.diagnostics)
                 self._save_and_close(draft)
@@ -141,12 +140,16 @@ class RoundLoop:
 
     def _close(self, round: int) -> None:
         """Sets the status after the complete `round`: finished, stopped on request, or running the next round."""
-        if round >= self.plan.rounds:
+        if round >= self.last_round:
             self._enter("finished", round)
         elif self.stops_after(round) and round:
             self._enter("stopped", round)
         else:
             self._enter("running", round + 1)
+
+    def evaluates(self, round: int) -> bool:
+        """Whether this round is evaluated; the last round always is."""
+        return round % self.experiment.evaluation.every == 0 or round == self.last_round
 
     def stops_after(self, round: int) -> bool:
         """Whether a request ends the run after this round."""
@@ -196,7 +199,7 @@ class RoundLoop:
             notes = (*checkpoint.refused, f"goes on after round {self.saved}")
         self.state, self.traffic, self.local_scores_N2 = snapshot.state, snapshot.traffic, snapshot.local_scores_N2
         if self.client_privacy is not None:
-            self.plan = replace(self.plan, rounds=self.client_privacy.last_round(self.saved, self.experiment.rounds))
+            self.last_round = self.client_privacy.last_round(self.saved, self.experiment.rounds)
         if (last := self.requests.stop_after) is not None and last > self.saved:
             notes += (f"ends after round {last}, as was asked before the fault",)
         self._close(self.saved)
@@ -275,10 +278,11 @@ class RoundLoop:
         else:
             late = "finished before the deadline" if cohort.past_deadline else "could be reached"
             draft.notes.append(f"no client {late}: a round without training")
+        evaluated = self.evaluates(draft.round)
         if self.client_privacy is not None:
-            self.client_privacy.end_round(draft, self.plan, self.experiment.rounds)
+            self.client_privacy.end_round(draft, evaluated, draft.round == self.last_round < self.experiment.rounds)
         if self.sample_privacy is not None:
-            self.sample_privacy.end_round(draft, self.plan.evaluates(draft.round))
+            self.sample_privacy.end_round(draft, evaluated)
         self.participation.end_round(cohort, before, self.state, draft)
         stats = draft.stats
         self._set_local_scores(list(stats.local_scores), list(stats.local_scores.values()))
@@ -287,22 +291,19 @@ class RoundLoop:
         self.diagnostics.take(draft, stats.diagnostics)
 
     def _save_and_close(self, draft: RoundDraft) -> None:
-        """Saves the round if the plan, the interval, the state budget or a request to stop requires it; closes it."""
+        """Closes the round; saves it before if it is the last, or if interval, state budget or a request require it."""
         round = draft.round
         with self.requests.lock:  # a request to stop applies to this round if granted before, else to a later round
-            is_due = self.interval is not None and self.interval.is_due()
-            unsaved = self.backend.client_states.unsaved if self.store else 0
-            is_due |= unsaved > self.experiment.runtime.state_budget
-            saves = self.stops_after(round) or is_due or self.plan.saves(round)
-            self._enter("saving", round) if saves else self._close(round)
-        if saves:
-            self._save(draft)
+            is_due = round == self.last_round or self.stops_after(round) or self.interval.is_due(round)
+            is_due |= self.backend.client_states.unsaved > self.experiment.runtime.state_budget
+            store = self.store if is_due else None
+            self._enter("saving", round) if store else self._close(round)
+        if store:
+            self._save(draft, store)
             with self.requests.lock:
                 self._close(round)
 
-    def _save(self, draft: RoundDraft) -> None:
-        if self.store is None:
-            return
+    def _save(self, draft: RoundDraft, store: CheckpointStore) -> None:
         self.diagnostics.resolve()
         moments = {} if self.server_moments is None else self.server_moments.to_tensors()
         report = replace(draft.report("saving", False, ()), diagnostics=self.diagnostics.reported)
@@ -317,10 +318,10 @@ class RoundLoop:
             time=self.participation.to_tensors(),
             sample_account=self.sample_account,
         )
-        with nullcontext() if self.interval is None else self.interval.measured():
-            RunDirectory(self.store.directory).sync_records()
+        with self.interval.measured():
+            RunDirectory(store.directory).sync_records()
             tensors, values = snapshot.encoded(self.num_scores)
-            if remark := self.store.save(draft.round, tensors, values, self.backend.client_states):
+            if remark := store.save(draft.round, tensors, values, self.backend.client_states):
                 draft.notes.append(remark)
         self.saved = draft.round
 

@@ -7,7 +7,6 @@ import pytest
 from cfl_ray import simulate
 from cfl_ray.checkpoint import store
 from cfl_ray.checkpoint.interval import CheckpointInterval
-from cfl_ray.setup.run_plan import RunPlan
 
 
 class Clock:
@@ -22,21 +21,21 @@ def test_youngs_interval(seconds, pause):
     """sqrt(2 C M) with M = 3600 s, from the end of a checkpoint on."""
     assert pause == pytest.approx(math.sqrt(2 * seconds * 3600), rel=1e-4)
     clock = Clock()
-    interval = CheckpointInterval(clock)
-    assert interval.is_due(), "what one costs is not known before the first"
+    interval = CheckpointInterval(clock=clock)
+    assert interval.is_due(1), "what one costs is not known before the first"
     with interval.measured():
         clock.now += seconds
     ended = clock.now
     for since, due in ((0, False), (pause * 0.999, False), (pause * 1.001, True)):
         clock.now = ended + since
-        assert interval.is_due() == due
+        assert interval.is_due(1) == due
 
 
 def test_a_save_that_fails_stays_due():
-    interval = CheckpointInterval(Clock())
+    interval = CheckpointInterval(clock=Clock())
     with pytest.raises(OSError), interval.measured():
         raise OSError
-    assert interval.is_due()
+    assert interval.is_due(1)
 
 
 def test_the_first_and_the_last_round_of_a_short_run_are_saved(experiment, tmp_path, monkeypatch):
@@ -60,8 +59,3 @@ def test_rounds_are_saved_when_states_exceed_their_budget(experiment, figures, t
     budget = {"checkpoint_every": 100, "keep_last": 9, "state_budget": rounds_of_states * bytes_of_round}
     assert figures(simulate(experiment(**values, runtime=budget), tmp_path / "run")) == figures(plain)
     assert store.CheckpointStore(tmp_path / "run" / "ditto", "").rounds() == saved
-
-
-def test_without_a_period_the_plan_saves_the_last_round_alone():
-    plan = RunPlan(rounds=3, checkpoint_every=None)
-    assert [plan.saves(round) for round in (1, 2, 3)] == [False, False, True]
