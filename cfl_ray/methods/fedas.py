@@ -85,7 +85,7 @@ class FedAS(OneModel, name="fedas"):
         received = clients.send(state.models_KP, columns=spec.base)
         resumed = ClientState("model", private=False, resumed=spec.head)  # h_i alone
         aligned_M = np.ones(len(clients), bool)
-        if self.align_epochs:
+        if self.align_epochs and len(spec.layers) > 1:  # of a single layer, the head, no base is trained
             # c_iy <- mean of g(x; theta_i)
             prototypes = Prototypes(Classifier.of(spec))
             prototype_MX, _ = clients.describe(prototypes, received, client_state=OWN, floats=0)

@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from federations import Stage, planted
 from linear import ETA, HIDDEN, N_0, N_1, assert_layers, data, deep_sgd, deep_stage, layers
 from rounds import accuracy, floats, groups, row_accuracy
+from torch import nn
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.engine.attack import Attack
@@ -79,6 +81,16 @@ def test_without_alignment_and_by_samples_it_is_fedper():
     for name, client in other.client_states:
         row_P = one.client_states["model", client]
         assert torch.allclose(head.of(row_P), other.client_states[name, client], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("body", [nn.Identity(), nn.Linear(16, 16).requires_grad_(False)])
+def test_a_base_that_is_not_trained_is_not_aligned(body):
+    """The head is the only trained layer."""
+    models = [
+        Stage(planted(), lambda: nn.Sequential(nn.Flatten(), body, nn.Linear(16, 4))).play(method, None, None).models_KP
+        for method in (FedAS(), FedAS(align_epochs=0))
+    ]
+    assert torch.equal(*models) and models[0].isfinite().all()
 
 
 def test_a_negative_trace_of_an_attacker_has_no_weight():
