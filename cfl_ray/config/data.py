@@ -83,7 +83,7 @@ class DataConfig(ConfigSection):
     download: bool = Field(False, description="let torchvision download the data set if it is missing")
     normalize: list[list[float]] | None = Field(
         None,
-        description="[means, standard deviations] per channel or feature, after images are scaled to [0, 1]; null: none",
+        description="[means, standard deviations] per channel or feature; images are first scaled to 0..1; null: none",
     )
     shift: Annotated[ShiftConfig, SHIFT_KINDS] = ShiftConfig()
     partition: Annotated[PartitionConfig, PARTITION_KINDS] = IidConfig()
