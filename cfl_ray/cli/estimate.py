@@ -198,5 +198,8 @@ def check_machine(setup: Setup) -> None:
     from cfl_ray.runtime.on_ray.placement import host_count  # imports ray
 
     cpus = max(runtime.hosts or 0, usable_cpus())
-    host_count(setup, {"CPU": cpus, "GPU": torch.cuda.device_count()})
+    try:
+        host_count(setup, {"CPU": cpus, "GPU": torch.cuda.device_count()})
+    except ConfigError as error:
+        raise ConfigError(f"{error}; to check for a cluster, name it: RAY_ADDRESS=HEAD:6379") from None
     compute_device(setup.experiment, has_gpu=bool(runtime.gpus_per_host))

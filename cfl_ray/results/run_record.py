@@ -1,5 +1,6 @@
 """The config.yaml of a run directory, which makes the folder a run. Its first line is the config hash."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -102,15 +103,21 @@ def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
 
     keys = [key for key in sorted({*there, *here}) if is_compared(key)]
     before = {key: there.get(key, defaults.get(key, "null")) for key in keys}
+    after = {key: redact(here.get(key, "null")) for key in keys}
     return [
-        f"{key} ({_short(before[key])} there, {_short(redact(here.get(key, 'null')))} here)"
+        f"{key} ({_short(before[key], after[key])} there, {_short(after[key], before[key])} here)"
         for key in keys
-        if before[key] not in (redact(here.get(key, "null")), redact(written.get(key, "null")))
+        if before[key] not in (after[key], redact(written.get(key, "null")))
     ]
 
 
-def _short(value: str) -> str:
-    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+def _short(value: str, other: str) -> str:
+    """A value; of a long one, the part around the place from which the other value differs."""
+    if len(value) <= _SHOWN:
+        return value
+    start = max(len(os.path.commonprefix([value, other])) - _SHOWN // 2, 0)
+    part = value[start : start + _SHOWN]
+    return f"{'...' * (start > 0)}{part}{'...' * (start + _SHOWN < len(value))}"
 
 
 def check_not_edited(directory: RunDirectory, experiment: Experiment) -> None:
@@ -138,7 +145,9 @@ def check_hash_of_run(directory: RunDirectory, experiment: Experiment) -> None:
     rounds = config.load(directory.config).rounds
     shorter = rounds < experiment.rounds and experiment.model_copy(update={"rounds": rounds}).config_hash == hash
     extend = f", whose runs can begin with the {rounds} rounds that are here (--extend)" if shorter else ""
+    differing = differences(directory, experiment)
+    label = ", or give the changed method a label of its own" * differing.startswith("methods (")
     raise ConfigError(
-        f"{directory.path} belongs to another config: {differences(directory, experiment)}; "
-        f"move it away, or choose another folder for the study{extend}"
+        f"{directory.path} belongs to another config: {differing}; "
+        f"move it away, or choose another folder for the study{extend}{label}"
     )

@@ -9,6 +9,7 @@ from cfl_ray.errors import DataError
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.lifecycle.launch import _with_current_cluster
+from cfl_ray.results.run_record import _short
 from cfl_ray.run_directory.session_file import ServerAddress, publish_server
 from cfl_ray.runtime.journal import Journal, JournalEvent
 
@@ -19,6 +20,11 @@ def test_directory_of_another_config(experiment, run_dir):
     with pytest.raises(ConfigError, match=r"run belongs to another config: seed \(0 there, 7 here\); choose another"):
         run(other, run_dir)
     assert (run_dir / "ditto/metrics.jsonl").read_bytes() == before
+
+
+def test_a_long_value_is_shown_where_it_differs():
+    one, other = f"{'a' * 70}1{'b' * 70}", f"{'a' * 70}2"
+    assert _short(one, other) == f"...{'a' * 30}1{'b' * 29}..." and _short(other, one) == f"...{'a' * 30}2"
 
 
 def test_directory_of_the_same_config(experiment, run_dir):

@@ -143,6 +143,10 @@ def test_runs_of_another_config_are_refused(study, inline):
         ConfigError, match=r"all/fedavg/seed-0 belongs to another config: rounds .* move it away, or choose"
     ):
         run_study(study(seeds=[0], experiment={"rounds": 3}))
+    methods = ["fedavg", {"ifca": {"num_clusters": 3, "label": "two", "local": {"momentum": 0.5}}}]
+    shown = r"methods \(.* 2.* there, .* 3.* here\); .*or give the changed method a label of its own"
+    with pytest.raises(ConfigError, match=shown):
+        run_study(study(seeds=[0], experiment={"methods": methods}))
     assert files_of(root) == before
     with pytest.raises(ConfigError, match="is the folder of study 'small', this one is 'other'"):
         run_study(study(name="other"), root)
