@@ -272,7 +272,7 @@ class SyntheticConfig(GeneratedConfig):
         [1, 28, 28], description="shape of an input, channels first"
     )
     synthetic_samples: int = Field(50, ge=1, description="training samples per client; 500 for points with a rule")
-    synthetic_groups: int = Field(4, ge=1, description="number of true groups")
+    synthetic_groups: int = Field(4, ge=1, le=1_000_000, description="number of true groups")
     synthetic_classes: int = Field(10, ge=2, description="C, number of classes")
 
 
