@@ -21,7 +21,7 @@ class TrackingConfig(ConfigSection):
     log_models: bool = Field(
         False,
         description="at the end of a method, log the model of each cluster (cluster-0, ...) to its MLflow run, with "
-        "signature and input example; needs MLflow 3.11 or newer",
+        "signature and input example",
     )
     report: bool = Field(
         True,

@@ -48,7 +48,7 @@ from cfl_ray.setup.learning import resolve_learning
 from cfl_ray.setup.protection import protected
 from cfl_ray.setup.schedule import data_changes, population_of
 from cfl_ray.setup.setup import Setup
-from cfl_ray.tracking import check_mlflow, new_trackers
+from cfl_ray.tracking import new_trackers
 
 
 def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
@@ -74,8 +74,6 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     task, local, own_local = resolve_learning(experiment, methods)
     check_targets(task, federation)
     new_trackers(experiment.tracking)  # called only for the errors that it raises; every method gets its own trackers
-    if experiment.tracking.log_models and experiment.tracking.enabled:
-        check_mlflow()
     check_schedule(experiment.schedule, federation.num_clients)
     population = population_of(experiment, federation.num_clients)
     for round in sorted({event.round for event in experiment.schedule if event.round <= experiment.rounds}):

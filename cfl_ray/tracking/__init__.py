@@ -6,7 +6,7 @@ Importing this package does not import mlflow.
 from cfl_ray.errors.redaction import redact
 from cfl_ray.tracking.chosen import TRACKERS, new_trackers
 from cfl_ray.tracking.delivery import Delivery
-from cfl_ray.tracking.mlflow import check_mlflow, save_model
+from cfl_ray.tracking.mlflow import save_model
 from cfl_ray.tracking.mlflow_tracker import Mlflow, deliver_pending, where_to_look
 from cfl_ray.tracking.reading import last_record, read_end, read_info, read_records
 from cfl_ray.tracking.record import METRICS, RUN_METRICS, RoundRecord, RunInfo, check_metrics, flatten
@@ -24,7 +24,6 @@ __all__ = [
     "RunInfo",
     "RunLog",
     "check_metrics",
-    "check_mlflow",
     "deliver_pending",
     "flatten",
     "last_record",

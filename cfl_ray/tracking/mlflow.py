@@ -24,7 +24,7 @@ from urllib.parse import urlencode
 import numpy as np
 from filelock import FileLock
 
-from cfl_ray.errors import ConfigError, DataError, RunError
+from cfl_ray.errors import DataError, RunError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import PRIVATE, private_folder, write_text
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
@@ -45,7 +45,6 @@ _SOURCE_TAGS = {"mlflow.source.name": "cfl-ray", "mlflow.source.type": "LOCAL"}
 _NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
 _LATEST = "Latest comparison: "  # first words of our description of an experiment
 MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the request size
-NEEDED = (3, 11)  # the first MLflow that writes models as exported programs without pickle
 CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 
 DEFAULTS = {  # environment variables; values of the user take precedence
@@ -340,14 +339,6 @@ def _table(metrics: Mapping[str, float]) -> str:
 
 
 # ---- models, written to a folder of the run directory: no server is needed until delivery
-
-
-def check_mlflow() -> None:
-    """Raises ConfigError if the installed MLflow cannot write models, without importing it."""
-    installed = version("mlflow")
-    if tuple(int(part) for part in installed.split(".")[:2]) < NEEDED:
-        needed = ".".join(map(str, NEEDED))
-        raise ConfigError(f"tracking.log_models needs MLflow {needed} or newer, got {installed}: pip install -U mlflow")
 
 
 def save_model(module: Any, example: np.ndarray, outputs: np.ndarray, folder: Path) -> None:
