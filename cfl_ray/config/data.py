@@ -171,7 +171,11 @@ class DataConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_division(self) -> Self:
         part, pool = self.partition, self.test.pool
-        given = {"shift.kind": self.shift.kind != "none", "normalize": self.normalize is not None}
+        given = {
+            "shift.kind": self.shift.kind != "none",
+            "partition": part != IidConfig(),
+            "normalize": self.normalize is not None,
+        }
         if self.federation is not None and any(given.values()):
             keys = " and ".join(key for key, is_given in given.items() if is_given)
             raise ValueError(f"{keys} would have no effect: a Federation made in Python is used as it is; leave it out")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped
+from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, shown
 from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
 from cfl_ray.lifecycle.extension import begin_extended, check_extension
 from cfl_ray.lifecycle.load import opener
@@ -185,6 +185,8 @@ class _Launch:
     session: Session | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.experiment, Experiment):
+            raise ConfigError(f"expected an Experiment, got {shown(self.experiment)}; write Experiment(**settings)")
         self.on_ray = self.on_ray and self.experiment.runtime.backend == "ray"
         with contextlib.suppress(FileNotFoundError):  # the working directory does not exist
             output = str(Path(self.experiment.output).absolute())  # the server has another working directory

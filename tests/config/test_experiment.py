@@ -288,7 +288,10 @@ class TestErrors:
                 Experiment(**{key: value})
             assert "..." in str(error.value) and len(str(error.value)) < 400
 
-    @pytest.mark.parametrize("key, value", [("shift", {"kind": "rotated"}), ("normalize", [[0.5], [0.5]])])
+    @pytest.mark.parametrize(
+        "key, value",
+        [("shift", {"kind": "rotated"}), ("partition", {"clients": 3}), ("normalize", [[0.5], [0.5]])],
+    )
     def test_a_federation_is_used_as_it_is(self, key, value):
         federation = federation_from_arrays(np.zeros((4, 1, 2, 2)), np.zeros(4, int), np.arange(4) // 2)
         refused(f"^data: {key}.* would have no effect", data={"federation": federation, key: value})

@@ -22,6 +22,12 @@ def test_directory_of_another_config(experiment, run_dir):
     assert (run_dir / "ditto/metrics.jsonl").read_bytes() == before
 
 
+def test_what_is_no_experiment_is_named():
+    for start in (run, simulate):
+        with pytest.raises(ConfigError, match=r"expected an Experiment, got \{'rounds': 1\}; write Experiment\("):
+            start({"rounds": 1})
+
+
 def test_a_long_value_is_shown_where_it_differs():
     one, other = f"{'a' * 70}1{'b' * 70}", f"{'a' * 70}2"
     assert _short(one, other) == f"...{'a' * 30}1{'b' * 29}..." and _short(other, one) == f"...{'a' * 30}2"
