@@ -1,7 +1,6 @@
 """Tensors over memory that the processes of a machine share."""
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,11 +9,18 @@ import torch
 from torch import Tensor, nn
 
 
+class _Writable:
+    """An array as NumPy would see it if it were not read-only, since PyTorch warns of others."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array  # keeps its memory
+        interface = array.__array_interface__
+        self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
+
+
 def shared_tensor(array: np.ndarray) -> Tensor:
     """A tensor over shared memory, without a copy. Read-only by agreement: engines copy before they write."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array)
+    return torch.from_numpy(np.asarray(_Writable(array)))
 
 
 class FrozenParameter(nn.Parameter):

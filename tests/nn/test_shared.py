@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+import warnings
 
+import numpy as np
 import torch
 from torch import nn
 
-from cfl_ray.nn.shared import FrozenParameter, digest_of
+from cfl_ray.nn.shared import FrozenParameter, digest_of, shared_tensor
 
 
 class Tied(nn.Module):
@@ -52,3 +54,17 @@ def test_the_digest_follows_names_types_and_values():
     assert digest_of({"a": tensor}) == digest_of({"a": tensor.T.contiguous().T})
     others = [{"b": tensor}, {"a": tensor + 1}, {"a": tensor.T}, {"a": tensor.double()}, {}]
     assert len({digest_of(one) for one in [{"a": tensor}, *others]}) == 6
+
+
+def test_a_tensor_of_a_read_only_array_shares_it_without_a_warning():
+    """Nor does it make others' warnings appear again, of a user's metric once for each client."""
+    array_NF = np.arange(12.0).reshape(3, 4)[:, ::2]
+    array_NF.flags.writeable = False
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            tensor_NF = shared_tensor(array_NF)
+            warnings.warn("of a metric", stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["of a metric"]
+    assert torch.equal(tensor_NF, torch.tensor([[0.0, 2.0], [4, 6], [8, 10]], dtype=torch.float64))
+    assert tensor_NF.data_ptr() == array_NF.ctypes.data
