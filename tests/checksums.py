@@ -90,7 +90,7 @@ def chosen(name: str) -> set[str]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as output:
-        for name in sys.argv[1:] or sorted(REGISTRY):
+        for name in sys.argv[1:] or list(REGISTRY):
             options = {
                 key: value for key, value in EARLY.get(name, {}).items() if key in chosen(name) or name == "fednova"
             }

@@ -164,7 +164,7 @@ def notes_on(setup: "Setup", network: "Network", most: int) -> list[str]:
 def list_methods(registry: "Mapping[str, type[Method[Any]]]", console: Console) -> None:
     """Prints a table of all methods with a line each."""
     table = _folding("name", "description")
-    for name, cls in sorted(registry.items()):
+    for name, cls in registry.items():
         table.add_row(name, cls.summary())
     console.print(table)
     say(

@@ -15,7 +15,7 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 REGISTRY: dict[str, type[Method[Any]]] = {
-    name: cls for name, cls in Method.registry.items() if cls.__module__.startswith(__name__)
+    name: cls for name, cls in sorted(Method.registry.items()) if cls.__module__.startswith(__name__)
 }
 _FOLDER = re.compile(r"[^\s'{]*/")  # the folder of a file in an option
 METHODS: Registry[type[Method[Any]]] = Registry("method", REGISTRY, "cfl_ray.methods")
@@ -45,7 +45,7 @@ def _methods(entry: Any) -> list[Method[Any]]:
     if isinstance(entry, Method):
         return [entry]
     if entry == "all":
-        return [cls() for _, cls in sorted(REGISTRY.items())]
+        return [cls() for cls in REGISTRY.values()]
     method, options = parse_choice("methods: an entry", entry)
     cls = _require_name(method) if isinstance(method, type) else find(str(method))
     return [construct(cls, options)]

@@ -63,7 +63,7 @@ ROUNDS_OF_FIRST_PHASE = {"autocfl": 2, "fl_hc": 2, "ifca": 2}  # 1 of the others
 
 def test_every_method_goes_through_its_phases_and_reports_how_its_clusters_came(notes):
     """The odd clients, one true group, join before round 2; from then on all clients are served."""
-    methods = [{name: OPTIONS.get(name, {})} for name in sorted(REGISTRY)]
+    methods = [{name: OPTIONS.get(name, {})} for name in REGISTRY]
     joins, watcher = [{"round": 2, "join": [1, 3, 5, 7]}], notes()
     results = simulate(
         planted(methods=methods, rounds=4, data={"synthetic_samples": 60}, schedule=joins), watcher=watcher
