@@ -94,7 +94,7 @@ NETWORKS = {
     )
 }
 NETWORKS |= {
-    f"{name} {shape}": (recipe(name, {}, shape, 3), shape)
+    f"{name} {shape}": (lambda name=name, shape=shape: recipe(name, {}, shape, 3)(), shape)  # built by its test
     for name in sorted(REGISTRY.keys() - UNSUPPORTED_MODELS - LARGER_IMAGES)
     for shape in (IMAGE, COLOUR)
 }
