@@ -149,7 +149,7 @@ class Display(Watcher):
         )
         self.tested_on = federation.tested_on
         self._line(self.tested_on)
-        for warning in setup.warnings + setup.data_warnings:
+        for warning in setup.warnings + setup.federation.warnings:
             self._line(f"warning: {warning}")
         for note in notes_on(setup, network, int(federation.num_samples_N.max())):
             self._line(f"note: {note}")

@@ -108,6 +108,11 @@ class Federation(ABC):
         return None
 
     @property
+    def warnings(self) -> list[str]:
+        """Lines about data that are probably not meant to be as they are."""
+        return []
+
+    @property
     def num_clients(self) -> int:
         """N."""
         return len(self.num_samples_N)
@@ -211,6 +216,10 @@ class FederationView(Federation):
     @property
     def digest(self) -> str | None:
         return self._base.digest
+
+    @property
+    def warnings(self) -> list[str]:
+        return self._base.warnings
 
     def client_name(self, client: int) -> str:
         return self._base.client_name(client)

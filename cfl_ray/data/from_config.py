@@ -88,7 +88,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
     if isinstance(loaded, Federation):
         num_samples_N, shape, view = loaded.num_samples_N, loaded.shape, loaded.view
         groups, test_sets, size = loaded.num_groups, loaded.num_test_sets(), 0
-        x = loaded.train(0)[0]
+        warnings = loaded.warnings
     else:
         plan = _plan(data, seed, _sources(data, loaded, targets), pixels=False, progress=None)
         num_samples_N = np.array([len(client.train) for client in plan.clients])
@@ -96,7 +96,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         groups = len({client.group for client in plan.clients if client.group >= 0})
         test_sets, size = len(plan.test_sets), shard_bytes(plan)
         scaling = Scaling(plan.images.scale, data.normalize, plan.images.vocabulary is not None)
-        x = scaling.to_tensor(plan.images.train_x[plan.clients[0].train])
+        warnings = scale_warnings(scaling.to_tensor(plan.images.train_x[plan.clients[0].train]))
     samples = int(num_samples_N.min()), float(np.median(num_samples_N)), int(num_samples_N.max())
     return FederationSummary(
         clients=len(num_samples_N),
@@ -107,7 +107,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         view=view,
         bytes=size,
         num_samples_N=num_samples_N,
-        warnings=tuple(scale_warnings(x)),
+        warnings=tuple(warnings),
     )
 
 

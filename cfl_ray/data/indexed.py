@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cfl_ray.data.federation import DataShape, Federation, TensorSamples
+from cfl_ray.data.federation import DataShape, Federation, TensorSamples, scale_warnings
 from cfl_ray.errors import DataError
 
 StoredSamples = tuple[np.ndarray, np.ndarray]  # x (n, *input) as stored, y (n, *target_shape)
@@ -89,6 +89,14 @@ class IndexedFederation(Federation):
     @abstractmethod
     def _test_file(self, number: int) -> StoredSamples:
         """All rows of a shared test set."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """Of the inputs of client 0, unless they are stored with a scale."""
+        try:
+            return scale_warnings(self.train(0)[0]) if self.scale == 1 else []
+        except (DataError, OSError):  # a run excludes the client and names the reason
+            return []
 
     def train(self, client: int) -> TensorSamples:
         start = self.index.offset_N[client]

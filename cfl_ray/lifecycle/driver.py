@@ -49,7 +49,7 @@ class Watcher:
 
     def started(self, setup: Setup, run_dir: Path | None, run_info: dict[str, str]) -> None:
         """The run begins. run_info: hosts, device, engine, CPU and PyTorch."""
-        for warning in setup.warnings + setup.data_warnings:
+        for warning in setup.warnings + setup.federation.warnings:
             self.warn(warning)
 
     def method(self, label: str, report: RoundReport) -> None:

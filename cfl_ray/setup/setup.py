@@ -17,11 +17,11 @@ from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import stream
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.tasks import CLASSIFICATION, Task
-from cfl_ray.data.federation import Federation, scale_warnings
+from cfl_ray.data.federation import Federation
 from cfl_ray.engine import autotune
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.worker import Worker
-from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.errors import ConfigError
 from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.shared import digest_of
@@ -108,14 +108,6 @@ class Setup:
         clients, cohort = self.federation.num_clients, self.division.cohort
         of_methods = {label: method.warning(clients, cohort) for label, method in self.methods.items()}
         return self.experiment.warnings + [f"{label}: {text}" for label, text in of_methods.items() if text]
-
-    @property
-    def data_warnings(self) -> list[str]:
-        """A line if inputs have large values; of those of client 0, unless they are stored with a scale."""
-        try:
-            return scale_warnings(self.federation.train(0)[0]) if self.federation.scale == 1 else []
-        except (DataError, OSError):  # the run excludes the client and names the reason
-            return []
 
     @property
     def attack(self) -> Attack:

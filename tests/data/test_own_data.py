@@ -5,10 +5,12 @@ import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
+from runtime.logged import LoggedFederation
 from torch.utils.data import TensorDataset
 
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build, describe, federation_from_arrays, federation_from_dataset, open_shards
+from cfl_ray.data.federation import FederationView
 from cfl_ray.data.sources import locate
 from cfl_ray.engine.validation import invalid_data_reason
 from cfl_ray.errors import ConfigError, DataError
@@ -246,6 +248,13 @@ class TestCsv:
         (text,) = describe(SOURCE_KINDS.of(**data), 0).warnings
         assert text.startswith("inputs have large values (number 0 of 2: mean ") and "data.normalize" in text
         assert not describe(SOURCE_KINDS.of(**data, normalize=[[70, 1.5], [10, 1]]), 0).warnings
+        x = np.array([[60.0, 1], [80, 2]], np.float32).repeat(4, 0)
+        federation = federation_from_arrays(x, np.arange(8) % 2, np.zeros(8, int))
+        assert federation.warnings == FederationView(federation).warnings
+        assert federation.warnings[0].startswith("inputs have large values (number 0 of 2: mean ")
+
+    def test_data_of_an_own_federation_are_not_read_for_warnings(self, tmp_path):
+        assert LoggedFederation(3, str(tmp_path / "log")).warnings == [] and not (tmp_path / "log").exists()
 
     def test_a_file_of_clients_without_effect_is_told(self, tmp_path):
         (tmp_path / "clients.csv").write_text("file,client\n")
