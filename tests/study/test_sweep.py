@@ -209,7 +209,7 @@ def test_a_grid_for_each_method_in_each_setting(study, inline):
     assert len(frame) == 16
     for best in results.best:
         group = frame[(frame["setting"] == best.setting) & (frame["method"] == best.method)]
-        assert best.mean == group["accuracy"].max() == group["accuracy"].iloc[0]
+        assert pytest.approx(best.mean) == group["accuracy"].max() == group["accuracy"].iloc[0]
     inline.clear()
     assert not run_study(results.study).failed and inline == []
 
