@@ -258,7 +258,11 @@ class CheckpointStore:
 
     # ---- loading
 
-    def load(self, read: Callable[[Checkpoint], _Read] = lambda checkpoint: checkpoint) -> _Read | None:  # type: ignore[assignment, return-value]
+    def load(self) -> Checkpoint | None:
+        """The newest usable checkpoint; None if there are no checkpoints. Raises RunError if none can be used."""
+        return self.load_as(lambda checkpoint: checkpoint)
+
+    def load_as(self, read: Callable[[Checkpoint], _Read]) -> _Read | None:
         """The newest usable checkpoint as `read` returns it; None if there are no checkpoints.
 
         read: raises RunError for a checkpoint whose content cannot be used; then the checkpoint before it is tried.
@@ -300,7 +304,7 @@ class CheckpointStore:
         Returns its round; None if there are no checkpoints. Raises RunError if none can be used or a file cannot be
         written.
         """
-        if (checkpoint := self.load(_with_client_states)) is None:
+        if (checkpoint := self.load_as(_with_client_states)) is None:
             return None
         manifest = self._manifest(checkpoint.round)
         with writing(other.folder):

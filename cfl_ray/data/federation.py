@@ -58,24 +58,6 @@ class GroupTransform(NamedTuple):
     offset: int = 0  # s in y -> (y + s) mod C
 
 
-_LARGE = 10.0  # root mean square of a channel far above that of normalised inputs, which is 1
-
-
-def scale_warnings(x: torch.Tensor) -> list[str]:
-    """A warning if a channel or feature of inputs (n, C, ...) has large values; otherwise empty."""
-    if not x.is_floating_point():
-        return []
-    channel_C = x.double().transpose(0, 1).flatten(1)
-    worst = int((rms_C := channel_C.square().mean(1).sqrt()).argmax())
-    if not rms_C[worst] > _LARGE:  # nor NaN, for which a client is excluded
-        return []
-    mean, std = channel_C[worst].mean(), channel_C[worst].std(correction=0)
-    return [
-        f"inputs have large values (number {worst} of {len(rms_C)}: mean {mean:.3g}, standard deviation {std:.3g} in "
-        "client 0), with which training often fails; set data.normalize: [[mean, ...], [standard deviation, ...]]"
-    ]
-
-
 def tested_on(view: str, groups: int) -> str:
     """A sentence on which data a client is tested under a view. groups: number of true groups, 0 if unknown."""
     if view == "holdout":

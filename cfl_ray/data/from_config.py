@@ -16,11 +16,11 @@ from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
 from cfl_ray.data.as_plan import shard_plan_of
 from cfl_ray.data.columns import read_npz
-from cfl_ray.data.federation import DataShape, Federation, scale_warnings
+from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.data.function import federation_of, load_function
 from cfl_ray.data.images import Progress, Source
-from cfl_ray.data.indexed import Scaling
+from cfl_ray.data.indexed import Scaling, scale_warnings
 from cfl_ray.data.plan import FederationPlan, make_plan
 from cfl_ray.data.shard_writer import shard_bytes, write_shards
 from cfl_ray.data.shards import ShardFederation, open_shards, read_manifest

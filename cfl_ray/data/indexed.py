@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cfl_ray.data.federation import DataShape, Federation, TensorSamples, scale_warnings
+from cfl_ray.data.federation import DataShape, Federation, TensorSamples
 from cfl_ray.errors import DataError
 
 StoredSamples = tuple[np.ndarray, np.ndarray]  # x (n, *input) as stored, y (n, *target_shape)
+_LARGE = 10.0  # root mean square of a channel far above that of normalised inputs, which is 1
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,21 @@ class Scaling:
             mean, std = (np.asarray(part).reshape(-1, *[1] * (x.ndim - 2)) for part in self.normalize)
             values = values * std + mean
         return values if self.scale == 1 else np.rint(values * self.scale).astype(np.int64)
+
+
+def scale_warnings(x: torch.Tensor) -> list[str]:
+    """A warning if a channel or feature of inputs (n, C, ...) has large values; otherwise empty."""
+    if not x.is_floating_point():
+        return []
+    channel_C = x.double().transpose(0, 1).flatten(1)
+    worst = int((rms_C := channel_C.square().mean(1).sqrt()).argmax())
+    if not rms_C[worst] > _LARGE:  # nor NaN, for which a client is excluded
+        return []
+    mean, std = channel_C[worst].mean(), channel_C[worst].std(correction=0)
+    return [
+        f"inputs have large values (number {worst} of {len(rms_C)}: mean {mean:.3g}, standard deviation {std:.3g} in "
+        "client 0), with which training often fails; set data.normalize: [[mean, ...], [standard deviation, ...]]"
+    ]
 
 
 class IndexedFederation(Federation):

@@ -159,6 +159,11 @@ class ShardFederation(IndexedFederation):
         """The manifest's sha256. It is equal for equal federations, since the manifest has the sha256 of all files."""
         return hashlib.sha256(self._folder.read(MANIFEST) or b"").hexdigest()
 
+    @property
+    def warnings(self) -> list[str]:
+        """As in the base class; of files elsewhere none, since these are read only if used."""
+        return super().warnings if self._folder.local is not None else []
+
     def client_name(self, client: int) -> str:
         return self._names[client].as_py()
 

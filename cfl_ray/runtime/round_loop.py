@@ -183,7 +183,7 @@ class RoundLoop:
 
     def _restore(self) -> RoundReport:
         """Restores the newest usable checkpoint, otherwise the state before round 1. Returns its report."""
-        loaded = self.store.load(lambda checkpoint: (checkpoint, self._decoded(checkpoint))) if self.store else None
+        loaded = self.store.load_as(lambda checkpoint: (checkpoint, self._decoded(checkpoint))) if self.store else None
         self.saved = loaded[0].round if loaded else 0  # the last round with a checkpoint
         self.membership.restore(self.saved)
         self.backend.use(self.membership.federation)

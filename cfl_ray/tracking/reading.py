@@ -31,8 +31,8 @@ def read_records(run_dir: str | Path) -> Iterator[RoundRecord]:
 def last_record(run_dir: str | Path) -> RoundRecord | None:
     """The record of the last round; None before the first. Reads all, so that a damaged line is an error."""
     last = None
-    for last in read_records(run_dir):  # noqa: B007
-        pass
+    for record in read_records(run_dir):
+        last = record
     return last
 
 

@@ -224,4 +224,6 @@ def test_without_labels_several_models_need_classes():
 
 def test_the_page_shows_what_runs():
     (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    exec(compile(source, "newcomers.md", "exec"), {})
+    names = {}
+    exec(compile(source, "newcomers.md", "exec"), names)
+    assert names["newcomer"].cluster in range(4) and isinstance(names["own"], torch.nn.Module)

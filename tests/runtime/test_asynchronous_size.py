@@ -45,7 +45,7 @@ def run(folder, *arguments) -> int:
 def tensors(folder):
     config_hash = load(folder / "run" / "config.yaml").config_hash
     store = CheckpointStore(folder / "run" / "ifca", config_hash)
-    return {name: value.numpy() for name, value in store.load(lambda checkpoint: checkpoint).tensors.items()}
+    return {name: value.numpy() for name, value in store.load().tensors.items()}
 
 
 @pytest.mark.slow
