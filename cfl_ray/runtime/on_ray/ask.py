@@ -1,5 +1,8 @@
 """Requests to the server of a live run, from a process outside the run."""
 
+import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -11,6 +14,7 @@ from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress
 from cfl_ray.runtime.on_ray.connect import as_user_error, join_cluster, short_reason
 
 _ANSWER_SECONDS, _STOP_SECONDS = 120, 8
+_READ_SECONDS = 1.0  # between two reads of a request to stop: with STOP_SECONDS and a poll, `stop` holds within 10 s
 _AFTER_ROUND, _NOW = b"after the round", b"now"  # when a run ends after a request to stop
 
 
@@ -77,14 +81,44 @@ def _driver(server: ServerAddress) -> str:
     return f"the driver, process {server.pid} on {server.host},"
 
 
-def stop_is_asked(actor: str) -> bool:
-    """Whether a request to stop was left for the driver of this server, or of another server of its session."""
-    return _internal_kv_get(_stop_key(actor)) is not None
+class StopRequests:
+    """Requests to stop the run of a session, which a thread reads from the cluster: without Ray's head a read waits."""
 
+    def __init__(self, session: str) -> None:
+        self.key = _stop_key(f"{session}-")
+        self.request: bytes | None = None
+        self.read_at = time.monotonic()  # the last time that the head answered
+        self.closed = threading.Event()
+        self.thread = threading.Thread(target=self._read_on, name="stop-requests", daemon=True)
+        self.thread.start()
 
-def stop_is_due(actor: str) -> bool:
-    """Whether the driver must end the run now, because the server was not ready when a user asked to stop."""
-    return bool(_internal_kv_get(_stop_key(actor)) == _NOW)
+    @property
+    def is_asked(self) -> bool:
+        """Whether a request to stop was left for the driver of the session's servers."""
+        return self.request is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the driver must end the run now, because the server was not ready when a user asked to stop."""
+        return self.request == _NOW
+
+    def silence(self, now: float) -> float:
+        """Seconds for which the head has not answered."""
+        return now - self.read_at
+
+    def read(self) -> None:
+        """Reads the request now."""
+        self.request, self.read_at = _internal_kv_get(self.key), time.monotonic()
+
+    def close(self) -> None:
+        """Ends the thread, before Ray's client is shut down."""
+        self.closed.set()
+        self.thread.join(_READ_SECONDS)
+
+    def _read_on(self) -> None:
+        while not self.closed.wait(_READ_SECONDS):
+            with suppress(Exception):  # of several kinds while the head is away
+                self.read()
 
 
 def _stop_key(actor: str) -> str:

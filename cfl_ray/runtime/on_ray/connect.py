@@ -30,13 +30,13 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
     """Joins the cluster at `address` (or RAY_ADDRESS), or starts a cluster for this run on loopback.
 
     instructions: those of a cluster that is started (runtime.cpu_capability).
-    Returns whether a cluster was started. Raises ConfigError if the cluster cannot be joined.
+    Returns whether a cluster was started. Raises ConfigError if the cluster cannot be joined, RunError if none starts.
     """
     if ray.is_initialized():
         return False
     address = cluster_address(address)
     if address is None:
-        cpus = max(hosts or 0, usable_cpus())
+        cpus, folder = max(hosts or 0, usable_cpus()), session_folder()
         try:
             with _loopback_only(), host_environment(instructions), interrupt_held():
                 ray.init(
@@ -44,12 +44,17 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
                     num_cpus=cpus,
                     include_dashboard=False,
                     _node_ip_address="127.0.0.1",
-                    _temp_dir=str(session_folder()),
+                    _temp_dir=str(folder),
                     **_QUIET,
                 )
         except KeyboardInterrupt:
             ray.shutdown()
             raise
+        except Exception as error:  # of no class of its own, for example after 30 s on a machine that is too busy
+            ray.shutdown()
+            raise RunError(
+                f"Ray does not start on this machine ({short_reason(error)}); if it is busy, try again later"
+            ) from error
         return True
     try:
         join_cluster(address)

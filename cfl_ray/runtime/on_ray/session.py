@@ -12,13 +12,13 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cfl_ray.errors import RunError, RunStopped
+from cfl_ray.errors import RunError, RunStopped, command
 from cfl_ray.plugins.loading import sent_by_value
 from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
 from cfl_ray.runtime.journal import Journal, JournalEvent
-from cfl_ray.runtime.on_ray.ask import stop_is_asked, stop_is_due
+from cfl_ray.runtime.on_ray.ask import StopRequests
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
 from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
 from cfl_ray.runtime.on_ray.placement import host_count
@@ -30,8 +30,8 @@ from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import sigterm_interrupts
 
-# between two polls of the server's progress, and for the answer: with STOP_SECONDS, `stop` holds within 10 s
-_POLL_SECONDS, _ANSWER_SECONDS = 2.0, 1.0
+_POLL_SECONDS, _ANSWER_SECONDS = 2.0, 1.0  # between two polls of the server's progress, and for the answer
+_HEAD_SECONDS = 20.0  # for which Ray's head does not answer, until the user is told
 
 
 class ServerStalled(Exception):
@@ -55,10 +55,10 @@ class RaySession:
         self.servers = 0
         self.actor: Any = None
         self.ready = False  # the server has started
-        self.polled = time.monotonic()  # for a request to stop
         self.started_here = connect(runtime.address, runtime.hosts, runtime.cpu_capability)
         self.signals = ExitStack()
         self.signals.enter_context(sigterm_interrupts())
+        self.requests = StopRequests(self.name)
         try:
             for module in sent_by_value():  # a user's file and its neighbours cannot be imported on other nodes
                 ray.cloudpickle.register_pickle_by_value(module)
@@ -130,6 +130,7 @@ class RaySession:
             withdraw_server(self.run_dir)
         if self.actor is not None:
             ray.kill(self.actor)
+        self.requests.close()
         if self.started_here:
             ray.shutdown()
         self.signals.close()
@@ -162,6 +163,7 @@ class RaySession:
         pending = None  # the progress that the server was asked for
         while True:
             self._end_if_asked()
+            self._report(self._head_warning())
             if ray.wait([ref], timeout=_POLL_SECONDS)[0]:
                 return ray.get(ref)
             progress: Progress | None = None
@@ -171,22 +173,30 @@ class RaySession:
                     progress = ray.get(pending)
                 pending = None
             watch.update(progress, now := time.monotonic())
-            waits_for = (progress.waits_for if progress else "") or watch.warning(now)
-            if waits_for and waits_for != self.reported:
-                self.warn(waits_for)
-                self.record_wait(waits_for)
-            self.reported = waits_for or self.reported
-            if watch.stops(now, progress is None and stop_is_asked(self.server_name)):
+            self._report((progress.waits_for if progress else "") or watch.warning(now))
+            if watch.stops(now, progress is None and self.requests.is_asked):
                 raise self._stopped(f"while the server has made no progress for {duration(now - watch.since)}")
             if watch.is_over(now):
                 raise ServerStalled(f"it made no progress for {duration(now - watch.since)}")
 
     def _end_if_asked(self) -> None:
         """Raises RunStopped if a user asked to stop when no round was running."""
-        if (now := time.monotonic()) > self.polled + _POLL_SECONDS:
-            self.polled = now
-            if stop_is_due(self.server_name) or (not self.ready and stop_is_asked(self.server_name)):
-                raise self._stopped("when no round was running")
+        if self.requests.is_due or (not self.ready and self.requests.is_asked):
+            raise self._stopped("when no round was running")
+
+    def _report(self, waits_for: str) -> None:
+        """Shows and records a line for the user; an empty one and the latest one are not shown."""
+        if waits_for and waits_for != self.reported:
+            self.warn(waits_for)
+            self.record_wait(waits_for)
+            self.reported = waits_for
+
+    def _head_warning(self) -> str:
+        """A line for the user while Ray's head does not answer; empty otherwise."""
+        if self.requests.silence(time.monotonic()) < _HEAD_SECONDS:
+            return ""
+        kept = f"; every saved round is kept: {command('resume', self.run_dir)}" if self.run_dir else ""
+        return f"Ray's head does not answer; if it is gone, Ray ends this process after about 60 s{kept}"
 
     def _recover(self, error: Exception) -> None:
         """Starts another server, which loads the newest checkpoint.
@@ -194,7 +204,8 @@ class RaySession:
         Raises RunError after too many, RunStopped if a user has asked to stop.
         """
         cause = short_reason(error)
-        if stop_is_asked(self.server_name):
+        self.requests.read()
+        if self.requests.is_asked:
             raise self._stopped(f"after the server died ({cause})")
         saved = self._saved()
         methods, rounds = list(self.setup.methods), self.setup.experiment.rounds

@@ -1,8 +1,8 @@
-"""The folder of the sessions of clusters that a run starts."""
+"""Clusters that a run starts: the folder of their sessions, and one that does not start."""
 
 import pytest
 
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.runtime.on_ray import connect
 
 
@@ -35,3 +35,14 @@ def test_a_cluster_of_a_run_has_its_session_there(monkeypatch):
     monkeypatch.setattr(connect, "cluster_address", lambda address: None)
     assert connect.connect(None)
     assert started["_temp_dir"] == str(connect.session_folder())
+
+
+def test_a_cluster_that_does_not_start_is_an_error_of_the_run(monkeypatch):
+    def fail(**options):
+        raise Exception("The current node timed out during startup.")  # as Ray does after 30 s
+
+    monkeypatch.setattr(connect.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connect.ray, "init", fail)
+    monkeypatch.setattr(connect, "cluster_address", lambda address: None)
+    with pytest.raises(RunError, match="Ray does not start on this machine .The current node timed out.*try again"):
+        connect.connect(None)

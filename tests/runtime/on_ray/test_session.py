@@ -1,6 +1,7 @@
 """The session without Ray: a server that dies is ended before another one is started, a bounded number of times."""
 
 import itertools
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,28 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RuntimeEnvSe
 
 from cfl_ray.errors import RunError, RunStopped
 from cfl_ray.runtime.journal import Journal, JournalEvent
-from cfl_ray.runtime.on_ray import retry
+from cfl_ray.runtime.on_ray import ask, retry
 from cfl_ray.runtime.on_ray import session as session_module
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.session import RaySession
 from cfl_ray.runtime.on_ray.stall import Progress, StallRule
 from cfl_ray.setup.prepare import prepare
+
+
+class Requests:
+    """Requests to stop, of a user who asks when the functions say so; the head answers until `away`."""
+
+    is_asked = property(lambda self: self.asked())
+    is_due = property(lambda self: self.due())
+
+    def __init__(self, asked=lambda: False, due=lambda: False, away=float("inf")):
+        self.asked, self.due, self.away = asked, due, away
+
+    def read(self):
+        pass
+
+    def silence(self, now):
+        return max(now - self.away, 0.0)
 
 
 @pytest.fixture
@@ -32,9 +49,8 @@ def session(experiment, monkeypatch, tmp_path):
     monkeypatch.setattr(session_module, "ray", SimpleNamespace(kill=lambda actor: made.steps.append(f"kill {actor}")))
     store = SimpleNamespace(rounds=lambda: [made.saved])
     monkeypatch.setattr(session_module, "checkpoint_store", lambda *_: store)
-    monkeypatch.setattr(session_module, "stop_is_asked", lambda actor: False)
-    monkeypatch.setattr(session_module, "stop_is_due", lambda actor: False)
-    made.name, made.servers, made.ready, made.polled, made.reported = "run", 1, True, 0.0, ""
+    made.requests = Requests()
+    made.name, made.servers, made.ready, made.reported = "run", 1, True, ""
     made.warn = made.record_wait = lambda text: None
     clock = [0.0]
 
@@ -55,20 +71,20 @@ def test_a_server_out_of_reach_is_ended_before_the_next_one_starts(session):
     assert session.steps == ["kill server 1", "start server 2"]
 
 
-def test_no_server_is_started_for_a_run_that_is_to_stop(session, monkeypatch):
-    monkeypatch.setattr(session_module, "stop_is_asked", lambda actor: actor == "run-1")
+def test_no_server_is_started_for_a_run_that_is_to_stop(session):
+    session.requests = Requests(asked=lambda: True)
     with pytest.raises(RunStopped, match="stopped, as asked, after the server died"):
         session._recover(unreachable())
     assert session.steps == []
 
 
 @pytest.mark.parametrize("asked_after", [None, 5])
-def test_a_run_that_was_stopped_goes_on_when_it_is_resumed(asked_after, session, monkeypatch):
+def test_a_run_that_was_stopped_goes_on_when_it_is_resumed(asked_after, session):
     """Also beyond the round that the server named before it died."""
     method = session.run_dir / "ditto"
     if asked_after:
         Journal(method).add(JournalEvent(asked_after, stop=session.name))
-    monkeypatch.setattr(session_module, "stop_is_asked", lambda actor: True)
+    session.requests = Requests(asked=lambda: True)
     with pytest.raises(RunStopped):
         session._recover(unreachable())
     assert Journal(method).stop_after("another", saved=session.saved) is None
@@ -149,7 +165,7 @@ def test_stop_ends_a_run_whose_server_hangs_within_ten_seconds(answers, session,
         server = session.actor = HangingServer(hangs, hangs + later, answers)
         monkeypatch.setattr(session_module, "ray", server)
         monkeypatch.setattr(session_module, "time", server)
-        monkeypatch.setattr(session_module, "stop_is_asked", lambda actor, server=server: server.now >= server.asked)
+        session.requests = Requests(asked=lambda server=server: server.now >= server.asked)
         with pytest.raises(RunStopped, match="stopped, as asked, while the server has made no progress for"):
             session._answer("answer", StallRule(30, None))
         assert 0 <= server.now - server.asked < 10, (hangs, later)
@@ -161,24 +177,61 @@ def test_a_request_that_the_server_was_not_ready_for_ends_the_run(ready, session
     session.ready, session.actor = ready, HangingServer(1e9, 1e9, True)
     monkeypatch.setattr(session_module, "ray", session.actor)
     monkeypatch.setattr(session_module, "time", session.actor)
-    asked = "stop_is_due" if ready else "stop_is_asked"
-    monkeypatch.setattr(session_module, asked, lambda actor: actor == "run-1" and session.actor.now >= 7)
+    session.requests = Requests(**{"due" if ready else "asked": lambda: session.actor.now >= 7})
     with pytest.raises(RunStopped, match="stopped, as asked, when no round was running"):
         session._answer("answer", StallRule(30, 600))
     assert 7 <= session.actor.now <= 17
 
 
 def test_a_request_is_seen_between_quick_rounds(session, monkeypatch):
-    """The driver never waits, and looks every few seconds all the same."""
-    clock, looks = itertools.count(0.0, 0.1), []
-    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    """The driver never waits, and looks all the same."""
+    looks = []
     quick = SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=lambda ref: ref)
     monkeypatch.setattr(session_module, "ray", quick)
-    monkeypatch.setattr(session_module, "stop_is_due", lambda actor: looks.append(actor) or len(looks) == 3)
+    session.requests = Requests(due=lambda: looks.append(1) or len(looks) == 3)
     with pytest.raises(RunStopped):
         for _ in range(1000):
             session._answer("answer", StallRule(30, 600))
-    assert next(clock) < 10
+    assert len(looks) == 3
+
+
+def test_the_user_hears_once_that_the_head_is_away(session, monkeypatch):
+    """Whether rounds are quick or slow: the run goes on meanwhile."""
+    clock, said = itertools.count(0.0, 0.1), []
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    quick = SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=lambda ref: ref)
+    monkeypatch.setattr(session_module, "ray", quick)
+    session.requests, session.warn = Requests(away=5.0), said.append
+    while next(clock) < 24:
+        session._answer("answer", StallRule(30, 600))
+    assert said == []
+    while next(clock) < 60:
+        session._answer("answer", StallRule(30, 600))
+    (line,) = said
+    assert "Ray's head does not answer" in line and f"cfl-ray resume {session.run_dir}" in line
+
+
+@pytest.mark.parametrize("answer", [b"after the round", b"now", None, RuntimeError("the head is away")])
+def test_a_request_on_the_cluster_is_read_meanwhile(answer, monkeypatch):
+    def read(key):
+        assert key == "cfl_ray stop run"
+        if isinstance(answer, Exception):
+            raise answer
+        reads.append(key)
+        return answer
+
+    reads = []
+    monkeypatch.setattr(ask, "_READ_SECONDS", 0.01)
+    monkeypatch.setattr(ask, "_internal_kv_get", read)
+    began, requests = time.monotonic(), ask.StopRequests("run")
+    try:
+        time.sleep(0.3)
+        failed = isinstance(answer, Exception)
+        assert bool(reads) is not failed and (requests.silence(time.monotonic()) > 0.2) is failed
+        assert requests.is_asked is (answer in (b"after the round", b"now")) and requests.is_due is (answer == b"now")
+    finally:
+        requests.close()
+    assert not requests.thread.is_alive() and requests.read_at >= began
 
 
 class SlowServer(HangingServer):
