@@ -16,7 +16,6 @@ from cfl_ray.cli.tables import (
     SECONDS,
     alone_warning,
     comparison,
-    duration,
     metrics_line,
     notes_on,
     print_table,
@@ -24,7 +23,7 @@ from cfl_ray.cli.tables import (
     score_of,
 )
 from cfl_ray.config import Experiment
-from cfl_ray.errors import Diverged, RunStopped
+from cfl_ray.errors import Diverged, RunStopped, duration
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.results.load import recorded_run
 from cfl_ray.results.results import Results

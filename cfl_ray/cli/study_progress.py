@@ -13,9 +13,10 @@ from rich.progress import TaskID
 
 from cfl_ray.cli.console import counted, say
 from cfl_ray.cli.progress import progress_bars
-from cfl_ray.cli.tables import duration, metrics_line, number_table, print_table
+from cfl_ray.cli.tables import metrics_line, number_table, print_table
 from cfl_ray.config.section import as_yaml
 from cfl_ray.config.study import ALL_SETTINGS, short_names
+from cfl_ray.errors import duration
 from cfl_ray.report.drawing import tested_in_words
 from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread
 from cfl_ray.run_directory import RunDirectory

@@ -15,6 +15,7 @@ from rich.text import Text
 from cfl_ray.cli.console import say
 from cfl_ray.config.section import as_yaml
 from cfl_ray.core.events import drawn, phase_meanings
+from cfl_ray.errors import duration
 from cfl_ray.errors.redaction import redact
 from cfl_ray.system.nested import leaves_of
 from cfl_ray.tracking.record import primary_of
@@ -375,10 +376,3 @@ def _last_fault(status: "RunStatus") -> str | None:
         return None
     age = "" if status.fault_age is None else f"{duration(status.fault_age)} ago: "
     return age + status.last_fault
-
-
-def duration(seconds: float) -> str:
-    """Returns a duration in seconds, minutes or hours."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

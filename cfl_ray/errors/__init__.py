@@ -78,6 +78,13 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
+def duration(seconds: float) -> str:
+    """Seconds as text: 45 s, 12 min, 3.5 h."""
+    if seconds < 120:
+        return f"{seconds:.{'3g' if seconds < 10 else '0f'}} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 _NAME = "^[A-Za-z0-9][A-Za-z0-9"  # begins the pattern of a name, which goes on with signs and ends with ]*$
 
 

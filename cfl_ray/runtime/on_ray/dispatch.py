@@ -13,11 +13,11 @@ from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError, 
 
 from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.engine.chunks import Chunk
-from cfl_ray.errors import RunError, RunStopped, UserError
+from cfl_ray.errors import RunError, RunStopped, UserError, duration
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
-from cfl_ray.runtime.on_ray.stall import POLL_SECONDS, STOP_SECONDS, duration
+from cfl_ray.runtime.on_ray.stall import POLL_SECONDS, STOP_SECONDS
 
 _CALLS_PER_HOST = 2  # one running, one queued, so that the host never waits for the server
 # a chunk that failed on so many hosts, or so many times, ends the run; a single bad host cannot reach these limits

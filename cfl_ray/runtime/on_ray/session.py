@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cfl_ray.errors import RunError, RunStopped, command
+from cfl_ray.errors import RunError, RunStopped, command, duration
 from cfl_ray.plugins.loading import sent_by_value
 from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory import RunDirectory
@@ -24,7 +24,7 @@ from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
 from cfl_ray.runtime.on_ray.placement import host_count
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.server_actor import server_actor_class
-from cfl_ray.runtime.on_ray.stall import Progress, ProgressWatch, StallRule, duration
+from cfl_ray.runtime.on_ray.stall import Progress, ProgressWatch, StallRule
 from cfl_ray.runtime.round_report import RoundReport, Status
 from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.setup.setup import Setup

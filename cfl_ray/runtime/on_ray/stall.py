@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from cfl_ray.errors import duration
 from cfl_ray.runtime.on_ray.host_actor import StartedHost
 
 _FACTOR = 10  # of the usual seconds, from which on work is slow
@@ -148,10 +149,3 @@ class StartWatch:
             return None
         who = f"host {self.number} (process {pid} on node {node[:8]}), which starts,"
         return ProgressWatch(self.rule, now + self.pause, who)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as text: 45 s, 12 min, 3.5 h."""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -14,9 +14,9 @@ from federations import clients_of
 
 from cfl_ray import run, simulate
 from cfl_ray.cli.live_client import ask
-from cfl_ray.errors import RunError, RunStopped
+from cfl_ray.errors import RunError, RunStopped, duration
 from cfl_ray.run_directory.session_file import ServerAddress
-from cfl_ray.runtime.on_ray.stall import Progress, ProgressWatch, StallRule, duration
+from cfl_ray.runtime.on_ray.stall import Progress, ProgressWatch, StallRule
 from cfl_ray.setup.prepare import prepare
 
 
