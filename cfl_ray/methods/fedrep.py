@@ -8,10 +8,13 @@ Federated Learning. ICML 2021, arXiv:2102.07078, Algorithm 1.
 A newcomer trains a head on its own samples with phi fixed, and uploads nothing. Any other client that never took part
 predicts with phi and the untrained head, so nearly at random.
 
-Deviations: clients are averaged by samples, as in the official code (paper: uniformly). The head is the upper layers as
-in FedPer (official code: 5 tensors of its CNN are shared). In its last round the official code trains the heads of all
-clients; here only the cohort trains heads. Each of the two trainings has a separate momentum buffer. Weight decay by
-an optimiser other than SGD (`local.optimizer_options`; AdamW has 0.01) acts on both parts in both trainings.
+Deviations: clients are averaged by samples (paper: uniformly; official code, lgcollins/FedRep, d82e629: by samples with
+FEMNIST and Sent140 alone). A client's first head is that of w_0 (official code: the average of the heads of the cohort
+before, which the server computes). After its last round the official code trains the heads of all clients; here only
+the cohort trains heads. Each of the two trainings has a separate momentum buffer (official code before PyTorch 2.0:
+momentum and weight decay move the head on while the representation is trained), and weight decay acts on biases too.
+Weight decay by an optimiser other than SGD (`local.optimizer_options`; AdamW has 0.01) acts on both parts in both
+trainings.
 """
 
 from collections.abc import Callable

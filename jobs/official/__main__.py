@@ -17,6 +17,9 @@
     python -m jobs.official cflgp CHECKOUT
     git clone https://github.com/Chen-Junbao/FedCCFA CHECKOUT
     python -m jobs.official fedccfa CHECKOUT
+    git clone https://github.com/lgcollins/FedRep CHECKOUT
+    python -m jobs.official fedrep CHECKOUT
+    python -m jobs.official apfl CHECKOUT
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -25,7 +28,7 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from jobs.official import cfl, cflgp, fedccfa, fedem, ifca, pacfl, pfedme, stocfl
+from jobs.official import apfl, cfl, cflgp, fedccfa, fedem, fedrep, ifca, pacfl, pfedme, stocfl
 from jobs.official.page import PAGE, with_section
 
 METHODS = {
@@ -37,6 +40,8 @@ METHODS = {
     "pfedme": pfedme,
     "cflgp": cflgp,
     "fedccfa": fedccfa,
+    "fedrep": fedrep,
+    "apfl": apfl,
 }
 
 

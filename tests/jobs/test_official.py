@@ -1,12 +1,13 @@
 """Methods beside the code of their authors: what this project adds to their code, with runs in its place."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from jobs.official import cfl, cflgp, fedccfa, fedem, ifca, pacfl, pfedme, runs, stocfl
+from jobs.official import apfl, cfl, cflgp, fedccfa, fedem, fedrep, ifca, pacfl, pfedme, runs, stocfl
 from jobs.official.__main__ import METHODS
 from jobs.official.page import PAGE, table, with_section
 from jobs.official.runs import Course, Data
@@ -263,3 +264,82 @@ def test_the_drift_of_our_runs_is_that_of_their_script():
         [3, 4, 5],
         [6, 7, 8, 9],
     ]
+
+
+@pytest.fixture
+def imports():
+    """Modules that a test imports from a checkout of its own are forgotten after it."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("models", "utils", "FedProx"):
+            del sys.modules[name]
+
+
+def of_fedrep(folder: Path) -> Path:
+    """A checkout whose script adds a number and the label of a client's first image to a bias, and its test is 50 %."""
+    for name, text in {
+        "utils/train_utils.py": "get_data = get_model = None",
+        "models/language_utils.py": "",
+        "models/Update.py": "number = 100",
+        "models/test.py": (
+            "def test_img_local_all(net, args, *data, w_locals, w_glob_keys):\n"
+            "    for _ in range(1):\n\taccuracy = 50.0\n        loss = 1.0\n    return accuracy, loss\n"
+        ),
+        "main.py": (
+            "import copy, sys\nimport numpy as np\n"
+            "from utils.train_utils import get_data, get_model\n"
+            "from models.Update import number\n"
+            "from models.test import test_img_local_all\n"
+            "options, net = dict(word[2:].split('=') for word in sys.argv[1:]), get_model(None)\n"
+            "train, test, rows, test_rows = get_data(None)\n"
+            "own = {i: copy.deepcopy(net.state_dict()) for i in rows}\n"
+            "for t in range(int(options['epochs']) + 1):\n"
+            "    for i in np.random.choice(range(len(rows)), 1, replace=False):\n"
+            "        own[i]['7.bias'] += number + train[rows[i][0]][1]\n"
+            "    values = {'w_locals': own, 'w_glob_keys': ['1.bias'], 'fedavg': False}\n"
+            "    found.append(test_img_local_all(net, None, test, **values))\n"
+        ),
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder / "main.py"
+
+
+def test_their_script_of_fedrep_has_our_cohorts_and_all_clients_at_last(tmp_path, imports):
+    x, y = torch.rand(4, 6, 1, 28, 28), torch.arange(4)[:, None].expand(4, 6)
+    start_P, found = runs.first_weights(fedrep.MODEL, 10, 0), []
+    given = (of_fedrep(tmp_path), Data(x, y, x, y), start_P, [np.array([1, 3]), np.array([2, 3])], {"alg": "fedrep"})
+    course = fedrep.their_script(*given, {}, {"100": "200"}, found=found)
+    assert found == [(50.0, 1.0)] * 3 and course.accuracy == [0.5, 0.5]
+    moved = [(course.weights[t] - start_P)[:, -10:].mean(1).round().tolist() for t in (1, 2, 3)]
+    assert moved == [[0, 201, 0, 203], [0, 201, 202, 406], [200, 402, 404, 609]]
+    assert torch.equal(course.weights[3][:, :-10], start_P[:-10].expand(4, -1))
+    with pytest.raises(ValueError, match=r"Update.py has no '300'"):
+        fedrep.their_script(*given, {}, {"300": "200"}, found=found)
+
+
+def test_our_run_of_fedrep_has_the_heads_of_the_cohort(monkeypatch, source):
+    monkeypatch.setattr(fedrep, "KEPT", (1,))
+    course = fedrep.ours(fedrep.images(0), 0, "fedrep", 0.3)
+    start_P, (cohort,) = runs.first_weights(fedrep.MODEL, 10, 0), runs.cohorts(fedrep.CLIENTS, 0, 0.3, 1)
+    head = fedrep.HIDDEN * 10 + 10
+    same = (course.weights[1] == start_P)[:, -head:].all(1)
+    assert {*np.flatnonzero(~same)} == {*cohort.tolist()} and len(cohort) == 3
+    assert len(course.weights[1][:, :-head].unique(dim=0)) == 1
+
+
+@pytest.mark.parametrize(
+    "method, line",
+    [
+        (fedrep, "| LG-FedAvg, 30 % | 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 |"),
+        (apfl, "| alpha 0.75, both | 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 |"),
+    ],
+)
+def test_the_sections_of_fedrep_and_apfl(lines_of, monkeypatch, method, line):
+    start_P = runs.first_weights(fedrep.MODEL, 10, 0)
+    monkeypatch.setattr(fedrep, "SEEDS", (0,))
+    monkeypatch.setattr(fedrep, "images", lambda _: None)
+    theirs, ours = (course(by, fedrep.KEPT, start_P, fedrep.CLIENTS) for by in (0.0, 0.001))
+    lines = lines_of(method, theirs=theirs, ours=ours)
+    assert line in lines and len([line for line in lines if line.startswith("| ")]) == 2 * len(method.RUNS) + 1
