@@ -17,6 +17,10 @@
     python -m jobs.official cflgp CHECKOUT
     git clone https://github.com/Chen-Junbao/FedCCFA CHECKOUT
     python -m jobs.official fedccfa CHECKOUT
+    git clone https://github.com/TsingZ0/PFLlib CHECKOUT
+    python -m jobs.official fedcac CHECKOUT
+    python -m jobs.official fedas CHECKOUT
+    python -m jobs.official pfllib CHECKOUT     writes the section of its other methods
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -25,7 +29,7 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from jobs.official import cfl, cflgp, fedccfa, fedem, ifca, pacfl, pfedme, stocfl
+from jobs.official import cfl, cflgp, fedas, fedcac, fedccfa, fedem, ifca, pacfl, pfedme, pfllib, stocfl
 from jobs.official.page import PAGE, with_section
 
 METHODS = {
@@ -37,6 +41,9 @@ METHODS = {
     "pfedme": pfedme,
     "cflgp": cflgp,
     "fedccfa": fedccfa,
+    "fedcac": fedcac,
+    "fedas": fedas,
+    "pfllib": pfllib,
 }
 
 
