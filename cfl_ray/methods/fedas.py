@@ -11,9 +11,12 @@ A model is a shared base theta, with features g(x; theta), under a private head 
 
 A client that never took part has the averaged model, with the average of the heads.
 
-Deviations: heads are also uploaded and averaged, as in PFLlib, for clients without a head, whose download of it is not
-counted. PFLlib also computes F_i of clients that were not selected, which would double a round in a deployment; its
-batches for F_i are shuffled.
+Deviations: heads are also uploaded and averaged, as in the official code (xiyuanyang45/FedAS, 1a4f5fd; also in PFLlib),
+for clients without a head, whose download of it is not counted; there such a client begins with the head and the
+features c_iy of the first model. The alignment has the batches of local training; there they have 16 samples, and the
+last samples that fill none are left out. In the authors' repository each client aligns the base that the client before
+it has aligned; PFLlib copies it, as here. Both also compute F_i of clients that were not selected, which would double a
+round in a deployment.
 """
 
 from collections.abc import Callable

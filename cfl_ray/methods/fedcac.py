@@ -11,9 +11,10 @@ The server keeps m_i and u_i of client i's last round; a client that never took 
 model and a bit for each parameter, and receives w and u_i. After beta rounds the threshold is above the largest
 overlap, and u_i is the client's own model; overlaps that are all equal, as in a cohort of two, are never below it.
 
-Deviations: with a sampled cohort the collaborators are within the cohort. Layers are the trained tensors (weights and
-biases each), as in the official code. PFLlib's implementation compares all clients, at the beginning of the next
-round, so that its t is larger by 1.
+Deviations: with a sampled cohort, which the official code (kxzxvbk/Fling, f6c6f1e) does not have, the collaborators are
+within the cohort, as in PFLlib. Layers are the trained tensors (weights and biases each), as in the official code. If a
+layer's tau n-th largest c is at most 1e-10, both codes take all values above 1e-20 as critical, here the tau n largest
+above 0. PFLlib (d832e76) makes no u_i in the first round: critical parameters go back to those of the first model.
 """
 
 from dataclasses import dataclass

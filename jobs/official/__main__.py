@@ -20,6 +20,10 @@
     git clone https://github.com/lgcollins/FedRep CHECKOUT
     python -m jobs.official fedrep CHECKOUT
     python -m jobs.official apfl CHECKOUT
+    git clone https://github.com/TsingZ0/PFLlib CHECKOUT
+    python -m jobs.official fedcac CHECKOUT
+    python -m jobs.official fedas CHECKOUT
+    python -m jobs.official pfllib CHECKOUT     writes the section of its other methods
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -28,7 +32,7 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from jobs.official import apfl, cfl, cflgp, fedccfa, fedem, fedrep, ifca, pacfl, pfedme, stocfl
+from jobs.official import apfl, cfl, cflgp, fedas, fedcac, fedccfa, fedem, fedrep, ifca, pacfl, pfedme, pfllib, stocfl
 from jobs.official.page import PAGE, with_section
 
 METHODS = {
@@ -42,6 +46,9 @@ METHODS = {
     "fedccfa": fedccfa,
     "fedrep": fedrep,
     "apfl": apfl,
+    "fedcac": fedcac,
+    "fedas": fedas,
+    "pfllib": pfllib,
 }
 
 

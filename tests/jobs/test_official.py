@@ -1,13 +1,31 @@
 """Methods beside the code of their authors: what this project adds to their code, with runs in its place."""
 
+import copy
+import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from jobs.official import apfl, cfl, cflgp, fedccfa, fedem, fedrep, ifca, pacfl, pfedme, runs, stocfl
+from jobs.official import (
+    apfl,
+    cfl,
+    cflgp,
+    fedas,
+    fedcac,
+    fedccfa,
+    fedem,
+    fedrep,
+    ifca,
+    pacfl,
+    pfedme,
+    pfllib,
+    runs,
+    stocfl,
+)
 from jobs.official.__main__ import METHODS
 from jobs.official.page import PAGE, table, with_section
 from jobs.official.runs import Course, Data
@@ -343,3 +361,103 @@ def test_the_sections_of_fedrep_and_apfl(lines_of, monkeypatch, method, line):
     theirs, ours = (course(by, fedrep.KEPT, start_P, fedrep.CLIENTS) for by in (0.0, 0.001))
     lines = lines_of(method, theirs=theirs, ours=ours)
     assert line in lines and len([line for line in lines if line.startswith("| ")]) == 2 * len(method.RUNS) + 1
+
+
+def test_a_server_of_pfllib_has_our_data_cohorts_and_weights(monkeypatch):
+    """With a server in its place that adds 1 to the weights of each client in the cohort."""
+    base, loaded = SimpleNamespace(read_client_data=None), []
+
+    class Client:
+        def __init__(self, args, i):
+            self.id, self.model, train = i, copy.deepcopy(args.model), base.read_client_data("", i, is_train=True)
+            assert torch.equal(train[:][0], data.x[i]) and args.batch_size == 6 and args.mu == 0.5
+
+        def load_train_data(self, batch_size=None):
+            return "theirs"
+
+    class FedProx:
+        def __init__(self, args, times):
+            self.rounds, self.rs_test_acc = args.global_rounds, []
+            self.clients = [Client(args, i) for i in range(args.num_clients)]
+
+        def train(self):
+            for _ in range(self.rounds + 1):
+                chosen = self.select_clients()
+                self.evaluate()
+                for client in random.sample(chosen, self.current_num_join_clients):
+                    loaded.append((client.load_train_data(), client.load_train_data(16)))
+                    for parameter in client.model.parameters():
+                        parameter.data += 1
+            self.save_results()
+
+    base.Client = Client
+    models = SimpleNamespace(BaseHeadSplit=torch.nn.Sequential)
+    found = [base, SimpleNamespace(read_client_data=None), SimpleNamespace(FedProx=FedProx), models]
+    monkeypatch.setattr(pfllib, "modules", lambda *_: found)
+    monkeypatch.setattr(pfllib, "stand_in", lambda _: None)
+    y, seen = torch.arange(18).reshape(3, 6) % 3, []
+    data = Data(torch.rand(3, 6, *runs.SHAPE), y, torch.rand(3, 2, *runs.SHAPE), y[:, :2])
+    start_P = runs.first_weights(pfllib.MODEL, 10, 0)
+    cohorts = [np.array([1, 2]), np.array([2]), np.array([0])]
+    call = Path("checkout"), "FedProx", data, start_P, cohorts, {"mu": 0.5}
+    course = pfllib.theirs(*call, look=lambda server, rounds: seen.append((len(server.clients), rounds)))
+    added = course.weights[2] - start_P
+    assert torch.allclose(added, torch.tensor([[0.0], [1.0], [2.0]]).expand_as(added), atol=1e-6)
+    assert len(course.accuracy) == 2 and seen == [(3, 0), (3, 1), (3, 2)]
+    assert all(len(x) == len(y) == 6 for pair in loaded for ((x, y),) in pair)
+    pfllib.theirs(*call, whole=False)
+    assert loaded[-1][1] == "theirs" != loaded[-1][0] and Client.load_train_data(None) == "theirs"
+
+
+def test_steps_of_two_batches_have_the_halves_in_order():
+    assert list(pfllib.in_order(None, 6, 2, None)) == [None, None]
+    halves = [half.tolist() for half in pfllib.in_order(None, 6, 4, None, 2)]
+    assert halves == [[0, 1, 2], [3, 4, 5]] * 2
+
+
+def test_the_section_of_fedcac_counts_bits(lines_of):
+    start_P = runs.first_weights(fedcac.MODEL, 10, 0)
+
+    def run(by: float, critical: bool) -> fedcac.Masks:
+        masks = torch.zeros(fedcac.CLIENTS, 5, dtype=torch.bool)
+        masks[3] = critical
+        return fedcac.Masks(course(by, fedcac.KEPT, start_P, fedcac.CLIENTS), dict.fromkeys(fedcac.KEPT, masks))
+
+    lines = lines_of(fedcac, two_labels=None, theirs=run(0.0, False), ours=run(0.001, True))
+    assert "| half | 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 | 5 of 100 |" in lines
+
+
+def test_our_run_of_fedcac_has_the_masks_of_the_cohort(monkeypatch, source):
+    monkeypatch.setattr(fedcac, "KEPT", (1,))
+    run = fedcac.ours(pacfl.two_labels(0), 0, 0.5)
+    (cohort,) = runs.cohorts(fedcac.CLIENTS, 0, 0.5, 1)
+    assert np.flatnonzero(run.masks[1].any(1)).tolist() == sorted(cohort.tolist())
+    weights_NP = run.course.weights[1]
+    assert weights_NP.shape == run.masks[1].shape
+    others_NP = np.delete(weights_NP.numpy(), cohort, axis=0)
+    assert (others_NP == others_NP[0]).all(), "the global model"
+    assert len(weights_NP.unique(dim=0)) == len(cohort) + 1
+
+
+def test_the_section_of_fedas_has_no_distance_to_clients_with_the_first_model(lines_of):
+    start_P = runs.first_weights(fedas.MODEL, 10, 0)
+    theirs, ours = (course(by, fedas.KEPT, start_P, fedas.CLIENTS) for by in (0.0, 0.001))
+    theirs.weights[1] = theirs.weights[1].clone()
+    theirs.weights[1][2] = start_P
+    lines = lines_of(fedas, two_labels=None, theirs=theirs, ours=ours)
+    assert "| half | 0 | 1 | - | 0.5000 | 0.5000 |" in lines and "| half | 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 |" in lines
+
+
+def test_the_section_of_pfllib_has_the_distance_of_each_method(lines_of):
+    start_P = runs.first_weights(pfllib.MODEL, 10, 0)
+    theirs, ours = (course(by, pfllib.KEPT, start_P, pfllib.CLIENTS) for by in (0.0, 0.001))
+    lines = lines_of(pfllib, two_labels=None, theirs=theirs, ours=ours)
+    rows = [line for line in lines if line.endswith("| 0 | 1.0e-03 | 1.0e-03 |")]
+    assert [row.split("|")[1].strip() for row in rows] == list(pfllib.RUNS)
+
+
+def test_our_runs_beside_pfllib_have_personal_and_global_models(monkeypatch, source):
+    monkeypatch.setattr(pfllib, "KEPT", (1,))
+    data = pacfl.two_labels(0)
+    w_NP, v_NP = (pfllib.ours(data, 0, pfllib.RUNS[name]).weights[1] for name in ("Ditto, w", "Ditto, v_i"))
+    assert len(w_NP.unique(dim=0)) == 1 and len(v_NP.unique(dim=0)) > 1
