@@ -17,6 +17,10 @@
     python -m jobs.official cflgp CHECKOUT
     git clone https://github.com/Chen-Junbao/FedCCFA CHECKOUT
     python -m jobs.official fedccfa CHECKOUT
+    git clone https://github.com/LINs-lab/FedRC CHECKOUT
+    python -m jobs.official fedrc CHECKOUT
+    git clone https://github.com/davedleo/FedGWC CHECKOUT
+    python -m jobs.official fedgwc CHECKOUT
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -25,7 +29,7 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from jobs.official import cfl, cflgp, fedccfa, fedem, ifca, pacfl, pfedme, stocfl
+from jobs.official import cfl, cflgp, fedccfa, fedem, fedgwc, fedrc, ifca, pacfl, pfedme, stocfl
 from jobs.official.page import PAGE, with_section
 
 METHODS = {
@@ -37,6 +41,8 @@ METHODS = {
     "pfedme": pfedme,
     "cflgp": cflgp,
     "fedccfa": fedccfa,
+    "fedrc": fedrc,
+    "fedgwc": fedgwc,
 }
 
 
