@@ -21,6 +21,8 @@
     python -m jobs.official fedrc CHECKOUT
     git clone https://github.com/davedleo/FedGWC CHECKOUT
     python -m jobs.official fedgwc CHECKOUT
+    git clone https://github.com/microsoft/FedDrift CHECKOUT
+    python -m jobs.official feddrift CHECKOUT
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -29,7 +31,7 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from jobs.official import cfl, cflgp, fedccfa, fedem, fedgwc, fedrc, ifca, pacfl, pfedme, stocfl
+from jobs.official import cfl, cflgp, fedccfa, feddrift, fedem, fedgwc, fedrc, ifca, pacfl, pfedme, stocfl
 from jobs.official.page import PAGE, with_section
 
 METHODS = {
@@ -43,6 +45,7 @@ METHODS = {
     "fedccfa": fedccfa,
     "fedrc": fedrc,
     "fedgwc": fedgwc,
+    "feddrift": feddrift,
 }
 
 

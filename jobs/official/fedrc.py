@@ -137,8 +137,8 @@ cohort and equal ones before their first round (*C of the cohort* leaves these o
 lives over rounds (ours with `local.persist: true`); newcomers do not get C(y, k), and take one E and one M step
 whenever a round is logged (`fit_steps`, 1 here). Sums below 1e-8 are raised to it, in ours shares below 1e-8.
 
-Distance and *pi*: as for FedEM. *Concepts*: ARI of the models with the largest pi of a client with the two labellings,
-theirs / ours.
+Distance, *pi* and clients before their first training: as for FedEM. *Concepts*: ARI of the models with the largest pi
+of a client with the two labellings, theirs / ours.
 """
 
 

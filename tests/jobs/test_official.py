@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jobs.official import cfl, cflgp, fedccfa, fedem, fedgwc, fedrc, ifca, pacfl, pfedme, runs, stocfl
+from jobs.official import cfl, cflgp, fedccfa, feddrift, fedem, fedgwc, fedrc, ifca, pacfl, pfedme, runs, stocfl
 from jobs.official.__main__ import METHODS
 from jobs.official.page import PAGE, table, with_section
 from jobs.official.runs import Course, Data
@@ -314,3 +314,28 @@ def test_our_run_of_fedgwc_has_the_interactions_of_the_cohort(monkeypatch, sourc
     outside = np.setdiff1d(np.arange(fedgwc.CLIENTS), cohort)
     assert len(cohort) == fedgwc.COHORT and (run.a[1][outside] == 1 / fedgwc.CLIENTS**2).all()
     assert (run.a[1][np.ix_(cohort, cohort)] > 1 / fedgwc.CLIENTS**2).all() and (run.v[1] > 0.74).all()
+
+
+def test_the_section_of_feddrift(lines_of):
+    start_P = runs.first_weights(feddrift.MODEL, 10, 0)
+    kept = tuple(range(feddrift.ROUNDS, 6 * feddrift.ROUNDS, feddrift.ROUNDS))
+    theirs, ours = (course(by, kept, start_P, feddrift.CLIENTS) for by in (0.0, 0.001))
+    lines = lines_of(feddrift, rotated_mnist=None, theirs=theirs, ours=ours)
+    assert "| Eager | 0 | 3 | 5, 1 | 5, 1 | yes | 24 | 1.0e-03 | 0.9000 | 0.9000 |" in lines
+    assert sum(line.startswith("| Eager, early, theirs as it is |") for line in lines) == 2
+
+
+def test_every_step_of_our_run_of_feddrift_has_new_data_of_its_concepts(monkeypatch, source):
+    monkeypatch.setattr(feddrift, "ROUNDS", 2)
+    data, rounds, ours = runs.rotated_mnist(0, [0] * feddrift.CLIENTS, 30, 10), [], runs.ours
+
+    def look(result, kept):
+        rounds.append(result.trained.state.round_T.tolist())
+        members = result.trained.state.model_TN
+        assert (members[0] == 1).all() and (members > 0).all()
+
+    monkeypatch.setattr(runs, "ours", lambda *args, **options: ours(*args, **options, look=look))
+    feddrift.ours(data, 0, feddrift.How(True, points=feddrift.EARLY))
+    assert rounds == [[2], [2, 4], [2, 4, 6]]
+    labels = feddrift.swapped(torch.arange(4), 1)
+    assert labels.tolist() == [0, 2, 1, 3] and torch.equal(feddrift.swapped(labels, 0), labels)
