@@ -18,8 +18,11 @@ with its data; if all models are in use, clients that drift take the best model.
 Deviations: a step also begins when clients report that their data changed. Clients outside the cohort are compared in
 the first round of the step in which they take part, and until then the models that they have are in use; models are
 compared on the data of the cohort, so those without data in it do not merge. A client receives the pool anew for the
-data of each model, and for its new data. The official code compares at most 21 batches of a model's data. Clients whose
-data did not change keep a single copy of them; in the official code every step has new samples.
+data of each model, and for its new data. Clients whose data did not change keep a single copy of them; in the official
+code every step has new samples. The official code (microsoft/FedDrift, e4ac32f) merges after clients took models in the
+step, with the new data; compares at most 21 batches of a model's data; does not train models without a client in the
+step; and compares with L before the training of the last step, so that it misses drift in step 1 and at clients that
+drifted in the last step.
 """
 
 from dataclasses import dataclass

@@ -17,9 +17,10 @@ Federated Learning. ICML 2025, arXiv:2502.03340.
 A client that has not taken part joins as a newcomer after its cluster has split.
 
 Deviations: the cohort is drawn from the whole federation, so the number of participants of a cluster changes (official
-code: m from each cluster). The official code may add losses drawn from a normal distribution if participants are few;
-this code does not. With more than half of the clients in every round size / m is below 2, and no cluster
-splits. Clients that join later by the schedule count in the size of the first cluster from the start.
+code, davedleo/FedGWC, 24d0716: m from each cluster). The official code also clusters clients that have not taken part,
+by their first A_ij, and may add losses drawn from a normal distribution if participants are few; this code does not.
+With more than half of the clients in every round size / m is below 2, and no cluster splits. Clients that join later by
+the schedule count in the size of the first cluster from the start.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,10 @@ sum_k omega_ik softmax(f(x; theta_k)).
 A client uploads K models and K C label masses, and receives K models and the table.
 
 Deviations: a client trains its K models on the same batches; before the first round, C(y, k) = 1 / C for all labels;
-models are not removed. The official code (LINs-lab/FedRC, ce79229) has momentum 0.9 and weight decay 5e-4.
+models are not removed; C(y, k) is at least 1e-8. The official code (LINs-lab/FedRC, ce79229) computes C(y, k) over all
+clients, with the last sums of those outside the cohort, each at least 1e-8; lets a newcomer take an E and an M step
+without C(y, k) whenever a round is logged (`fit_steps`); and has weight decay 5e-4 and momentum 0.9, which is kept
+between rounds (`local.persist`).
 """
 
 from dataclasses import dataclass
@@ -28,7 +31,7 @@ from cfl_ray.core.method import Start, option, weights_option
 from cfl_ray.core.mixtures import MixtureMethod, MixtureState
 from cfl_ray.core.rng import Draws
 
-_LEAST_SHARE = 1e-8  # official code
+_LEAST_SHARE = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,12 @@
     python -m jobs.official fedcac CHECKOUT
     python -m jobs.official fedas CHECKOUT
     python -m jobs.official pfllib CHECKOUT     writes the section of its other methods
+    git clone https://github.com/LINs-lab/FedRC CHECKOUT
+    python -m jobs.official fedrc CHECKOUT
+    git clone https://github.com/davedleo/FedGWC CHECKOUT
+    python -m jobs.official fedgwc CHECKOUT
+    git clone https://github.com/microsoft/FedDrift CHECKOUT
+    python -m jobs.official feddrift CHECKOUT
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -32,7 +38,24 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from jobs.official import apfl, cfl, cflgp, fedas, fedcac, fedccfa, fedem, fedrep, ifca, pacfl, pfedme, pfllib, stocfl
+from jobs.official import (
+    apfl,
+    cfl,
+    cflgp,
+    fedas,
+    fedcac,
+    fedccfa,
+    feddrift,
+    fedem,
+    fedgwc,
+    fedrc,
+    fedrep,
+    ifca,
+    pacfl,
+    pfedme,
+    pfllib,
+    stocfl,
+)
 from jobs.official.page import PAGE, with_section
 
 METHODS = {
@@ -49,6 +72,9 @@ METHODS = {
     "fedcac": fedcac,
     "fedas": fedas,
     "pfllib": pfllib,
+    "fedrc": fedrc,
+    "fedgwc": fedgwc,
+    "feddrift": feddrift,
 }
 
 

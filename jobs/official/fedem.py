@@ -1,6 +1,6 @@
 """FedEM beside the code of its authors, omarfoq/FedEM."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ EPOCHS, LR, DECAY = 5, 0.1, 5e-4  # DECAY: weight decay, which their optimisers 
 MODEL: dict[str, Any] = {"name": "mlp", "options": {"hidden": 0}}  # their LinearLayer
 KEPT = (1, 5, 20)
 SEEDS = range(2)
+COLUMNS = ["run", "seed", "round", "distance", "pi", "accuracy, theirs", "accuracy, ours"]
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,19 @@ class Log:
             self.accuracy.append(value)
 
 
+class Labels(list[int]):
+    """The labels of a client; stands in for its data set."""
+
+    @property
+    def targets(self) -> list[int]:
+        return self
+
+
 class Loader:
     """All samples of a client as a batch (x, y, indices)."""
 
     def __init__(self, x: Tensor, y: Tensor):
-        self.dataset, self.batch = y, (x.flatten(1), y, torch.arange(len(y)))
+        self.dataset, self.batch = Labels(y.tolist()), (x.flatten(1), y, torch.arange(len(y)))
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         return iter([self.batch])
@@ -87,6 +96,32 @@ class Loader:
 def weights_of(clients: Iterable[Any]) -> np.ndarray:
     """Mixture weights (N, K) of their clients."""
     return np.stack([client.learners_ensemble.learners_weights.numpy() for client in clients])
+
+
+def ensemble_of(code: Any, first_KP: Tensor, how: How, **more: Any) -> Any:
+    """K models with these weights as their `LearnersEnsemble`. more: arguments of a fork."""
+    options = {"device": "cpu", "scheduler_name": "constant", "initial_lr": LR, "mu": 0.0, "n_rounds": 1, "seed": 0}
+    options |= {"input_dim": 784, "output_dim": 10, "n_learners": K, **more}
+    optimizer = "sgd" if how.momentum else "prox_sgd"
+    made = code.get_learners_ensemble(name="synthetic", optimizer_name=optimizer, **options)
+    for learner, row_P in zip(made, first_KP, strict=True):
+        vector_to_parameters(row_P.clone(), learner.model.parameters())
+    return made
+
+
+def clients_of(kind: Any, data: Data, ensemble: Callable[[], Any], **more: Any) -> list[Any]:
+    """Their clients of this class. more: arguments of a fork."""
+    train = [Loader(x, y) for x, y in zip(data.x, data.y, strict=True)]
+    test = [Loader(x, y) for x, y in zip(data.x_test, data.y_test, strict=True)]
+    return [kind(ensemble(), a, a, b, Log(), EPOCHS, **more) for a, b in zip(train, test, strict=True)]
+
+
+def keep(run: Mixtures, server: Any, t: int) -> None:
+    """Keeps the state of their server after round t, if it is one of KEPT."""
+    if t in KEPT:
+        models = [learner.model for learner in server.global_learners_ensemble]
+        run.course.weights[t] = torch.stack([parameters_to_vector(m.parameters()).detach() for m in models])
+        run.pi[t] = weights_of(server.clients)
 
 
 def theirs(
@@ -98,31 +133,19 @@ def theirs(
     (code,) = modules(checkout, "utils.utils")
 
     def ensemble() -> Any:
-        options = {"device": "cpu", "scheduler_name": "constant", "initial_lr": LR, "mu": 0.0, "n_rounds": 1, "seed": 0}
-        sizes = {"input_dim": 784, "output_dim": 10, "n_learners": K}
-        optimizer = "sgd" if how.momentum else "prox_sgd"
-        made = code.get_learners_ensemble(name="synthetic", optimizer_name=optimizer, **options, **sizes)
-        for learner, row_P in zip(made, first_KP, strict=True):
-            vector_to_parameters(row_P.clone(), learner.model.parameters())
-        return made
-
-    def clients(data: Data) -> list[Any]:
-        train = [Loader(x, y) for x, y in zip(data.x, data.y, strict=True)]
-        test = [Loader(x, y) for x, y in zip(data.x_test, data.y_test, strict=True)]
-        return [code.MixtureClient(ensemble(), a, a, b, Log(), EPOCHS) for a, b in zip(train, test, strict=True)]
+        return ensemble_of(code, first_KP, how)
 
     log, run = Log(), Mixtures()
-    server = code.CentralizedAggregator(clients(data), ensemble(), 1, log, Log(), seed=0)
+    server = code.CentralizedAggregator(
+        clients_of(code.MixtureClient, data, ensemble), ensemble(), 1, log, Log(), seed=0
+    )
     server.sample_clients = lambda: None
     for t, cohort in enumerate(cohorts, 1):
         server.sampled_clients = [server.clients[i] for i in cohort]
         server.mix()
-        if t in KEPT:
-            models = [learner.model for learner in server.global_learners_ensemble]
-            run.course.weights[t] = torch.stack([parameters_to_vector(m.parameters()).detach() for m in models])
-            run.pi[t] = weights_of(server.clients)
+        keep(run, server, t)
     run.course.accuracy = log.accuracy[1:]  # the first is before any round
-    server.test_clients = clients(new)
+    server.test_clients = clients_of(code.MixtureClient, new, ensemble)
     server.update_test_clients()
     run.new_pi = weights_of(server.test_clients)
     return run
@@ -132,8 +155,8 @@ def global_models(result: Any) -> Tensor:
     return result.trained.state.models_KP.clone()  # type: ignore[no-any-return]
 
 
-def ours(data: Data, new: Data, seed: int, how: How) -> Mixtures:
-    method = {"fedem": {"num_models": K, "damped": how.damped, "fit_steps": 1}}
+def mixtures(data: Data, new: Data, seed: int, how: How, method: dict[str, Any]) -> Mixtures:
+    """A method of this project whose clients mix its models."""
     local: dict[str, Any] = {"epochs": EPOCHS, "batch_size": None, "lr": LR}
     local |= {"weight_decay": DECAY, "momentum": how.momentum, "persist": how.persist}
     run = Mixtures()
@@ -146,6 +169,17 @@ def ours(data: Data, new: Data, seed: int, how: How) -> Mixtures:
 
     run.course = runs.ours(data, seed, KEPT, method, MODEL, local, look=look, fraction=how.fraction, rows=global_models)
     return run
+
+
+def ours(data: Data, new: Data, seed: int, how: How) -> Mixtures:
+    return mixtures(data, new, seed, how, {"fedem": {"num_models": K, "damped": how.damped, "fit_steps": 1}})
+
+
+def cells(a: Mixtures, b: Mixtures, first_KP: Tensor, round: int) -> list[str]:
+    """Cells of a table: the round, the distances of models and mixture weights, and the accuracy in the two codes."""
+    apart = [f"{distance(a.course, b.course, first_KP, round):.1e}"]
+    apart.append(f"{np.nanmax(abs(a.pi[round] - b.pi[round])):.1e}")
+    return [str(round), *apart, *(f"{x.course.accuracy[round - 1]:.4f}" for x in (a, b))]
 
 
 HEAD = f"""## FedEM
@@ -170,7 +204,7 @@ Before its first training a client of theirs mixes the models in equal parts, ou
 
 
 def section(checkout: Path, commit: str) -> str:
-    rows = [["run", "seed", "round", "distance", "pi", "accuracy, theirs", "accuracy, ours"]]
+    rows = [COLUMNS]
     newcomers = []
     for name, how in RUNS.items():
         for seed in SEEDS:
@@ -178,10 +212,7 @@ def section(checkout: Path, commit: str) -> str:
             first_KP = torch.stack([runs.first_weights(MODEL, 10, seed, k) for k in range(K)])
             cohorts = runs.cohorts(CLIENTS, seed, how.fraction, KEPT[-1])
             a, b = theirs(checkout, data, new, first_KP, how, cohorts), ours(data, new, seed, how)
-            for t in KEPT:
-                apart = [f"{distance(a.course, b.course, first_KP, t):.1e}", f"{np.nanmax(abs(a.pi[t] - b.pi[t])):.1e}"]
-                accuracy = [f"{x.course.accuracy[t - 1]:.4f}" for x in (a, b)]
-                rows.append([name, str(seed), str(t), *apart, *accuracy])
+            rows += [[name, str(seed), *cells(a, b, first_KP, t)] for t in KEPT]
             if how in (RUNS["all clients"], RUNS["half, `damped: true`"]):
                 newcomers.append(abs(a.new_pi - b.new_pi).max())
     lines = [

@@ -17,7 +17,10 @@ from jobs.official import (
     fedas,
     fedcac,
     fedccfa,
+    feddrift,
     fedem,
+    fedgwc,
+    fedrc,
     fedrep,
     ifca,
     pacfl,
@@ -183,18 +186,20 @@ def test_shares_of_images_of_mixed_clients_are_rotated(source):
     assert len(upright.unique()) == fedem.CLIENTS + fedem.NEW, "each client has its own share"
 
 
+def mixtures(by: float, first_P: torch.Tensor) -> fedem.Mixtures:
+    """With weights at a distance of 1 + by from the first ones; every second client has another largest weight."""
+    pi = np.full((fedem.CLIENTS, fedem.K), 0.5 + by)
+    pi[1::2, 1] += 0.25
+    pi[0] = np.nan  # has not trained
+    made = course(by, fedem.KEPT, first_P, fedem.CLIENTS)
+    made.weights = {t: rows[: fedem.K] for t, rows in made.weights.items()}
+    return fedem.Mixtures(made, dict.fromkeys(fedem.KEPT, pi), new_pi=np.full((fedem.NEW, fedem.K), 0.25 + 2 * by))
+
+
 def test_the_section_of_fedem(lines_of, monkeypatch):
     first_P = runs.first_weights(fedem.MODEL, 10, 0)
-
-    def run(by: float) -> fedem.Mixtures:
-        pi = np.full((fedem.CLIENTS, fedem.K), 0.5 + by)
-        pi[0] = np.nan  # has not trained
-        made = course(by, fedem.KEPT, first_P, fedem.CLIENTS)
-        made.weights = {t: rows[: fedem.K] for t, rows in made.weights.items()}
-        return fedem.Mixtures(made, dict.fromkeys(fedem.KEPT, pi), new_pi=np.full((fedem.NEW, fedem.K), 0.25 + 2 * by))
-
     monkeypatch.setattr(runs, "first_weights", lambda *_: first_P)
-    lines = lines_of(fedem, mixed=(None, None), theirs=run(0.0), ours=run(0.001))
+    lines = lines_of(fedem, mixed=(None, None), theirs=mixtures(0.0, first_P), ours=mixtures(0.001, first_P))
     assert "| half | 0 | 5 | 1.0e-03 | 1.0e-03 | 0.5000 | 0.5000 |" in lines
     assert "differ by at most 2.0e-03." in lines[-2]
 
@@ -461,3 +466,77 @@ def test_our_runs_beside_pfllib_have_personal_and_global_models(monkeypatch, sou
     data = pacfl.two_labels(0)
     w_NP, v_NP = (pfllib.ours(data, 0, pfllib.RUNS[name]).weights[1] for name in ("Ditto, w", "Ditto, v_i"))
     assert len(w_NP.unique(dim=0)) == 1 and len(v_NP.unique(dim=0)) > 1
+
+
+def test_every_second_client_of_fedrc_has_labels_in_the_other_order(monkeypatch):
+    y = torch.arange(12_000) % 10
+    monkeypatch.setattr(runs, "images", lambda *_: (y[:, None, None, None].expand(-1, *runs.SHAPE), y))
+    data, new = fedrc.swapped(0)
+    assert (len(data.y), len(new.y)) == (fedem.CLIENTS, fedem.NEW)
+    for part in (data, new):
+        for x, y in ((part.x, part.y), (part.x_test, part.y_test)):
+            assert torch.equal(x[::2, :, 0, 0, 0], y[::2]) and torch.equal(x[1::2, :, 0, 0, 0], 9 - y[1::2])
+    counts = torch.stack([labels.bincount(minlength=10) for labels in data.y])
+    assert counts.max() > 2 * fedrc.TRAIN / 10, "shares differ"
+
+
+def test_the_section_of_fedrc(lines_of, monkeypatch):
+    first_P = runs.first_weights(fedem.MODEL, 10, 0)
+    monkeypatch.setattr(runs, "first_weights", lambda *_: first_P)
+    theirs = mixtures(0.0, first_P), np.full((fedem.NEW, fedem.K), 0.75)
+    lines = lines_of(fedrc, swapped=(None, None), theirs=theirs, ours=mixtures(0.001, first_P))
+    assert "| half | 0 | 5 | 1.0e-03 | 1.0e-03 | 0.5000 | 0.5000 | 1.00 / 1.00 |" in lines
+    assert "have C(y, k) in both codes, and by at most 5.0e-01 with theirs as it is." in lines
+    assert any("differ by at most 2.0e-03 if they" in line for line in lines)
+
+
+def test_the_section_of_fedgwc(lines_of):
+    start_P = runs.first_weights(fedgwc.MODEL, 10, 0)
+
+    def run(by: float, clusters: list[int]) -> fedgwc.Interactions:
+        made = course(by, fedgwc.KEPT, start_P, fedgwc.CLIENTS)
+        made.accuracy, made.clusters = [0.5] * 60, clusters
+        a = np.full((fedgwc.CLIENTS, fedgwc.CLIENTS), 0.25 + by)
+        a[0] = np.nan  # of another cluster
+        v = dict.fromkeys(fedgwc.KEPT, np.full(fedgwc.CLIENTS, 2 * (1 + by)))
+        return fedgwc.Interactions(made, dict.fromkeys(fedgwc.KEPT, a), v)
+
+    theirs, ours = run(0.0, [1, 1, 2, 2, 4]), run(-0.5, [1] * 5)
+    lines = lines_of(fedgwc, rotated_mnist=None, theirs=theirs, ours=ours)
+    assert "| 0 | 5.0e-01 | 1.0e+00 | 2 | 2 | yes | 20 | 5.0e-01 | 0.5000 | 0.5000 |" in lines
+    assert "| 0 | 3, 5 | - |" in lines
+
+
+def test_our_run_of_fedgwc_has_the_interactions_of_the_cohort(monkeypatch, source):
+    monkeypatch.setattr(fedgwc, "KEPT", (1,))
+    data = runs.rotated_mnist(0, fedgwc.TURNS, 20, 5)
+    run = fedgwc.ours(data, 0)
+    (cohort,) = runs.cohorts(fedgwc.CLIENTS, 0, fedgwc.COHORT / fedgwc.CLIENTS, 1)
+    outside = np.setdiff1d(np.arange(fedgwc.CLIENTS), cohort)
+    assert len(cohort) == fedgwc.COHORT and (run.a[1][outside] == 1 / fedgwc.CLIENTS**2).all()
+    assert (run.a[1][np.ix_(cohort, cohort)] > 1 / fedgwc.CLIENTS**2).all() and (run.v[1] > 0.74).all()
+
+
+def test_the_section_of_feddrift(lines_of):
+    start_P = runs.first_weights(feddrift.MODEL, 10, 0)
+    kept = tuple(range(feddrift.ROUNDS, 6 * feddrift.ROUNDS, feddrift.ROUNDS))
+    theirs, ours = (course(by, kept, start_P, feddrift.CLIENTS) for by in (0.0, 0.001))
+    lines = lines_of(feddrift, rotated_mnist=None, theirs=theirs, ours=ours)
+    assert "| Eager | 0 | 3 | 5, 1 | 5, 1 | yes | 24 | 1.0e-03 | 0.9000 | 0.9000 |" in lines
+    assert sum(line.startswith("| Eager, early, theirs as it is |") for line in lines) == 2
+
+
+def test_every_step_of_our_run_of_feddrift_has_new_data_of_its_concepts(monkeypatch, source):
+    monkeypatch.setattr(feddrift, "ROUNDS", 2)
+    data, rounds, ours = runs.rotated_mnist(0, [0] * feddrift.CLIENTS, 30, 10), [], runs.ours
+
+    def look(result, kept):
+        rounds.append(result.trained.state.round_T.tolist())
+        members = result.trained.state.model_TN
+        assert (members[0] == 1).all() and (members > 0).all()
+
+    monkeypatch.setattr(runs, "ours", lambda *args, **options: ours(*args, **options, look=look))
+    feddrift.ours(data, 0, feddrift.How(True, points=feddrift.EARLY))
+    assert rounds == [[2], [2, 4], [2, 4, 6]]
+    labels = feddrift.swapped(torch.arange(4), 1)
+    assert labels.tolist() == [0, 2, 1, 3] and torch.equal(feddrift.swapped(labels, 0), labels)
