@@ -17,6 +17,11 @@
     python -m jobs.official cflgp CHECKOUT
     git clone https://github.com/Chen-Junbao/FedCCFA CHECKOUT
     python -m jobs.official fedccfa CHECKOUT
+    git clone https://github.com/MediaBrain-SJTU/pFedGraph CHECKOUT
+    pip install --target CHECKOUT/deps cvxpy
+    python -m jobs.official pfedgraph CHECKOUT
+    git clone https://github.com/ycruan/FedSoft CHECKOUT
+    python -m jobs.official fedsoft CHECKOUT
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -25,7 +30,7 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from jobs.official import cfl, cflgp, fedccfa, fedem, ifca, pacfl, pfedme, stocfl
+from jobs.official import cfl, cflgp, fedccfa, fedem, fedsoft, ifca, pacfl, pfedgraph, pfedme, stocfl
 from jobs.official.page import PAGE, with_section
 
 METHODS = {
@@ -37,6 +42,8 @@ METHODS = {
     "pfedme": pfedme,
     "cflgp": cflgp,
     "fedccfa": fedccfa,
+    "pfedgraph": pfedgraph,
+    "fedsoft": fedsoft,
 }
 
 
