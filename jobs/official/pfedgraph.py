@@ -21,11 +21,23 @@ from jobs.official import runs
 from jobs.official.fedccfa import HIDDEN, MODEL, Model
 from jobs.official.pacfl import TEST, TRAIN, two_labels
 from jobs.official.page import table
-from jobs.official.runs import Course, Data, accuracy_of, compared, modules, quiet, replaced, script, stand_in
+from jobs.official.runs import (
+    Course,
+    Data,
+    accuracy_of,
+    compared,
+    distance,
+    modules,
+    quiet,
+    replaced,
+    rounded,
+    script,
+    stand_in,
+)
 
 CLIENTS = 10
 SIZES = tuple(TRAIN - 10 * client for client in range(CLIENTS))
-ALPHA, LAM, STEPS, LR, MOMENTUM, DECAY = 0.8, 0.01, 10, 0.05, 0.9, 1e-5
+ALPHA, LAM, STEPS, LR, MOMENTUM, DECAY = 0.8, 0.01, 20, 0.01, 0.9, 1e-5
 KEPT = (1, 5, 20)
 SEEDS = range(2)
 
@@ -161,20 +173,23 @@ first. Here such a client has no term, and starts as in ours from the mean of th
 taken part keeps its last aggregate, in both.
 
 Distance: between the weights of a client's aggregate in the two codes (of the mean, before a client's first round),
-relative to their distance from the initial models; the largest of the clients. *Graph*: the largest difference of a
-weight W_ij of the round.
+relative to their distance from the initial models; the largest of the clients. *Rounding*: the larger distance of
+theirs from itself, in two runs whose first weights differ by 1e-7 of their size, at random. *Graph*: the largest
+difference of a weight W_ij of the round.
 """
 
 
 def section(checkout: Path, commit: str) -> str:
-    rows = [["run", "seed", "round", "distance", "graph", *runs.HEAD[2:]]]
+    rows = [["run", "seed", "round", "distance", "rounding", "graph", *runs.HEAD[2:]]]
     for name, how in RUNS.items():
         for seed in SEEDS:
             data, start_P = clients(seed), runs.first_weights(MODEL, 10, seed)
             cohorts = runs.cohorts(CLIENTS, seed, how.fraction, KEPT[-1])
             a, b = theirs(checkout, data, start_P, how, cohorts), ours(data, seed, how)
+            others = [theirs(checkout, data, row_P, how, cohorts).course for row_P in rounded(start_P)]
             for t in KEPT:
+                rounding = f"{max(distance(a.course, other, start_P, t) for other in others):.1e}"
                 round, apart, *accuracy = compared(a.course, b.course, start_P, t)
                 graph = f"{abs(a.graph[t] - b.graph[t]).max():.1e}"
-                rows.append([name, str(seed), round, apart, graph, *accuracy])
+                rows.append([name, str(seed), round, apart, rounding, graph, *accuracy])
     return "\n".join([HEAD.replace("COMMIT", commit), *table(*rows)])

@@ -199,6 +199,12 @@ def distance(theirs: Course, ours: Course, start_P: Tensor, round: int) -> float
     return float((apart / (theirs.weights[round] - start_P).norm(dim=1)).max())
 
 
+def rounded(first: Tensor) -> list[Tensor]:
+    """These weights twice, each changed at random by as much as rounding does."""
+    generator = torch.Generator().manual_seed(0)
+    return [first * (1 + 1e-7 * torch.randn(first.shape, generator=generator)) for _ in range(2)]
+
+
 def compared(theirs: Course, ours: Course, start_P: Tensor, round: int) -> list[str]:
     """Cells of a table: the round, the distance, and the accuracy in the two codes."""
     accuracy = [f"{course.accuracy[round - 1]:.4f}" for course in (theirs, ours)]

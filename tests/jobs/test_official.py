@@ -76,6 +76,12 @@ def test_clients_train_on_their_first_samples_alone():
     assert torch.equal(data.training[2].tensors[0], x[2, :2]) and Data(x, y, x, y).used.all()
 
 
+def test_rounded_weights_differ_in_their_last_digits():
+    first_P = runs.first_weights({"name": "mlp"}, 10, 0)
+    apart = [((other_P - first_P) / first_P).abs().nan_to_num() for other_P in runs.rounded(first_P)]
+    assert all(1e-8 < part.mean() < 2e-7 for part in apart) and not torch.equal(*apart)
+
+
 def test_a_script_sees_its_folder_and_arguments_while_it_runs(tmp_path):
     (tmp_path / "beside_it.py").write_text("value = 3")
     file = tmp_path / "run.py"
@@ -284,7 +290,7 @@ def test_the_section_of_pfedgraph(lines_of):
         return pfedgraph.Graphs(made, dict.fromkeys(pfedgraph.KEPT, np.full((5, 5), 0.2 - 2 * by)))
 
     lines = lines_of(pfedgraph, clients=None, theirs=run(0.0), ours=run(0.001))
-    assert "| near | 0 | 5 | 1.0e-03 | 2.0e-03 | 0.5000 | 0.5000 |" in lines
+    assert "| near | 0 | 5 | 1.0e-03 | 0.0e+00 | 2.0e-03 | 0.5000 | 0.5000 |" in lines
 
 
 def test_our_run_of_pfedgraph_has_the_graph_and_the_aggregates(monkeypatch, source):
@@ -308,7 +314,7 @@ def test_the_section_of_fedsoft(lines_of, monkeypatch, source):
         return fedsoft.Soft(own, centres, dict.fromkeys(fedsoft.KEPT, np.full((fedsoft.CLIENTS, 2), 0.5 + 3 * by)))
 
     lines = lines_of(fedsoft, theirs=run(0.0), ours=run(0.001))
-    assert "| m = 4 | 0 | 5 | 1.0e-03 | 2.0e-03 | 3.0e-03 | 0.5000 | 0.5000 |" in lines
+    assert "| m = 4 | 0 | 5 | 1.0e-03 | 0.0e+00 | 2.0e-03 | 3.0e-03 | 0.5000 | 0.5000 |" in lines
 
 
 def test_our_run_of_fedsoft_has_own_models_and_centres(monkeypatch, source):
