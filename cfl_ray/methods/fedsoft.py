@@ -12,9 +12,11 @@ A client keeps w_i, and predicts with it; w_i is uploaded once, for any number o
 from, and predicts with, the centre of its largest importance.
 
 Deviations: all reachable clients take part in the estimate, but S_k is drawn from the cohort, whose clients without
-importances estimate them at once. The proximal problem is solved by the experiment's local SGD. The centres start from
-independent initialisations. The official code (ycruan/FedSoft, e71a4ab) stops with a TypeError as published. Its option
-without selection is `clients_per_cluster: null`.
+importances estimate them at once. The proximal problem is solved by the experiment's local SGD (official code: Adam,
+whose moments live over rounds, on batches in a fixed order). The centres start from independent initialisations. A
+client's first w_i starts from a centre (official code: from one more model, common to all clients). The official code
+(ycruan/FedSoft, e71a4ab) stops with a TypeError as published. Its option without selection is
+`clients_per_cluster: null`.
 """
 
 from dataclasses import dataclass

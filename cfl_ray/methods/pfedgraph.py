@@ -15,8 +15,9 @@ all models, without the term in lambda; newcomers predict with this mean.
 
 Deviations: the official code adds lambda cos, which moves theta away from the aggregate (`regulariser: away`), contrary
 to the text. The direction of a_i replaces the official code's sum of W_ij theta_j / ||theta_j||, which would be another
-model to send. With a sampled cohort the graph covers the cohort alone. Models longer than `sketch` are projected for
-the cosines. Clients are served their aggregates (official code: the model with the best validation accuracy).
+model to send. With a sampled cohort the graph covers the cohort alone (official code: stops with a KeyError). `head` is
+the last layer (official code, `fc`: all fully connected layers). Models longer than `sketch` are projected for the
+cosines. Clients are served their aggregates (official code: the model with the best validation accuracy).
 """
 
 from collections.abc import Callable

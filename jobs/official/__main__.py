@@ -30,6 +30,11 @@
     python -m jobs.official fedgwc CHECKOUT
     git clone https://github.com/microsoft/FedDrift CHECKOUT
     python -m jobs.official feddrift CHECKOUT
+    git clone https://github.com/MediaBrain-SJTU/pFedGraph CHECKOUT
+    pip install --target CHECKOUT/deps cvxpy
+    python -m jobs.official pfedgraph CHECKOUT
+    git clone https://github.com/ycruan/FedSoft CHECKOUT
+    python -m jobs.official fedsoft CHECKOUT
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -50,8 +55,10 @@ from jobs.official import (
     fedgwc,
     fedrc,
     fedrep,
+    fedsoft,
     ifca,
     pacfl,
+    pfedgraph,
     pfedme,
     pfllib,
     stocfl,
@@ -75,6 +82,8 @@ METHODS = {
     "fedrc": fedrc,
     "fedgwc": fedgwc,
     "feddrift": feddrift,
+    "pfedgraph": pfedgraph,
+    "fedsoft": fedsoft,
 }
 
 

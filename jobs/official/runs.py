@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils import vector_to_parameters
+from torch.utils.data import TensorDataset
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
 from cfl_ray.data.sources import locate
@@ -38,10 +39,22 @@ class Data:
     y: Tensor
     x_test: Tensor
     y_test: Tensor
+    sizes: tuple[int, ...] = ()  # number of samples of each client for training, the first of its row; (): all
 
     @property
     def clients(self) -> int:
         return len(self.x)
+
+    @property
+    def used(self) -> Tensor:
+        """Whether a client trains on a sample, bool (clients, samples)."""
+        sizes = torch.tensor(self.sizes or [self.y.shape[1]] * self.clients)
+        return torch.arange(self.y.shape[1]) < sizes[:, None]
+
+    @property
+    def training(self) -> list[TensorDataset]:
+        """The samples that each client trains on."""
+        return [TensorDataset(x[used], y[used]) for x, y, used in zip(self.x, self.y, self.used, strict=True)]
 
 
 @dataclass
@@ -138,9 +151,9 @@ def ours(
     runs. rows: the weights that are compared, from the result. schedule: of the experiment, as far as a run goes.
     """
     federation = federation_from_arrays(
-        data.x.flatten(0, 1).numpy(),
-        data.y.flatten().numpy(),
-        np.repeat(np.arange(data.clients), data.y.shape[1]),
+        data.x[data.used].numpy(),
+        data.y[data.used].numpy(),
+        np.repeat(np.arange(data.clients), data.used.sum(1)),
         x_test=data.x_test.flatten(0, 1).numpy(),
         y_test=data.y_test.flatten().numpy(),
         test_clients=np.repeat(np.arange(data.clients), data.y_test.shape[1]),
@@ -184,6 +197,12 @@ def distance(theirs: Course, ours: Course, start_P: Tensor, round: int) -> float
     """The largest distance between a client's weights in the two codes, relative to that from the initial models."""
     apart = (theirs.weights[round] - ours.weights[round]).norm(dim=1)
     return float((apart / (theirs.weights[round] - start_P).norm(dim=1)).max())
+
+
+def rounded(first: Tensor) -> list[Tensor]:
+    """These weights twice, each changed at random by as much as rounding does."""
+    generator = torch.Generator().manual_seed(0)
+    return [first * (1 + 1e-7 * torch.randn(first.shape, generator=generator)) for _ in range(2)]
 
 
 def compared(theirs: Course, ours: Course, start_P: Tensor, round: int) -> list[str]:

@@ -22,8 +22,10 @@ from jobs.official import (
     fedgwc,
     fedrc,
     fedrep,
+    fedsoft,
     ifca,
     pacfl,
+    pfedgraph,
     pfedme,
     pfllib,
     runs,
@@ -85,6 +87,23 @@ def test_our_runs_end_after_the_kept_rounds():
     assert found.weights[1].shape == (4, len(start_P)) and not torch.equal(found.weights[1], found.weights[2])
     assert found.groups == {1: {frozenset(range(4))}, 2: {frozenset(range(4))}} and found.sizes(2) == [4]
     assert runs.distance(found, found, start_P, 1) == 0
+
+
+def test_clients_train_on_their_first_samples_alone():
+    x, y = torch.rand(3, 4, 1, 28, 28), torch.arange(12).reshape(3, 4) % 3
+    data, sizes = Data(x, y, x, y, sizes=(1, 4, 2)), []
+    runs.ours(
+        data, 0, (1,), {"fedavg": {}}, {"name": "mlp"}, {"steps": 1, "batch_size": None},
+        look=lambda result, _: sizes.extend(len(result.trained.federation.train(i)[1]) for i in range(3)),
+    )  # fmt: skip
+    assert sizes == [1, 4, 2] and [len(part) for part in data.training] == sizes
+    assert torch.equal(data.training[2].tensors[0], x[2, :2]) and Data(x, y, x, y).used.all()
+
+
+def test_rounded_weights_differ_in_their_last_digits():
+    first_P = runs.first_weights({"name": "mlp"}, 10, 0)
+    apart = [((other_P - first_P) / first_P).abs().nan_to_num() for other_P in runs.rounded(first_P)]
+    assert all(1e-8 < part.mean() < 2e-7 for part in apart) and not torch.equal(*apart)
 
 
 def test_a_script_sees_its_folder_and_arguments_while_it_runs(tmp_path):
@@ -540,3 +559,50 @@ def test_every_step_of_our_run_of_feddrift_has_new_data_of_its_concepts(monkeypa
     assert rounds == [[2], [2, 4], [2, 4, 6]]
     labels = feddrift.swapped(torch.arange(4), 1)
     assert labels.tolist() == [0, 2, 1, 3] and torch.equal(feddrift.swapped(labels, 0), labels)
+
+
+def test_the_section_of_pfedgraph(lines_of):
+    start_P = runs.first_weights(pfedgraph.MODEL, 10, 0)
+
+    def run(by: float) -> pfedgraph.Graphs:
+        made = course(by, pfedgraph.KEPT, start_P, pfedgraph.CLIENTS)
+        return pfedgraph.Graphs(made, dict.fromkeys(pfedgraph.KEPT, np.full((5, 5), 0.2 - 2 * by)))
+
+    lines = lines_of(pfedgraph, clients=None, theirs=run(0.0), ours=run(0.001))
+    assert "| near | 0 | 5 | 1.0e-03 | 0.0e+00 | 2.0e-03 | 0.5000 | 0.5000 |" in lines
+
+
+def test_our_run_of_pfedgraph_has_the_graph_and_the_aggregates(monkeypatch, source):
+    monkeypatch.setattr(pfedgraph, "KEPT", (1, 2))
+    run = pfedgraph.ours(pfedgraph.clients(0), 0, pfedgraph.How(fraction=0.5))
+    first, second = (set(ids.tolist()) for ids in runs.cohorts(pfedgraph.CLIENTS, 0, 0.5, 2))
+    assert run.graph[2].shape == (5, 5) and np.allclose(run.graph[2].sum(1), 1)
+    rows, known = run.course.weights[1], sorted(first)
+    others = [client for client in range(pfedgraph.CLIENTS) if client not in first]
+    assert len(rows[others].unique(dim=0)) == 1 and len(rows[known].unique(dim=0)) > 1
+    waiting = sorted(first - second)
+    assert torch.equal(run.course.weights[2][waiting], rows[waiting]), "they keep their aggregates"
+
+
+def test_the_section_of_fedsoft(lines_of, monkeypatch, source):
+    start_P = runs.first_weights(fedsoft.MODEL, 10, 0)
+    monkeypatch.setattr(runs, "first_weights", lambda *_: start_P)
+
+    def run(by: float) -> fedsoft.Soft:
+        own, centres = (course(x, fedsoft.KEPT, start_P, rows) for x, rows in ((2 * by, fedsoft.CLIENTS), (by, 2)))
+        return fedsoft.Soft(own, centres, dict.fromkeys(fedsoft.KEPT, np.full((fedsoft.CLIENTS, 2), 0.5 + 3 * by)))
+
+    lines = lines_of(fedsoft, theirs=run(0.0), ours=run(0.001))
+    assert "| m = 4 | 0 | 5 | 1.0e-03 | 0.0e+00 | 2.0e-03 | 3.0e-03 | 0.5000 | 0.5000 |" in lines
+
+
+def test_our_run_of_fedsoft_has_own_models_and_centres(monkeypatch, source):
+    monkeypatch.setattr(fedsoft, "KEPT", (1,))
+    run = fedsoft.ours(fedem.mixed(0)[0], 0, fedsoft.How(momentum=0.9))
+    own_NP, centre_KP = run.own.weights[1], run.centres.weights[1]
+    drawn = (own_NP[:, None] != centre_KP).any(2).all(1)  # others predict with a centre
+    assert fedsoft.DRAWN <= drawn.sum() <= fedsoft.K * fedsoft.DRAWN
+    assert np.allclose(run.u[1].sum(1), 1, atol=2e-4) and run.u[1].min() >= 1e-4
+    for centre_P in centre_KP:
+        parts = torch.linalg.lstsq(own_NP[drawn].T.double(), centre_P[:, None].double()).solution[:, 0]
+        assert np.allclose(sorted(parts)[-fedsoft.DRAWN :], 1 / fedsoft.DRAWN, atol=1e-3), "the mean of its S_k"
