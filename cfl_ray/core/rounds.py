@@ -86,7 +86,9 @@ def row_or_last(state: State, clients: Clients) -> np.ndarray:
 def serve_per_cluster(state: State, clients: Clients, other_KP: Tensor | None = None) -> Serving:
     """Each client predicts with the model of its cluster.
 
-    other_KP: model (1, P) of clients without a cluster; None: the mean of all cluster models.
+    other_KP: model (1, P) of clients without a cluster; None: the mean of all cluster models, or the only one.
     """
+    if other_KP is None and state.num_clusters == 1:
+        return Serving(state.models_KP, clients.first_row())
     models_KP = with_mean(state.models_KP) if other_KP is None else torch.cat([state.models_KP, other_KP])
     return Serving(models_KP, row_or_last(state, clients))

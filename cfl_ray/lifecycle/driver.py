@@ -21,6 +21,7 @@ from cfl_ray.errors import RunStopped
 from cfl_ray.lifecycle.load import load_trained
 from cfl_ray.lifecycle.recorder import MethodRecorder, finish_log, write_figures
 from cfl_ray.methods import full_label
+from cfl_ray.plugins.calling import reference_of
 from cfl_ray.results.environment import add_fallbacks
 from cfl_ray.results.export import save_models
 from cfl_ray.results.load import FoundRun, recorded_result
@@ -201,8 +202,10 @@ class Driver:
         data, experiment = self.experiment.data, self.experiment
         tags: dict[str, Any] = {
             "name": experiment.name,
-            "dataset": data.source,
-            "partition": "/".join(kind for kind in (data.shift.kind, data.partition.kind) if kind != "none"),
+            "dataset": reference_of(data.source),
+            "partition": "/".join(
+                reference_of(kind) for kind in (data.shift.kind, data.partition.kind) if kind != "none"
+            ),
             "seed": experiment.seed,
             "config_hash": experiment.config_hash,
             "git_commit": _git_commit(),

@@ -177,6 +177,14 @@ def test_in_the_warm_up_of_ifca_cam_the_global_model_is_no_cluster(results):
     assert [(one.cluster, one.why) for one in placed] == [(-1, "the global model"), (-1, "the only model")]
 
 
+def test_the_only_model_serves_clients_without_a_cluster_as_cluster_0():
+    sections = SECTIONS | {"cohort": {"clients": 2}, "rounds": 1}
+    result = cfl_ray.simulate(cfl_ray.Experiment(methods=["feddrift"], **sections))["feddrift"]
+    waiting = result.assignments().query("cluster == -1")
+    assert len(waiting) == 6 and set(waiting.served_by) == {0}
+    assert result.place(*result.train(0)).cluster == 0
+
+
 def test_images_as_they_are_stored_are_scaled_and_normalised(results):
     result = results["ifca"]
     x, y = result.train(3)

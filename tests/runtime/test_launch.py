@@ -1,5 +1,7 @@
 """Checks of the run directory, which are made before Ray starts."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -207,3 +209,19 @@ def test_a_resumed_run_goes_to_the_cluster_of_now(experiment, monkeypatch):
             monkeypatch.setenv("RAY_ADDRESS", now)
         made = experiment(runtime={"address": recorded})
         assert _with_current_cluster(made, Watcher()).runtime.address == used
+
+
+def test_a_shift_and_a_partition_made_in_python_are_named_in_the_record(tmp_path):
+    def halves(labels, clients, draw):
+        return np.array_split(draw.permutation(len(labels)), clients)
+
+    def negated(x, y, group, draw):
+        return (16 - x if group else x), y
+
+    data = {"shift": {"kind": negated, "groups": 2}, "partition": {"kind": halves, "clients": 4, "samples": 10}}
+    experiment = Experiment(data=data, rounds=1, methods=["fedavg"], tracking={"enabled": False})
+    final = simulate(experiment, tmp_path / "run")["fedavg"].final
+    assert load_run(tmp_path / "run")["fedavg"].final == final
+    tags = json.loads((tmp_path / "run/run.json").read_text())["tags"]
+    shift, partition = tags["partition"].split("/")
+    assert shift.endswith(".negated") and partition.endswith(".halves")
