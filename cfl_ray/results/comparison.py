@@ -63,8 +63,8 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     METRIC_std (sample standard deviation; NaN for 1 run); mbit (per client, download plus upload), seconds (of all
     rounds), p (p-value of a paired t-test of the first metric against the best method of the experiment, over common
     seeds; NaN for the best method and for fewer than 3 common seeds), and effect (size: mean of the differences over
-    their standard deviation). A method that lacks the metric for a seed cannot be the best. Methods without an
-    evaluation are excluded.
+    their standard deviation). A method that lacks the metric for a seed, or has fewer seeds than another method that
+    has it for all, cannot be the best. Methods without an evaluation are excluded.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or numeric diagnostics (their last
         values); empty: the score of the task, its P-local, that of honest clients and worst decile, macro F1, test
@@ -309,16 +309,20 @@ def is_less_better(metric: str, present: Collection[str] = ()) -> bool:
 
 
 def _paired_tests(run_metrics: RunMetrics, metric: str) -> list[tuple[float, float]]:
-    """The `paired_test` of each method against the best of its experiment, which has the metric with every seed."""
+    """The `paired_test` of each method against the best of its experiment.
+
+    The best has the metric with every seed; of these methods, only those with the most seeds are compared.
+    """
     values = {
         key: {seed: values_of_seed.get(metric, np.nan) for seed, values_of_seed in seeds.items()}
         for key, seeds in run_metrics.items()
     }
     sign = -1 if is_less_better(metric, metrics_of(run_metrics)) else 1
-    goodness = {key: sign * np.mean(list(of_seeds.values())) for key, of_seeds in values.items()}
+    # means over fewer seeds are not comparable
+    goodness = {key: (len(of_seeds), sign * np.mean(list(of_seeds.values()))) for key, of_seeds in values.items()}
     best: dict[str, tuple[str, str]] = {}  # by experiment
-    for key, mean in goodness.items():
-        if not np.isnan(mean) and (key[0] not in best or mean > goodness[best[key[0]]]):
+    for key, (seeds, mean) in goodness.items():
+        if not np.isnan(mean) and (key[0] not in best or (seeds, mean) > goodness[best[key[0]]]):
             best[key[0]] = key
     return [paired_test(values[key], values[best.get(key[0], key)]) for key in run_metrics]
 

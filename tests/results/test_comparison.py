@@ -171,6 +171,14 @@ def test_seeds_that_one_of_two_methods_lacks_are_not_tested():
     )
 
 
+def test_a_method_with_fewer_seeds_keeps_no_other_one_from_the_test():
+    """In a study that is not finished, the highest mean may be that of a single seed."""
+    low, high = [0.1, 0.2, 0.4], [0.3, 0.1, 0.9]
+    frame = table_of(found_of(one=[0.95], low=low, high=high), ["accuracy"])
+    assert frame["p"].isna().tolist() == [True, False, True]
+    assert frame["p"][1] == pytest.approx(ttest_rel(low, high).pvalue)
+
+
 @pytest.mark.filterwarnings("error")
 def test_infinite_values_and_equal_differences_are_not_tested():
     infinite = table_of(found_of(a=[np.inf, np.inf, 0.7], b=[0.5, 0.6, 0.7]), ["accuracy"])
