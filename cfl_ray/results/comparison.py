@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,13 @@ import numpy as np
 from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.config.experiment import NOT_HASHED
+from cfl_ray.core.method import Method
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.errors.redaction import redact
+from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import tested_in_words, with_spread
-from cfl_ray.results.load import FoundRun, open_run, recorded_result
+from cfl_ray.results.load import FoundRun, open_run, recorded_methods, recorded_result
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
 from cfl_ray.run_directory import RunDirectory
@@ -109,11 +112,24 @@ def experiments_of(runs: Sequence[FoundRun]) -> list[tuple[str, list[FoundRun]]]
 
 
 def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]]) -> RunMetrics:
-    """The metrics of the runs of these experiments. Raises ConfigError for two runs with the same seed."""
+    """The metrics of the runs of these experiments.
+
+    Raises ConfigError for two runs with the same seed, and for two that give a method other options under one label.
+    """
     run_metrics: RunMetrics = {}
     for name, runs in experiments:
+        known: dict[str, tuple[Method[Any], FoundRun]] = {}  # by label
         for run in runs:
+            methods = {} if run.setting else recorded_methods(run.directory, run.experiment)  # a study has checked them
             for label, result in run.methods.items():
+                if (method := methods.get(label)) is not None:
+                    first, other = known.setdefault(label, (method, run))
+                    if _options_of(method) != _options_of(first):
+                        raise ConfigError(
+                            f"{run.directory}: its method {label} is {full_label(method)}, and that of "
+                            f"{other.directory} is {full_label(first)}, so they are not seeds of one method; name one "
+                            "of the two"
+                        )
                 of_seeds = run_metrics.setdefault((name, label), {})
                 if run.experiment.seed in of_seeds:
                     raise ConfigError(
@@ -122,6 +138,11 @@ def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]]) -> RunMetr
                     )
                 of_seeds[run.experiment.seed] = values_of(result)
     return run_metrics
+
+
+def _options_of(method: Method[Any]) -> tuple[str, dict[str, Any]]:
+    """Name and options of a method; its class may come from copies of one file."""
+    return method.name, {item.name: getattr(method, item.name) for item in fields(method)}
 
 
 def metrics_of(run_metrics: RunMetrics) -> list[str]:

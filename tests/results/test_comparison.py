@@ -119,6 +119,24 @@ def test_the_same_seed_twice_is_refused(runs):
         compare_runs([runs[0], runs[0]])
 
 
+def test_two_methods_under_one_label_are_no_seeds_of_one_method(tmp_path):
+    """A label leaves out the options of a method; without this, the mean over the seeds would be of two methods."""
+    data = {"source": "digits", "partition": {"clients": 4, "samples": 20}}
+    for seed, clusters in ((0, 2), (1, 3)):
+        experiment = cfl_ray.Experiment(
+            seed=seed,
+            rounds=1,
+            methods=[{"ifca": {"num_clusters": clusters}}],
+            data=data,
+            tracking={"enabled": False},
+            runtime={"engine": "manual"},
+            output=str(tmp_path),
+        )
+        cfl_ray.simulate(experiment, tmp_path / f"run-{seed}")
+    with pytest.raises(ConfigError, match="run-1: its method ifca is ifca-num_clusters=3, and that of .*run-0 is ifca"):
+        compare_runs([tmp_path / "run-0", tmp_path / "run-1"])
+
+
 def test_formats(runs):
     frame = compare_runs(runs[:3], ["accuracy"])
     markdown = format_table(frame, "md").splitlines()
