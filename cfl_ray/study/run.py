@@ -331,7 +331,7 @@ class _Launch:
                 self._wait_for_others(runs)
                 done = [run for run in runs if run.is_finished(self.root)]
                 left = [run for run in runs if run not in done]
-                resources = resources_for(self.experiment.runtime, len(left), self.at_once)
+                resources = resources_for(self.experiment.runtime, len(left), self.at_once, len(pool.workers))
                 self.watcher.planned(left, done, resources, self.root)
                 for outcome in pool.run(left, resources, self.watcher.live):
                     self.watcher.ended(outcome)

@@ -282,7 +282,7 @@ def test_trials_at_a_time_fill_the_room(study, monkeypatch, inline):
             asked.append(together)
             return []
 
-    monkeypatch.setattr(run, "resources_for", lambda runtime, runs, at_once: run.Resources(9, None))
+    monkeypatch.setattr(run, "resources_for", lambda *_: run.Resources(9, None))
     monkeypatch.setattr(run, "trials_of", lambda sweep: Counting([{"local.lr": 0.1}]))
     run_study(study(sweep={"parameters": {"local.lr": [0.1]}}))
     assert asked == [3]
