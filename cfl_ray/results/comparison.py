@@ -184,13 +184,16 @@ def runs_frame(run_metrics: RunMetrics) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=None if rows else ["setting", "method", "seed"])
 
 
-def read_study(folder: str | Path) -> RunMetrics:
+def read_study(folder: str | Path, only: Collection[Path] | None = None) -> RunMetrics:
     """The metrics of the finished runs of a study, of the last evaluation and of the whole run, read from its folder.
 
-    Raises DataError for a finished run whose metrics are missing or damaged.
+    only: folders of the runs to read; None: all. Raises DataError for a finished run whose metrics are missing or
+    damaged.
     """
     run_metrics: RunMetrics = {}
     for setting, method, run in run_folders(folder):
+        if only is not None and run not in only:
+            continue
         for directory in sorted(path for path in run.iterdir() if path.is_dir()):
             if is_finished(directory):
                 result = recorded_result(method, directory)

@@ -36,8 +36,8 @@ def resources_for(runtime: RuntimeConfig, runs: int, at_once: int | None = None,
     hosts fit; if more hosts than runs fit, the runs share them. The processes of the runs are always on this machine,
     whose available memory limits their number.
 
-    at_once: largest number of parallel runs; None: as many as fit. processes: of earlier runs, which wait for others and
-        hold memory already.
+    at_once: largest number of parallel runs; None: as many as fit. processes: of earlier runs, which wait for further
+        runs and hold their memory already.
     """
     address = cluster_address(runtime.address) if runtime.backend == "ray" else None
     memory = processes + int(available_memory() / _RUN_BYTES)

@@ -12,6 +12,8 @@ from studies import figures_of
 from cfl_ray.cli.study_progress import show_trials
 from cfl_ray.config.study import SweepConfig
 from cfl_ray.errors import ConfigError, Interrupted
+from cfl_ray.results import comparison
+from cfl_ray.results.comparison import recorded_result
 from cfl_ray.study import run
 from cfl_ray.study.plan import Selection, plan
 from cfl_ray.study.ranking import best_of, rank, to_frame
@@ -286,3 +288,24 @@ def test_trials_at_a_time_fill_the_room(study, monkeypatch, inline):
     monkeypatch.setattr(run, "trials_of", lambda sweep: Counting([{"local.lr": 0.1}]))
     run_study(study(sweep={"parameters": {"local.lr": [0.1]}}))
     assert asked == [3]
+
+
+def test_a_batch_of_trials_reads_its_own_runs(study, monkeypatch, inline):
+    """Reading all runs after each batch would take a time quadratic in the number of trials."""
+    pytest.importorskip("optuna", reason="the sampler tpe needs optuna: pip install -e .[sweep]")
+    read, counts, tell = [], [], run._Launch._tell
+
+    def counting(launch, trials):
+        read.clear()
+        tell(launch, trials)
+        counts.append(len(read))
+
+    def reading(*arguments):
+        read.append(arguments)
+        return recorded_result(*arguments)
+
+    monkeypatch.setattr(run._Launch, "_tell", counting)
+    monkeypatch.setattr(comparison, "recorded_result", reading)
+    sweep = {"parameters": RANGES, "sampler": "tpe", "trials": 3}
+    run_study(study(seeds=[0], experiment={"methods": ["fedavg"], "rounds": 1}, sweep=sweep), at_once=1)
+    assert counts == [1, 1, 1]
