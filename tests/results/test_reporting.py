@@ -206,6 +206,16 @@ def test_the_command_of_a_trial_is_that_of_its_sweep(tmp_path, settings, setting
     assert report_of(find_runs([study])).experiments[0].command == command
 
 
+@pytest.mark.parametrize(("sweep", "ranked"), [("null", True), ("{parameters: {local.lr: [0.1, 0.2]}}", False)])
+def test_trials_of_a_sweep_are_no_settings_over_which_methods_are_ranked(sweep, ranked, tmp_path):
+    cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1), tmp_path / "run")
+    study = tmp_path / "study"
+    for setting, label in itertools.product(("lr=0.1", "lr=0.2"), ("a", "b", "c")):
+        shutil.copytree(tmp_path / "run", study / setting / label / "seed-0")
+    (study / "study.yaml").write_text(f"name: study\nexperiment: {{methods: [fedavg]}}\nsweep: {sweep}\n")
+    assert (report_of(find_runs([study])).ranks is not None) == ranked
+
+
 def test_damaged_groups_are_named(runs, tmp_path):
     shutil.copytree(runs / "run-0", tmp_path / "run")
     scores = tmp_path / "run" / "ifca" / "client_metrics.arrow"
