@@ -269,6 +269,18 @@ def test_a_learning_sweep_makes_the_runs_that_a_selection_left_out(study, inline
     assert study_status(results.root).state == "finished"
 
 
+def test_a_learning_sweep_that_draws_listed_values_again_is_finished(study, inline):
+    """Four trials of two values make two runs in each setting; without a setting's runs the study is not finished."""
+    pytest.importorskip("optuna", reason="the sampler tpe needs optuna: pip install -e .[sweep]")
+    sweep = {"parameters": {"local.lr": [0.1, 0.2]}, "sampler": "tpe", "trials": 4}
+    settings = {"a": {}, "b": {"local": {"epochs": 2}}}
+    made = study(seeds=[0], experiment={"methods": ["fedavg"], "rounds": 1}, settings=settings, sweep=sweep)
+    part = study_status(run_study(made, only=Selection(settings=["a"]), at_once=1).root)
+    assert part.state == "stopped" and part.left == part.finished > 0 and part.next
+    whole = study_status(run_study(made, at_once=1).root)
+    assert (whole.state, whole.left, whole.next) == ("finished", 0, None) and whole.finished == 2 * part.finished
+
+
 def test_a_metric_that_no_run_has(study, inline):
     sweep = {"parameters": {"local.lr": [0.1]}, "metric": "acuracy"}
     with pytest.raises(ConfigError, match="sweep.metric: no run has the metric 'acuracy' .did you mean 'accuracy'"):
