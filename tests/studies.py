@@ -35,7 +35,7 @@ class InlinePool:
     done: list[str] = []  # names of the runs that were run
 
     def __init__(self, root, extend=None):
-        self.root, self.extend = root, extend
+        self.root, self.extend, self.workers = root, extend, []
 
     def __enter__(self):
         return self

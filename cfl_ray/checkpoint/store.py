@@ -153,6 +153,7 @@ class CheckpointStore:
         with writing(self.folder):
             private_folder(self.folder)
             writer = EntryWriter(self.folder, self._next_segment())
+        self.lease.check()  # after the number was taken: a server that takes the lease from here on uses later numbers
         with ExitStack() as lock:
             try:
                 rows = {name: as_rows(tensor) for name, tensor in tensors.items()}

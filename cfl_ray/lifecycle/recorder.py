@@ -110,6 +110,7 @@ class MethodRecorder:
         try:
             if self.directory is not None:
                 self._write_artifacts(RunDirectory(self.directory))
+                RunDirectory(self.directory).sync_records()  # a finished method is not continued: none is written again
             status = "FINISHED"
         finally:
             finish_log(self.run_log, status, self.summary, warn)

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,13 @@ import numpy as np
 from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.config.experiment import NOT_HASHED
+from cfl_ray.core.method import Method
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.errors.redaction import redact
+from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import tested_in_words, with_spread
-from cfl_ray.results.load import FoundRun, open_run, recorded_result
+from cfl_ray.results.load import FoundRun, open_run, recorded_methods, recorded_result
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
 from cfl_ray.run_directory import RunDirectory
@@ -63,8 +66,8 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     METRIC_std (sample standard deviation; NaN for 1 run); mbit (per client, download plus upload), seconds (of all
     rounds), p (p-value of a paired t-test of the first metric against the best method of the experiment, over common
     seeds; NaN for the best method and for fewer than 3 common seeds), and effect (size: mean of the differences over
-    their standard deviation). A method that lacks the metric for a seed cannot be the best. Methods without an
-    evaluation are excluded.
+    their standard deviation). A method that lacks the metric for a seed, or has fewer seeds than another method that
+    has it for all, cannot be the best. Methods without an evaluation are excluded.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or numeric diagnostics (their last
         values); empty: the score of the task, its P-local, that of honest clients and worst decile, macro F1, test
@@ -109,11 +112,24 @@ def experiments_of(runs: Sequence[FoundRun]) -> list[tuple[str, list[FoundRun]]]
 
 
 def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]]) -> RunMetrics:
-    """The metrics of the runs of these experiments. Raises ConfigError for two runs with the same seed."""
+    """The metrics of the runs of these experiments.
+
+    Raises ConfigError for two runs with the same seed, and for two that give a method other options under one label.
+    """
     run_metrics: RunMetrics = {}
     for name, runs in experiments:
+        known: dict[str, tuple[Method[Any], FoundRun]] = {}  # by label
         for run in runs:
+            methods = {} if run.setting else recorded_methods(run.directory, run.experiment)  # a study has checked them
             for label, result in run.methods.items():
+                if (method := methods.get(label)) is not None:
+                    first, other = known.setdefault(label, (method, run))
+                    if _options_of(method) != _options_of(first):
+                        raise ConfigError(
+                            f"{run.directory}: its method {label} is {full_label(method)}, and that of "
+                            f"{other.directory} is {full_label(first)}, so they are not seeds of one method; name one "
+                            "of the two"
+                        )
                 of_seeds = run_metrics.setdefault((name, label), {})
                 if run.experiment.seed in of_seeds:
                     raise ConfigError(
@@ -122,6 +138,11 @@ def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]]) -> RunMetr
                     )
                 of_seeds[run.experiment.seed] = values_of(result)
     return run_metrics
+
+
+def _options_of(method: Method[Any]) -> tuple[str, dict[str, Any]]:
+    """Name and options of a method; its class may come from copies of one file."""
+    return method.name, {item.name: getattr(method, item.name) for item in fields(method)}
 
 
 def metrics_of(run_metrics: RunMetrics) -> list[str]:
@@ -163,13 +184,16 @@ def runs_frame(run_metrics: RunMetrics) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=None if rows else ["setting", "method", "seed"])
 
 
-def read_study(folder: str | Path) -> RunMetrics:
+def read_study(folder: str | Path, only: Collection[Path] | None = None) -> RunMetrics:
     """The metrics of the finished runs of a study, of the last evaluation and of the whole run, read from its folder.
 
-    Raises DataError for a finished run whose metrics are missing or damaged.
+    only: folders of the runs to read; None: all. Raises DataError for a finished run whose metrics are missing or
+    damaged.
     """
     run_metrics: RunMetrics = {}
     for setting, method, run in run_folders(folder):
+        if only is not None and run not in only:
+            continue
         for directory in sorted(path for path in run.iterdir() if path.is_dir()):
             if is_finished(directory):
                 result = recorded_result(method, directory)
@@ -309,16 +333,20 @@ def is_less_better(metric: str, present: Collection[str] = ()) -> bool:
 
 
 def _paired_tests(run_metrics: RunMetrics, metric: str) -> list[tuple[float, float]]:
-    """The `paired_test` of each method against the best of its experiment, which has the metric with every seed."""
+    """The `paired_test` of each method against the best of its experiment.
+
+    The best has the metric with every seed; of these methods, only those with the most seeds are compared.
+    """
     values = {
         key: {seed: values_of_seed.get(metric, np.nan) for seed, values_of_seed in seeds.items()}
         for key, seeds in run_metrics.items()
     }
     sign = -1 if is_less_better(metric, metrics_of(run_metrics)) else 1
-    goodness = {key: sign * np.mean(list(of_seeds.values())) for key, of_seeds in values.items()}
+    # means over fewer seeds are not comparable
+    goodness = {key: (len(of_seeds), sign * np.mean(list(of_seeds.values()))) for key, of_seeds in values.items()}
     best: dict[str, tuple[str, str]] = {}  # by experiment
-    for key, mean in goodness.items():
-        if not np.isnan(mean) and (key[0] not in best or mean > goodness[best[key[0]]]):
+    for key, (seeds, mean) in goodness.items():
+        if not np.isnan(mean) and (key[0] not in best or (seeds, mean) > goodness[best[key[0]]]):
             best[key[0]] = key
     return [paired_test(values[key], values[best.get(key[0], key)]) for key in run_metrics]
 

@@ -9,7 +9,7 @@ from cfl_ray.config.published import PublishedNumber, PublishedTables
 from cfl_ray.config.study import load_study
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.report.report_data import Comparison
-from cfl_ray.results.comparison import values_of
+from cfl_ray.results.comparison import experiments_of, values_of
 from cfl_ray.results.load import FoundRun
 from cfl_ray.results.results import MethodResult
 from cfl_ray.run_directory import RunDirectory
@@ -21,7 +21,7 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
 
     A run of a study belongs to the column of its setting in the tables that the study repeats, any other run to
     `column`, or to the only column. Raises ConfigError if the column is not known, if none of our runs is in the
-    tables, and for a metric that is neither in docs/metrics.md nor in a run.
+    tables, if two experiments belong to one column, and for a metric that is neither in docs/metrics.md nor in a run.
     """
     if unknown := unknown_metric(runs, published):
         raise ConfigError(unknown)
@@ -29,10 +29,18 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
         raise ConfigError(f"the published tables have no column {column!r}{did_you_mean(column, columns)}")
     tables = [name for name in _tables_of(runs) if name in published.tables] or list(published.tables)
     results_of: dict[tuple[str, str], dict[int, MethodResult]] = {}  # by (column, label), then seed
-    for run in runs:
-        for label, result in run.methods.items():
-            of_seeds = results_of.setdefault((run.setting or column or _only_column(published), label), {})
-            of_seeds[run.experiment.seed] = result
+    experiment_of: dict[tuple[str, str], str] = {}
+    cells = {(column, row) for name in tables for row, column, _ in published.tables[name].cells()}
+    for name, of_experiment in experiments_of(runs):
+        for run in of_experiment:
+            for label, result in run.methods.items():
+                key = (run.setting or column or _only_column(published), label)
+                if (other := experiment_of.setdefault(key, name)) != name and key in cells:
+                    raise ConfigError(
+                        f"column {key[0]!r} stands for one experiment, but two have method {label}: {other} and "
+                        f"{name}; compare them one at a time"
+                    )
+                results_of.setdefault(key, {})[run.experiment.seed] = result
     compared = [
         _compared(name, row, column, number, results_of[column, row])
         for name in tables

@@ -24,7 +24,7 @@ _SCHEMA = pa.schema([("round", pa.int32()), ("client", pa.int32()), ("cluster", 
 _ASSIGNMENTS = pa.schema(
     [
         pa.field("client", pa.int64(), nullable=False),
-        pa.field("name", pa.string()),  # null: the data have no names
+        pa.field("name", pa.string()),  # always null: `TrainedMethod.assignments` has the names
         pa.field("group", pa.int32()),  # true group; null: not known
         pa.field("cluster", pa.int32(), nullable=False),
         pa.field("round", pa.int32(), nullable=False),

@@ -116,7 +116,9 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
     metrics = _columns(run_metrics, [experiment.score for experiment in experiments if experiment.methods])
     frame = table_of(run_metrics, metrics)
     rows = [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
-    studies = {run.study.name for run in runs if run.study}
+    studies = {run.study for run in runs if run.study}
+    # the trials of a sweep are no independent settings; its tables have no ranks either
+    is_ranked = bool(studies) and all(load_study(RunDirectory(study).study).sweep is None for study in studies)
     less_is_better = bool(metrics) and is_less_better(metrics[0], metrics_of(run_metrics))
     title = groups[0][0] if len(groups) == 1 else f"{len(groups)} experiments"
     notes = {
@@ -131,11 +133,11 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
         ],
     }
     return Report(
-        title=" and ".join(sorted(studies)) or title,
+        title=" and ".join(sorted({study.name for study in studies})) or title,
         experiments=[experiment for experiment in experiments if experiment.methods],
         columns=metrics,
         rows=rows,
-        ranks=ranks_of(run_metrics, metrics[0], less_is_better) if metrics and studies else None,
+        ranks=ranks_of(run_metrics, metrics[0], less_is_better) if metrics and is_ranked else None,
         comparisons=comparisons,
         paper=paper,
         notes=[f"{what}: {listed(which)}." for what, which in notes.items() if which],

@@ -29,17 +29,18 @@ class Resources:
         return self.gpus[process % len(self.gpus)] if self.gpus and self.hosts is None else None
 
 
-def resources_for(runtime: RuntimeConfig, runs: int, at_once: int | None = None) -> Resources:
+def resources_for(runtime: RuntimeConfig, runs: int, at_once: int | None = None, processes: int = 0) -> Resources:
     """The resources for this number of runs: this machine, or the cluster of `runtime.address` or RAY_ADDRESS.
 
     A run with a single host is most efficient, since no data pass between processes. So as many runs are parallel as
     hosts fit; if more hosts than runs fit, the runs share them. The processes of the runs are always on this machine,
     whose available memory limits their number.
 
-    at_once: largest number of parallel runs; None: as many as fit.
+    at_once: largest number of parallel runs; None: as many as fit. processes: of earlier runs, which wait for further
+        runs and hold their memory already.
     """
     address = cluster_address(runtime.address) if runtime.backend == "ray" else None
-    memory = int(available_memory() / _RUN_BYTES)
+    memory = processes + int(available_memory() / _RUN_BYTES)
     limit = max(1, min(at_once or _MOST_AT_ONCE, runs, memory))
     if address is None:
         gpus = _gpus() if runtime.device != "cpu" else ()

@@ -331,7 +331,7 @@ class _Launch:
                 self._wait_for_others(runs)
                 done = [run for run in runs if run.is_finished(self.root)]
                 left = [run for run in runs if run not in done]
-                resources = resources_for(self.experiment.runtime, len(left), self.at_once)
+                resources = resources_for(self.experiment.runtime, len(left), self.at_once, len(pool.workers))
                 self.watcher.planned(left, done, resources, self.root)
                 for outcome in pool.run(left, resources, self.watcher.live):
                     self.watcher.ended(outcome)
@@ -352,12 +352,15 @@ class _Launch:
         """Reports the results of trials to the sampler of a sweep. Raises ConfigError if no run has its metric."""
         if self.study.sweep is None:
             return
-        metric, run_metrics = self.study.sweep.metric, read_study(self.root)
-        present = metrics_of(run_metrics)
+        metric = self.study.sweep.metric
+        runs_of = [plan(self.study, self.only, [parameters]) for parameters in trials]
+        # not all runs: a sweep would read its first trials as often as it has batches
+        run_metrics = read_study(self.root, {run.folder(self.root) for of_trial in runs_of for run in of_trial})
+        if metric not in (present := metrics_of(run_metrics)):
+            present = metrics_of(read_study(self.root))  # earlier trials may have it, such as rounds_to_target
         if present and metric not in present:
             raise ConfigError(f"sweep.metric: no run has the metric {metric!r}{did_you_mean(metric, present)}")
-        for parameters in trials:
-            of_trial = plan(self.study, self.only, [parameters])
+        for parameters, of_trial in zip(trials, runs_of, strict=True):
             of_seeds = [run_metrics.get((run.setting, run.method), {}).get(run.seed, {}) for run in of_trial]
             values = [metrics.get(metric, nan) for metrics in of_seeds]
             known = [value for value in values if not isnan(value)]

@@ -38,9 +38,11 @@ def study_status(folder: str | Path) -> StudyStatus:
     study = load_study(RunDirectory(root).study)
     planned = PlannedRuns(study)
     finished, live, stopped = 0, [], []
+    trials: set[str] = set()
     for setting, method, run in run_folders(root):
         if not planned.has(setting, method, seed_of(run)):
             continue  # of another version of the study
+        trials.add(planned.trial_of(setting))
         if RunDirectory(run).is_live:
             live.append(_in_words(setting, method, run))
         elif is_finished(run):
@@ -52,7 +54,8 @@ def study_status(folder: str | Path) -> StudyStatus:
         for setting, method, run in run_folders(root, RunDirectory.failure)
         if planned.has(setting, method, seed_of(run))
     }
-    runs = planned.count
+    # a sweep that learns may draw listed values again, which makes no further run
+    runs = planned.of_trial * len(trials) if study.learns and is_finished(root) else planned.count
     state = "live" if RunDirectory(root).is_live else "finished" if finished >= runs else "stopped"
     again = command("resume", root) if state == "stopped" else None
     return StudyStatus(study.name, state, runs, finished, live, failed, stopped, again)
@@ -78,19 +81,26 @@ class PlannedRuns:
             self.labels[place] = _labels(values)
             count += len(methods_in(values))
         more = (study.sweep.trials or 0) if study.sweep is not None and study.learns else 1
-        self.count = count * more * len(study.seeds)
+        self.of_trial = count * len(study.seeds)  # runs of a trial, if the study learns
+        self.count = self.of_trial * more
 
     def has(self, setting: str, method: str, seed: int) -> bool:
         """Whether the study has this run."""
         if seed not in self.seeds:
             return False
         if self.bases is not None:
-            of_base = [base for start, base in self.bases.items() if setting.startswith(start)]
-            setting = of_base[0] if of_base else ALL_SETTINGS
+            setting = self.bases.get(self._start_of(setting), ALL_SETTINGS)
         if setting not in self.labels:
             return False
         labels = self.labels[setting]
         return labels is None or method in labels
+
+    def trial_of(self, setting: str) -> str:
+        """The name of a setting's folder without the setting that its trial is part of."""
+        return setting.removeprefix(self._start_of(setting))
+
+    def _start_of(self, setting: str) -> str:
+        return next((start for start in self.bases or () if setting.startswith(start)), "")
 
 
 def _labels(values: dict[str, Any]) -> frozenset[str] | None:

@@ -119,6 +119,24 @@ def test_the_same_seed_twice_is_refused(runs):
         compare_runs([runs[0], runs[0]])
 
 
+def test_two_methods_under_one_label_are_no_seeds_of_one_method(tmp_path):
+    """A label leaves out the options of a method; without this, the mean over the seeds would be of two methods."""
+    data = {"source": "digits", "partition": {"clients": 4, "samples": 20}}
+    for seed, clusters in ((0, 2), (1, 3)):
+        experiment = cfl_ray.Experiment(
+            seed=seed,
+            rounds=1,
+            methods=[{"ifca": {"num_clusters": clusters}}],
+            data=data,
+            tracking={"enabled": False},
+            runtime={"engine": "manual"},
+            output=str(tmp_path),
+        )
+        cfl_ray.simulate(experiment, tmp_path / f"run-{seed}")
+    with pytest.raises(ConfigError, match="run-1: its method ifca is ifca-num_clusters=3, and that of .*run-0 is ifca"):
+        compare_runs([tmp_path / "run-0", tmp_path / "run-1"])
+
+
 def test_formats(runs):
     frame = compare_runs(runs[:3], ["accuracy"])
     markdown = format_table(frame, "md").splitlines()
@@ -169,6 +187,14 @@ def test_seeds_that_one_of_two_methods_lacks_are_not_tested():
     assert frame["p"][0] == pytest.approx(ttest_rel([0.5, 0.7, 0.1], [0.5, 0.9, 0.3]).pvalue) and np.isnan(
         frame["p"][1]
     )
+
+
+def test_a_method_with_fewer_seeds_keeps_no_other_one_from_the_test():
+    """In a study that is not finished, the highest mean may be that of a single seed."""
+    low, high = [0.1, 0.2, 0.4], [0.3, 0.1, 0.9]
+    frame = table_of(found_of(one=[0.95], low=low, high=high), ["accuracy"])
+    assert frame["p"].isna().tolist() == [True, False, True]
+    assert frame["p"][1] == pytest.approx(ttest_rel(low, high).pvalue)
 
 
 @pytest.mark.filterwarnings("error")

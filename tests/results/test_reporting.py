@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -205,6 +206,16 @@ def test_the_command_of_a_trial_is_that_of_its_sweep(tmp_path, settings, setting
     assert report_of(find_runs([study])).experiments[0].command == command
 
 
+@pytest.mark.parametrize(("sweep", "ranked"), [("null", True), ("{parameters: {local.lr: [0.1, 0.2]}}", False)])
+def test_trials_of_a_sweep_are_no_settings_over_which_methods_are_ranked(sweep, ranked, tmp_path):
+    cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1), tmp_path / "run")
+    study = tmp_path / "study"
+    for setting, label in itertools.product(("lr=0.1", "lr=0.2"), ("a", "b", "c")):
+        shutil.copytree(tmp_path / "run", study / setting / label / "seed-0")
+    (study / "study.yaml").write_text(f"name: study\nexperiment: {{methods: [fedavg]}}\nsweep: {sweep}\n")
+    assert (report_of(find_runs([study])).ranks is not None) == ranked
+
+
 def test_damaged_groups_are_named(runs, tmp_path):
     shutil.copytree(runs / "run-0", tmp_path / "run")
     scores = tmp_path / "run" / "ifca" / "client_metrics.arrow"
@@ -285,6 +296,18 @@ def test_ours_beside_published_numbers(runs, tmp_path):
         "Some, Others, A paper, Journal 2026, https://example.org/paper" in text
         and "<a " not in text.partition("<script")[0]
     )
+
+
+def test_two_experiments_are_not_one_published_number(tmp_path):
+    cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1), tmp_path / "run")
+    (tmp_path / "paper.yaml").write_text(PUBLISHED)
+    published, (run,) = load_published(tmp_path / "paper.yaml"), find_runs([tmp_path / "run"])
+    seed, longer = (
+        replace(run, experiment=run.experiment.model_copy(update=change)) for change in ({"seed": 1}, {"rounds": 4})
+    )
+    assert [one.seeds for one in compare_with([run, seed], published)] == [2]
+    with pytest.raises(ConfigError, match=r"column 'digits' stands .* fedavg: small \(rounds=1\) and small \(rounds=4"):
+        compare_with([run, longer], published)
 
 
 def test_errors_of_published_tables_say_what_is_there(runs, tmp_path):

@@ -13,7 +13,7 @@ from cfl_ray.lifecycle.recorder import MethodRecorder
 from cfl_ray.results.arrow_log import whole_batches
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.prepare import prepare
-from cfl_ray.tracking import RunLog, read_info, read_records
+from cfl_ray.tracking import RunLog, read_info, read_records, run_log
 
 CLIENT_METRICS = RunDirectory.client_metrics.name
 DIAGNOSTICS = RunDirectory.diagnostics.name
@@ -58,6 +58,26 @@ def test_records_are_on_the_disk_before_the_checkpoint(changing, tmp_path, monke
     monkeypatch.setattr(CheckpointManifest, "write", writing)
     simulate(changing, tmp_path / "run")
     assert checked == [(2, 4), (4, 4), (6, 4), (8, 4)]
+
+
+def test_all_records_are_on_the_disk_before_the_end_of_the_method(changing, tmp_path, monkeypatch):
+    """A finished method is not continued, so nothing would write what a power failure cuts off its last round."""
+    flushed, checked, fsync, write = {}, [], os.fsync, run_log.write_json
+
+    def flushing(descriptor):
+        fsync(descriptor)
+        flushed[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+
+    def writing(file, values):
+        if file == RunDirectory(tmp_path / "run" / "fesem").end:
+            sizes = {str(file.parent / name): (file.parent / name).stat().st_size for name in RECORD_FILES}
+            checked.append({name: flushed.get(name) for name in sizes} == sizes)
+        write(file, values)
+
+    monkeypatch.setattr(os, "fsync", flushing)
+    monkeypatch.setattr(run_log, "write_json", writing)
+    simulate(changing.model_copy(update={"rounds": 2}), tmp_path / "run")
+    assert checked == [True]
 
 
 def synced(file):

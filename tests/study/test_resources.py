@@ -41,6 +41,14 @@ def test_the_available_memory_bounds_the_processes(machine):
     assert resources_for(RuntimeConfig(), 1000).at_once == 64
 
 
+def test_processes_that_wait_for_further_runs_have_their_memory_already(machine):
+    """In a sweep that learns, a later batch of trials has as many processes as the first."""
+    machine(cpus=64, gb=5.5)
+    first = resources_for(RuntimeConfig(), 100).at_once
+    machine(cpus=64, gb=0.5)  # the rest is held by them
+    assert resources_for(RuntimeConfig(), 100, processes=first).at_once == first
+
+
 def test_gpus_of_this_machine(machine, monkeypatch):
     machine(cpus=16, gpus=2)
     assert resources_for(RuntimeConfig(), 100) == Resources(2, None, ("0", "1")), "one on each"

@@ -12,6 +12,8 @@ from studies import figures_of
 from cfl_ray.cli.study_progress import show_trials
 from cfl_ray.config.study import SweepConfig
 from cfl_ray.errors import ConfigError, Interrupted
+from cfl_ray.results import comparison
+from cfl_ray.results.comparison import recorded_result
 from cfl_ray.study import run
 from cfl_ray.study.plan import Selection, plan
 from cfl_ray.study.ranking import best_of, rank, to_frame
@@ -267,6 +269,18 @@ def test_a_learning_sweep_makes_the_runs_that_a_selection_left_out(study, inline
     assert study_status(results.root).state == "finished"
 
 
+def test_a_learning_sweep_that_draws_listed_values_again_is_finished(study, inline):
+    """Four trials of two values make two runs in each setting; without a setting's runs the study is not finished."""
+    pytest.importorskip("optuna", reason="the sampler tpe needs optuna: pip install -e .[sweep]")
+    sweep = {"parameters": {"local.lr": [0.1, 0.2]}, "sampler": "tpe", "trials": 4}
+    settings = {"a": {}, "b": {"local": {"epochs": 2}}}
+    made = study(seeds=[0], experiment={"methods": ["fedavg"], "rounds": 1}, settings=settings, sweep=sweep)
+    part = study_status(run_study(made, only=Selection(settings=["a"]), at_once=1).root)
+    assert part.state == "stopped" and part.left == part.finished > 0 and part.next
+    whole = study_status(run_study(made, at_once=1).root)
+    assert (whole.state, whole.left, whole.next) == ("finished", 0, None) and whole.finished == 2 * part.finished
+
+
 def test_a_metric_that_no_run_has(study, inline):
     sweep = {"parameters": {"local.lr": [0.1]}, "metric": "acuracy"}
     with pytest.raises(ConfigError, match="sweep.metric: no run has the metric 'acuracy' .did you mean 'accuracy'"):
@@ -282,7 +296,28 @@ def test_trials_at_a_time_fill_the_room(study, monkeypatch, inline):
             asked.append(together)
             return []
 
-    monkeypatch.setattr(run, "resources_for", lambda runtime, runs, at_once: run.Resources(9, None))
+    monkeypatch.setattr(run, "resources_for", lambda *_: run.Resources(9, None))
     monkeypatch.setattr(run, "trials_of", lambda sweep: Counting([{"local.lr": 0.1}]))
     run_study(study(sweep={"parameters": {"local.lr": [0.1]}}))
     assert asked == [3]
+
+
+def test_a_batch_of_trials_reads_its_own_runs(study, monkeypatch, inline):
+    """Reading all runs after each batch would take a time quadratic in the number of trials."""
+    pytest.importorskip("optuna", reason="the sampler tpe needs optuna: pip install -e .[sweep]")
+    read, counts, tell = [], [], run._Launch._tell
+
+    def counting(launch, trials):
+        read.clear()
+        tell(launch, trials)
+        counts.append(len(read))
+
+    def reading(*arguments):
+        read.append(arguments)
+        return recorded_result(*arguments)
+
+    monkeypatch.setattr(run._Launch, "_tell", counting)
+    monkeypatch.setattr(comparison, "recorded_result", reading)
+    sweep = {"parameters": RANGES, "sampler": "tpe", "trials": 3}
+    run_study(study(seeds=[0], experiment={"methods": ["fedavg"], "rounds": 1}, sweep=sweep), at_once=1)
+    assert counts == [1, 1, 1]

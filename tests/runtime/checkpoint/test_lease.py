@@ -7,6 +7,7 @@ from filelock import FileLock
 
 from cfl_ray import load_run, simulate
 from cfl_ray.checkpoint import lease
+from cfl_ray.checkpoint import store as checkpoint_store
 from cfl_ray.checkpoint.manifest import CheckpointManifest
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.core.work import Address, ClientState, Work
@@ -66,6 +67,36 @@ def test_a_server_that_was_overtaken_saves_nothing(step, tmp_path, monkeypatch):
     loaded = CheckpointStore(tmp_path / "fedavg", "hash").load()
     assert loaded.round == 2 and not loaded.refused and (loaded.tensors["models_KP"] == 2).all()
     assert [float(value.tensor()[0]) for _, value in loaded.client_states()] == [2.0]
+
+
+def test_a_server_that_was_overtaken_before_it_took_a_number_removes_no_segment_of_the_newer_one(tmp_path, monkeypatch):
+    """The newer one saves after the older one has checked its lease, and again before the older one writes."""
+    old, saved, newer = store(tmp_path), [], []
+    save(old, 1, 1)
+    make, write = checkpoint_store.private_folder, CheckpointStore._write_segment
+
+    def saves_of_the_newer(round):
+        saved.append(round)
+        save(newer[0], round, round)
+
+    def overtaken(folder):
+        make(folder)
+        if not newer:
+            newer.append(store(tmp_path))
+            saves_of_the_newer(2)
+
+    def writing(this, *arguments):
+        if this is old:
+            saves_of_the_newer(3)
+        return write(this, *arguments)
+
+    monkeypatch.setattr(checkpoint_store, "private_folder", overtaken)
+    monkeypatch.setattr(CheckpointStore, "_write_segment", writing)
+    with pytest.raises(RunError, match="another server has taken over"):
+        save(old, 4, -4)
+    loaded = CheckpointStore(tmp_path / "fedavg", "hash").load()
+    assert loaded.round == saved[-1] and not loaded.refused
+    assert (loaded.tensors["models_KP"] == saved[-1]).all()
 
 
 def test_the_lease_cannot_be_taken_while_a_manifest_is_written(tmp_path, monkeypatch):
