@@ -189,8 +189,8 @@ at eta {LR} with momentum {MOMENTUM} and weight decay {DECAY}; {HEAD_EPOCHS} epo
 representation, {EPOCHS} with the other two methods. FedRep and FedPer share all layers but the last, LG-FedAvg the
 last two. Both start from the same model, the cohorts are ours.
 
-Replaced in memory: the data, the choice of clients, `FedProx`, a tab in `models/test.py` for which Python 3 refuses the
-file, and the model: their MLP has a softmax before the cross entropy, which has one of its own.
+Replaced in memory: the data, the choice of clients, `FedProx`, a tab in its module of tests, for which Python 3 refuses
+the file, and the model: their MLP has a softmax before the cross entropy, which has one of its own.
 
 An error of theirs: until a client takes part, its private layers are the tensors of the global model, which become the
 average of those of each cohort. So heads leave the clients, and a client's first head is the average of the cohort
