@@ -150,8 +150,8 @@ class DataConfig(ConfigSection):
         warnings, kind = [], reference_of(self.partition.kind)
         if self.test.view == "cluster" and kind not in ("iid", "writer") and not self.has_clients:
             warnings.append(
-                f"data.test.view cluster tests clients on all classes alike, but partition.kind {kind} gives each "
-                f"client classes of its own; {self._own_view()} tests it on its own distribution"
+                f"data.test.view cluster tests clients on all classes alike, but partition.kind {kind} may give "
+                f"each client classes of its own; {self._own_view()} tests it on its own distribution"
             )
         if isinstance(self, ColumnsDataConfig) and self.columns.client is not None and kind != "writer":
             warnings.append(

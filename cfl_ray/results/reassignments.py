@@ -78,12 +78,13 @@ class Reassignments:
                 f"{self.log.file} has client {largest}, and the federation {federation.num_clients} clients"
             )
         with drafted(path) as draft, pq.ParquetWriter(draft, _ASSIGNMENTS) as writer:
-            waiting: list[pa.RecordBatch] = []
+            waiting, rows = list[pa.RecordBatch](), 0
             for batch in _assignments(rounds, federation.group_N):
                 waiting.append(batch)
-                if sum(batch.num_rows for batch in waiting) >= _ROWS:
+                rows += batch.num_rows
+                if rows >= _ROWS:
                     writer.write_table(pa.Table.from_batches(waiting))
-                    waiting = []
+                    waiting, rows = [], 0
             writer.write_table(pa.Table.from_batches(waiting, _ASSIGNMENTS))
 
 
