@@ -14,11 +14,15 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def address():
     """Of a Ray cluster with two CPUs."""
+    import ray
     from ray.cluster_utils import Cluster
+    from ray.experimental.internal_kv import _initialize_internal_kv
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     yield cluster.address
     cluster.shutdown()
+    if ray.is_initialized():  # for other tests of this process, whose key-value store the line above has put away
+        _initialize_internal_kv(ray._private.worker.global_worker.gcs_client)
 
 
 def test_two_runs_at_once_with_a_host_each(address, study, tmp_path, command, inline):
