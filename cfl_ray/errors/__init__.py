@@ -81,7 +81,7 @@ def shown(value: object) -> str:
 def duration(seconds: float) -> str:
     """Seconds as text: 45 s, 12 min, 3.5 h."""
     if seconds < 120:
-        return f"{seconds:.{'3g' if seconds < 10 else '0f'}} s"
+        return f"{seconds:.{'0f' if seconds >= 1 else '1g'}} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 

@@ -4,10 +4,10 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
-# not a threading.Event: its lock would block a second signal within the first one
+# not a threading.Event, see `Flag`
 _interrupted = False
 _held = False
 
@@ -81,3 +81,35 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class Flag:
+    """As threading.Event, for a main thread that a signal may interrupt within `set`.
+
+    An Event has a lock, which stays held if KeyboardInterrupt arises between the lock and its `with` block: everything
+    that uses the Event afterwards waits for ever. Here, a thread that waits is woken by a lock that any `set` releases.
+    """
+
+    def __init__(self) -> None:
+        self._is_set, self._asleep = False, threading.Lock()
+        self._asleep.acquire()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        with suppress(RuntimeError):  # it is released already
+            self._asleep.release()
+
+    def clear(self) -> None:
+        """For a flag with one waiting thread, which calls it."""
+        self._is_set = False
+        self._asleep.acquire(blocking=False)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the flag is set, at most `timeout` seconds. Returns whether it is set."""
+        if not self._is_set and self._asleep.acquire(timeout=-1 if timeout is None else timeout):
+            with suppress(RuntimeError):  # `set` again meanwhile
+                self._asleep.release()  # for a later wait
+        return self._is_set

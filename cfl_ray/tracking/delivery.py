@@ -18,6 +18,7 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.plugins.calling import is_user_file, place_of, raised_at
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import PRIVATE, private_umask, read_json, read_record, sync, write_json
+from cfl_ray.system.signals import Flag
 from cfl_ray.tracking.reading import read_end, read_from, read_info, read_records
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 
@@ -155,9 +156,9 @@ class LiveDelivery:
         self.delivery, self.warn, self.finish_seconds = delivery, warn, finish_seconds
         self._uri = str(getattr(delivery.tracker, "uri", ""))  # of MLflow
         self.unrecorded_end: RunEnd | None = None
-        self._ends = threading.Event()  # no record follows: pauses are short from now on
-        self._new = threading.Event()  # records may be undelivered
-        self._done = threading.Event()  # all records are delivered, or the delivery has given up
+        self._ends = Flag()  # no record follows: pauses are short from now on
+        self._new = Flag()  # records may be undelivered
+        self._done = Flag()  # all records are delivered, or the delivery has given up
         # for the thread
         self._failures = self._failures_at_end = 0  # failed attempts in a row; of these, since the end
         self._retries_at_end = len(PAUSES_AT_END_SECONDS)  # attempts after the first failure since the end

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from cfl_ray.system.signals import interrupt_held, interrupts_noted, raise_interrupt, sigterm_interrupts
+from cfl_ray.system.signals import Flag, interrupt_held, interrupts_noted, raise_interrupt, sigterm_interrupts
 
 
 def test_sigterm_is_an_interrupt_only_within():
@@ -91,3 +91,80 @@ def test_an_interrupt_is_held_once():
         press_ctrl_c()
         with pytest.raises(KeyboardInterrupt):
             press_ctrl_c()
+
+
+def interrupted_at(step, function):
+    """Calls a function, with a KeyboardInterrupt before its instruction `step`. Returns whether it has as many."""
+    left = [step]
+
+    def trace(frame, event, argument):
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return left[0] <= 0
+
+
+def survives_interrupts(kind):
+    """Whether a flag can be set again, and wakes a waiting thread, after an interrupt at any instruction of `set`."""
+    for step in range(1, 1000):
+        flag = kind()
+        if not interrupted_at(step, flag.set):
+            return True
+        waiting = threading.Thread(target=flag.wait, daemon=True)
+        waiting.start()
+        again = threading.Thread(target=flag.set, daemon=True)
+        again.start()
+        again.join(0.5)
+        waiting.join(0.5)
+        if again.is_alive() or waiting.is_alive():
+            return False
+    raise AssertionError("`set` has no end")
+
+
+def test_a_flag_is_not_locked_by_an_interrupt():
+    assert survives_interrupts(Flag)
+    assert not survives_interrupts(threading.Event), "then Flag is no longer needed"
+
+
+def test_a_flag_waits_and_is_cleared():
+    flag = Flag()
+    assert not flag.wait(0.01) and not flag.is_set()
+    flag.set()
+    flag.set()
+    assert flag.wait() and flag.wait(0) and flag.is_set()
+    flag.clear()
+    flag.clear()
+    assert not flag.is_set() and not flag.wait(0.01)
+    threading.Timer(0.05, flag.set).start()
+    assert flag.wait(10)
+
+
+def test_a_flag_wakes_a_thread_as_often_as_it_is_set():
+    flag, seen, said = Flag(), threading.Semaphore(0), threading.Semaphore(0)
+
+    def count():
+        for _ in range(2000):
+            flag.wait()
+            flag.clear()
+            seen.release()
+            said.acquire()
+
+    thread = threading.Thread(target=count, daemon=True)
+    thread.start()
+    for _ in range(2000):
+        flag.set()
+        assert seen.acquire(timeout=10)
+        said.release()
+    thread.join(10)
+    assert not thread.is_alive()
