@@ -41,50 +41,15 @@ The checkouts are no part of this project and stay as they are; what their age n
 
 import argparse
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
-from jobs.official import (
-    apfl,
-    cfl,
-    cflgp,
-    fedas,
-    fedcac,
-    fedccfa,
-    feddrift,
-    fedem,
-    fedgwc,
-    fedrc,
-    fedrep,
-    fedsoft,
-    ifca,
-    pacfl,
-    pfedgraph,
-    pfedme,
-    pfllib,
-    stocfl,
-)
 from jobs.official.page import PAGE, with_section
 
-METHODS = {
-    "cfl": cfl,
-    "ifca": ifca,
-    "stocfl": stocfl,
-    "pacfl": pacfl,
-    "fedem": fedem,
-    "pfedme": pfedme,
-    "cflgp": cflgp,
-    "fedccfa": fedccfa,
-    "fedrep": fedrep,
-    "apfl": apfl,
-    "fedcac": fedcac,
-    "fedas": fedas,
-    "pfllib": pfllib,
-    "fedrc": fedrc,
-    "fedgwc": fedgwc,
-    "feddrift": feddrift,
-    "pfedgraph": pfedgraph,
-    "fedsoft": fedsoft,
-}
+METHODS = (  # modules of this package, in the order of the sections
+    *("cfl", "ifca", "stocfl", "pacfl", "fedem", "pfedme", "cflgp", "fedccfa", "fedrep", "apfl", "fedcac", "fedas"),
+    *("pfllib", "fedrc", "fedgwc", "feddrift", "pfedgraph", "fedsoft"),
+)
 
 
 def main() -> None:
@@ -94,7 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     git = ["git", "-C", args.checkout, "rev-parse", "--short=7", "HEAD"]
     commit = subprocess.check_output(git, text=True).strip()
-    section = METHODS[args.method].section(args.checkout.absolute(), commit)
+    section = import_module(f"jobs.official.{args.method}").section(args.checkout.absolute(), commit)
     PAGE.write_text(with_section(PAGE.read_text(), section))
     print(f"wrote {PAGE}")
 

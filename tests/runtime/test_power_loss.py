@@ -32,18 +32,27 @@ def changing(experiment):
 
 
 @pytest.fixture
+def flushed(monkeypatch):
+    """The size of each file and folder, by path, when it was last flushed."""
+    sizes, fsync = {}, os.fsync
+
+    def flushing(descriptor):
+        fsync(descriptor)
+        sizes[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+
+    monkeypatch.setattr(os, "fsync", flushing)
+    return sizes
+
+
+@pytest.fixture
 def stopped(changing, tmp_path):
     """(the folder of a method whose run was killed in round 6, the reports of rounds 1 to 5)."""
     return tmp_path / "run" / "fesem", simulate_until(LAST - 1, changing, tmp_path / "run")
 
 
-def test_records_are_on_the_disk_before_the_checkpoint(changing, tmp_path, monkeypatch):
+def test_records_are_on_the_disk_before_the_checkpoint(changing, flushed, tmp_path, monkeypatch):
     """At the time of each manifest, every byte of the record files has been flushed."""
-    flushed, checked, fsync, write = {}, [], os.fsync, CheckpointManifest.write
-
-    def flushing(descriptor):
-        fsync(descriptor)
-        flushed[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+    checked, write = [], CheckpointManifest.write
 
     def writing(manifest, file):
         folder = file.parents[1]
@@ -54,19 +63,14 @@ def test_records_are_on_the_disk_before_the_checkpoint(changing, tmp_path, monke
         checked.append((manifest.round, len(sizes)))
         write(manifest, file)
 
-    monkeypatch.setattr(os, "fsync", flushing)
     monkeypatch.setattr(CheckpointManifest, "write", writing)
     simulate(changing, tmp_path / "run")
     assert checked == [(2, 4), (4, 4), (6, 4), (8, 4)]
 
 
-def test_all_records_are_on_the_disk_before_the_end_of_the_method(changing, tmp_path, monkeypatch):
+def test_all_records_are_on_the_disk_before_the_end_of_the_method(changing, flushed, tmp_path, monkeypatch):
     """A finished method is not continued, so nothing would write what a power failure cuts off its last round."""
-    flushed, checked, fsync, write = {}, [], os.fsync, run_log.write_json
-
-    def flushing(descriptor):
-        fsync(descriptor)
-        flushed[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+    checked, write = [], run_log.write_json
 
     def writing(file, values):
         if file == RunDirectory(tmp_path / "run" / "fesem").end:
@@ -74,7 +78,6 @@ def test_all_records_are_on_the_disk_before_the_end_of_the_method(changing, tmp_
             checked.append({name: flushed.get(name) for name in sizes} == sizes)
         write(file, values)
 
-    monkeypatch.setattr(os, "fsync", flushing)
     monkeypatch.setattr(run_log, "write_json", writing)
     simulate(changing.model_copy(update={"rounds": 2}), tmp_path / "run")
     assert checked == [True]

@@ -1,4 +1,4 @@
-"""Requests to the server of a live run, from a process outside the run."""
+"""Requests to the server of a live run, from a process outside the run; the driver reads those to stop the run."""
 
 import threading
 import time
@@ -12,6 +12,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 from cfl_ray.errors import NotReady, RunError
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress
 from cfl_ray.runtime.on_ray.connect import as_user_error, join_cluster, short_reason
+from cfl_ray.system.signals import Flag
 
 _ANSWER_SECONDS, _STOP_SECONDS = 120, 8
 _READ_SECONDS = 1.0  # between two reads of a request to stop: with STOP_SECONDS and a poll, `stop` holds within 10 s
@@ -88,7 +89,7 @@ class StopRequests:
         self.key = _stop_key(f"{session}-")
         self.request: bytes | None = None
         self.read_at = time.monotonic()  # the last time that the head answered
-        self.closed = threading.Event()
+        self.closed = Flag()
         self.thread = threading.Thread(target=self._read_on, name="stop-requests", daemon=True)
         self.thread.start()
 
