@@ -104,8 +104,8 @@ def test_pages_on_extending_show_what_runs(page):
         assert all(isfinite(method.final[primary_of(method.final)]) for method in result.methods.values())
 
 
-@pytest.mark.slow  # many runs in processes of their own
-def test_the_page_on_studies_shows_what_runs(capsys):
+@pytest.mark.slow  # many runs
+def test_the_page_on_studies_shows_what_runs(capsys, inline):
     page = (ROOT / "docs" / "studies.md").read_text()
     for name, content in re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```", page, re.S):
         Path(name).write_text(content)
