@@ -27,8 +27,7 @@ from cfl_ray.data import open_shards
 from cfl_ray.engine import autotune
 from cfl_ray.errors import UserError
 from cfl_ray.results import trust
-from cfl_ray.results.client_metrics import ClientMetrics
-from cfl_ray.results.reassignments import Reassignments
+from cfl_ray.results.arrow_log import ClientMetrics, Reassignments
 from cfl_ray.results.reporting import report_page
 from cfl_ray.results.run_record import recorded_hash
 from cfl_ray.run_directory import RunDirectory, session_file

@@ -15,11 +15,10 @@ from cfl_ray.report.drawing import listed
 from cfl_ray.report.ranks import ranks_of
 from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
 from cfl_ray.report.snapshots import PerClient, RecordedMatrix
-from cfl_ray.results.client_metrics import read_client_metrics
+from cfl_ray.results.arrow_log import read_client_metrics, read_reassignments
 from cfl_ray.results.comparison import RunMetrics, experiments_of, is_less_better, metrics_of, numbers_of, table_of
 from cfl_ray.results.load import FoundRun, find_runs
 from cfl_ray.results.published import compare_with, unknown_metric
-from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.run_info import command_again, run_info
 from cfl_ray.results.study_folder import is_finished

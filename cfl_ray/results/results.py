@@ -18,8 +18,7 @@ from cfl_ray.core.events import ClusterEvent
 from cfl_ray.data.federation import TensorSamples
 from cfl_ray.errors import ConfigError
 from cfl_ray.results import newcomers
-from cfl_ray.results.client_metrics import ClientMetrics, read_client_metrics
-from cfl_ray.results.diagnostics_log import by_name, read_diagnostics
+from cfl_ray.results.arrow_log import ClientMetrics, by_name, read_client_metrics, read_diagnostics
 from cfl_ray.results.recovery import WITHIN, recovery_frame
 from cfl_ray.results.trained import Newcomer, TrainedMethod
 from cfl_ray.run_directory import RunDirectory
