@@ -37,7 +37,7 @@ from cfl_ray.security import credentials
 from cfl_ray.setup.engine_choice import engine_choice
 from cfl_ray.setup.prepare import prepare
 from cfl_ray.tracking import Mlflow, RunLog, delivery, mlflow_tracker, read_end, read_info, read_records
-from cfl_ray.tracking.csv_file import CsvFile
+from cfl_ray.tracking.trackers import CsvFile
 
 CONFIG = RunDirectory.config.name
 
