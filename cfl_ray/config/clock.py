@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
-from cfl_ray.config.section import FILE, ConfigSection
+from cfl_ray.config.section import FILE, BuiltinKind, ConfigSection, Kinds, PluginConfig
 
 
 class ClockConfig(ConfigSection):

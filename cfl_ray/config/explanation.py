@@ -9,8 +9,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from cfl_ray.config.part import Kinds, kinds_of
-from cfl_ray.config.section import ConfigSection, as_yaml
+from cfl_ray.config.section import ConfigSection, Kinds, as_yaml, kinds_of
 from cfl_ray.errors import ConfigError, did_you_mean, shown, what_is_wrong
 
 

@@ -13,8 +13,7 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from cfl_ray.config.experiment import Experiment
-from cfl_ray.config.part import Kinds, kinds_of
-from cfl_ray.config.section import FILE, ConfigSection, as_yaml
+from cfl_ray.config.section import FILE, ConfigSection, Kinds, as_yaml, kinds_of
 from cfl_ray.errors import ConfigError, did_you_mean
 
 _TYPES = {int: "whole number", float: "number", str: "text", Any: "value", dict: "mapping"}

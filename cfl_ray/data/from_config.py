@@ -12,8 +12,13 @@ import numpy as np
 
 from cfl_ray.config import DataConfig
 from cfl_ray.config.data import ArraysConfig, GeneratedConfig, PluginDataConfig, SyntheticConfig
-from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
-from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
+from cfl_ray.config.partition import (
+    PARTITION_KINDS,
+    SHIFT_KINDS,
+    HybridConfig,
+    PluginPartitionConfig,
+    PluginShiftConfig,
+)
 from cfl_ray.data.as_plan import shard_plan_of
 from cfl_ray.data.columns import read_npz
 from cfl_ray.data.federation import DataShape, Federation

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.config import ShiftConfig
-from cfl_ray.config.shift import (
+from cfl_ray.config.partition import (
     SHIFT_KINDS,
     BlurConfig,
     BrightnessConfig,

@@ -7,7 +7,6 @@ from typing import Any
 from cfl_ray import data, models
 from cfl_ray.clock.from_config import asynchrony_of, clock_of
 from cfl_ray.config import AttackConfig, Experiment, check_cohort
-from cfl_ray.config.attack import ATTACK_KINDS, PluginAttackConfig
 from cfl_ray.config.clock import RunningClockConfig
 from cfl_ray.config.cohort import (
     AVAILABILITY_KINDS,
@@ -16,6 +15,7 @@ from cfl_ray.config.cohort import (
     PluginAvailabilityConfig,
     TraceConfig,
 )
+from cfl_ray.config.privacy import ATTACK_KINDS, PluginAttackConfig
 from cfl_ray.config.schedule import check_schedule
 from cfl_ray.data.changes import ChangingFederation
 from cfl_ray.data.federation import Federation
