@@ -12,9 +12,9 @@ import numpy as np
 
 from cfl_ray.config import ColumnsConfig, DataConfig
 from cfl_ray.config.data import FilesDataConfig
-from cfl_ray.data import parquet
-from cfl_ray.data.columns import read_npz
+from cfl_ray.data import image_files
 from cfl_ray.data.images import Images, Source, find, roots
+from cfl_ray.data.tables import read_npz
 from cfl_ray.errors import DataError
 
 _SILENCE_SECONDS = 60.0  # of a server from which a data set is downloaded; torchvision waits without limit
@@ -144,7 +144,7 @@ def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
             f"get all files of {hub.repository}/{hub.folder}"
         )
     columns = ColumnsConfig(image=hub.image, label=hub.label)
-    read = partial(parquet.read, train, test, columns, _TORCHVISION[name].num_classes)
+    read = partial(image_files.read_parquet, train, test, columns, _TORCHVISION[name].num_classes)
     return Source((*train, *test), read)
 
 

@@ -21,8 +21,7 @@ from cfl_ray.config.data import (
     Sent140LeafConfig,
 )
 from cfl_ray.core.rng import stream
-from cfl_ray.data import image_folder as image_folder_files
-from cfl_ray.data import image_sets, leaf, parquet, tables
+from cfl_ray.data import image_files, image_sets, leaf, tables
 from cfl_ray.data.images import Images, Progress, Source, find, roots
 from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.system.files import sha256_once
@@ -129,7 +128,7 @@ def images(data: ColumnsDataConfig) -> Source:
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
     usual = ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
     train, test = _parts(data, [""], usual, "images", get)
-    return Source((*train, *test), partial(parquet.read, train, test, data.columns, None))
+    return Source((*train, *test), partial(image_files.read_parquet, train, test, data.columns, None))
 
 
 def femnist(data: ColumnsDataConfig) -> Source:
@@ -141,7 +140,7 @@ def femnist(data: ColumnsDataConfig) -> Source:
     usual = ["hf/femnist/data/*.parquet", "data/*.parquet", "*.parquet"]
     train, test = _parts(data, ["", "femnist"], usual, "femnist", get)
     names = {"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
-    return Source((*train, *test), partial(parquet.read, train, test, ColumnsConfig(**names), leaf.CLASSES))
+    return Source((*train, *test), partial(image_files.read_parquet, train, test, ColumnsConfig(**names), leaf.CLASSES))
 
 
 def _parts(
@@ -214,10 +213,10 @@ def csv(data: ColumnsDataConfig, targets: str = "class") -> Source:
 def image_folder(data: PartsDataConfig) -> Source:
     """Images in a folder for each class."""
     train, test = _folders(data)
-    files = image_folder_files.files_of(train) + ([] if test is None else image_folder_files.files_of(test))
-    clients_file = train / image_folder_files.CLIENTS_FILE
+    files = image_files.files_of(train) + ([] if test is None else image_files.files_of(test))
+    clients_file = train / image_files.CLIENTS_FILE
     files += [clients_file] if clients_file.is_file() else []
-    return Source(tuple(files), partial(image_folder_files.read, train, test))
+    return Source(tuple(files), partial(image_files.read_folders, train, test))
 
 
 def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from cfl_ray.data.columns import Named, check_numbers, column_of
+from cfl_ray.data.tables import Named, check_numbers, column_of
 from cfl_ray.errors import DataError, did_you_mean
 
 COLUMNS = ("client", "from", "to")
