@@ -17,10 +17,9 @@ from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.data.federation import TensorSamples
 from cfl_ray.errors import ConfigError
-from cfl_ray.results import newcomers
 from cfl_ray.results.arrow_log import ClientMetrics, by_name, read_client_metrics, read_diagnostics
 from cfl_ray.results.recovery import WITHIN, recovery_frame
-from cfl_ray.results.trained import Newcomer, TrainedMethod
+from cfl_ray.results.trained import Newcomer, TrainedMethod, adapt, place
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
 from cfl_ray.tracking.record import PAST_SCORES, is_evaluated
@@ -156,7 +155,7 @@ class MethodResult:
         docs/concepts/newcomers.md has the rule of every method. Raises ConfigError, with the reason, if the method has
         no model for such a client. The trained method does not change.
         """
-        return newcomers.place(self.trained, x, y)
+        return place(self.trained, x, y)
 
     def adapt(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
         """As `place`, after training on these samples.
@@ -164,7 +163,7 @@ class MethodResult:
         A method with personal columns trains them in a separate round. The models of other methods are trained as in a
         round, or as the method prescribes before predictions.
         """
-        return newcomers.adapt(self.trained, x, y)
+        return adapt(self.trained, x, y)
 
     def predict(self, x: Any, like: Any) -> np.ndarray:
         """Predictions for normalised inputs by the model of a client or a newcomer; see `TrainedMethod.predict`."""
