@@ -21,8 +21,7 @@ from cfl_ray.report.drawing import (
     safe,
     with_spread,
 )
-from cfl_ray.report.report_data import MethodRun, ReportedExperiment
-from cfl_ray.report.snapshots import evenly
+from cfl_ray.report.report_data import MethodRun, ReportedExperiment, evenly
 from cfl_ray.tracking.record import RoundRecord
 from cfl_ray.tracking.summary import mbit, virtual_seconds
 

@@ -17,12 +17,10 @@ from importlib import metadata, resources
 import jinja2
 
 from cfl_ray.report.against import against_figures
-from cfl_ray.report.clients import client_figures
-from cfl_ray.report.clusters import cluster_figures
+from cfl_ray.report.clusters import client_figures, cluster_figures, mixture_figures
 from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import PageFigure, as_json, tested_in_words, with_spread
 from cfl_ray.report.matrices import matrix_figures
-from cfl_ray.report.mixtures import mixture_figures
 from cfl_ray.report.ranks import rank_diagram
 from cfl_ray.report.report_data import Comparison, Report, ReportedExperiment
 

@@ -19,7 +19,7 @@ from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import DataError
-from cfl_ray.report.snapshots import ClusterHistory, Reassignment
+from cfl_ray.report.report_data import ClusterHistory, Reassignment
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import append_line, drafted, open_private, opened
 from cfl_ray.tracking import RoundRecord

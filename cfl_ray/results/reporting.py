@@ -16,8 +16,7 @@ from cfl_ray.errors import ConfigError, DataError, command
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import listed
 from cfl_ray.report.ranks import ranks_of
-from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
-from cfl_ray.report.snapshots import PerClient, RecordedMatrix
+from cfl_ray.report.report_data import Comparison, MethodRun, PerClient, RecordedMatrix, Report, ReportedExperiment
 from cfl_ray.results.arrow_log import read_client_metrics, read_reassignments
 from cfl_ray.results.comparison import (
     RunMetrics,
