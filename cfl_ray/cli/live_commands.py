@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from cfl_ray.cli.arguments import RunDir
 from cfl_ray.cli.console import out, say
+from cfl_ray.cli.inputs import RunDir
 from cfl_ray.errors import ConfigError
 
 

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from cfl_ray.cli.arguments import STDOUT, RunDir, Trust
 from cfl_ray.cli.console import say
-from cfl_ray.cli.inputs import may_import
+from cfl_ray.cli.inputs import STDOUT, RunDir, Trust, may_import
 from cfl_ray.errors import ConfigError, command
 
 

@@ -1,14 +1,22 @@
-"""The command `check`, of an experiment or a study."""
+"""The commands that run nothing: `check`, of an experiment or a study, and `config`, `methods` and `list`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cfl_ray.cli.arguments import File, OnlyMethods, OnlySeeds, OnlySettings, Overrides
 from cfl_ray.cli.console import out, say
-from cfl_ray.cli.inputs import is_file, is_trusted, load_experiment
-from cfl_ray.cli.study_commands import Selected, selection_of, study_from
+from cfl_ray.cli.inputs import (
+    File,
+    OnlyMethods,
+    OnlySeeds,
+    OnlySettings,
+    Overrides,
+    is_file,
+    is_trusted,
+    load_experiment,
+)
+from cfl_ray.cli.run_commands import Selected, selection_of, study_from
 from cfl_ray.errors import ConfigError, command
 
 SELECTING = ("--setting", "--method", "--seed")
@@ -33,8 +41,7 @@ def check(
     and sizes and traffic are printed for every setting.
     """
     from cfl_ray.cli import tables
-    from cfl_ray.cli.estimate import estimate
-    from cfl_ray.cli.estimate_tables import show
+    from cfl_ray.cli.estimate import estimate, show
     from cfl_ray.config.study import is_study_file
 
     if file is not None and is_file(file) and is_study_file(file):
@@ -53,8 +60,7 @@ def check(
 
 
 def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yaml: bool, trust: bool) -> None:
-    from cfl_ray.cli.estimate import estimate_study
-    from cfl_ray.cli.estimate_tables import show_study
+    from cfl_ray.cli.estimate import estimate_study, show_study
     from cfl_ray.results.trust import check_owners
     from cfl_ray.study.run import plan_study
 
@@ -71,3 +77,48 @@ def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yam
     options = [(option, value) for option, chosen in zip(SELECTING, only, strict=True) for value in chosen or ()]
     selected = [str(word) for pair in options for word in pair]
     say(f"The study is valid. Run it with: {command(verb, file, *selected, *(overrides or ()))}")
+
+
+def explain(
+    key: Annotated[
+        str | None,
+        typer.Argument(help="A section or a key, e.g. local or local.lr; default: all.", show_default=False),
+    ] = None,
+) -> None:
+    """List the keys of an experiment with their meaning, values and defaults: all, those of a section, or one."""
+    from cfl_ray.cli.tables import show_keys
+    from cfl_ray.config import keys
+
+    show_keys(keys.find(key) if key else list(keys.sections()), out)
+
+
+def methods(
+    name: Annotated[str | None, typer.Argument(help="A method whose options are shown.", show_default=False)] = None,
+) -> None:
+    """List the methods, or the options of one method with their defaults and meaning."""
+    from cfl_ray.cli import tables
+    from cfl_ray.methods import REGISTRY, find
+
+    if name is None:
+        tables.list_methods(REGISTRY, out)
+    else:
+        tables.describe_method(find(name), out, name)
+
+
+def list_parts(
+    kind: Annotated[
+        str | None, typer.Argument(help="A kind of part, e.g. models; default: all kinds.", show_default=False)
+    ] = None,
+) -> None:
+    """List the kinds of parts of an experiment; or the parts of one kind, with parameters and how to add your own."""
+    from cfl_ray.cli import tables
+    from cfl_ray.cli.catalogue import KINDS, OTHER_NAMES
+    from cfl_ray.errors import did_you_mean
+
+    if kind is None:
+        tables.list_kinds(KINDS, out)
+    elif kind in KINDS:
+        tables.list_parts(KINDS[kind], out)
+    else:
+        near = f" (did you mean {OTHER_NAMES[kind]!r}?)" if kind in OTHER_NAMES else did_you_mean(kind, KINDS)
+        raise ConfigError(f"unknown kind {kind!r}{near}")
