@@ -37,8 +37,7 @@ from cfl_ray.setup.engine_choice import compute_device
 from cfl_ray.setup.prepare import setup_on
 from cfl_ray.setup.schedule import population_of
 from cfl_ray.setup.setup import Setup
-from cfl_ray.study.metrics import metric_warnings
-from cfl_ray.study.plan import StudyRun
+from cfl_ray.study.plan import StudyRun, metric_warnings
 from cfl_ray.study.resources import resources_for
 from cfl_ray.system.machine import available_memory, usable_cpus
 

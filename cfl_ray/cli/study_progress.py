@@ -21,9 +21,9 @@ from cfl_ray.report.drawing import tested_in_words
 from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study.plan import StudyRun
-from cfl_ray.study.ranking import RankedTrial
 from cfl_ray.study.resources import Resources
 from cfl_ray.study.run import StudyResults, StudyWatcher
+from cfl_ray.study.sweep import RankedTrial
 from cfl_ray.study.worker_pool import RunOutcome
 from cfl_ray.tracking import RoundRecord, where_to_look
 

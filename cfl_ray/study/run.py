@@ -37,11 +37,9 @@ from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import hold
 from cfl_ray.security.credentials import remember_credentials
-from cfl_ray.study.metrics import metric_warnings, scores_of
-from cfl_ray.study.plan import ALL, Selection, StudyRun, plan
-from cfl_ray.study.ranking import RankedTrial, best_of, rank, to_frame
+from cfl_ray.study.plan import ALL, Selection, StudyRun, metric_warnings, plan, scores_of
 from cfl_ray.study.resources import Resources, resources_for
-from cfl_ray.study.sweep import Trials, trials_of
+from cfl_ray.study.sweep import RankedTrial, Trials, best_of, rank, to_frame, trials_of
 from cfl_ray.study.worker_pool import END_SECONDS, RunOutcome, WorkerPool, check_main
 from cfl_ray.system.files import write_text
 from cfl_ray.system.signals import sigterm_interrupts

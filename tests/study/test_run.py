@@ -17,8 +17,7 @@ from cfl_ray.results.reporting import report_of
 from cfl_ray.results.study_folder import run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study import run, worker_pool
-from cfl_ray.study.metrics import metric_warnings
-from cfl_ray.study.plan import Selection, plan
+from cfl_ray.study.plan import Selection, metric_warnings, plan
 from cfl_ray.study.run import StudyWatcher, run_study
 from cfl_ray.study.status import study_status
 from cfl_ray.tracking import read_end, read_info, read_records
