@@ -12,8 +12,7 @@ from pydantic.fields import FieldInfo
 from cfl_ray.cli.tables import default_text
 from cfl_ray.clock.from_config import ARGUMENTS as CLOCK_ARGUMENTS
 from cfl_ray.config import BuiltinKind, ConfigSection
-from cfl_ray.config.clock import CLOCK_KINDS, STALENESS_KINDS
-from cfl_ray.config.cohort import AVAILABILITY_KINDS
+from cfl_ray.config.cohort import AVAILABILITY_KINDS, CLOCK_KINDS, STALENESS_KINDS
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.config.partition import PARTITION_KINDS, SHIFT_KINDS
 from cfl_ray.config.privacy import ATTACK_KINDS

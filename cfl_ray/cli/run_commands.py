@@ -200,7 +200,7 @@ def run_all(
     extend: Path | None = None,
 ) -> None:
     """Runs the selected runs of a study, or lists them (dry_run)."""
-    from cfl_ray.cli.study_progress import StudyDisplay
+    from cfl_ray.cli.progress import StudyDisplay
     from cfl_ray.study.run import plan_study, run_study
 
     selection = selection_of(only)

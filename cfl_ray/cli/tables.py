@@ -18,8 +18,7 @@ from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.errors import duration
 from cfl_ray.errors.redaction import redact
 from cfl_ray.system.nested import leaves_of
-from cfl_ray.tracking.record import primary_of
-from cfl_ray.tracking.summary import rejected_updates
+from cfl_ray.tracking.record import primary_of, rejected_updates
 
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.cli.catalogue import PartKind

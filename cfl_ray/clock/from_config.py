@@ -9,7 +9,7 @@ import numpy as np
 from cfl_ray.clock import devices
 from cfl_ray.clock.devices import ARGUMENTS, Clock, Devices, Speed
 from cfl_ray.clock.virtual_time import Asynchrony
-from cfl_ray.config.clock import (
+from cfl_ray.config.cohort import (
     CLOCK_KINDS,
     STALENESS_KINDS,
     AsynchronousConfig,
@@ -24,7 +24,7 @@ from cfl_ray.config.clock import (
     StalenessConfig,
     TraceClockConfig,
 )
-from cfl_ray.data.traces import read_devices
+from cfl_ray.data.tables import read_devices
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
 

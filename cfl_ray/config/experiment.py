@@ -15,8 +15,15 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
-from cfl_ray.config.clock import CLOCK_KINDS, AsynchronousConfig, ClockConfig, RunningClockConfig, TraceClockConfig
-from cfl_ray.config.cohort import CohortConfig, TraceConfig
+from cfl_ray.config.cohort import (
+    CLOCK_KINDS,
+    AsynchronousConfig,
+    ClockConfig,
+    CohortConfig,
+    RunningClockConfig,
+    TraceClockConfig,
+    TraceConfig,
+)
 from cfl_ray.config.data import (
     NOT_IN_RECIPE,
     SOURCE_KINDS,
@@ -26,14 +33,13 @@ from cfl_ray.config.data import (
     OfficialDataConfig,
 )
 from cfl_ray.config.evaluation import EvaluationConfig, TrackingConfig
-from cfl_ray.config.explanation import WholeConfig, explain
 from cfl_ray.config.local import LocalConfig, ModelConfig, StartConfig
 from cfl_ray.config.partition import LabelSkewConfig
 from cfl_ray.config.paths import to_record, with_replaced
 from cfl_ray.config.privacy import ATTACK_KINDS, AttackConfig, PrivacyConfig, SecureAggregationConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
-from cfl_ray.config.section import ConfigSection
+from cfl_ray.config.section import ConfigSection, WholeConfig, explain
 from cfl_ray.errors import ConfigError
 from cfl_ray.plugins.calling import reference_of
 from cfl_ray.security.credentials import redact_values

@@ -22,8 +22,7 @@ from cfl_ray.report.drawing import (
     with_spread,
 )
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment, evenly
-from cfl_ray.tracking.record import RoundRecord
-from cfl_ray.tracking.summary import mbit, virtual_seconds
+from cfl_ray.tracking.record import RoundRecord, mbit, virtual_seconds
 
 MOST_POINTS = 250  # most points of a line
 

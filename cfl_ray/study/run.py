@@ -54,8 +54,7 @@ from cfl_ray.tracking import (
     redact,
     resolve_uri,
 )
-from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord
-from cfl_ray.tracking.summary import mean_of_runs
+from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord, mean_of_runs
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,9 +18,9 @@ from cfl_ray.tracking.record import (
     read_end,
     read_info,
     read_records,
+    summarise,
 )
 from cfl_ray.tracking.run_log import RunLog
-from cfl_ray.tracking.summary import summarise
 from cfl_ray.tracking.trackers import TRACKERS, new_trackers
 
 __all__ = [

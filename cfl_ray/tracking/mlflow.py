@@ -31,8 +31,7 @@ from cfl_ray.errors.redaction import split
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import with_credentials
 from cfl_ray.system.files import PRIVATE, private_folder, write_text
-from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
-from cfl_ray.tracking.summary import mbit
+from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, mbit
 
 if TYPE_CHECKING:  # importing mlflow takes a second or two, so only a delivering process does it
     from mlflow import MlflowClient

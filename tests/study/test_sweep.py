@@ -9,7 +9,7 @@ from rich.console import Console
 from scipy.stats import ttest_rel
 from studies import figures_of
 
-from cfl_ray.cli.study_progress import show_trials
+from cfl_ray.cli.progress import show_trials
 from cfl_ray.config.study import SweepConfig
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.results import comparison
