@@ -306,6 +306,9 @@ def show_status(status: "RunStatus", console: Console) -> None:
         methods.append(f"{status.waiting} waiting")
     step = f"({status.step})" if status.step else None
     metrics = {name: _format(name, value) for name, value in status.metrics.items()}
+    nodes = "1 node" if status.nodes == 1 else f"{status.nodes} nodes"
+    left = "" if status.seconds_left is None else f", about {duration(status.seconds_left)} left for this method"
+    age = "" if status.fault_age is None else f"{duration(status.fault_age)} ago: "
     facts = {
         "methods": ", ".join(methods),
         "current method" if status.state == "live" else "last method": " ".join(filter(None, [status.method, step])),
@@ -316,10 +319,10 @@ def show_status(status: "RunStatus", console: Console) -> None:
         "epsilon": metrics.get("epsilon"),
         "phase": status.phase,
         "last event": status.last_event,
-        "hosts": _hosts(status),
+        "hosts": None if status.hosts is None else f"{status.hosts} on {nodes}, {status.hosts_starting} starting",
         "clients online": None if status.clients_online is None else f"{status.clients_online} of {status.clients}",
-        "seconds per round": _speed(status),
-        "last fault": _last_fault(status),
+        "seconds per round": None if status.seconds_per_round is None else f"{status.seconds_per_round:.1f}{left}",
+        "last fault": None if status.last_fault is None else age + status.last_fault,
         "rejected updates": ", ".join(
             f"{label} {count}" + (f" of {status.updates[label]}" if label in status.updates else "")
             for label, count in status.rejected.items()
@@ -353,25 +356,3 @@ def show_study_status(status: "StudyStatus", console: Console) -> None:
         "go on with": status.next,
     }
     _show_facts(f"study {status.study}: {status.state}", facts, console)
-
-
-def _hosts(status: "RunStatus") -> str | None:
-    if status.hosts is None:
-        return None
-    nodes = "1 node" if status.nodes == 1 else f"{status.nodes} nodes"
-    return f"{status.hosts} on {nodes}, {status.hosts_starting} starting"
-
-
-def _speed(status: "RunStatus") -> str | None:
-    if status.seconds_per_round is None:
-        return None
-    if status.seconds_left is None:
-        return f"{status.seconds_per_round:.1f}"
-    return f"{status.seconds_per_round:.1f}, about {duration(status.seconds_left)} left for this method"
-
-
-def _last_fault(status: "RunStatus") -> str | None:
-    if status.last_fault is None:
-        return None
-    age = "" if status.fault_age is None else f"{duration(status.fault_age)} ago: "
-    return age + status.last_fault

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.arrays import ArrayFederation
-from cfl_ray.data.federation import Federation
+from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.folder import Folder, cache
 from cfl_ray.data.images import Images, Progress
 from cfl_ray.data.indexed import Index, StoredSamples
@@ -185,30 +185,25 @@ def _save(folder: Path, name: str, schema: pa.Schema, columns: list[Any]) -> Sha
     return ShardFile(name=name, rows=batch.num_rows, bytes=path.stat().st_size, sha256=sha256(path))
 
 
-# samples, the rows of each client in them, shared test sets, and the stored value that means 1.0
-_Stored = tuple[StoredSamples, Index, list[StoredSamples], int]
-
-
 def shard_plan_of(federation: Federation) -> FederationPlan:
     """The plan for shards with the samples of this federation. Raises DataError if its samples are normalised."""
-    stored = _in_memory(federation) if isinstance(federation, ArrayFederation) else _read(federation)
-    (x, y), index, tests, scale = stored
-    test_x, test_y = _joined(tests) if tests else (None, None)
-    target_type = TARGETS[federation.shape.targets].stored
-    variant = Variant(
-        Images(
-            _storable(x, federation),
-            y.astype(target_type),
-            None if test_x is None else _storable(test_x, federation),
-            None if test_y is None else test_y.astype(target_type),
-            federation.shape.num_classes,
-            scale,
-            vocabulary=federation.shape.vocabulary,
-            targets=federation.shape.targets,
-            class_names=federation.shape.class_names,
-        )
+    if isinstance(federation, ArrayFederation):
+        samples, index, scale = [federation.samples], federation.index, int(federation.scaling.scale)
+        tests = [] if federation.test_samples is None else [federation.test_samples]
+    else:
+        samples, index, tests = _read(federation)
+        scale = 1
+    shape = federation.shape
+    images = Images(
+        *_stored(samples, shape),
+        *_stored(tests, shape),
+        shape.num_classes,
+        scale,
+        vocabulary=shape.vocabulary,
+        targets=shape.targets,
+        class_names=shape.class_names,
     )
-    clients = []
+    variant, clients = Variant(images), []
     for client in range(federation.num_clients):
         first = index.offset_N[client]
         middle = first + index.train_N[client]
@@ -221,19 +216,17 @@ def shard_plan_of(federation: Federation) -> FederationPlan:
     return FederationPlan(federation.view, clients, test_sets, index.labels_NC)
 
 
-def _in_memory(federation: ArrayFederation) -> _Stored:
-    tests = [] if federation.test_samples is None else [federation.test_samples]
-    return federation.samples, federation.index, tests, int(federation.scaling.scale)
+def _read(federation: Federation) -> tuple[list[StoredSamples], Index, list[StoredSamples]]:
+    """The samples of any federation, read by its methods, the rows of each client in them, and shared test sets.
 
-
-def _read(federation: Federation) -> _Stored:
-    """The samples of any federation, read by its methods. Raises DataError if the federation normalises samples."""
+    Raises DataError if the federation normalises samples.
+    """
     if federation.normalize is not None:
         raise DataError(
             f"a {type(federation).__name__} normalises its samples itself, so its shards cannot be written; "
             "federation_from_arrays(normalize=...) makes a federation whose shards can"
         )
-    count, clients = federation.num_clients, np.arange(federation.num_clients)
+    count = federation.num_clients
     parts = [federation.train(client) for client in range(count)]
     held_out_N = np.zeros(count, np.int64)
     if federation.view == "holdout":
@@ -249,18 +242,16 @@ def _read(federation: Federation) -> _Stored:
         train_N=federation.num_samples_N,
         held_out_N=held_out_N,
         group_N=none_N if federation.group_N is None else federation.group_N,
-        test_set_N=federation.test_set_of(clients) if tests else none_N,
-        labels_NC=federation.labels_of(clients),
+        test_set_N=federation.test_set_of(np.arange(count)) if tests else none_N,
+        labels_NC=federation.labels_of(np.arange(count)),
     )
-    return _joined(samples), index, tests, 1
+    return samples, index, tests
 
 
-def _joined(parts: list[StoredSamples]) -> StoredSamples:
-    return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
-
-
-def _storable(x: np.ndarray, federation: Federation) -> np.ndarray:
-    """The samples in a type that shards have: uint8, float32, or int32 for token ids."""
-    if federation.shape.vocabulary is not None:
-        return x.astype(np.int32)
-    return x if x.dtype == np.uint8 else x.astype(np.float32)
+def _stored(parts: list[StoredSamples], shape: DataShape) -> tuple[Any, Any]:
+    """The samples of all parts, in the types that shards have; (None, None) without a part."""
+    if not parts:
+        return None, None
+    x, y = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+    dtype = np.int32 if shape.vocabulary is not None else np.uint8 if x.dtype == np.uint8 else np.float32
+    return x.astype(dtype, copy=False), y.astype(TARGETS[shape.targets].stored, copy=False)
