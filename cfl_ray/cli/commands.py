@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import cfl_ray
-from cfl_ray.cli import inspect_commands, live_commands, result_commands, run_commands
+from cfl_ray.cli import inspect_commands, result_commands, run_commands
 from cfl_ray.cli.console import err, say
 from cfl_ray.errors import Interrupted, RunStopped, UserError, says_where
 from cfl_ray.errors.redaction import redact
@@ -32,10 +32,10 @@ app = typer.Typer(
 )
 app.command(short_help="Run an experiment.")(run_commands.run)
 app.command(short_help="Resume a run or a study.")(run_commands.resume)
-app.command(short_help="Show the progress of a run or a study.")(live_commands.status)
-app.command(short_help="Let clients join a live run.")(live_commands.join)
-app.command(short_help="Let clients leave a live run.")(live_commands.leave)
-app.command(short_help="Stop a live run after its current round.")(live_commands.stop)
+app.command(short_help="Show the progress of a run or a study.")(result_commands.status)
+app.command(short_help="Let clients join a live run.")(result_commands.join)
+app.command(short_help="Let clients leave a live run.")(result_commands.leave)
+app.command(short_help="Stop a live run after its current round.")(result_commands.stop)
 app.command(short_help="Validate an experiment and estimate its cost.")(inspect_commands.check)
 app.command(name="config", short_help="List the keys of an experiment, or explain one.")(inspect_commands.explain)
 app.command(short_help="List the methods, or the options of one.")(inspect_commands.methods)

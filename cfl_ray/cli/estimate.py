@@ -38,7 +38,7 @@ from cfl_ray.setup.prepare import setup_on
 from cfl_ray.setup.schedule import population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.study.plan import StudyRun, metric_warnings
-from cfl_ray.study.resources import resources_for
+from cfl_ray.study.worker_pool import resources_for
 from cfl_ray.system.machine import available_memory, usable_cpus
 
 _CLIENT_BYTES = 50  # peak server memory per client, measured with a million clients

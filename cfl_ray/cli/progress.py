@@ -41,10 +41,9 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.setup import Setup
 from cfl_ray.study.plan import StudyRun
-from cfl_ray.study.resources import Resources
 from cfl_ray.study.run import StudyResults, StudyWatcher
 from cfl_ray.study.sweep import RankedTrial
-from cfl_ray.study.worker_pool import RunOutcome
+from cfl_ray.study.worker_pool import Resources, RunOutcome
 from cfl_ray.tracking import RoundRecord, where_to_look
 from cfl_ray.tracking.record import is_evaluated, why_diverged, why_early
 

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from cfl_ray.core.tasks import TARGETS
-from cfl_ray.data.federation import DataShape, Federation
+from cfl_ray.data.federation import DataShape, Federation, Index, IndexedFederation, Scaling, StoredSamples
 from cfl_ray.data.images import Images, mapped_array
-from cfl_ray.data.indexed import Index, IndexedFederation, Scaling, StoredSamples
 from cfl_ray.data.plan import split_rows
 from cfl_ray.errors import DataError, did_you_mean
 

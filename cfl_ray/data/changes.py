@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from cfl_ray.core.rng import stream
-from cfl_ray.data.federation import Federation, FederationView, TensorSamples
-from cfl_ray.data.indexed import Scaling
+from cfl_ray.data.federation import Federation, FederationView, Scaling, TensorSamples
 from cfl_ray.data.shifts import DOMAINS, needed
 from cfl_ray.errors import DataError
 

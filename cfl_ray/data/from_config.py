@@ -21,10 +21,9 @@ from cfl_ray.config.partition import (
     PluginShiftConfig,
 )
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
-from cfl_ray.data.federation import DataShape, Federation
+from cfl_ray.data.federation import DataShape, Federation, Scaling, scale_warnings
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.data.images import Progress, Source
-from cfl_ray.data.indexed import Scaling, scale_warnings
 from cfl_ray.data.plan import FederationPlan, make_plan
 from cfl_ray.data.shard_writer import shard_bytes, shard_plan_of, write_shards
 from cfl_ray.data.shards import ShardFederation, open_shards, read_manifest

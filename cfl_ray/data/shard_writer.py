@@ -13,10 +13,9 @@ import pyarrow as pa
 
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.arrays import ArrayFederation
-from cfl_ray.data.federation import DataShape, Federation
+from cfl_ray.data.federation import DataShape, Federation, Index, StoredSamples
 from cfl_ray.data.folder import Folder, cache
 from cfl_ray.data.images import Images, Progress
-from cfl_ray.data.indexed import Index, StoredSamples
 from cfl_ray.data.plan import FederationPlan, PlannedClient, TestSet
 from cfl_ray.data.shards import MANIFEST, ShardFile, ShardManifest, index_schema, sample_schema
 from cfl_ray.data.shifts import Variant

@@ -286,6 +286,11 @@ def run_info(runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]
     true_groups = f", {len(groups.sizes)} true groups" if groups else ""
     recorded = _recorded(first.directory)
     seeds = sorted({run.experiment.seed for run in runs})
+    with_options = [
+        label if method is None else full_label(method)
+        for run in runs
+        for label, method in recorded_methods(run.directory, run.experiment).items()
+    ]
     settings_in_words = {
         "data": ", ".join(filter(None, [settings["data.source"], section("data.", without=apart)])),
         "groups differ by": section("data.shift.", ["data.shift.kind"]),
@@ -301,7 +306,7 @@ def run_info(runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]
         "evaluation": section("evaluation."),
         "rounds": settings["rounds"],
         "seeds": ", ".join(map(str, seeds)),
-        "methods": _methods_in_words(runs),
+        "methods": ", ".join(dict.fromkeys(with_options)),
         "hosts": ", ".join(recorded[key] for key in ("hosts", "device", "engine") if key in recorded),
         "commit": recorded.get("git_commit", ""),
     }
@@ -324,13 +329,6 @@ def _event_in_words(event: EventConfig) -> str:
         "data change": event.change,
     }
     return f"round {event.round}: {', '.join(words for words, happens in kinds.items() if happens)}"
-
-
-def _methods_in_words(runs: Sequence[FoundRun]) -> str:
-    """Methods with the options that are not at their defaults."""
-    methods = [item for run in runs for item in recorded_methods(run.directory, run.experiment).items()]
-    names = [label if method is None else full_label(method) for label, method in methods]
-    return ", ".join(dict.fromkeys(names))
 
 
 def _recorded(directory: Path) -> dict[str, str]:

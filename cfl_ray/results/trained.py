@@ -19,8 +19,7 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.tasks import Task
 from cfl_ray.core.work import Address
-from cfl_ray.data.federation import Federation, FederationView, TensorSamples
-from cfl_ray.data.indexed import Scaling
+from cfl_ray.data.federation import Federation, FederationView, Scaling, TensorSamples
 from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.scoring import mixed

@@ -38,9 +38,8 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import hold
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.study.plan import ALL, Selection, StudyRun, metric_warnings, plan, scores_of
-from cfl_ray.study.resources import Resources, resources_for
 from cfl_ray.study.sweep import RankedTrial, Trials, best_of, rank, to_frame, trials_of
-from cfl_ray.study.worker_pool import END_SECONDS, RunOutcome, WorkerPool, check_main
+from cfl_ray.study.worker_pool import END_SECONDS, Resources, RunOutcome, WorkerPool, check_main, resources_for
 from cfl_ray.system.files import write_text
 from cfl_ray.system.signals import sigterm_interrupts
 from cfl_ray.tracking import (
@@ -222,7 +221,8 @@ class _Launch:
             remember_credentials(self.study.model_dump(mode="json", by_alias=True))
             sign_study(self.root, self.study)
             write_text(RunDirectory(self.root).study, self.study.to_yaml(credentials=False))
-            run_log = self._run_log()
+            trackers = {} if self.uri is None else {"mlflow": Mlflow(self.uri, self.experiment.tracking.experiment)}
+            run_log = RunLog(self.root, trackers, self.watcher.warn)
             tags = {"study": self.root.name, "seeds": str(self.study.seeds)}
             params = flatten(self.study.model_dump(mode="json", by_alias=True))
             run_log.start(RunInfo(self.study.name, "", tags, params))
@@ -417,12 +417,6 @@ class _Launch:
         for setting, of_methods in list(records_of.items())[:_DRAWN]:
             prefix = f"{_plain(setting)}_" if len(records_of) > 1 else ""
             write_figures(folder, {method: mean_of_runs(runs) for method, runs in of_methods.items()}, prefix)
-
-    def _run_log(self) -> RunLog:
-        """The log of the parent run."""
-        experiment = self.experiment.tracking.experiment
-        trackers = {} if self.uri is None else {"mlflow": Mlflow(self.uri, experiment)}
-        return RunLog(self.root, trackers, self.watcher.warn)
 
 
 def _check_runtime(runs: Sequence[StudyRun]) -> None:
