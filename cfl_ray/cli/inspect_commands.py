@@ -5,17 +5,8 @@ from typing import Annotated
 
 import typer
 
+from cfl_ray.cli import inputs
 from cfl_ray.cli.console import out, say
-from cfl_ray.cli.inputs import (
-    File,
-    OnlyMethods,
-    OnlySeeds,
-    OnlySettings,
-    Overrides,
-    is_file,
-    is_trusted,
-    load_experiment,
-)
 from cfl_ray.cli.run_commands import Selected, selection_of, study_from
 from cfl_ray.errors import ConfigError, command
 
@@ -23,15 +14,15 @@ SELECTING = ("--setting", "--method", "--seed")
 
 
 def check(
-    file: File = None,
-    overrides: Overrides = None,
+    file: inputs.File = None,
+    overrides: inputs.Overrides = None,
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print only the whole resolved config, as a file for `cfl-ray run`.")
     ] = False,
     trust: Annotated[bool, typer.Option("--trust", help="Also import Python files of other users.")] = False,
-    settings: OnlySettings = None,
-    methods: OnlyMethods = None,
-    seeds: OnlySeeds = None,
+    settings: inputs.OnlySettings = None,
+    methods: inputs.OnlyMethods = None,
+    seeds: inputs.OnlySeeds = None,
 ) -> None:
     """Validate an experiment and print what differs from the defaults, sizes, expected memory and traffic.
 
@@ -44,12 +35,12 @@ def check(
     from cfl_ray.cli.estimate import estimate, show
     from cfl_ray.config.study import is_study_file
 
-    if file is not None and is_file(file) and is_study_file(file):
+    if file is not None and inputs.is_file(file) and is_study_file(file):
         _check_study(Path(file), overrides, (settings, methods, seeds), as_yaml, trust)
         return
     if settings or methods or seeds:
         raise ConfigError("--setting, --method and --seed select runs of a study; an experiment is one run")
-    experiment = load_experiment(file, overrides, asks=not trust)
+    experiment = inputs.load_experiment(file, overrides, asks=not trust)
     estimated = estimate(experiment)
     if as_yaml:
         say(experiment.to_yaml(credentials=False).rstrip())
@@ -66,7 +57,7 @@ def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yam
 
     study = study_from(file, overrides)
     if not trust:
-        is_trusted(lambda: check_owners(study))
+        inputs.is_trusted(lambda: check_owners(study))
     runs, root = plan_study(study, only=selection_of(only))
     estimated = estimate_study(runs)
     if as_yaml:

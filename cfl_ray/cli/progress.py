@@ -14,19 +14,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from cfl_ray.cli import tables
 from cfl_ray.cli.console import counted, say
 from cfl_ray.cli.live_client import own_step
-from cfl_ray.cli.tables import (
-    SECONDS,
-    alone_warning,
-    comparison,
-    metrics_line,
-    notes_on,
-    number_table,
-    print_table,
-    rejection_warning,
-    score_of,
-)
 from cfl_ray.config import Experiment
 from cfl_ray.config.section import as_yaml
 from cfl_ray.config.study import ALL_SETTINGS, short_names
@@ -166,7 +156,7 @@ class Display(Watcher):
         self._line(self.tested_on)
         for warning in setup.warnings + setup.federation.warnings:
             self._line(f"warning: {warning}")
-        for note in notes_on(setup, network, int(federation.num_samples_N.max())):
+        for note in tables.notes_on(setup, network, int(federation.num_samples_N.max())):
             self._line(f"note: {note}")
         self._line(f"engine {run_info['engine']}")
         if run_dir is not None:
@@ -187,11 +177,11 @@ class Display(Watcher):
         self.at_work = None if report.finished else (label, report.round)
         if self.live:
             if evaluated:
-                self.metrics[label] = metrics_line(report.metrics)
+                self.metrics[label] = tables.metrics_line(report.metrics)
             self.progress.update(self.bars[label], completed=report.round)
             self._show(label)
         elif evaluated and (report.round % max(1, self.rounds // 10) == 0 or report.finished):
-            line = f"{label} round {report.round}/{self.rounds}  {metrics_line(report.metrics)}"
+            line = f"{label} round {report.round}/{self.rounds}  {tables.metrics_line(report.metrics)}"
             self._line(f"{line}  {left}" if left else line)
 
     def _show(self, label: str, *more: str) -> None:
@@ -248,22 +238,22 @@ class Display(Watcher):
 
     def _show_table(self, results: Results) -> None:
         """Prints the table of results and warnings about them."""
-        print_table(comparison(results), self.console)
+        tables.print_table(tables.comparison(results), self.console)
         self._line(
-            f"{score_of(results)}: of the model that the server would give each client next, mean over clients "
+            f"{tables.score_of(results)}: of the model that the server would give each client next, mean over clients "
             "(P-server); "
             "P-local: of the model that each client holds after its own training"
         )
-        self._line(SECONDS)
+        self._line(tables.SECONDS)
         if self.tested_on:
             self._line(self.tested_on)
         for label, method in results.methods.items():
             finished = method.directory is None or is_finished(method.directory)
             if early := why_early(method.records, self.rounds, finished):
                 self._line(f"note: {label} ended {early}")
-            if warning := alone_warning(method.final):
+            if warning := tables.alone_warning(method.final):
                 self._line(f"warning: {label}: {warning}")
-            if warning := rejection_warning(label, method.records):
+            if warning := tables.rejection_warning(label, method.records):
                 self._line(f"warning: {warning}")
 
     def show(self, results: Results, took: str | None = None) -> None:
@@ -347,7 +337,7 @@ class StudyDisplay(StudyWatcher):
         estimate = duration(fmean(self.seconds) * self.left / self.at_once)
         left = f"; about {estimate} left" if self.left and not self.learns else ""
         last = _last_record(run, self.root)
-        self._print(f"{run.name}: {metrics_line(last.metrics) if last else 'no evaluation'}, {took}{left}")
+        self._print(f"{run.name}: {tables.metrics_line(last.metrics) if last else 'no evaluation'}, {took}{left}")
         if self.whole is not None:
             self.progress.update(self.whole, advance=1, note=left.removeprefix("; "))
 
@@ -399,10 +389,10 @@ def show_tables(table: "pd.DataFrame", metrics: Sequence[str], console: Console)
         first = "method"
         if len(wide.columns) > _MOST_COLUMNS:
             wide, first = wide.T, "setting"
-        grid = number_table(metric, [escape(str(name)) for name in wide.columns], first)
+        grid = tables.number_table(metric, [escape(str(name)) for name in wide.columns], first)
         for name, cells in wide.iterrows():
             grid.add_row(escape(str(name)), *map(str, cells))
-        print_table(grid, console)
+        tables.print_table(grid, console)
 
 
 def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metric: str, console: Console) -> None:
@@ -414,14 +404,14 @@ def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metr
         trials = list(group)
         tested = ["p"] if any(trial.p == trial.p for trial in trials) else []
         headings = [*short_names(list(trials[0].parameters)), "runs", metric, *tested]
-        grid = number_table(f"{method}{_in(setting)}", [escape(heading) for heading in headings], "place")
+        grid = tables.number_table(f"{method}{_in(setting)}", [escape(heading) for heading in headings], "place")
         places = [trial.place for trial in trials]
         for trial in trials[:_MOST_TRIALS]:
             cells = [escape(as_yaml(value)) for value in trial.parameters.values()]
             cells += [str(len(trial.values)), mean_and_spread(trial.mean, trial.std) or "-"]
             cells += [tested_in_words(trial.p, trial.effect, len(trial.values), len(trials))] * len(tested)
             grid.add_row(f"{trial.place}{' =' * (places.count(trial.place) > 1)}", *cells)
-        print_table(grid, console)
+        tables.print_table(grid, console)
         if len(trials) > _MOST_TRIALS:
             say(f"and {len(trials) - _MOST_TRIALS} more, in artifacts/trials.csv", console)
     for trial in best:

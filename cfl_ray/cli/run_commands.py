@@ -5,22 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cfl_ray.cli import inputs
 from cfl_ray.cli.console import counted, out, say
-from cfl_ray.cli.inputs import (
-    File,
-    InProcess,
-    OnlyMethods,
-    OnlySeeds,
-    OnlySettings,
-    Overrides,
-    RunDir,
-    Trust,
-    deliver_earlier_results,
-    folder_option,
-    is_trusted,
-    load_experiment,
-    output_base,
-)
 from cfl_ray.errors import ConfigError, RunError, command
 from cfl_ray.system.imports import uncollected
 
@@ -30,10 +16,12 @@ if TYPE_CHECKING:  # the help text does not wait for torch
 
 
 def run(
-    file: File = None,
-    overrides: Overrides = None,
-    run_dir: Annotated[Path | None, folder_option("Directory of the run; default: a new one below `output`.")] = None,
-    in_process: InProcess = False,
+    file: inputs.File = None,
+    overrides: inputs.Overrides = None,
+    run_dir: Annotated[
+        Path | None, inputs.folder_option("Directory of the run; default: a new one below `output`.")
+    ] = None,
+    in_process: inputs.InProcess = False,
     replay: Annotated[
         Path | None,
         typer.Option(
@@ -55,13 +43,13 @@ def run(
         from cfl_ray.cli.progress import Display
         from cfl_ray.lifecycle import launch
 
-    experiment = load_experiment(file, overrides)
+    experiment = inputs.load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:
         results = launch.run(experiment, run_dir, display, replay, extend, on_ray=not in_process)
     display.finish(results)
 
 
-def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False) -> None:
+def resume(run_dir: inputs.RunDir, trust: inputs.Trust = False, in_process: inputs.InProcess = False) -> None:
     """Resume a run that was stopped or has died, from its last checkpoint.
 
     RUN may be the folder of a study: its unfinished runs continue, and failed runs are repeated.
@@ -77,11 +65,11 @@ def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False)
                 f"--in-process is for a run, and {run_dir} is a study, whose runs are in processes of their own: name "
                 f"one of them, {run_dir}/SETTING/METHOD/seed-SEED"
             )
-        is_trusted(lambda: load_study_record(run_dir), trust)
+        inputs.is_trusted(lambda: load_study_record(run_dir), trust)
         run_all(study_from(RunDirectory(run_dir).study, None), run_dir, (None, None, None), None, dry_run=False)
         return
     RunDirectory(run_dir).require_run()
-    trust = is_trusted(lambda: load_record(run_dir), trust)
+    trust = inputs.is_trusted(lambda: load_record(run_dir), trust)
     experiment = load_record(run_dir, trust)
     with Display(out, experiment.rounds) as display:
         results = launch.resume(run_dir, watcher=display, on_ray=not in_process, trust=trust)
@@ -89,18 +77,18 @@ def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False)
         display.finish(results)
         return
     say(f"{run_dir} is finished: nothing is left to do.")
-    deliver_earlier_results(experiment)
+    inputs.deliver_earlier_results(experiment)
     display.show(results)
 
 
-def prepare(file: File = None, overrides: Overrides = None) -> None:
+def prepare(file: inputs.File = None, overrides: inputs.Overrides = None) -> None:
     """Write the clients' data of an experiment as shards; existing shards are reused."""
     from cfl_ray.cli.progress import Display
     from cfl_ray.data.from_config import with_shards
     from cfl_ray.setup.prepare import prepare as prepare_setup
     from cfl_ray.setup.prepare import shards_folder
 
-    experiment = load_experiment(file, overrides)
+    experiment = inputs.load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:
         federation = prepare_setup(experiment, display.preparing).federation
     uri = getattr(federation, "uri", None)
@@ -143,7 +131,9 @@ def launch(
             show_default=False,
         ),
     ] = None,
-    folder: Annotated[Path | None, folder_option("Folder of the study; default: its name below `output`.")] = None,
+    folder: Annotated[
+        Path | None, inputs.folder_option("Folder of the study; default: its name below `output`.")
+    ] = None,
     at_once: Annotated[
         int | None,
         typer.Option(
@@ -152,9 +142,9 @@ def launch(
             show_default=False,
         ),
     ] = None,
-    settings: OnlySettings = None,
-    methods: OnlyMethods = None,
-    seeds: OnlySeeds = None,
+    settings: inputs.OnlySettings = None,
+    methods: inputs.OnlyMethods = None,
+    seeds: inputs.OnlySeeds = None,
     extend: Annotated[
         Path | None,
         typer.Option(
@@ -180,7 +170,7 @@ def study_from(file: Path, overrides: list[str] | None) -> "Study":
     """The study in a file, with these overrides of its experiment."""
     from cfl_ray.config.study import load_study
 
-    return load_study(file, overrides or (), output_base())
+    return load_study(file, overrides or (), inputs.output_base())
 
 
 def selection_of(only: Selected) -> "Selection":
@@ -204,7 +194,7 @@ def run_all(
     from cfl_ray.study.run import plan_study, run_study
 
     selection = selection_of(only)
-    folder, extend = (None if path is None else (output_base() or Path()) / path for path in (folder, extend))
+    folder, extend = (None if path is None else (inputs.output_base() or Path()) / path for path in (folder, extend))
     if dry_run:
         runs, root = plan_study(study, folder, selection)
         for run in runs:

@@ -17,17 +17,8 @@ from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import listed
 from cfl_ray.report.ranks import ranks_of
 from cfl_ray.report.report_data import Comparison, MethodRun, PerClient, RecordedMatrix, Report, ReportedExperiment
+from cfl_ray.results import comparison
 from cfl_ray.results.arrow_log import read_client_metrics, read_reassignments
-from cfl_ray.results.comparison import (
-    RunMetrics,
-    compare_with,
-    experiments_of,
-    is_less_better,
-    metrics_of,
-    numbers_of,
-    table_of,
-    unknown_metric,
-)
 from cfl_ray.results.load import FoundRun, find_runs, recorded_methods
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import is_finished
@@ -72,7 +63,7 @@ def report_page(
     runs = find_runs(paths, trust)
     if against is not None:
         published = load_published(against)
-        return _page(runs, compare_with(runs, published, column), published.paper.reference)
+        return _page(runs, comparison.compare_with(runs, published, column), published.paper.reference)
     return _page(runs, *(_published_of(Path(paths[0]), runs) if len(paths) == 1 else ((), "")))
 
 
@@ -94,10 +85,10 @@ def _published_of(
     if file is None or not Path(file).is_file():
         return (), ""
     published = load_published(file)
-    if unknown := unknown_metric(runs, published):
+    if unknown := comparison.unknown_metric(runs, published):
         warn(f"the report has no published numbers: {file}: {unknown}")
     try:
-        return compare_with(runs, published), published.paper.reference
+        return comparison.compare_with(runs, published), published.paper.reference
     except ConfigError:
         return (), ""
 
@@ -118,16 +109,16 @@ def report_at_the_end(folder: Path, runs: Callable[[], Sequence[FoundRun]], warn
 
 def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), paper: str = "") -> Report:
     """The data of the page. Runs of a setting of a study, or that differ only in the seed, form an experiment."""
-    groups = experiments_of(runs)
-    run_metrics = numbers_of(groups)
+    groups = comparison.experiments_of(runs)
+    run_metrics = comparison.numbers_of(groups)
     experiments = [_experiment(name, group) for name, group in groups]
     metrics = _columns(run_metrics, [experiment.score for experiment in experiments if experiment.methods])
-    frame = table_of(run_metrics, metrics)
+    frame = comparison.table_of(run_metrics, metrics)
     rows = [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
     studies = {run.study for run in runs if run.study}
     # the trials of a sweep are no independent settings; its tables have no ranks either
     is_ranked = bool(studies) and all(load_study(RunDirectory(study).study).sweep is None for study in studies)
-    less_is_better = bool(metrics) and is_less_better(metrics[0], metrics_of(run_metrics))
+    less_is_better = bool(metrics) and comparison.is_less_better(metrics[0], comparison.metrics_of(run_metrics))
     title = groups[0][0] if len(groups) == 1 else f"{len(groups)} experiments"
     notes = {
         "Not shown, since not finished or without an evaluation yet": [
@@ -152,7 +143,7 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
     )
 
 
-def _columns(run_metrics: RunMetrics, scores: Sequence[str]) -> list[str]:
+def _columns(run_metrics: comparison.RunMetrics, scores: Sequence[str]) -> list[str]:
     """The recorded metrics, as columns of the table. scores: of the experiments' tasks."""
     present = {
         name

@@ -41,16 +41,7 @@ from cfl_ray.population.availability import (
     OwnAvailability,
     Trace,
 )
-from cfl_ray.setup.checks import (
-    check_asynchronous,
-    check_attackers,
-    check_batches,
-    check_engine,
-    check_labels,
-    check_targets,
-    try_methods,
-    try_plugins,
-)
+from cfl_ray.setup import checks
 from cfl_ray.setup.protection import protected
 from cfl_ray.setup.schedule import data_changes, population_of
 from cfl_ray.setup.setup import Setup
@@ -77,9 +68,9 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     `cfl-ray check` calls it with a stand-in of the same sizes, so that both refuse the same experiments.
     """
     methods = resolve(experiment.methods)
-    check_labels(methods)
+    checks.check_labels(methods)
     task, local, own_local = resolve_learning(experiment, methods)
-    check_targets(task, federation)
+    checks.check_targets(task, federation)
     new_trackers(experiment.tracking)  # called only for the errors that it raises; every method gets its own trackers
     check_schedule(experiment.schedule, federation.num_clients)
     population = population_of(experiment, federation.num_clients)
@@ -118,13 +109,13 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         asynchrony=asynchrony,
         template=template,
     )
-    check_attackers(setup.attack, federation.num_clients)
-    try_methods(setup)
+    checks.check_attackers(setup.attack, federation.num_clients)
+    checks.try_methods(setup)
     setup = protected(setup)
-    check_asynchronous(setup)
-    check_batches(setup)
-    try_plugins(setup)
-    check_engine(setup)
+    checks.check_asynchronous(setup)
+    checks.check_batches(setup)
+    checks.try_plugins(setup)
+    checks.check_engine(setup)
     return setup
 
 

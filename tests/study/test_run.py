@@ -11,6 +11,7 @@ from studies import InlinePool, figures_of, files_of
 import cfl_ray
 from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.lifecycle import recorder
+from cfl_ray.results import comparison
 from cfl_ray.results.comparison import by_experiment, compare_runs, format_table
 from cfl_ray.results.load import find_runs
 from cfl_ray.results.reporting import report_of
@@ -111,7 +112,7 @@ def test_a_study_whose_tables_cannot_be_written_has_failed(study, inline, monkey
         def no_space(*_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        full.setattr(run, "format_table", no_space)
+        full.setattr(comparison, "format_table", no_space)
         with pytest.raises(RunError, match="small: No space left on device; go on with: cfl-ray resume .*small"):
             run_study(study(seeds=[0]))
     root = Path(study().experiment["output"]) / study().name
