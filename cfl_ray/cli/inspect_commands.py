@@ -1,16 +1,17 @@
 """The commands that run nothing: `check`, of an experiment or a study, and `config`, `methods` and `list`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cfl_ray.cli import inputs
 from cfl_ray.cli.console import out, say
-from cfl_ray.cli.run_commands import Selected, selection_of, study_from
+from cfl_ray.cli.run_commands import study_from
 from cfl_ray.errors import ConfigError, command
 
-SELECTING = ("--setting", "--method", "--seed")
+if TYPE_CHECKING:  # the help text does not wait for torch
+    from cfl_ray.study.plan import Selection
 
 
 def check(
@@ -36,7 +37,9 @@ def check(
     from cfl_ray.config.study import is_study_file
 
     if file is not None and inputs.is_file(file) and is_study_file(file):
-        _check_study(Path(file), overrides, (settings, methods, seeds), as_yaml, trust)
+        from cfl_ray.study.plan import Selection
+
+        _check_study(Path(file), overrides, Selection(settings or (), methods or (), seeds or ()), as_yaml, trust)
         return
     if settings or methods or seeds:
         raise ConfigError("--setting, --method and --seed select runs of a study; an experiment is one run")
@@ -50,7 +53,7 @@ def check(
     say(f"The config is valid. Run it with: {command('run', file, *(overrides or ()))}")
 
 
-def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yaml: bool, trust: bool) -> None:
+def _check_study(file: Path, overrides: list[str] | None, only: "Selection", as_yaml: bool, trust: bool) -> None:
     from cfl_ray.cli.estimate import estimate_study, show_study
     from cfl_ray.results.trust import check_owners
     from cfl_ray.study.run import plan_study
@@ -58,16 +61,14 @@ def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yam
     study = study_from(file, overrides)
     if not trust:
         inputs.is_trusted(lambda: check_owners(study))
-    runs, root = plan_study(study, only=selection_of(only))
+    runs, root = plan_study(study, only=only)
     estimated = estimate_study(runs)
     if as_yaml:
         say(study.to_yaml(credentials=False).rstrip())
         return
     show_study(estimated, study, len({run.seed for run in runs}), root, out)
     verb = "sweep" if study.sweep else "compare"
-    options = [(option, value) for option, chosen in zip(SELECTING, only, strict=True) for value in chosen or ()]
-    selected = [str(word) for pair in options for word in pair]
-    say(f"The study is valid. Run it with: {command(verb, file, *selected, *(overrides or ()))}")
+    say(f"The study is valid. Run it with: {command(verb, file, *only.options, *(overrides or ()))}")
 
 
 def explain(

@@ -66,7 +66,7 @@ def resume(run_dir: inputs.RunDir, trust: inputs.Trust = False, in_process: inpu
                 f"one of them, {run_dir}/SETTING/METHOD/seed-SEED"
             )
         inputs.is_trusted(lambda: load_study_record(run_dir), trust)
-        run_all(study_from(RunDirectory(run_dir).study, None), run_dir, (None, None, None), None, dry_run=False)
+        run_all(study_from(RunDirectory(run_dir).study, None), run_dir)
         return
     RunDirectory(run_dir).require_run()
     trust = inputs.is_trusted(lambda: load_record(run_dir), trust)
@@ -102,9 +102,6 @@ def prepare(file: inputs.File = None, overrides: inputs.Overrides = None) -> Non
     )
     say(f"Shards: {uri}")
     say(f"Next: {command('run', file, *(overrides or ()))}")
-
-
-Selected = tuple[list[str] | None, list[str] | None, list[int] | None]  # settings, methods and seeds of a study
 
 
 COMPARE = """\
@@ -158,12 +155,13 @@ def launch(
     ] = False,
 ) -> None:
     """The command `compare` for a study, `sweep` for a study with a sweep."""
-
     study = study_from(file, overrides)
     verb, what = ("compare", "has no `sweep`") if study.sweep is None else ("sweep", "is a sweep")
     if context.info_name != verb:
         raise ConfigError(f"{file} {what}; run it with: {command(verb, file, *(overrides or ()))}")
-    run_all(study, folder, (settings, methods, seeds), at_once, dry_run, extend)
+    from cfl_ray.study.plan import Selection
+
+    run_all(study, folder, Selection(settings or (), methods or (), seeds or ()), at_once, dry_run, extend)
 
 
 def study_from(file: Path, overrides: list[str] | None) -> "Study":
@@ -173,36 +171,29 @@ def study_from(file: Path, overrides: list[str] | None) -> "Study":
     return load_study(file, overrides or (), inputs.output_base())
 
 
-def selection_of(only: Selected) -> "Selection":
-    """The options --setting, --method and --seed as a selection."""
-    from cfl_ray.study.plan import Selection
-
-    settings, methods, seeds = only
-    return Selection(settings or (), methods or (), seeds or ())
-
-
 def run_all(
     study: "Study",
     folder: Path | None,
-    only: Selected,
-    at_once: int | None,
-    dry_run: bool,
+    only: "Selection | None" = None,
+    at_once: int | None = None,
+    dry_run: bool = False,
     extend: Path | None = None,
 ) -> None:
-    """Runs the selected runs of a study, or lists them (dry_run)."""
+    """Runs the selected runs (None: all) of a study, or lists them (dry_run)."""
     from cfl_ray.cli.progress import StudyDisplay
+    from cfl_ray.study.plan import ALL
     from cfl_ray.study.run import plan_study, run_study
 
-    selection = selection_of(only)
+    only = only or ALL
     folder, extend = (None if path is None else (inputs.output_base() or Path()) / path for path in (folder, extend))
     if dry_run:
-        runs, root = plan_study(study, folder, selection)
+        runs, root = plan_study(study, folder, only)
         for run in runs:
             say(f"{run.name}{': finished' if run.is_finished(root) else ''}")
         say(f"{counted(len(runs), 'run')}{' at the ends of the ranges' * study.learns}; folder: {root}")
         return
     with StudyDisplay(out, study.learns) as display:
-        results = run_study(study, folder, selection, at_once, display, extend)
+        results = run_study(study, folder, only, at_once, display, extend)
     display.finish(results)
     if results.failed:
         raise RunError(f"{len(results.failed)} of the runs are not finished; the same command tries them again")

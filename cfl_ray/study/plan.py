@@ -65,6 +65,12 @@ class Selection:
     methods: Collection[str] = ()
     seeds: Collection[int] = ()
 
+    @property
+    def options(self) -> list[str]:
+        """The options of commands that select these runs."""
+        chosen = {"setting": self.settings, "method": self.methods, "seed": self.seeds}
+        return [word for name, values in chosen.items() for value in values for word in (f"--{name}", str(value))]
+
 
 ALL = Selection()
 

@@ -257,12 +257,9 @@ class _Launch:
         """The command that continues this study."""
         if self.only == ALL and self.extend is None:
             return command("resume", self.root)
-        chosen = {"setting": self.only.settings, "method": self.only.methods, "seed": self.only.seeds}
-        selected = [f"--{name}={value}" for name, values in chosen.items() for value in values]
-        if self.extend is not None:
-            selected.append(f"--extend={self.extend}")
-        verb = "sweep" if self.study.sweep else "compare"
-        return command(verb, RunDirectory(self.root).study, f"--folder={self.root}", *selected)
+        extending = [] if self.extend is None else [f"--extend={self.extend}"]
+        verb, study = "sweep" if self.study.sweep else "compare", RunDirectory(self.root).study
+        return command(verb, study, f"--folder={self.root}", *self.only.options, *extending)
 
     def _check_folder(self) -> None:
         """Raises ConfigError if the folder holds a run or another study."""

@@ -206,7 +206,7 @@ def test_an_interrupted_study_names_the_command_that_goes_on(study, inline, tmp_
         run_study(study(seeds=[0]), watcher=Impatient())
     assert len(inline) == 1 and study_status(tmp_path / "small").next == f"cfl-ray resume {tmp_path}/small"
     with pytest.raises(
-        Interrupted, match=f"compare {tmp_path}/small/study.yaml --folder={tmp_path}/small --method=two"
+        Interrupted, match=f"compare {tmp_path}/small/study.yaml --folder={tmp_path}/small --method two"
     ):
         run_study(study(seeds=[0]), watcher=Impatient(), only=Selection(methods=["two"]))
     run_study(tmp_path / "small" / STUDY, tmp_path / "small")
