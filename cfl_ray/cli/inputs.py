@@ -13,7 +13,6 @@ from cfl_ray.cli.console import say, warn
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config import Experiment
 
-
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
 STDOUT = Path("-")  # as the value of --output
 

@@ -40,7 +40,6 @@ from cfl_ray.tracking.record import is_evaluated, why_diverged, why_early
 if TYPE_CHECKING:
     import pandas as pd
 
-
 WATCH_SECONDS = 2.0  # between two checks of the current round
 LONG_ROUND_SECONDS = 10.0  # the step of longer rounds is shown
 MAX_NOTES = 8  # largest number of notes shown per round

@@ -35,7 +35,6 @@ from cfl_ray.tracking.record import primary_of
 if TYPE_CHECKING:
     import pandas as pd
 
-
 FORMATS = ("md", "csv", "latex", "html")
 # shown after the score of the task, by which methods are compared, if a method has them
 _SHOWN = (
@@ -244,12 +243,8 @@ def _formatted(shown: pd.DataFrame, style: str) -> str:
     if style == "html":
         return str(shown.to_html(index=False, border=0))
     lines = [shown.columns.tolist(), ["---"] * shown.shape[1], *shown.astype(str).to_numpy().tolist()]
-    return "\n".join(f"| {' | '.join(map(_in_markdown, line))} |" for line in lines)
-
-
-def _in_markdown(cell: str) -> str:
-    """The text with the separators of Markdown columns and rows escaped."""
-    return " ".join(cell.split()).replace("|", r"\|")
+    escaped = [[" ".join(cell.split()).replace("|", r"\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def settings_of(experiment: Experiment) -> str:

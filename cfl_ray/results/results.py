@@ -26,7 +26,6 @@ from cfl_ray.tracking.record import PAST_SCORES, is_evaluated
 if TYPE_CHECKING:  # pandas is imported when a frame is made
     import pandas as pd
 
-
 WITHIN = 0.02  # largest difference to the mean score before the change that counts as recovered, unless told otherwise
 
 

@@ -32,7 +32,6 @@ from cfl_ray.models import ModelRecipe
 if TYPE_CHECKING:
     import pandas as pd
 
-
 _EXCHANGE = -1  # exchange number in the random keys of local training before predictions, as in the evaluation
 
 

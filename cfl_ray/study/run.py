@@ -48,7 +48,6 @@ from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord, mean_of_run
 if TYPE_CHECKING:
     import pandas as pd
 
-
 _PACKED = ("backend", "address", "hosts", "clients_per_host", "gpus_per_host", "cpus_per_host", "device")
 _DRAWN = 8  # number of settings with figures in MLflow; the report has figures of all settings
 _MORE_SECONDS = 5.0  # added to END_SECONDS in the wait for runs whose study was killed

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import optuna
     import pandas as pd
 
-
 _NAME = "sweep"  # name of the only Optuna study in the journal
 _SEARCH = "search"  # attribute of that study: parameters, metric and goal, which all its trials share
 _WARM = 10  # number of random trials at the start of TPE
