@@ -1,4 +1,4 @@
-"""Estimate of what an experiment needs, before it runs: sizes, memory and traffic."""
+"""Estimate of what an experiment or a study needs, before it runs, and its output: sizes, memory and traffic."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Progress of a live run on the terminal."""
+"""Progress of a live run, or of a study, on the terminal, and the tables at its end."""
 
 import threading
 import time

@@ -142,6 +142,9 @@ def _with_option(entries: list[Any], label: str, path: list[str], value: Any, wh
     return updated
 
 
+# ---- YAML texts
+
+
 _MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may be repeated
 _DEEPEST, _LARGEST = 100, 10_000_000  # levels and values of a YAML file
 _CURES = {  # words of PyYAML's message -> the cure

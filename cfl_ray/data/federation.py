@@ -1,4 +1,7 @@
-"""The federation: N clients, the training data of each client, and the data on which it is tested."""
+"""The federation: N clients, the training data of each client, and the data on which it is tested.
+
+Shards and in-memory federations have a range of rows for each client, held-out rows last (`IndexedFederation`).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable

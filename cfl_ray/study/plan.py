@@ -1,4 +1,4 @@
-"""The plan of a study: a run for each method, setting and seed."""
+"""The plan of a study: a run for each method, setting and seed, and the names of the metrics that these record."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence

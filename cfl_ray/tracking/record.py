@@ -1,4 +1,4 @@
-"""Records of a run as plain numbers, and the names of all metrics that trackers, reports and notebooks use."""
+"""Records of a run as plain numbers, their files, and the names of all metrics that trackers and reports use."""
 
 import json
 import math
