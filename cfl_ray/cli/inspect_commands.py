@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
+from rich.text import Text
 
 from cfl_ray.cli import inputs
 from cfl_ray.cli.console import out, say
@@ -78,10 +80,15 @@ def explain(
     ] = None,
 ) -> None:
     """List the keys of an experiment with their meaning, values and defaults: all, those of a section, or one."""
-    from cfl_ray.cli.tables import show_keys
+    from cfl_ray.cli.tables import indented
     from cfl_ray.config import keys
 
-    show_keys(keys.find(key) if key else list(keys.sections()), out)
+    for section in keys.find(key) if key else keys.sections():
+        out.print(Text.assemble((section.name or "top level", "bold"), f"  {section.meaning}"))
+        for each in section.keys:
+            default = f"  ({each.values}; required)" if each.default is None else f" = {each.default}  ({each.values})"
+            indented(out, Text.assemble((each.name, "cyan"), default), 2)
+            indented(out, Text(each.meaning), 6)
 
 
 def methods(
@@ -91,10 +98,17 @@ def methods(
     from cfl_ray.cli import tables
     from cfl_ray.methods import REGISTRY, find
 
-    if name is None:
-        tables.list_methods(REGISTRY, out)
-    else:
+    if name is not None:
         tables.describe_method(find(name), out, name)
+        return
+    table = tables.folding("name", "description")
+    for label, cls in REGISTRY.items():
+        table.add_row(label, cls.summary())
+    out.print(table)
+    say(
+        "Options of a method: cfl-ray methods NAME. "
+        "In a config: methods: [stocfl, {ifca: {num_clusters: 4}}, my_method.py:MyMethod]"
+    )
 
 
 def list_parts(
@@ -103,14 +117,24 @@ def list_parts(
     ] = None,
 ) -> None:
     """List the kinds of parts of an experiment; or the parts of one kind, with parameters and how to add your own."""
-    from cfl_ray.cli import tables
     from cfl_ray.cli.catalogue import KINDS, OTHER_NAMES
+    from cfl_ray.cli.tables import folding
     from cfl_ray.errors import did_you_mean
 
     if kind is None:
-        tables.list_kinds(KINDS, out)
-    elif kind in KINDS:
-        tables.list_parts(KINDS[kind], out)
-    else:
+        table = folding("kind", "parts", "bring your own")
+        for name, each in KINDS.items():
+            table.add_row(name, escape(", ".join(each.registry.names())), escape(each.page))
+        out.print(table)
+        say("The parts of a kind with their parameters: cfl-ray list KIND")
+        return
+    if kind not in KINDS:
         near = f" (did you mean {OTHER_NAMES[kind]!r}?)" if kind in OTHER_NAMES else did_you_mean(kind, KINDS)
         raise ConfigError(f"unknown kind {kind!r}{near}")
+    chosen, table = KINDS[kind], folding("name", "from", "description", "parameters and defaults")
+    for part in chosen.parts():
+        table.add_row(*map(escape, (part.name, part.origin, part.description, part.parameters or "none")))
+    out.print(table)
+    say(f"Your own: {chosen.own}")
+    say(f"In a config: {chosen.example}")
+    say(f"In an installed package: entry points of the group {chosen.registry.group}. More: {chosen.page}")
