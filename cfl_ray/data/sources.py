@@ -77,21 +77,6 @@ _TORCHVISION = {
 }
 
 
-def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
-    """The named data set with its files. Raises DataError with the folders searched and how to obtain it."""
-    if name not in SOURCES:
-        raise DataError(f"data set {name!r} has no samples to divide{did_you_mean(name, SOURCES)}")
-    data = data.of_source(name)
-    if targets != "class":
-        if name not in TABLES:
-            raise DataError(
-                f"data set {name!r} has classes, the task needs targets {targets!r}, which {', '.join(TABLES)}, arrays "
-                "and my.py:load can have"
-            )
-        return TABLES[name](data, targets)
-    return SOURCES[name](data)
-
-
 def _located(name: str, data: DataConfig) -> Source:
     """A data set by its name, downloaded if it is missing and `data.download` is true."""
     try:
@@ -219,6 +204,21 @@ def _medmnist_part(file: Path, part: str, x: np.ndarray, y: np.ndarray) -> tuple
         raise DataError(f"{file} has {len(x)} {part}_images and {len(y)} {part}_labels, expected as many")
     x = x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
     return x, y.reshape(len(y)).astype(np.int16)
+
+
+def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
+    """The named data set with its files. Raises DataError with the folders searched and how to obtain it."""
+    if name not in SOURCES:
+        raise DataError(f"data set {name!r} has no samples to divide{did_you_mean(name, SOURCES)}")
+    data = data.of_source(name)
+    if targets != "class":
+        if name not in TABLES:
+            raise DataError(
+                f"data set {name!r} has classes, the task needs targets {targets!r}, which {', '.join(TABLES)}, arrays "
+                "and my.py:load can have"
+            )
+        return TABLES[name](data, targets)
+    return SOURCES[name](data)
 
 
 # --- digits: 1,797 images of 8x8 that come with scikit-learn ------------------------------------
