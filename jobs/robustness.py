@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cfl_ray import Experiment, UserError, load, run, simulate
-from cfl_ray.config.privacy import ATTACK_KINDS
+from cfl_ray.config.attack import ATTACK_KINDS
 from cfl_ray.methods import resolve
 
 RECIPE = Path(__file__).parent / "experiments" / "robust_fashion_mnist.yaml"

@@ -10,12 +10,14 @@ from typing import Any
 from cfl_ray.cli.tables import default_text
 from cfl_ray.clock.from_config import ARGUMENTS as CLOCK_ARGUMENTS
 from cfl_ray.config import BuiltinKind, ConfigSection
-from cfl_ray.config.cohort import AVAILABILITY_KINDS, CLOCK_KINDS, STALENESS_KINDS
+from cfl_ray.config.attack import ATTACK_KINDS
+from cfl_ray.config.clock import CLOCK_KINDS, STALENESS_KINDS
+from cfl_ray.config.cohort import AVAILABILITY_KINDS
 from cfl_ray.config.data import SOURCE_KINDS
-from cfl_ray.config.partition import PARTITION_KINDS, SHIFT_KINDS
-from cfl_ray.config.privacy import ATTACK_KINDS
+from cfl_ray.config.partition import PARTITION_KINDS
 from cfl_ray.config.runtime import BACKENDS
 from cfl_ray.config.section import as_yaml
+from cfl_ray.config.shift import SHIFT_KINDS
 from cfl_ray.core.aggregation import AGGREGATION
 from cfl_ray.core.method import RUN_OPTIONS, Method
 from cfl_ray.core.metrics import METRICS, Metric

@@ -9,7 +9,7 @@ import numpy as np
 from cfl_ray.clock import devices
 from cfl_ray.clock.devices import ARGUMENTS, Clock, Devices, Speed
 from cfl_ray.clock.virtual_time import Asynchrony
-from cfl_ray.config.cohort import (
+from cfl_ray.config.clock import (
     CLOCK_KINDS,
     STALENESS_KINDS,
     AsynchronousConfig,

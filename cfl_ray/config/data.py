@@ -5,17 +5,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from cfl_ray.config.partition import (
-    PARTITION_KINDS,
-    SHIFT_KINDS,
-    ClassesConfig,
-    HybridConfig,
-    IidConfig,
-    PartitionConfig,
-    ShiftConfig,
-)
+from cfl_ray.config.part import BuiltinKind, Kinds, check_name
+from cfl_ray.config.partition import PARTITION_KINDS, ClassesConfig, IidConfig, PartitionConfig
 from cfl_ray.config.paths import with_replaced
-from cfl_ray.config.section import FILE, BuiltinKind, ConfigSection, Kinds, check_name
+from cfl_ray.config.section import FILE, ConfigSection
+from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, ShiftConfig
 from cfl_ray.plugins.calling import reference_of
 
 

@@ -6,42 +6,29 @@ Every key has a single place, default and description; the error for an unknown 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
-from cfl_ray.config.cohort import (
-    CLOCK_KINDS,
-    AsynchronousConfig,
-    ClockConfig,
-    CohortConfig,
-    RunningClockConfig,
-    TraceClockConfig,
-    TraceConfig,
-)
-from cfl_ray.config.data import (
-    NOT_IN_RECIPE,
-    SOURCE_KINDS,
-    ArraysConfig,
-    ColumnsDataConfig,
-    DataConfig,
-    OfficialDataConfig,
-)
-from cfl_ray.config.evaluation import EvaluationConfig, TrackingConfig
-from cfl_ray.config.local import LocalConfig, ModelConfig, StartConfig
-from cfl_ray.config.partition import LabelSkewConfig
+from cfl_ray.config.attack import ATTACK_KINDS, AttackConfig
+from cfl_ray.config.clock import CLOCK_KINDS, AsynchronousConfig, ClockConfig, RunningClockConfig, TraceClockConfig
+from cfl_ray.config.cohort import CohortConfig, TraceConfig
+from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, ArraysConfig, DataConfig, OfficialDataConfig
+from cfl_ray.config.evaluation import EvaluationConfig
+from cfl_ray.config.explanation import WholeConfig, explain
+from cfl_ray.config.local import LocalConfig
+from cfl_ray.config.model import ModelConfig, StartConfig
 from cfl_ray.config.paths import to_record, with_replaced
-from cfl_ray.config.privacy import ATTACK_KINDS, AttackConfig, PrivacyConfig, SecureAggregationConfig
+from cfl_ray.config.privacy import PrivacyConfig, SecureAggregationConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
-from cfl_ray.config.section import ConfigSection, WholeConfig, explain
+from cfl_ray.config.tracking import TrackingConfig
+from cfl_ray.config.unused import unused_warnings
 from cfl_ray.errors import ConfigError
-from cfl_ray.plugins.calling import reference_of
 from cfl_ray.security.credentials import redact_values
 from cfl_ray.system.files import sha256_once
 
@@ -331,82 +318,3 @@ def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) ->
         return LocalConfig(**(local.model_dump() | dict(changes)))
     except ValidationError as error:
         raise ConfigError(f"{where}: {explain(error, LocalConfig)}") from None
-
-
-# ---- keys without effect, because other keys replace them or switch them off
-
-
-def unused_keys(experiment: Experiment) -> dict[str, str]:
-    """The keys without effect, dotted, each with the reason."""
-    return {f"{section}.{key}": reason for section, keys, reason in _rules(experiment) for key in keys}
-
-
-def unused_warnings(experiment: Experiment) -> list[str]:
-    """Warnings of unused keys whose value is not the default."""
-    unused = unused_keys(experiment)
-    return [
-        f"{key} ({reference_of(value) if key.endswith('.kind') else value}) has no effect: {unused[key]}"
-        for key, value in not_default(experiment, unused).items()
-    ]
-
-
-def not_default(experiment: Experiment, keys: Iterable[str]) -> dict[str, Any]:
-    """The dotted keys whose value is not the default, with their values."""
-    values = {}
-    for key in keys:
-        *sections, name = key.split(".")
-        section: Any = reduce(getattr, sections, experiment)
-        if (value := getattr(section, name)) != type(section).model_fields[name].default:
-            values[key] = value
-    return values
-
-
-def _rules(experiment: Experiment) -> Iterator[tuple[str, Iterable[str], str]]:
-    """Yields (section, keys in it, the reason why they have no effect)."""
-    local, cohort, asynchronous = experiment.local, experiment.cohort, experiment.asynchronous
-    privacy = experiment.privacy
-    if experiment.data.federation is None:
-        yield from _rules_of_data(experiment.data)
-    if local.steps is not None:
-        yield "local", ["epochs"], f"local.steps is {local.steps}"
-    if cohort.clients is not None:
-        yield "cohort", ["fraction"], f"cohort.clients is {cohort.clients}"
-    if asynchronous.buffer is None:
-        reason = "asynchronous.buffer is null"
-        yield "asynchronous", _keys(asynchronous, "buffer", "staleness"), reason
-        yield "asynchronous.staleness", _keys(asynchronous.staleness), reason
-    if getattr(experiment.attack, "clients", None) is not None:
-        yield "attack", ["fraction"], "attack.clients names them"
-    if privacy and not privacy.of_clients:
-        keys = ("delta", "clip", "clipping", "quantile", "clip_lr", "count_noise", "signatures", "extrapolate")
-        yield "privacy", keys, "privacy has neither target_epsilon nor noise_multiplier"
-    elif privacy and privacy.clipping != "adaptive":
-        yield "privacy", ("quantile", "clip_lr", "count_noise"), f"privacy.clipping is {privacy.clipping}"
-    if experiment.private_clients and experiment.secure_aggregation:
-        yield "secure_aggregation", ["clip"], "privacy.clip bounds changes"
-    if experiment.clock.kind == "none":
-        yield "cohort", ["over_selection"], "clock.kind is none"
-    if not any(event.change for event in experiment.schedule):
-        yield "evaluation", ["past"], "the schedule changes no client's data"
-
-
-def _rules_of_data(data: DataConfig) -> Iterator[tuple[str, Iterable[str], str]]:
-    partition, test = data.partition, data.test
-    if data.has_clients:
-        reason = f"the samples of source {data.source} belong to clients already"
-        yield "data.shift", _keys(data.shift), reason
-        yield "data.partition", _keys(partition, "clients"), reason
-    elif isinstance(partition, LabelSkewConfig) and not partition.groups:
-        yield "data.partition", [partition.key_of_groups], "data.partition.groups is null"
-    if test.view is not None:
-        yield "data.test", ["max_images" if test.view == "holdout" else "fraction"], f"data.test.view is {test.view}"
-    if test.view == "holdout" and not test.pool and hasattr(data, "test_files"):
-        yield "data", ["test_files"], "data.test.view is holdout"
-    if isinstance(data, ColumnsDataConfig):
-        other = "image" if data.source == "csv" else "features"
-        yield "data.columns", [other], f"source {data.source} does not read it"
-
-
-def _keys(section: ConfigSection, *others: str) -> list[str]:
-    """The keys of a section without `others`."""
-    return [key for key in type(section).model_fields if key not in others]

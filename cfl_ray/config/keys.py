@@ -13,7 +13,8 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from cfl_ray.config.experiment import Experiment
-from cfl_ray.config.section import FILE, ConfigSection, Kinds, as_yaml, kinds_of
+from cfl_ray.config.part import Kinds, kinds_of
+from cfl_ray.config.section import FILE, ConfigSection, as_yaml
 from cfl_ray.errors import ConfigError, did_you_mean
 
 _TYPES = {int: "whole number", float: "number", str: "text", Any: "value", dict: "mapping"}
@@ -57,14 +58,10 @@ def sections(
         full = f"{name}.{field}" if name else field
         nested, is_list = _section_of(info.annotation)
         if kinds is not None and field == kinds.key:
-            meanings = " | ".join(f"{choice} ({kind.meaning})" for choice, kind in kinds.all.items())
-            keys.append(Key(full, f"{info.description}: {meanings}", " | ".join(kinds.all), kinds.default))
+            keys.append(_key_of_kind(full, info, kinds))
         elif nested is None or is_list or _is_optional(info):
             default = None if info.is_required() else as_yaml(info.get_default(call_default_factory=True))
-            values = _type(info.annotation, list(info.metadata))
-            if nested is not None and not _is_optional(info):
-                values = f"list of {{{', '.join(nested.model_fields)}}}"
-            keys.append(Key(full, f"{info.description or ''}{of_kinds}", values, default))
+            keys.append(Key(full, f"{info.description or ''}{of_kinds}", _values(info, nested), default))
         if nested is not None:
             description = None if is_list else info.description
             inner.append(
@@ -85,6 +82,12 @@ def _fields(section: type[ConfigSection], kinds: Kinds[Any] | None) -> Iterator[
         with_it = [] if kinds is None else kinds.with_key(name)
         if not info.exclude:
             yield name, info, f" ({', '.join(with_it)})" if len(with_it) < len(alternatives) and with_it else ""
+
+
+def _key_of_kind(name: str, info: FieldInfo, kinds: Kinds[Any]) -> Key:
+    """The key that chooses among the kinds of a part."""
+    meanings = (f"{name} ({kind.meaning})" for name, kind in kinds.all.items())
+    return Key(name, f"{info.description}: {' | '.join(meanings)}", " | ".join(kinds.all), kinds.default)
 
 
 def find(name: str) -> list[KeySection]:
@@ -146,6 +149,12 @@ def _section_of(annotation: Any) -> tuple[type[ConfigSection] | None, bool]:
 def _is_optional(info: FieldInfo) -> bool:
     """Whether the key holds null unless it is given."""
     return not info.is_required() and info.default is None
+
+
+def _values(info: FieldInfo, nested: type[ConfigSection] | None) -> str:
+    if nested is not None and not _is_optional(info):
+        return f"list of {{{', '.join(nested.model_fields)}}}"
+    return _type(info.annotation, list(info.metadata))
 
 
 def _plain_number(limit: float) -> str:

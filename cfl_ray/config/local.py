@@ -1,43 +1,10 @@
-"""The sections `model`, `start` and `local`: what clients train, and how."""
+"""The section `local`."""
 
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from cfl_ray.config.section import FILE, ConfigSection, check_part
-
-
-class ModelConfig(ConfigSection):
-    """The network that every client trains."""
-
-    name: Any = Field(
-        "mlp", description="name of a registered model, or path/to/file.py:Factory that returns a torch.nn.Module"
-    )
-    options: dict[str, Any] = Field({}, description="keyword arguments of the model, e.g. {hidden: 200}")
-    weights: Annotated[str | None, FILE] = Field(
-        None,
-        description="safetensors file of pretrained weights with which the first models begin: tensors by their names "
-        "in the model; those that the file lacks, such as a new head, begin at random. null: all do",
-    )
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, value: Any) -> Any:
-        check_part(value, "model")
-        return value
-
-
-class StartConfig(ConfigSection):
-    """The first models of methods that begin with several."""
-
-    noise: float | None = Field(
-        None,
-        gt=0,
-        le=10,
-        description="for networks that begin with the same weights every time, such as pretrained ones: standard "
-        "deviation of normal random numbers that are added to the parameters of all first models but one. null: a "
-        "method whose first models must differ refuses such a network (docs/extend/pretrained.md names them)",
-    )
+from cfl_ray.config.section import ConfigSection
 
 
 class LocalConfig(ConfigSection):

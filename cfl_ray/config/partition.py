@@ -1,102 +1,11 @@
-"""The sections `data.shift` and `data.partition`: a class for the keys of each kind."""
+"""The section `data.partition`: a class for the keys of each kind."""
 
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from cfl_ray.config.section import BuiltinKind, ConfigSection, Kinds, PluginConfig
-
-
-def _whole(angles: list[float]) -> list[float]:
-    """Whole angles as int, so that 90 and 90.0 have the same config hash."""
-    return [int(angle) if angle == int(angle) else angle for angle in angles]
-
-
-class ShiftConfig(ConfigSection):
-    """How the true groups of clients differ (StoCFL, section 5)."""
-
-    kind: Any = Field("none", description="how groups differ")
-
-
-class RotatedConfig(ShiftConfig):
-    """Kind rotated: the images of each group are rotated by another angle."""
-
-    angles: Annotated[list[float], AfterValidator(_whole)] = Field(
-        [0, 90, 180, 270],
-        description="rotation of each group in degrees, counter-clockwise; multiples of 90 are exact, others bilinear "
-        "about the centre, with 0 where the image does not reach",
-    )
-
-
-class ShiftedConfig(ShiftConfig):
-    """Kind shifted: the labels of each group are moved by another offset."""
-
-    offsets: list[int] = Field([0, 3, 6, 9], description="offset s of each group: label y becomes (y + s) mod C")
-
-
-class PathologicalConfig(ShiftConfig):
-    """Kind pathological: each group has the samples of some labels."""
-
-    label_sets: list[list[int]] = Field([[0, 1, 2], [3, 4], [5, 6], [7, 8, 9]], description="labels of each group")
-
-
-class RotatedLabelsConfig(RotatedConfig, PathologicalConfig):
-    """Kind rotated_labels: a group for each angle and label set."""
-
-
-class HybridConfig(ShiftConfig):
-    """Kind hybrid: two groups with different data sets."""
-
-    other: str = Field("fashion_mnist", description="data set of the second group")
-
-
-class NoiseConfig(ShiftConfig):
-    """Kind noise: Gaussian noise of another strength in each group."""
-
-    sigmas: list[Annotated[float, Field(ge=0)]] = Field(
-        [0.0, 0.1, 0.2, 0.4],
-        description="standard deviation of the noise of each group, in units of the pixel range 0..1",
-    )
-
-
-class BlurConfig(ShiftConfig):
-    """Kind blur: the images of each group are blurred by another width."""
-
-    radii: list[Annotated[float, Field(ge=0, le=1000)]] = Field(
-        [0.0, 0.5, 1.0, 2.0], description="standard deviation of the blur of each group in pixels"
-    )
-
-
-class BrightnessConfig(ShiftConfig):
-    """Kind brightness: the inputs of each group are multiplied by another factor."""
-
-    factors: list[Annotated[float, Field(ge=0)]] = Field(
-        [1.0, 0.75, 0.5, 0.25], description="factor of each group; values stay in the pixel range"
-    )
-
-
-class PluginShiftConfig(PluginConfig, ShiftConfig):
-    """A function f(x, y, group, draw) of the samples of a group."""
-
-    groups: int = Field(2, ge=1, description="number of true groups")
-
-
-SHIFT_KINDS = Kinds[ShiftConfig](
-    "shift",
-    {
-        "none": BuiltinKind("all clients draw from one distribution, or keep the groups of the data", ShiftConfig),
-        "rotated": BuiltinKind("rotated images", RotatedConfig),
-        "shifted": BuiltinKind("labels moved by an offset", ShiftedConfig),
-        "pathological": BuiltinKind("label sets", PathologicalConfig),
-        "hybrid": BuiltinKind("two data sets", HybridConfig),
-        "rotated_labels": BuiltinKind("every angle with every label set", RotatedLabelsConfig),
-        "noise": BuiltinKind("Gaussian noise on the inputs", NoiseConfig),
-        "blur": BuiltinKind("Gaussian blur of images", BlurConfig),
-        "brightness": BuiltinKind("inputs times a factor", BrightnessConfig),
-    },
-    "cfl_ray.shifts",
-    PluginShiftConfig,
-)
+from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
+from cfl_ray.config.section import ConfigSection
 
 
 class CutConfig(ConfigSection):

@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cfl_ray.config.section import FILE, ConfigSection, keys_of
+from cfl_ray.config.part import keys_of
+from cfl_ray.config.section import FILE, ConfigSection
 from cfl_ray.plugins.loading import note_folder
 from cfl_ray.system.nested import each_text, texts_of
 

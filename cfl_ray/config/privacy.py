@@ -1,11 +1,10 @@
-"""The sections `privacy`, `secure_aggregation` and `attack`."""
+"""The sections `privacy` and `secure_aggregation`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cfl_ray.config.schedule import ClientIds
-from cfl_ray.config.section import BuiltinKind, ConfigSection, Kinds, PluginConfig
+from cfl_ray.config.section import ConfigSection
 
 Clip = Annotated[float, Field(gt=0, le=1e9)]
 Multiplier = Annotated[float, Field(ge=0.01, le=1e4)]  # less noise protects nothing, and more leaves nothing to train
@@ -111,60 +110,3 @@ class SecureAggregationConfig(ConfigSection):
         description="share of the clients, and of the neighbours of each, that has to report, so that the sum can be "
         "read; in private runs also the clients whose noise is enough",
     )
-
-
-class AttackConfig(ConfigSection):
-    """Attacking clients: they train on wrong labels, or upload a model other than the trained one."""
-
-    kind: Any = Field("none", description="how they attack; w is the model that a client received, W the trained model")
-
-
-class AttackersConfig(AttackConfig):
-    """Clients that attack: which, and from which round on."""
-
-    fraction: float = Field(
-        0.1,
-        gt=0,
-        lt=1,
-        description="share of the clients that attack, drawn at random: floor(fraction * N), at least one",
-    )
-    clients: ClientIds | None = Field(
-        None,
-        min_length=1,
-        description="the attacking clients, instead of a fraction: ids and ranges, e.g. [3, 5-9]; null: the fraction "
-        "decides",
-    )
-    from_round: int = Field(1, ge=1, description="first round of the attack, counted from 1")
-
-
-class ScaledConfig(AttackersConfig):
-    """Clients that upload a multiple of their update."""
-
-    scale: float = Field(1.0, gt=0, le=1e6, description="factor of the update")
-
-
-class GaussianConfig(AttackersConfig):
-    """Clients that upload noise."""
-
-    sigma: float = Field(1.0, gt=0, le=1e6, description="standard deviation of the noise")
-
-
-class PluginAttackConfig(PluginConfig, AttackersConfig):
-    """A function f(upload_P, start_P, draw), or a class with a method `upload` or `labels`."""
-
-
-ATTACK_KINDS = Kinds[AttackConfig](
-    "attack",
-    {
-        "none": BuiltinKind("all clients are honest", AttackConfig),
-        "label_flip": BuiltinKind("y -> C - 1 - y", AttackersConfig),
-        "sign_flip": BuiltinKind("w - scale (W - w)", ScaledConfig),
-        "scaled": BuiltinKind("w + scale (W - w)", ScaledConfig),
-        "gaussian": BuiltinKind("w + sigma N(0, I)", GaussianConfig),
-        "colluders": BuiltinKind(
-            "w + scale |W - w| u, with one direction u for all attackers of a round", ScaledConfig
-        ),
-    },
-    "cfl_ray.attacks",
-    PluginAttackConfig,
-)

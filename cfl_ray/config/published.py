@@ -7,8 +7,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from cfl_ray.config.explanation import WholeConfig
 from cfl_ray.config.reading import read_yaml
-from cfl_ray.config.section import ConfigSection, WholeConfig
+from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError, did_you_mean
 
 Unit = Literal["percent", "rounds", "mbit", "clients", "count"]

@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
-from cfl_ray.config.section import BuiltinKind, ConfigSection, check_name
+from cfl_ray.config.part import BuiltinKind, check_name
+from cfl_ray.config.section import ConfigSection
 from cfl_ray.plugins.calling import reference_of
 from cfl_ray.plugins.registry import Registry
 

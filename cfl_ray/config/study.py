@@ -25,9 +25,10 @@ from pydantic import (
 )
 
 from cfl_ray.config.experiment import Experiment
+from cfl_ray.config.explanation import WholeConfig, explain
 from cfl_ray.config.paths import from_record, paths_as_written, record_line, resolved_in, root_resolved_in
 from cfl_ray.config.reading import PARTS, read_yaml, set_key, split_override
-from cfl_ray.config.section import ConfigSection, WholeConfig, explain
+from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import redact_values, with_known_credentials

@@ -13,13 +13,8 @@ import numpy as np
 
 from cfl_ray.config import DataConfig
 from cfl_ray.config.data import SOURCE_KINDS, ArraysConfig, GeneratedConfig, PluginDataConfig, SyntheticConfig
-from cfl_ray.config.partition import (
-    PARTITION_KINDS,
-    SHIFT_KINDS,
-    HybridConfig,
-    PluginPartitionConfig,
-    PluginShiftConfig,
-)
+from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
+from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
 from cfl_ray.data.federation import DataShape, Federation, Scaling, scale_warnings
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder

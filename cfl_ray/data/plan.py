@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cfl_ray.config import DataConfig, PartitionConfig
-from cfl_ray.config.partition import HybridConfig, IidConfig
+from cfl_ray.config.partition import IidConfig
+from cfl_ray.config.shift import HybridConfig
 from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
 from cfl_ray.data.images import Images

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cfl_ray.config import ShiftConfig
-from cfl_ray.config.partition import (
+from cfl_ray.config.shift import (
     SHIFT_KINDS,
     BlurConfig,
     BrightnessConfig,

@@ -16,7 +16,7 @@ from typing import Any
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
-from cfl_ray.config.experiment import unused_keys
+from cfl_ray.config.unused import unused_keys
 from cfl_ray.errors import RunStopped
 from cfl_ray.lifecycle.load import load_trained
 from cfl_ray.lifecycle.recorder import MethodRecorder, finish_log, write_figures

@@ -7,9 +7,10 @@ from pathlib import Path
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
-from cfl_ray.config.experiment import NOT_HASHED, not_default, unused_keys
+from cfl_ray.config.experiment import NOT_HASHED
+from cfl_ray.config.part import keys_of
 from cfl_ray.config.paths import recorded_in
-from cfl_ray.config.section import keys_of
+from cfl_ray.config.unused import not_default, unused_keys
 from cfl_ray.errors import ConfigError, DataError, command
 from cfl_ray.errors.redaction import redact
 from cfl_ray.results.trust import sign_record

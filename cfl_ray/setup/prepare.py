@@ -8,15 +8,15 @@ from typing import Any
 from cfl_ray import data, models
 from cfl_ray.clock.from_config import asynchrony_of, clock_of
 from cfl_ray.config import AttackConfig, Experiment, LocalConfig, changed_local, check_cohort
+from cfl_ray.config.attack import ATTACK_KINDS, PluginAttackConfig
+from cfl_ray.config.clock import RunningClockConfig
 from cfl_ray.config.cohort import (
     AVAILABILITY_KINDS,
     BernoulliConfig,
     DiurnalConfig,
     PluginAvailabilityConfig,
-    RunningClockConfig,
     TraceConfig,
 )
-from cfl_ray.config.privacy import ATTACK_KINDS, PluginAttackConfig
 from cfl_ray.config.schedule import check_schedule
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.core.method import Method

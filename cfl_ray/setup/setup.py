@@ -10,7 +10,7 @@ from torch import nn
 from cfl_ray.clock.devices import Clock
 from cfl_ray.clock.virtual_time import Asynchrony, VirtualTime
 from cfl_ray.config import Experiment
-from cfl_ray.config.privacy import AttackersConfig
+from cfl_ray.config.attack import AttackersConfig
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.params import ParamSpec

@@ -7,7 +7,7 @@ from scipy.ndimage import gaussian_filter
 from torchvision.transforms import functional
 
 from cfl_ray.config.data import SOURCE_KINDS
-from cfl_ray.config.partition import SHIFT_KINDS
+from cfl_ray.config.shift import SHIFT_KINDS
 from cfl_ray.data.from_config import build, describe
 from cfl_ray.data.images import Images
 from cfl_ray.data.shards import _rotation

@@ -1,0 +1,128 @@
+"""Parts of an experiment whose kind decides which keys they have: each kind is a section with exactly its keys."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, cast
+
+from pydantic import Discriminator, Field, GetCoreSchemaHandler, Tag, TypeAdapter, field_serializer
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
+
+from cfl_ray.config.section import ConfigSection
+from cfl_ray.errors import did_you_mean
+from cfl_ray.plugins.calling import is_made_in_python, reference_of
+from cfl_ray.plugins.loading import entry_points_of
+from cfl_ray.plugins.registry import Registry
+
+PLUGIN = "file.py:Name"  # stands for all kinds that are not of this package
+
+
+class BuiltinKind(NamedTuple):
+    """A part of this package: its meaning, and its section, or the keys that it uses if it has no section."""
+
+    meaning: str
+    section: Any = None  # a type of section
+    keys: tuple[str, ...] = ()
+
+
+def check_name(value: Any, part: str, builtin: Iterable[str], group: str) -> None:
+    """Raises ValueError for an unknown name, or a value that cannot be a part.
+
+    Names of objects made in Python are accepted, since records of runs have them (`reference_of`).
+    """
+    if isinstance(value, str) and value not in builtin and ":" not in value and not is_made_in_python(value):
+        names = [*builtin, *entry_points_of(group)]
+        if value not in names:
+            raise ValueError(f"unknown {part} {value!r}{did_you_mean(value, names)}")
+    check_part(value, part)
+
+
+def check_part(value: Any, part: str) -> None:
+    """Raises ValueError for a value of YAML that cannot be a part."""
+    if value is None or isinstance(value, (bool, int, float, dict, list)):
+        raise ValueError(f"a {part} is a name, file.py:Name or, in Python, a function, class or object")
+
+
+class PluginConfig(ConfigSection):
+    """A part of a user's file (file.py:Name), of an installed package, or made in Python."""
+
+    kind: Any = Field(description="path/to/file.py:Name, or the name of a part of an installed package")
+    options: dict[str, Any] = Field({}, description="keyword arguments of the function or class")
+
+    @field_serializer("kind")
+    def _reference(self, value: Any) -> Any:
+        return reference_of(value)
+
+
+Section = TypeVar("Section", bound=ConfigSection)
+
+
+@dataclass(frozen=True)
+class Kinds(Registry[Any], Generic[Section]):
+    """The kinds of a part. As an annotation, it makes pydantic choose the section by `key`; the first is the default.
+
+    `builtin` has the `BuiltinKind` of each name.
+    """
+
+    plugin: type[Section]
+    key: str = "kind"
+
+    @property
+    def default(self) -> str:
+        """The kind if none is given."""
+        return next(iter(self.builtin))
+
+    @property
+    def all(self) -> dict[str, BuiltinKind]:
+        """All kinds, plugins last."""
+        return {**self.builtin, PLUGIN: BuiltinKind((self.plugin.__doc__ or "").rstrip("."), self.plugin)}
+
+    def of(self, **values: Any) -> Section:
+        """The section of these values. Raises pydantic's ValidationError."""
+        return cast(Section, TypeAdapter(Annotated[ConfigSection, self]).validate_python(values))
+
+    def with_key(self, key: str) -> list[str]:
+        """The kinds that have this key."""
+        return [name for name, kind in self.all.items() if key in kind.section.model_fields]
+
+    def drop_others(self, values: dict[str, Any], kind: Any) -> None:
+        """Drops the values whose keys only other kinds have."""
+        keys = self.all[self._tag({self.key: kind})].section.model_fields
+        for key in [key for key in values if key not in keys and self.with_key(key)]:
+            del values[key]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        choices: list[Any] = [Annotated[kind.section, Tag(name)] for name, kind in self.all.items()]
+        union = handler.generate_schema(Annotated[reduce(or_, choices), Discriminator(self._tag)])
+        return core_schema.no_info_before_validator_function(self._with_kind, union)
+
+    def _with_kind(self, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        kind = value.get(self.key, self.default)
+        check_name(kind, self.kind, self.builtin, self.group)
+        return {**value, self.key: kind}
+
+    def _tag(self, value: Any) -> str:
+        kind = value.get(self.key) if isinstance(value, Mapping) else getattr(value, self.key, None)
+        return kind if isinstance(kind, str) and kind in self.builtin else PLUGIN
+
+
+def keys_of(section: type[ConfigSection]) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every key of a section and of the sections in it, those of all kinds of a part, each with its path."""
+    for name, info in section.model_fields.items():
+        yield (name,), info
+        kinds = kinds_of(info)
+        inner: Iterable[Any] = (
+            [info.annotation] if kinds is None else dict.fromkeys(kind.section for kind in kinds.all.values())
+        )
+        for nested in inner:
+            if isinstance(nested, type) and issubclass(nested, ConfigSection):
+                yield from (((name, *path), inside) for path, inside in keys_of(nested))
+
+
+def kinds_of(info: FieldInfo) -> Kinds[Any] | None:
+    """The kinds of a part; None for a key that is not a part."""
+    return next((mark for mark in info.metadata if isinstance(mark, Kinds)), None)
