@@ -3,8 +3,7 @@
 import numpy as np
 
 from cfl_ray.core.reassigned import Reassigned
-from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
-from cfl_ray.report.snapshots import PerClient, RecordedMatrix
+from cfl_ray.report.report_data import Comparison, MethodRun, PerClient, RecordedMatrix, Report, ReportedExperiment
 from cfl_ray.tracking import RoundRecord
 
 ROUNDS, CLIENTS, GROUPS = 4, 12, 3

@@ -27,8 +27,7 @@ from cfl_ray.data import open_shards
 from cfl_ray.engine import autotune
 from cfl_ray.errors import UserError
 from cfl_ray.results import trust
-from cfl_ray.results.client_metrics import ClientMetrics
-from cfl_ray.results.reassignments import Reassignments
+from cfl_ray.results.arrow_log import ClientMetrics, Reassignments
 from cfl_ray.results.reporting import report_page
 from cfl_ray.results.run_record import recorded_hash
 from cfl_ray.run_directory import RunDirectory, session_file
@@ -38,7 +37,7 @@ from cfl_ray.security import credentials
 from cfl_ray.setup.engine_choice import engine_choice
 from cfl_ray.setup.prepare import prepare
 from cfl_ray.tracking import Mlflow, RunLog, delivery, mlflow_tracker, read_end, read_info, read_records
-from cfl_ray.tracking.csv_file import CsvFile
+from cfl_ray.tracking.trackers import CsvFile
 
 CONFIG = RunDirectory.config.name
 

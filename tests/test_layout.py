@@ -44,7 +44,7 @@ for package in ("setup", "results", "runtime", "lifecycle", "study", "cli"):  # 
 FOREIGN = {  # package of others -> the only place that may import it
     "ray": "runtime/on_ray/",
     "mlflow": "tracking/mlflow",
-    "wandb": "tracking/wandb.py",
+    "wandb": "tracking/trackers.py",
     "matplotlib": "report/",
     "jinja2": "report/page.py",
     "typer": "cli/",
@@ -154,13 +154,13 @@ def test_only_one_place_knows():
 
 def test_only_one_place_knows_tensorboard():
     users = {name for name, tree in TREES.items() if "torch.utils.tensorboard" in imports(tree)}
-    assert users == {"tracking/tensorboard.py"}
+    assert users == {"tracking/trackers.py"}
     assert not any(found.split(".")[0] == "tensorboard" for tree in TREES.values() for found in imports(tree))
 
 
 def test_tracking_and_reports_need_neither_torch_nor_ray():
     for name, tree in TREES.items():
-        if top(name) in ("tracking", "report") and name != "tracking/tensorboard.py":
+        if top(name) in ("tracking", "report") and name != "tracking/trackers.py":
             assert not {found.split(".")[0] for found in imports(tree)} & {"torch", "ray"}, name
 
 

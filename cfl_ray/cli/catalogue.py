@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic.fields import FieldInfo
-
 from cfl_ray.cli.tables import default_text
 from cfl_ray.clock.from_config import ARGUMENTS as CLOCK_ARGUMENTS
 from cfl_ray.config import BuiltinKind, ConfigSection
@@ -81,8 +79,11 @@ class PartKind:
             if part.section is None:
                 return ", ".join(part.keys)
             of_all = set.intersection(*(set(kind.section.model_fields) for kind in self.registry.builtin.values()))
-            keys = [(name, info) for name, info in part.section.model_fields.items() if name not in of_all]
-            return ", ".join(_key(name, info) for name, info in keys if not _is_section(info))
+            return ", ".join(
+                name if info.is_required() else f"{name}: {as_yaml(info.get_default(call_default_factory=True))}"
+                for name, info in part.section.model_fields.items()
+                if name not in of_all and not isinstance(info.default, ConfigSection)
+            )
         if isinstance(part, type) and issubclass(part, Method):
             own = [option for option in part.options() if option["name"] not in RUN_OPTIONS]
             return ", ".join(f"{option['name']}: {default_text(option['default'])}" for option in own)
@@ -99,14 +100,6 @@ class PartKind:
             for item in parameters
             if item.name not in self.given and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
         )
-
-
-def _is_section(info: FieldInfo) -> bool:
-    return isinstance(info.annotation, type) and issubclass(info.annotation, ConfigSection)
-
-
-def _key(name: str, info: FieldInfo) -> str:
-    return name if info.is_required() else f"{name}: {as_yaml(info.get_default(call_default_factory=True))}"
 
 
 def _first_line(part: Any) -> str:

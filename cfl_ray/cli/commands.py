@@ -15,14 +15,7 @@ from typing import Annotated
 import typer
 
 import cfl_ray
-from cfl_ray.cli import (
-    check_command,
-    list_commands,
-    live_commands,
-    result_commands,
-    run_commands,
-    study_commands,
-)
+from cfl_ray.cli import inspect_commands, result_commands, run_commands
 from cfl_ray.cli.console import err, say
 from cfl_ray.errors import Interrupted, RunStopped, UserError, says_where
 from cfl_ray.errors.redaction import redact
@@ -39,22 +32,22 @@ app = typer.Typer(
 )
 app.command(short_help="Run an experiment.")(run_commands.run)
 app.command(short_help="Resume a run or a study.")(run_commands.resume)
-app.command(short_help="Show the progress of a run or a study.")(live_commands.status)
-app.command(short_help="Let clients join a live run.")(live_commands.join)
-app.command(short_help="Let clients leave a live run.")(live_commands.leave)
-app.command(short_help="Stop a live run after its current round.")(live_commands.stop)
-app.command(short_help="Validate an experiment and estimate its cost.")(check_command.check)
-app.command(name="config", short_help="List the keys of an experiment, or explain one.")(list_commands.explain)
-app.command(short_help="List the methods, or the options of one.")(list_commands.methods)
+app.command(short_help="Show the progress of a run or a study.")(result_commands.status)
+app.command(short_help="Let clients join a live run.")(result_commands.join)
+app.command(short_help="Let clients leave a live run.")(result_commands.leave)
+app.command(short_help="Stop a live run after its current round.")(result_commands.stop)
+app.command(short_help="Validate an experiment and estimate its cost.")(inspect_commands.check)
+app.command(name="config", short_help="List the keys of an experiment, or explain one.")(inspect_commands.explain)
+app.command(short_help="List the methods, or the options of one.")(inspect_commands.methods)
 app.command(name="list", short_help="List data sets, models, shifts, trackers ... with their parameters.")(
-    list_commands.list_parts
+    inspect_commands.list_parts
 )
-app.command("compare", help=study_commands.COMPARE, short_help="Run a study: methods x settings x seeds.")(
-    study_commands.launch
+app.command("compare", help=run_commands.COMPARE, short_help="Run a study: methods x settings x seeds.")(
+    run_commands.launch
 )
 app.command(
-    "sweep", help=study_commands.SWEEP, short_help="Run a study over values of any keys: grid, random or Optuna."
-)(study_commands.launch)
+    "sweep", help=run_commands.SWEEP, short_help="Run a study over values of any keys: grid, random or Optuna."
+)(run_commands.launch)
 app.command(short_help="Compare the methods of runs over seeds.")(result_commands.table)
 app.command(short_help="Write the report of runs: one HTML page.")(result_commands.report)
 app.command(short_help="Write a trained model to a file.")(result_commands.export)

@@ -16,8 +16,7 @@ from cfl_ray.results.study_folder import is_finished, methods_in
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import ServerAddress, read_server_address
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
-from cfl_ray.tracking.record import is_evaluated, primary_of
-from cfl_ray.tracking.summary import rejected_updates, why_diverged, why_early
+from cfl_ray.tracking.record import is_evaluated, primary_of, rejected_updates, why_diverged, why_early
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,44 @@
-"""Progress of a live run on the terminal."""
+"""Progress of a live run, or of a study, on the terminal, and the tables at its end."""
 
 import threading
 import time
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from cfl_ray.cli.console import say
+from cfl_ray.cli import tables
+from cfl_ray.cli.console import counted, say
 from cfl_ray.cli.live_client import own_step
-from cfl_ray.cli.tables import (
-    SECONDS,
-    alone_warning,
-    comparison,
-    metrics_line,
-    notes_on,
-    print_table,
-    rejection_warning,
-    score_of,
-)
 from cfl_ray.config import Experiment
+from cfl_ray.config.section import as_yaml
+from cfl_ray.config.study import ALL_SETTINGS, short_names
 from cfl_ray.errors import Diverged, RunStopped, duration
 from cfl_ray.lifecycle.driver import Watcher
+from cfl_ray.report.drawing import tested_in_words
+from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread
 from cfl_ray.results.load import recorded_run
 from cfl_ray.results.results import Results
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.setup import Setup
-from cfl_ray.tracking import where_to_look
-from cfl_ray.tracking.record import is_evaluated
-from cfl_ray.tracking.summary import why_diverged, why_early
+from cfl_ray.study.plan import StudyRun
+from cfl_ray.study.run import StudyResults, StudyWatcher
+from cfl_ray.study.sweep import RankedTrial
+from cfl_ray.study.worker_pool import Resources, RunOutcome
+from cfl_ray.tracking import RoundRecord, where_to_look
+from cfl_ray.tracking.record import is_evaluated, why_diverged, why_early
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 WATCH_SECONDS = 2.0  # between two checks of the current round
 LONG_ROUND_SECONDS = 10.0  # the step of longer rounds is shown
@@ -150,7 +155,7 @@ class Display(Watcher):
         self._line(self.tested_on)
         for warning in setup.warnings + setup.federation.warnings:
             self._line(f"warning: {warning}")
-        for note in notes_on(setup, network, int(federation.num_samples_N.max())):
+        for note in tables.notes_on(setup, network, int(federation.num_samples_N.max())):
             self._line(f"note: {note}")
         self._line(f"engine {run_info['engine']}")
         if run_dir is not None:
@@ -171,11 +176,11 @@ class Display(Watcher):
         self.at_work = None if report.finished else (label, report.round)
         if self.live:
             if evaluated:
-                self.metrics[label] = metrics_line(report.metrics)
+                self.metrics[label] = tables.metrics_line(report.metrics)
             self.progress.update(self.bars[label], completed=report.round)
             self._show(label)
         elif evaluated and (report.round % max(1, self.rounds // 10) == 0 or report.finished):
-            line = f"{label} round {report.round}/{self.rounds}  {metrics_line(report.metrics)}"
+            line = f"{label} round {report.round}/{self.rounds}  {tables.metrics_line(report.metrics)}"
             self._line(f"{line}  {left}" if left else line)
 
     def _show(self, label: str, *more: str) -> None:
@@ -232,22 +237,22 @@ class Display(Watcher):
 
     def _show_table(self, results: Results) -> None:
         """Prints the table of results and warnings about them."""
-        print_table(comparison(results), self.console)
+        tables.print_table(tables.comparison(results), self.console)
         self._line(
-            f"{score_of(results)}: of the model that the server would give each client next, mean over clients "
+            f"{tables.score_of(results)}: of the model that the server would give each client next, mean over clients "
             "(P-server); "
             "P-local: of the model that each client holds after its own training"
         )
-        self._line(SECONDS)
+        self._line(tables.SECONDS)
         if self.tested_on:
             self._line(self.tested_on)
         for label, method in results.methods.items():
             finished = method.directory is None or is_finished(method.directory)
             if early := why_early(method.records, self.rounds, finished):
                 self._line(f"note: {label} ended {early}")
-            if warning := alone_warning(method.final):
+            if warning := tables.alone_warning(method.final):
                 self._line(f"warning: {label}: {warning}")
-            if warning := rejection_warning(label, method.records):
+            if warning := tables.rejection_warning(label, method.records):
                 self._line(f"warning: {warning}")
 
     def show(self, results: Results, took: str | None = None) -> None:
@@ -266,3 +271,155 @@ class Display(Watcher):
             "next: cfl-ray methods (the other methods), cfl-ray run FILE.yaml (your own experiment), "
             "cfl-ray check --yaml (all settings, as a template)"
         )
+
+
+# ---- studies
+
+
+_MOST_COLUMNS = 5  # more settings are rows of a table, not columns
+_MOST_TRIALS = 30  # printed trials of a method in a setting
+_MOST_BARS = 16  # bars of live runs
+_LINE_BYTES = 1 << 20  # longer than any line of a metrics log
+
+
+class StudyDisplay(StudyWatcher):
+    """Bars of the study and of its live runs on a terminal; otherwise a line for each run that ends."""
+
+    def __init__(self, console: Console, learns: bool = False) -> None:
+        """learns: whether runs depend on earlier results, so that the time left is not known."""
+        self.console, self.learns, self.seconds = console, learns, list[float]()
+        self.progress = progress_bars(console, "note", 20)
+        self.whole: TaskID | None = None
+        self.bars: dict[str, TaskID] = {}  # of the live runs, by name
+        self.root, self.at_once, self.left = Path(), 1, 0
+
+    def __enter__(self) -> "StudyDisplay":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    # ---- reports of the study
+
+    def planned(self, runs: Sequence[StudyRun], finished: Sequence[StudyRun], resources: Resources, root: Path) -> None:
+        self.root, self.at_once, self.left = root, resources.at_once, len(runs)
+        done = f", {len(finished)} finished before" if finished else ""
+        how = f", {resources}" if runs else ""
+        folder = "" if self.whole is not None else f"; folder: {root}"
+        self._print(f"{counted(len(runs) + len(finished), 'run')}{done}{how}{folder}")
+        if self.whole is None:
+            self.whole = self.progress.add_task("runs", total=0, note="")
+        total = (self.progress.tasks[0].total or 0) + len(runs)
+        self.progress.update(self.whole, total=total)
+
+    def live(self, runs: Sequence[StudyRun]) -> None:
+        if self.progress.disable:
+            return
+        for name in [name for name in self.bars if name not in {run.name for run in runs}]:
+            self.progress.remove_task(self.bars.pop(name))
+        for run in runs:
+            if run.name not in self.bars and len(self.bars) < _MOST_BARS:
+                self.bars[run.name] = self.progress.add_task(run.name, total=run.experiment.rounds, note="")
+            if run.name in self.bars and (last := _last_record(run, self.root)) is not None:
+                self.progress.update(self.bars[run.name], completed=last.round)
+
+    def ended(self, outcome: RunOutcome) -> None:
+        run, took = outcome.run, duration(outcome.seconds)
+        self.left -= 1
+        for warning in outcome.warnings:
+            self._print(f"{run.name}: {warning}")
+        if outcome.status != "finished":
+            self._print(f"{run.name} {outcome.status} after {took}: {outcome.reason}")
+            return
+        self.seconds.append(outcome.seconds)
+        estimate = duration(fmean(self.seconds) * self.left / self.at_once)
+        left = f"; about {estimate} left" if self.left and not self.learns else ""
+        last = _last_record(run, self.root)
+        self._print(f"{run.name}: {tables.metrics_line(last.metrics) if last else 'no evaluation'}, {took}{left}")
+        if self.whole is not None:
+            self.progress.update(self.whole, advance=1, note=left.removeprefix("; "))
+
+    def warn(self, text: str) -> None:
+        self._print(text)
+
+    # ---- the end
+
+    def finish(self, results: StudyResults) -> None:
+        """Prints the tables, the paths of the results, and the failed runs."""
+        if results.study.sweep is not None:
+            show_trials(results.trials, results.best, results.study.sweep.metric, self.console)
+        elif results.run_metrics:
+            show_tables(results.table(), results.study.metrics, self.console)
+        for outcome in results.failed:
+            self._print(f"{outcome.status}: {outcome.run.name}: {outcome.reason}")
+        files = sorted(path.name for path in RunDirectory(results.root).artifacts.glob("*"))
+        self._print(f"results: {results.root} ({', '.join(files)} in {RunDirectory.artifacts.name})")
+        if results.tracking:
+            self._print(f"MLflow: {where_to_look(results.root, results.tracking)}")
+
+    def _print(self, text: str) -> None:
+        say(f"{time.strftime('%H:%M:%S')} {text}" if self.progress.disable else text, self.console)
+
+
+def _last_record(run: StudyRun, root: Path) -> RoundRecord | None:
+    """The last recorded round of a run."""
+    for log in run.folder(root).glob(f"*/{RunDirectory.metrics.name}"):
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LINE_BYTES))
+            lines = file.read().split(b"\n")[:-1]  # without a line that is being written
+        if lines:
+            return RoundRecord.from_line(lines[-1])
+    return None
+
+
+def show_tables(table: "pd.DataFrame", metrics: Sequence[str], console: Console) -> None:
+    """Prints a table for each metric: a row for each method and a column for each setting, or the other way round.
+
+    table: of `table_of`. metrics: if the table has none of them, the score of the task, its P-local and ARI, if
+        present, are shown.
+    """
+    known = [name for name in table.columns if f"{name}_std" in table.columns]
+    usual = (known[0], f"{known[0]}_local", "ari")
+    wanted = [column_of(name, metrics) for name in metrics]
+    for metric in [name for name in wanted if name in known] or [name for name in usual if name in known]:
+        wide = by_experiment(table, metric)
+        wide = wide.iloc[:, 1:].set_axis(wide.iloc[:, 0], axis="index")  # the first column has the methods
+        first = "method"
+        if len(wide.columns) > _MOST_COLUMNS:
+            wide, first = wide.T, "setting"
+        grid = tables.number_table(metric, [escape(str(name)) for name in wide.columns], first)
+        for name, cells in wide.iterrows():
+            grid.add_row(escape(str(name)), *map(str, cells))
+        tables.print_table(grid, console)
+
+
+def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metric: str, console: Console) -> None:
+    """Prints the trials of each method in each setting, the best first, and the overrides of the best trial.
+
+    Equal trials have the same place, with `=`. p: of a paired t-test against the first trial, if seeds allow.
+    """
+    for (setting, method), group in groupby(ranked, lambda trial: (trial.setting, trial.method)):
+        trials = list(group)
+        tested = ["p"] if any(trial.p == trial.p for trial in trials) else []
+        headings = [*short_names(list(trials[0].parameters)), "runs", metric, *tested]
+        grid = tables.number_table(f"{method}{_in(setting)}", [escape(heading) for heading in headings], "place")
+        places = [trial.place for trial in trials]
+        for trial in trials[:_MOST_TRIALS]:
+            cells = [escape(as_yaml(value)) for value in trial.parameters.values()]
+            cells += [str(len(trial.values)), mean_and_spread(trial.mean, trial.std) or "-"]
+            cells += [tested_in_words(trial.p, trial.effect, len(trial.values), len(trials))] * len(tested)
+            grid.add_row(f"{trial.place}{' =' * (places.count(trial.place) > 1)}", *cells)
+        tables.print_table(grid, console)
+        if len(trials) > _MOST_TRIALS:
+            say(f"and {len(trials) - _MOST_TRIALS} more, in artifacts/trials.csv", console)
+    for trial in best:
+        score = f"{metric} {mean_and_spread(trial.mean, trial.std)} over {counted(len(trial.values), 'run')}"
+        rivals = [other for other in ranked if (other.setting, other.method) == (trial.setting, trial.method)]
+        if equal := sum(other.place == trial.place for other in rivals) - 1:
+            score += f", equal to {equal} other trial{'s' * (equal > 1)}"
+        say(f"best for {trial.method}{_in(trial.setting)}: {score}, with\n  {trial.overrides}", console)
+
+
+def _in(setting: str) -> str:
+    return "" if setting == ALL_SETTINGS else f" in {setting}"

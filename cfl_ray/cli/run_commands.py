@@ -1,23 +1,27 @@
-"""The commands `run`, `resume` and `prepare`."""
+"""The commands `run`, `resume` and `prepare`, and `compare` and `sweep` for studies."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cfl_ray.cli.arguments import File, InProcess, Overrides, RunDir, Trust
-from cfl_ray.cli.console import out, say
-from cfl_ray.cli.inputs import deliver_earlier_results, folder_option, is_trusted, load_experiment
-from cfl_ray.cli.study_commands import run_all, study_from
-from cfl_ray.errors import ConfigError, command
+from cfl_ray.cli import inputs
+from cfl_ray.cli.console import counted, out, say
+from cfl_ray.errors import ConfigError, RunError, command
 from cfl_ray.system.imports import uncollected
+
+if TYPE_CHECKING:  # the help text does not wait for torch
+    from cfl_ray.config.study import Study
+    from cfl_ray.study.plan import Selection
 
 
 def run(
-    file: File = None,
-    overrides: Overrides = None,
-    run_dir: Annotated[Path | None, folder_option("Directory of the run; default: a new one below `output`.")] = None,
-    in_process: InProcess = False,
+    file: inputs.File = None,
+    overrides: inputs.Overrides = None,
+    run_dir: Annotated[
+        Path | None, inputs.folder_option("Directory of the run; default: a new one below `output`.")
+    ] = None,
+    in_process: inputs.InProcess = False,
     replay: Annotated[
         Path | None,
         typer.Option(
@@ -39,13 +43,13 @@ def run(
         from cfl_ray.cli.progress import Display
         from cfl_ray.lifecycle import launch
 
-    experiment = load_experiment(file, overrides)
+    experiment = inputs.load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:
         results = launch.run(experiment, run_dir, display, replay, extend, on_ray=not in_process)
     display.finish(results)
 
 
-def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False) -> None:
+def resume(run_dir: inputs.RunDir, trust: inputs.Trust = False, in_process: inputs.InProcess = False) -> None:
     """Resume a run that was stopped or has died, from its last checkpoint.
 
     RUN may be the folder of a study: its unfinished runs continue, and failed runs are repeated.
@@ -61,11 +65,11 @@ def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False)
                 f"--in-process is for a run, and {run_dir} is a study, whose runs are in processes of their own: name "
                 f"one of them, {run_dir}/SETTING/METHOD/seed-SEED"
             )
-        is_trusted(lambda: load_study_record(run_dir), trust)
-        run_all(study_from(RunDirectory(run_dir).study, None), run_dir, (None, None, None), None, dry_run=False)
+        inputs.is_trusted(lambda: load_study_record(run_dir), trust)
+        run_all(study_from(RunDirectory(run_dir).study, None), run_dir)
         return
     RunDirectory(run_dir).require_run()
-    trust = is_trusted(lambda: load_record(run_dir), trust)
+    trust = inputs.is_trusted(lambda: load_record(run_dir), trust)
     experiment = load_record(run_dir, trust)
     with Display(out, experiment.rounds) as display:
         results = launch.resume(run_dir, watcher=display, on_ray=not in_process, trust=trust)
@@ -73,18 +77,18 @@ def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False)
         display.finish(results)
         return
     say(f"{run_dir} is finished: nothing is left to do.")
-    deliver_earlier_results(experiment)
+    inputs.deliver_earlier_results(experiment)
     display.show(results)
 
 
-def prepare(file: File = None, overrides: Overrides = None) -> None:
+def prepare(file: inputs.File = None, overrides: inputs.Overrides = None) -> None:
     """Write the clients' data of an experiment as shards; existing shards are reused."""
     from cfl_ray.cli.progress import Display
     from cfl_ray.data.from_config import with_shards
     from cfl_ray.setup.prepare import prepare as prepare_setup
     from cfl_ray.setup.prepare import shards_folder
 
-    experiment = load_experiment(file, overrides)
+    experiment = inputs.load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:
         federation = prepare_setup(experiment, display.preparing).federation
     uri = getattr(federation, "uri", None)
@@ -98,3 +102,98 @@ def prepare(file: File = None, overrides: Overrides = None) -> None:
     )
     say(f"Shards: {uri}")
     say(f"Next: {command('run', file, *(overrides or ()))}")
+
+
+COMPARE = """\
+Run a study: every method in every setting with every seed, and print tables of mean ± standard deviation.
+
+Runs are parallel, as many as the machine or the Ray cluster has room for. Finished runs in the folder are not
+repeated, and stopped ones continue.
+"""
+SWEEP = """\
+Run a study over values of any keys: a grid, random values, or values that Optuna suggests from earlier results.
+
+Prints the trials at the end, best first; otherwise like `compare`.
+"""
+
+
+def launch(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="STUDY", help="Study as YAML (docs/studies.md).", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Keys to override in the experiment of every run, e.g. rounds=20",
+            metavar="[SECTION.KEY=VALUE]...",
+            show_default=False,
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None, inputs.folder_option("Folder of the study; default: its name below `output`.")
+    ] = None,
+    at_once: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Largest number of parallel runs; default: as many as there is room for.",
+            show_default=False,
+        ),
+    ] = None,
+    settings: inputs.OnlySettings = None,
+    methods: inputs.OnlyMethods = None,
+    seeds: inputs.OnlySeeds = None,
+    extend: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="The folder of this study with fewer rounds: runs begin with a copy of those there.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the runs and which of them are finished; run nothing.")
+    ] = False,
+) -> None:
+    """The command `compare` for a study, `sweep` for a study with a sweep."""
+    study = study_from(file, overrides)
+    verb, what = ("compare", "has no `sweep`") if study.sweep is None else ("sweep", "is a sweep")
+    if context.info_name != verb:
+        raise ConfigError(f"{file} {what}; run it with: {command(verb, file, *(overrides or ()))}")
+    from cfl_ray.study.plan import Selection
+
+    run_all(study, folder, Selection(settings or (), methods or (), seeds or ()), at_once, dry_run, extend)
+
+
+def study_from(file: Path, overrides: list[str] | None) -> "Study":
+    """The study in a file, with these overrides of its experiment."""
+    from cfl_ray.config.study import load_study
+
+    return load_study(file, overrides or (), inputs.output_base())
+
+
+def run_all(
+    study: "Study",
+    folder: Path | None,
+    only: "Selection | None" = None,
+    at_once: int | None = None,
+    dry_run: bool = False,
+    extend: Path | None = None,
+) -> None:
+    """Runs the selected runs (None: all) of a study, or lists them (dry_run)."""
+    from cfl_ray.cli.progress import StudyDisplay
+    from cfl_ray.study.plan import ALL
+    from cfl_ray.study.run import plan_study, run_study
+
+    only = only or ALL
+    folder, extend = (None if path is None else (inputs.output_base() or Path()) / path for path in (folder, extend))
+    if dry_run:
+        runs, root = plan_study(study, folder, only)
+        for run in runs:
+            say(f"{run.name}{': finished' if run.is_finished(root) else ''}")
+        say(f"{counted(len(runs), 'run')}{' at the ends of the ranges' * study.learns}; folder: {root}")
+        return
+    with StudyDisplay(out, study.learns) as display:
+        results = run_study(study, folder, only, at_once, display, extend)
+    display.finish(results)
+    if results.failed:
+        raise RunError(f"{len(results.failed)} of the runs are not finished; the same command tries them again")

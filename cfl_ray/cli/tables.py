@@ -18,14 +18,11 @@ from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.errors import duration
 from cfl_ray.errors.redaction import redact
 from cfl_ray.system.nested import leaves_of
-from cfl_ray.tracking.record import primary_of
-from cfl_ray.tracking.summary import rejected_updates
+from cfl_ray.tracking.record import primary_of, rejected_updates
 
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
-    from cfl_ray.cli.catalogue import PartKind
     from cfl_ray.cli.live_client import RunStatus
     from cfl_ray.config import Experiment
-    from cfl_ray.config.keys import KeySection
     from cfl_ray.core.method import Method
     from cfl_ray.nn.network import Network
     from cfl_ray.results.results import Results
@@ -76,7 +73,7 @@ def print_table(table: Table, console: Console) -> None:
     for name, *cells in zip(*(column.cells for column in table.columns), strict=True):
         say(Text.from_markup(str(name)).plain, console)
         pairs = zip(headings, cells, strict=True)
-        _indented(console, Text(", ".join(f"{heading} {cell}" for heading, cell in pairs)), 2)
+        indented(console, Text(", ".join(f"{heading} {cell}" for heading, cell in pairs)), 2)
 
 
 def _width(column: Column) -> int:
@@ -162,39 +159,6 @@ def notes_on(setup: "Setup", network: "Network", most: int) -> list[str]:
     return notes
 
 
-def list_methods(registry: "Mapping[str, type[Method[Any]]]", console: Console) -> None:
-    """Prints a table of all methods with a line each."""
-    table = _folding("name", "description")
-    for name, cls in registry.items():
-        table.add_row(name, cls.summary())
-    console.print(table)
-    say(
-        "Options of a method: cfl-ray methods NAME. "
-        "In a config: methods: [stocfl, {ifca: {num_clusters: 4}}, my_method.py:MyMethod]",
-        console,
-    )
-
-
-def list_kinds(kinds: "Mapping[str, PartKind]", console: Console) -> None:
-    """Prints the kinds of parts that `cfl-ray list` knows."""
-    table = _folding("kind", "parts", "bring your own")
-    for name, kind in kinds.items():
-        table.add_row(name, escape(", ".join(kind.registry.names())), escape(kind.page))
-    console.print(table)
-    say("The parts of a kind with their parameters: cfl-ray list KIND", console)
-
-
-def list_parts(kind: "PartKind", console: Console) -> None:
-    """Prints the parts of a kind with their parameters and defaults, and how to add a part."""
-    table = _folding("name", "from", "description", "parameters and defaults")
-    for part in kind.parts():
-        table.add_row(*map(escape, (part.name, part.origin, part.description, part.parameters or "none")))
-    console.print(table)
-    say(f"Your own: {kind.own}", console)
-    say(f"In a config: {kind.example}", console)
-    say(f"In an installed package: entry points of the group {kind.registry.group}. More: {kind.page}", console)
-
-
 def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) -> None:
     """Prints the header of the method's module (paper, equations, deviations) and a table of its options.
 
@@ -209,7 +173,7 @@ def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) 
     if kept := _kept_on_server(cls):
         say(f"The server keeps for clients: {kept}", console)
     options = cls.options()
-    table = _folding("option", "default", "range", "meaning, and source of the default")
+    table = folding("option", "default", "range", "meaning, and source of the default")
     for option in options:
         meaning = f"{option['doc']} (default: {option['source']})" if option["source"] else option["doc"] or ""
         table.add_row(option["name"], escape(default_text(option["default"])), range_text(option), escape(meaning))
@@ -264,22 +228,12 @@ def range_text(option: Mapping[str, Any]) -> str:
     return "" if high is None else f"<= {high:g}"
 
 
-def show_keys(sections: "Sequence[KeySection]", console: Console) -> None:
-    """Prints keys of an experiment below the heading of their section: values and default, then the meaning."""
-    for section in sections:
-        console.print(Text.assemble((section.name or "top level", "bold"), f"  {section.meaning}"))
-        for key in section.keys:
-            default = f"  ({key.values}; required)" if key.default is None else f" = {key.default}  ({key.values})"
-            _indented(console, Text.assemble((key.name, "cyan"), default), 2)
-            _indented(console, Text(key.meaning), 6)
-
-
 def show_differences(experiment: "Experiment", console: Console) -> None:
     """Prints a table of the keys whose values are not the defaults."""
     from cfl_ray.config import Experiment
 
     ours, defaults = leaves_of(experiment.to_dict()), leaves_of(Experiment().to_dict())
-    table = _folding("key", "value", "default", title="settings that differ from the defaults")
+    table = folding("key", "value", "default", title="settings that differ from the defaults")
     for key, value in ours.items():
         if key not in defaults or value != defaults[key]:
             default = as_yaml(defaults[key]) if key in defaults else ""
@@ -288,7 +242,7 @@ def show_differences(experiment: "Experiment", console: Console) -> None:
     say("all settings: cfl-ray check --yaml; their meaning: cfl-ray config", console)
 
 
-def _folding(*headings: str, title: str | None = None) -> Table:
+def folding(*headings: str, title: str | None = None) -> Table:
     """Returns a table of texts that wrap and are not cut off."""
     table = Table(title=title)
     for heading in headings:
@@ -296,7 +250,8 @@ def _folding(*headings: str, title: str | None = None) -> Table:
     return table
 
 
-def _indented(console: Console, text: Text, columns: int) -> None:
+def indented(console: Console, text: Text, columns: int) -> None:
+    """Prints a text so many columns to the right."""
     console.print(Padding(text, (0, 0, 0, columns), expand=False))
 
 
@@ -307,6 +262,9 @@ def show_status(status: "RunStatus", console: Console) -> None:
         methods.append(f"{status.waiting} waiting")
     step = f"({status.step})" if status.step else None
     metrics = {name: _format(name, value) for name, value in status.metrics.items()}
+    nodes = "1 node" if status.nodes == 1 else f"{status.nodes} nodes"
+    left = "" if status.seconds_left is None else f", about {duration(status.seconds_left)} left for this method"
+    age = "" if status.fault_age is None else f"{duration(status.fault_age)} ago: "
     facts = {
         "methods": ", ".join(methods),
         "current method" if status.state == "live" else "last method": " ".join(filter(None, [status.method, step])),
@@ -317,10 +275,10 @@ def show_status(status: "RunStatus", console: Console) -> None:
         "epsilon": metrics.get("epsilon"),
         "phase": status.phase,
         "last event": status.last_event,
-        "hosts": _hosts(status),
+        "hosts": None if status.hosts is None else f"{status.hosts} on {nodes}, {status.hosts_starting} starting",
         "clients online": None if status.clients_online is None else f"{status.clients_online} of {status.clients}",
-        "seconds per round": _speed(status),
-        "last fault": _last_fault(status),
+        "seconds per round": None if status.seconds_per_round is None else f"{status.seconds_per_round:.1f}{left}",
+        "last fault": None if status.last_fault is None else age + status.last_fault,
         "rejected updates": ", ".join(
             f"{label} {count}" + (f" of {status.updates[label]}" if label in status.updates else "")
             for label, count in status.rejected.items()
@@ -354,25 +312,3 @@ def show_study_status(status: "StudyStatus", console: Console) -> None:
         "go on with": status.next,
     }
     _show_facts(f"study {status.study}: {status.state}", facts, console)
-
-
-def _hosts(status: "RunStatus") -> str | None:
-    if status.hosts is None:
-        return None
-    nodes = "1 node" if status.nodes == 1 else f"{status.nodes} nodes"
-    return f"{status.hosts} on {nodes}, {status.hosts_starting} starting"
-
-
-def _speed(status: "RunStatus") -> str | None:
-    if status.seconds_per_round is None:
-        return None
-    if status.seconds_left is None:
-        return f"{status.seconds_per_round:.1f}"
-    return f"{status.seconds_per_round:.1f}, about {duration(status.seconds_left)} left for this method"
-
-
-def _last_fault(status: "RunStatus") -> str | None:
-    if status.last_fault is None:
-        return None
-    age = "" if status.fault_age is None else f"{duration(status.fault_age)} ago: "
-    return age + status.last_fault

@@ -24,7 +24,7 @@ from cfl_ray.config.clock import (
     StalenessConfig,
     TraceClockConfig,
 )
-from cfl_ray.data.traces import read_devices
+from cfl_ray.data.tables import read_devices
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
 

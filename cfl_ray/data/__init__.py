@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from cfl_ray.system.imports import lazy_names
 
 if TYPE_CHECKING:
-    from cfl_ray.data.arrays import federation_from_arrays
-    from cfl_ray.data.dataset import federation_from_dataset
+    from cfl_ray.data.arrays import federation_from_arrays, federation_from_dataset
     from cfl_ray.data.federation import DataShape, Federation
     from cfl_ray.data.from_config import FederationSummary, build, describe
     from cfl_ray.data.shards import open_shards
@@ -23,8 +22,7 @@ __all__ = [
 ]
 
 _MODULES = {  # imported on first use: `cfl_ray.engine` needs only `federation`, not the libraries of the others
-    "cfl_ray.data.arrays": ("federation_from_arrays",),
-    "cfl_ray.data.dataset": ("federation_from_dataset",),
+    "cfl_ray.data.arrays": ("federation_from_arrays", "federation_from_dataset"),
     "cfl_ray.data.federation": ("DataShape", "Federation"),
     "cfl_ray.data.from_config": ("FederationSummary", "build", "describe"),
     "cfl_ray.data.shards": ("open_shards",),

@@ -10,16 +10,15 @@ import numpy as np
 import torch
 
 from cfl_ray.core.rng import stream
-from cfl_ray.data import pixels
-from cfl_ray.data.federation import Federation, FederationView, TensorSamples
-from cfl_ray.data.indexed import Scaling
+from cfl_ray.data.federation import Federation, FederationView, Scaling, TensorSamples
+from cfl_ray.data.shifts import DOMAINS, needed
 from cfl_ray.errors import DataError
 
 
 class Domain(NamedTuple):
     """A change of all pixel values."""
 
-    kind: str  # name in `pixels.DOMAINS`
+    kind: str  # name in `shifts.DOMAINS`
     amount: float
     seed: int = 0  # for the random draws of noise
 
@@ -237,7 +236,7 @@ class ChangedFederation(FederationView):
             draw = stream(seed, -1, -1, data.source, purpose) if rows is None else _RowDraws(seed, data.source, rows)
             scaling = Scaling(self.scale, self.normalize)
             stored = scaling.to_stored(x)
-            changed, _ = pixels.DOMAINS[kind](stored, y.numpy(), 0, draw, amount=amount, scale=self.scale)
+            changed, _ = DOMAINS[kind](stored, y.numpy(), 0, draw, amount=amount, scale=self.scale)
             x = scaling.to_tensor(changed)
         return x, torch.tensor(data.labels, dtype=y.dtype)[y.long()] if data.labels else y
 
@@ -319,8 +318,8 @@ def _check(change: DataChange, base: Federation) -> None:
         raise DataError(
             f"{place}: swap names label {max(change.swap)}, the labels are 0 .. {base.shape.num_classes - 1}"
         )
-    if change.domain is not None and (needed := pixels.needed(change.domain.kind, base.shape)):
-        raise DataError(f"{place}: {change.domain.kind} needs {needed}; use relabel or data_of")
+    if change.domain is not None and (lacking := needed(change.domain.kind, base.shape)):
+        raise DataError(f"{place}: {change.domain.kind} needs {lacking}; use relabel or data_of")
     if not change.turns:
         return
     shape = base.shape.input

@@ -1,18 +1,25 @@
-"""Data sets before their division among clients: inputs, labels and, if known, the client of each sample."""
+"""Data sets before their division among clients: inputs, labels and, if known, the client of each sample.
 
+Arrays of samples may be larger than memory.
+"""
+
+import io
+import math
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from PIL import Image, UnidentifiedImageError
 
 from cfl_ray.config import DataConfig
 from cfl_ray.config.data import FilesDataConfig
 from cfl_ray.data.federation import DataShape
-from cfl_ray.data.mapped import mapped_array
 from cfl_ray.errors import DataError
 
+_IN_MEMORY = 64 << 20  # bytes of an array; larger ones are in a file
 Progress = Callable[[str, int, int], None]  # (name of the task, number done, number in all)
 
 
@@ -113,3 +120,73 @@ def find(data: DataConfig, subfolders: list[str], patterns: list[str], name: str
                 return folder, files
     places = ", ".join(str(folder.absolute()) for folder in folders)
     raise DataError(f"data set {name!r} not found: no {' or '.join(patterns)} in {places}; to get it: {get}")
+
+
+# ---- pixels
+
+
+Encoded = bytes | Path | None  # content or path of a PNG or JPEG file; None: missing
+
+
+def mapped_array(shape: tuple[int, ...], dtype: np.dtype | type[np.generic] = np.uint8) -> np.ndarray:
+    """A new array; if larger than 64 MB, in a temporary file that is removed with it, so that pages can leave memory.
+
+    The file is in `TMPDIR`. Raises DataError if there is no room.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size <= _IN_MEMORY:
+        return np.empty(shape, dtype)
+    with tempfile.TemporaryFile(prefix="cfl_ray-") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk later would end the process without a message
+        except OSError as error:
+            raise DataError(
+                f"the samples need {size / 1e9:.2f} GB in {tempfile.gettempdir()} ({error.strerror}); set "
+                "TMPDIR to a folder with room"
+            ) from error
+        return np.asarray(np.memmap(file, dtype, "r+", shape=shape))
+
+
+def decoded(
+    images: Iterable[tuple[Encoded, str]],
+    count: int,
+    shape: tuple[int, ...],
+    pixels: bool = True,
+    progress: Progress | None = None,
+) -> np.ndarray:
+    """The images, with names for messages, as uint8 (count, *shape); if `pixels` is false, a broadcast 0."""
+    if not pixels:
+        return np.broadcast_to(np.uint8(0), (count, *shape))
+    x = mapped_array((count, *shape))
+    for done, (content, name) in enumerate(images, 1):
+        x[done - 1] = decode(content, name, shape)
+        if progress and (done % 1000 == 0 or done == count):
+            progress("decoding images", done, count)
+    return x
+
+
+def decode(content: Encoded, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """An image as uint8 (C, H, W); C is 1 for a grey image and 3 for other images.
+
+    shape: that of the first image, which decides C. Raises DataError for an image of another height or width, and for
+    colours if the first image is grey.
+    """
+    if content is None:
+        raise DataError(f"{name} has no image bytes; files that hold only paths are not supported, embed the images")
+    file = io.BytesIO(content) if isinstance(content, bytes) else content
+    try:
+        with Image.open(file, formats=("PNG", "JPEG")) as image:
+            # checked before decoding, so that a huge image is not decoded
+            if shape is not None and (image.height, image.width) != shape[1:]:
+                raise DataError(
+                    f"{name} is {image.height}x{image.width}, the first image is {shape[1]}x{shape[2]}; "
+                    "resize all to the same size"
+                )
+            is_grey = image.mode in ("1", "L", "LA")
+            grey = is_grey if shape is None else shape[0] == 1
+            pixels = np.asarray(image.convert("L" if grey else "RGB"))
+            if grey and not is_grey and (np.asarray(image.convert("RGB")) != pixels[..., None]).any():
+                raise DataError(f"{name} has colours, the first image is grey; convert all images to one mode")
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{name} is neither PNG nor JPEG, or damaged: {error}") from error
+    return pixels[None] if grey else pixels.transpose(2, 0, 1)

@@ -1,19 +1,24 @@
-"""Writes a planned federation as shards. The folder appears complete or not at all."""
+"""Writes a federation, planned or already made, as shards. The folder appears complete or not at all."""
 
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from cfl_ray.core.tasks import TARGETS
+from cfl_ray.data.arrays import ArrayFederation
+from cfl_ray.data.federation import DataShape, Federation, Index, StoredSamples
 from cfl_ray.data.folder import Folder, cache
-from cfl_ray.data.images import Progress
-from cfl_ray.data.plan import FederationPlan, PlannedClient
+from cfl_ray.data.images import Images, Progress
+from cfl_ray.data.plan import FederationPlan, PlannedClient, TestSet
 from cfl_ray.data.shards import MANIFEST, ShardFile, ShardManifest, index_schema, sample_schema
+from cfl_ray.data.shifts import Variant
 from cfl_ray.errors import DataError
 from cfl_ray.system.files import sha256, sync
 
@@ -177,3 +182,75 @@ def _save(folder: Path, name: str, schema: pa.Schema, columns: list[Any]) -> Sha
         writer.write_batch(batch)
     sync(path)
     return ShardFile(name=name, rows=batch.num_rows, bytes=path.stat().st_size, sha256=sha256(path))
+
+
+def shard_plan_of(federation: Federation) -> FederationPlan:
+    """The plan for shards with the samples of this federation. Raises DataError if its samples are normalised."""
+    if isinstance(federation, ArrayFederation):
+        samples, index, scale = [federation.samples], federation.index, int(federation.scaling.scale)
+        tests = [] if federation.test_samples is None else [federation.test_samples]
+    else:
+        samples, index, tests = _read(federation)
+        scale = 1
+    shape = federation.shape
+    images = Images(
+        *_stored(samples, shape),
+        *_stored(tests, shape),
+        shape.num_classes,
+        scale,
+        vocabulary=shape.vocabulary,
+        targets=shape.targets,
+        class_names=shape.class_names,
+    )
+    variant, clients = Variant(images), []
+    for client in range(federation.num_clients):
+        first = index.offset_N[client]
+        middle = first + index.train_N[client]
+        last = middle + index.held_out_N[client]
+        name, group, test_set = federation.client_name(client), index.group_N[client], index.test_set_N[client]
+        rows = np.arange(first, middle), np.arange(middle, last)
+        clients.append(PlannedClient(name, int(group), variant, *rows, int(test_set)))
+    ends = np.cumsum([0, *(len(labels) for _, labels in tests)])
+    test_sets = [TestSet(variant, np.arange(first, last)) for first, last in pairwise(ends)]
+    return FederationPlan(federation.view, clients, test_sets, index.labels_NC)
+
+
+def _read(federation: Federation) -> tuple[list[StoredSamples], Index, list[StoredSamples]]:
+    """The samples of any federation, read by its methods, the rows of each client in them, and shared test sets.
+
+    Raises DataError if the federation normalises samples.
+    """
+    if federation.normalize is not None:
+        raise DataError(
+            f"a {type(federation).__name__} normalises its samples itself, so its shards cannot be written; "
+            "federation_from_arrays(normalize=...) makes a federation whose shards can"
+        )
+    count = federation.num_clients
+    parts = [federation.train(client) for client in range(count)]
+    held_out_N = np.zeros(count, np.int64)
+    if federation.view == "holdout":
+        held_out = [federation.holdout(client) for client in range(count)]
+        held_out_N = np.array([len(y) for _, y in held_out])
+        parts = [part for pair in zip(parts, held_out, strict=True) for part in pair]
+    samples = [(x.numpy(), y.numpy()) for x, y in parts]
+    tests = [(x.numpy(), y.numpy()) for x, y in map(federation.test_set, range(federation.num_test_sets()))]
+    total_N, none_N = federation.num_samples_N + held_out_N, np.full(count, -1, np.int32)
+    index = Index(
+        file_N=np.zeros(count, np.int32),
+        offset_N=np.cumsum(total_N) - total_N,
+        train_N=federation.num_samples_N,
+        held_out_N=held_out_N,
+        group_N=none_N if federation.group_N is None else federation.group_N,
+        test_set_N=federation.test_set_of(np.arange(count)) if tests else none_N,
+        labels_NC=federation.labels_of(np.arange(count)),
+    )
+    return samples, index, tests
+
+
+def _stored(parts: list[StoredSamples], shape: DataShape) -> tuple[Any, Any]:
+    """The samples of all parts, in the types that shards have; (None, None) without a part."""
+    if not parts:
+        return None, None
+    x, y = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+    dtype = np.int32 if shape.vocabulary is not None else np.uint8 if x.dtype == np.uint8 else np.float32
+    return x.astype(dtype, copy=False), y.astype(TARGETS[shape.targets].stored, copy=False)

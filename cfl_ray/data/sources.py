@@ -1,8 +1,13 @@
-"""The data sets by name: in which folders their files are searched, and how they are read."""
+"""The data sets by name: in which folders their files are searched, and how they are read.
+
+Well-known image data sets are read in the layouts of torchvision, of the Hugging Face hub and of the medmnist package.
+"""
 
 import glob
+import socket
+import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,11 +26,184 @@ from cfl_ray.config.data import (
     Sent140LeafConfig,
 )
 from cfl_ray.core.rng import stream
-from cfl_ray.data import image_folder as image_folder_files
-from cfl_ray.data import image_sets, leaf, parquet, tables
+from cfl_ray.data import image_files, leaf, tables
 from cfl_ray.data.images import Images, Progress, Source, find, roots
+from cfl_ray.data.tables import read_npz
 from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.system.files import sha256_once
+
+_SILENCE_SECONDS = 60.0  # of a server from which a data set is downloaded; torchvision waits without limit
+
+
+@dataclass(frozen=True)
+class _Hub:
+    """A data set of the Hugging Face hub: the parquet files of a configuration."""
+
+    repository: str
+    folder: str  # folder of its parquet files, which is the configuration's name
+    image: str  # column of the images
+    label: str  # column of the labels
+
+
+@dataclass(frozen=True)
+class _Torchvision:
+    """A data set of torchvision, and the same data set on the hub."""
+
+    kind: str  # name of torchvision's class
+    files: str  # glob pattern of its files, below the data root
+    num_classes: int = 10
+    by_split: bool = False  # the class takes split="train" instead of train=True
+    hub: _Hub | None = None
+
+
+_TORCHVISION = {
+    "mnist": _Torchvision("MNIST", "MNIST/raw/*-ubyte"),
+    "fashion_mnist": _Torchvision("FashionMNIST", "FashionMNIST/raw/*-ubyte"),
+    "cifar10": _Torchvision(
+        "CIFAR10", "cifar-10-batches-py/*_batch*", hub=_Hub("uoft-cs/cifar10", "plain_text", "img", "label")
+    ),
+    "cifar100": _Torchvision(
+        "CIFAR100",
+        "cifar-100-python/t*",
+        num_classes=100,
+        hub=_Hub("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
+    ),
+    "svhn": _Torchvision(
+        "SVHN",
+        "t*_32x32.mat",
+        by_split=True,
+        hub=_Hub("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
+    ),
+}
+
+
+def _located(name: str, data: DataConfig) -> Source:
+    """A data set by its name, downloaded if it is missing and `data.download` is true."""
+    try:
+        return _find(name, data)
+    except DataError:
+        if not data.download:
+            raise
+    for train in (True, False):  # the parts of SVHN are separate files
+        _open_torchvision(name, roots(data)[0], train, download=True)
+    return _find(name, data)
+
+
+def _find(name: str, data: DataConfig) -> Source:
+    """The data set in torchvision's files, or in the hub's. Raises DataError with all folders searched."""
+    dataset, hub = _TORCHVISION[name], _TORCHVISION[name].hub
+    get = (
+        f"set data.download: true, or point data.root at a folder with the files of torchvision.datasets.{dataset.kind}"
+    )
+    patterns, subfolders = [dataset.files], ["", "torchvision"]
+    if hub is not None:
+        get += f", or at a folder with {hub.folder}/*.parquet of the Hugging Face data set {hub.repository}"
+        patterns.append(f"{hub.folder}/train-*.parquet")
+        subfolders.append(f"hf/{name}")
+    root, files = find(data, subfolders, patterns, name, get)
+    if hub is not None and files[0].suffix == ".parquet":
+        return _of_hub(name, hub, root, files)
+    return Source(tuple(files), lambda pixels, progress: _read_torchvision(name, root))
+
+
+# --- torchvision --------------------------------------------------------------------------------
+
+
+def _open_torchvision(name: str, root: Path, train: bool, download: bool = False) -> Any:
+    from torchvision import datasets
+
+    dataset = _TORCHVISION[name]
+    part: dict[str, Any] = {"split": "train" if train else "test"} if dataset.by_split else {"train": train}
+    before = socket.getdefaulttimeout()
+    try:
+        if download:
+            socket.setdefaulttimeout(_SILENCE_SECONDS)
+        return getattr(datasets, dataset.kind)(str(root), **part, download=download)
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:
+        where = root.absolute()
+        if not download:
+            raise DataError(f"data set {name!r} could not be read from {where}: {error}") from error
+        raise DataError(
+            f"data set {name!r} could not be downloaded to {where}: {error} (a server is given up if it sends nothing "
+            f"for {_SILENCE_SECONDS:g} s); try again, or put the files of torchvision.datasets.{dataset.kind} there"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def _read_torchvision(name: str, root: Path) -> Images:
+    def part(train: bool) -> tuple[np.ndarray, np.ndarray]:
+        loaded = _open_torchvision(name, root, train)
+        x = np.asarray(loaded.data)
+        if x.ndim == 3:
+            x = x[:, None]
+        elif x.shape[-1] == 3:  # channels last; SVHN has them first
+            x = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+        labels = loaded.labels if _TORCHVISION[name].by_split else loaded.targets
+        return np.ascontiguousarray(x), np.asarray(labels, np.int16)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy warns about the pickled arrays of CIFAR
+        return Images(*part(train=True), *part(train=False), num_classes=_TORCHVISION[name].num_classes)
+
+
+# --- Hugging Face -------------------------------------------------------------------------------
+
+
+def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
+    """A data set of the hub, in parquet files. Its images may have another order than torchvision's."""
+    test = sorted(path for path in root.glob(f"{hub.folder}/test-*.parquet") if path.is_file())
+    if not test:
+        raise DataError(
+            f"data set {name!r}: {(root / hub.folder).absolute()} has {train[0].name}, but no test-*.parquet; "
+            f"get all files of {hub.repository}/{hub.folder}"
+        )
+    columns = ColumnsConfig(image=hub.image, label=hub.label)
+    read = partial(image_files.read_parquet, train, test, columns, _TORCHVISION[name].num_classes)
+    return Source((*train, *test), read)
+
+
+# --- MedMNIST -----------------------------------------------------------------------------------
+
+
+def medmnist(data: FilesDataConfig) -> Source:
+    """The 2-D data set of medmnist that `data.train_files` names, without its validation part."""
+    get = (
+        "name one data set by its file, e.g. data.train_files: pathmnist.npz, and put it there: "
+        "medmnist.PathMNIST('train', root='data', download=True) of the package medmnist does it"
+    )
+    pattern = data.train_files or "*mnist*.npz"
+    root, files = find(data, ["", "medmnist"], [pattern], "medmnist", get)
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise DataError(f"data.train_files: {root.absolute()} holds {len(files)} data sets, name one of: {names}")
+    return Source(tuple(files), lambda pixels, progress: _read_medmnist(files[0]))
+
+
+def _read_medmnist(file: Path) -> Images:
+    names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels")]
+    arrays = read_npz(file, names, None, f"a file of medmnist has {', '.join(names)}")
+    parts = [
+        _medmnist_part(file, name, arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")
+    ]
+    return Images(*parts[0], *parts[1], num_classes=max(int(y.max()) for _, y in parts) + 1)
+
+
+def _medmnist_part(file: Path, part: str, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if x.dtype != np.uint8 or not (x.ndim == 3 or (x.ndim == 4 and x.shape[-1] == 3)):
+        raise DataError(
+            f"{file}: {part}_images is {x.dtype} of shape {x.shape}, expected uint8 (n, height, width) or "
+            "(n, height, width, 3); the 3-D data sets of medmnist are not supported"
+        )
+    if y.ndim == 2 and y.shape[1] != 1:
+        raise DataError(
+            f"{file}: {part}_labels has {y.shape[1]} labels per image, expected 1; for data sets with several labels "
+            "(chestmnist) use source arrays and task multi_label"
+        )
+    if len(x) != len(y):
+        raise DataError(f"{file} has {len(x)} {part}_images and {len(y)} {part}_labels, expected as many")
+    x = x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+    return x, y.reshape(len(y)).astype(np.int16)
 
 
 def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
@@ -79,7 +257,7 @@ def _digits_table() -> np.ndarray:
 
 def mnist_by_writer(data: DataConfig) -> Source:
     """MNIST with the writer of each image."""
-    base = image_sets.SETS["mnist"](data)
+    base = _located("mnist", data)
     _, files = find(
         data,
         ["", "torchvision", "mnist"],
@@ -129,7 +307,7 @@ def images(data: ColumnsDataConfig) -> Source:
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
     usual = ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
     train, test = _parts(data, [""], usual, "images", get)
-    return Source((*train, *test), partial(parquet.read, train, test, data.columns, None))
+    return Source((*train, *test), partial(image_files.read_parquet, train, test, data.columns, None))
 
 
 def femnist(data: ColumnsDataConfig) -> Source:
@@ -141,7 +319,7 @@ def femnist(data: ColumnsDataConfig) -> Source:
     usual = ["hf/femnist/data/*.parquet", "data/*.parquet", "*.parquet"]
     train, test = _parts(data, ["", "femnist"], usual, "femnist", get)
     names = {"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
-    return Source((*train, *test), partial(parquet.read, train, test, ColumnsConfig(**names), leaf.CLASSES))
+    return Source((*train, *test), partial(image_files.read_parquet, train, test, ColumnsConfig(**names), leaf.CLASSES))
 
 
 def _parts(
@@ -214,10 +392,10 @@ def csv(data: ColumnsDataConfig, targets: str = "class") -> Source:
 def image_folder(data: PartsDataConfig) -> Source:
     """Images in a folder for each class."""
     train, test = _folders(data)
-    files = image_folder_files.files_of(train) + ([] if test is None else image_folder_files.files_of(test))
-    clients_file = train / image_folder_files.CLIENTS_FILE
+    files = image_files.files_of(train) + ([] if test is None else image_files.files_of(test))
+    clients_file = train / image_files.CLIENTS_FILE
     files += [clients_file] if clients_file.is_file() else []
-    return Source(tuple(files), partial(image_folder_files.read, train, test))
+    return Source(tuple(files), partial(image_files.read_folders, train, test))
 
 
 def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
@@ -240,7 +418,8 @@ def _folders(data: PartsDataConfig) -> tuple[Path, Path | None]:
 
 SOURCES: dict[str, Callable[[Any], Source]] = {  # by the names of `SOURCE_KINDS`, each with its section
     "digits": digits,
-    **image_sets.SETS,
+    **{name: partial(_located, name) for name in _TORCHVISION},
+    "medmnist": medmnist,
     "images": images,
     "image_folder": image_folder,
     "csv": csv,

@@ -1,29 +1,134 @@
-"""Tables: CSV files with a column for each feature, and Hugging Face data sets saved to disk as Arrow files."""
+"""Tables: CSV files with a column for each feature, and Hugging Face data sets saved to disk as Arrow files.
 
-from collections.abc import Iterable
+Messages of checks name the file, the column and the row.
+"""
+
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
+import pyarrow.parquet
 
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.arrays import num_outputs, numbers, targets_of, tokens
-from cfl_ray.data.columns import (
-    MAX_LABEL,
-    Named,
-    check_numbers,
-    column_of,
-    decode_row,
-    groups_of,
-    ids_of,
-    integer_labels,
-    is_text,
-)
-from cfl_ray.data.images import Images
-from cfl_ray.errors import DataError
+from cfl_ray.data.images import Images, decode, decoded
+from cfl_ray.errors import DataError, did_you_mean
+
+MAX_LABEL = np.iinfo(np.int16).max
+Named = tuple[str, pa.Table]  # rows, with the name of their file or folder for messages
+
+
+def column_of(part: Named, column: str) -> pa.ChunkedArray:
+    """Returns a column without empty cells. Raises DataError with the first row that is null or an empty text."""
+    name, table = part
+    if column not in table.column_names:
+        raise DataError(f"{name} has no column {column!r}{did_you_mean(column, table.column_names)}; set data.columns")
+    values = table[column]
+    empty = pc.equal(values, "") if is_text(values.type) else values.is_null()
+    if count := pc.sum(empty := pc.fill_null(empty, True)).as_py():
+        what = "is empty" if is_text(values.type) else "is empty (or NA or NaN)"
+        place = f"row {pc.index(empty, True)} (the first is row 0){f' and {count - 1} more' * (count > 1)}"
+        raise DataError(f"{name}: column {column!r} {what} in {place}; fill it, or delete the row")
+    return values
+
+
+def check_numbers(
+    part: Named, column: str, what: str = "column", advice: str = "", booleans: bool = True
+) -> pa.ChunkedArray:
+    """A column of numbers without nulls. Raises DataError with the first row without a number.
+
+    what: name of the column's role, for the message. advice: text at the end of the message. booleans: whether true and
+    false count as 1 and 0.
+    """
+    values = column_of(part, column)
+    kind = values.type
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or (booleans and pa.types.is_boolean(kind)):
+        return values
+    example = ""
+    if is_text(kind):
+        cells = values.to_pylist()
+        row = next((row for row, cell in enumerate(cells) if not _is_number(cell)), 0)
+        example = f", e.g. {cells[row]!r} in row {row} (the first is row 0)"
+    raise DataError(f"{part[0]}: {what} {column!r} must hold numbers, it holds {kind}{example}{advice}")
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def integer_labels(part: Named, column: str) -> np.ndarray:
+    """A column of integers as labels, int16 (n,). Raises DataError for labels outside 0..MAX_LABEL."""
+    y = column_of(part, column).to_numpy()
+    if len(y) and not 0 <= y.min() <= y.max() <= MAX_LABEL:
+        raise DataError(f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}")
+    return y.astype(np.int16)
+
+
+def ids_of(part: Named, column: str, what: str) -> np.ndarray:
+    """A column of integers or strings. what: client or group."""
+    values = column_of(part, column)
+    if pa.types.is_integer(values.type):
+        return values.to_numpy()
+    if is_text(values.type):
+        return np.asarray(values.to_pylist(), np.str_)
+    raise DataError(
+        f"{part[0]}: {what} column {column!r} must hold integers or strings, it holds {values.type}; "
+        f"set data.columns.{what}"
+    )
+
+
+def groups_of(train: np.ndarray, test: np.ndarray | None, where: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """The groups of both parts, int32, numbered from 0 in the sorted order of the training values.
+
+    where: file and column of the test part. Raises DataError for a group without a training row.
+    """
+    values, group = np.unique(train, return_inverse=True)
+    if test is None:
+        return group.astype(np.int32), None
+    if unknown := sorted(set(test.tolist()) - set(values.tolist())):
+        raise DataError(f"{where}: group {unknown[0]!r} has no training row")
+    return group.astype(np.int32), np.searchsorted(values, test).astype(np.int32)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column holds strings."""
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def read_npz(file: Path, required: Sequence[str], optional: Sequence[str] | None, needs: str) -> dict[str, np.ndarray]:
+    """Returns the arrays of an .npz file by name. Raises DataError if a required array is missing.
+
+    optional: all other arrays that the file may have; None: it may have any others, which are not read. needs: the
+    arrays that the file needs, for the message.
+    """
+    known = (*required, *(optional or ()))
+    try:
+        loaded = np.load(file, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            raise DataError(
+                f"{file} holds a single array without a name, as numpy.save writes it; {needs} (numpy.savez)"
+            )
+        with loaded:
+            unknown = [name for name in loaded.files if name not in known]
+            arrays = {name: loaded[name] for name in known if name in loaded}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{file} cannot be read as an .npz file of plain arrays: {error}") from error
+    if missing := [name for name in required if name not in arrays]:
+        raise DataError(f"{file} has no array {missing[0]!r}; {needs}")
+    if unknown and optional is not None:
+        raise DataError(f"{file} has an unknown array {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+    return arrays
 
 
 def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, targets: str = "class") -> Images:
@@ -220,7 +325,10 @@ def _lists_or_images(part: Named, column: str, vocabulary: int | None) -> np.nda
     values = column_of(part, column)
     kind = values.type
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        return _decoded(part, values)
+        images = [
+            (value["bytes"], f"{part[0]}: the image in row {row}") for row, value in enumerate(values.to_pylist())
+        ]
+        return decoded(images, len(images), decode(*images[0]).shape)
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         raise DataError(
             f"{part[0]}: input column {column!r} must hold images or lists of numbers, it holds {kind}; "
@@ -242,8 +350,74 @@ def _lists_or_images(part: Named, column: str, vocabulary: int | None) -> np.nda
     return numbers(name, x) if vocabulary is None else tokens(name, x, vocabulary)
 
 
-def _decoded(part: Named, values: pa.ChunkedArray) -> np.ndarray:
-    images: list[np.ndarray] = []
-    for row, value in enumerate(values.to_pylist()):
-        images.append(decode_row(value["bytes"], part[0], row, images[0].shape if images else None))
-    return np.stack(images)
+# ---- traces
+
+
+COLUMNS = ("client", "from", "to")
+DEVICE_COLUMNS = ("computation", "communication")
+
+
+def read_trace(path: str | Path, num_clients: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(client int64 (I,), from float64 (I,), to float64 (I,)) of the intervals in a CSV or parquet file.
+
+    Raises DataError naming the file, the row and both values of an unusable interval.
+    """
+    file, table = part = _table(path, "cohort.availability.file", COLUMNS)
+    if not pa.types.is_integer(table["client"].type):
+        raise DataError(f"{file}: column 'client' must hold client ids, integers, it holds {table['client'].type}")
+    client_I = column_of(part, "client").to_numpy().astype(np.int64)
+    from_I, to_I = (check_numbers(part, name, booleans=False).to_numpy().astype(np.float64) for name in COLUMNS[1:])
+    _check(
+        file,
+        (client_I < 0) | (client_I >= num_clients),
+        lambda row: f"client {client_I[row]} does not exist; the federation has clients 0 .. {num_clients - 1}",
+    )
+    _check(
+        file,
+        ~(from_I <= to_I),
+        lambda row: f"an interval from {from_I[row]:g} to {to_I[row]:g}; from must not be after to",
+    )
+    return client_I, from_I, to_I
+
+
+def read_devices(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds of training per sample, bit/s both ways), float64 (R,), of the devices in a CSV or parquet file.
+
+    Its columns are those of FedScale: computation, ms of a forward pass per sample, a third of a training pass; and
+    communication, kbit/s. Raises DataError naming the file, the row and the value of an unusable device.
+    """
+    file, table = part = _table(path, "clock.file", DEVICE_COLUMNS)
+    compute_R, network_R = (
+        check_numbers(part, name, booleans=False).to_numpy().astype(np.float64) for name in DEVICE_COLUMNS
+    )
+    if not len(table):
+        raise DataError(f"{file} has no device")
+    for name, values_R in zip(DEVICE_COLUMNS, (compute_R, network_R), strict=True):
+        bad_R = ~(np.isfinite(values_R) & (values_R > 0))
+        _check(file, bad_R, lambda row: f"{name} is {values_R[row]:g}; it must be above 0")  # noqa: B023
+    return compute_R * 3e-3, network_R * 1e3
+
+
+def _table(path: str | Path, key: str, columns: Sequence[str]) -> Named:
+    """The table of a file, which has these columns. key: the config key of the file, for messages."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"{key}: there is no file {file}")
+    is_parquet = file.suffix == ".parquet"
+    try:
+        table = pa.parquet.read_table(file) if is_parquet else pa.csv.read_csv(file)
+    except (pa.ArrowException, OSError) as error:
+        kind = "parquet" if is_parquet else "CSV"
+        raise DataError(f"{file} cannot be read as a {kind} file: {error}") from error
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise DataError(
+            f"{file} has no column {missing[0]!r}{did_you_mean(missing[0], table.column_names)}; "
+            f"a trace has {', '.join(columns[:-1])} and {columns[-1]}"
+        )
+    return str(file), table
+
+
+def _check(file: str, bad_I: np.ndarray, message: Callable[[int], str]) -> None:
+    if bad_I.any():
+        row = int(bad_I.argmax())
+        raise DataError(f"{file}, row {row}: {message(row)}")

@@ -7,11 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cfl_ray.errors import DataError
-from cfl_ray.results.client_metrics import ClientMetrics
-from cfl_ray.results.diagnostics_log import DiagnosticsLog
-from cfl_ray.results.reassignments import Reassignments
-from cfl_ray.results.recovery import recovery_metrics
-from cfl_ray.results.results import MethodResult
+from cfl_ray.results.arrow_log import ClientMetrics, DiagnosticsLog, Reassignments
+from cfl_ray.results.results import MethodResult, recovery_metrics
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal, grown_by

@@ -1,17 +1,19 @@
-"""Figures of the clusters of a run over its rounds: their sizes, and the cluster of each client."""
+"""Figures of clusters and clients: sizes, the cluster of each client, mixture weights, and the spread of scores."""
 
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from cfl_ray.report.drawing import COLOURS, GREY, NAMED, PageFigure, Plot, canvas, line_at, percent
-from cfl_ray.report.report_data import MethodRun, ReportedExperiment
-from cfl_ray.report.snapshots import evenly
+from cfl_ray.report.drawing import COLOURS, GREY, NAMED, PageFigure, Plot, canvas, line_at, look, number, percent, safe
+from cfl_ray.report.report_data import MethodRun, ReportedExperiment, evenly
 
 MOST_ROUNDS, MOST_CLIENTS = 120, 150  # more are not drawn
+MOST_MIXED, MOST_MIXED_ROUNDS = 60, 4  # clients and rounds whose mixture weights are drawn, at most
 MOST_BLOCKS = 24  # largest number of groups or clusters that the axis names
 NO_CLUSTER = "#EEEEEE"  # colour of a client in rounds without a cluster
+_ROW = 1.25  # distance between the bars of two rounds; the bars have height 1
+WHISKERS = (5, 25, 50, 75, 95)  # percentiles
 
 
 def cluster_figures(experiment: ReportedExperiment) -> list[PageFigure]:
@@ -162,3 +164,102 @@ def _changes_in_words(label: str, run: MethodRun) -> str:
         f"{label}: {changed_C.sum()} of {len(changed_C)} clients go from one cluster to another, "
         f"{pairs.total()} times in all, most often from {source} to {target} ({times} times), and last in round {last}."
     )
+
+
+def mixture_figures(experiment: ReportedExperiment) -> list[PageFigure]:
+    """Stacked bars of the recorded mixture weights of each method, for the first seed with such weights."""
+    return [_bars(experiment, *first) for first in experiment.first_runs(lambda run: run.mixtures)]
+
+
+def _bars(experiment: ReportedExperiment, label: str, run: MethodRun, seed: str) -> PageFigure:
+    """A row of bars for each drawn round, the last round on top; a bar for each client, a colour for each model."""
+    shown = [run.mixtures[place] for place in evenly(range(len(run.mixtures)), MOST_MIXED_ROUNDS)]
+    known_C = np.unique(np.concatenate([client_S for _, client_S, _ in shown]))
+    known_C = known_C[np.argsort(experiment.groups[known_C], kind="stable")]
+    clients = evenly(known_C, MOST_MIXED)
+    place_of = {client: place for place, client in enumerate(clients)}
+    traces: list[Plot] = []
+    for k in range(max(weight_SK.shape[1] for *_, weight_SK in shown)):
+        x, height, base, text = [], [], [], []
+        for row, (round, client_S, weight_SK) in enumerate(shown):
+            for client, weight_K in zip(client_S.tolist(), weight_SK, strict=True):
+                if client in place_of and k < len(weight_K):
+                    x.append(place_of[client])
+                    height.append(float(weight_K[k]))
+                    base.append(row * _ROW + float(weight_K[:k].sum()))
+                    text.append(f"client {client}, round {round}: model {k} {weight_K[k]:.3f}")
+        colour = {"color": COLOURS[k] if k < NAMED else GREY}
+        traces.append(
+            {"type": "bar", "x": x, "y": height, "base": base, "name": f"model {k}", "marker": colour}
+            | {"hovertext": text, "hoverinfo": "text", "width": 0.9}
+        )
+    rounds = {"tickvals": [row * _ROW + 0.5 for row in range(len(shown))], "showgrid": False}
+    figure = canvas(
+        traces,
+        "client",
+        xaxis={"tickvals": list(range(len(clients))), "ticktext": list(map(str, clients)), "showgrid": False},
+        yaxis=rounds | {"ticktext": [f"round {round}" for round, *_ in shown]},
+    )
+    figure["layout"] |= {"barmode": "overlay", "showlegend": True}
+    last, _, last_SK = shown[-1]
+    caption = (
+        f"{label}: a bar for each client, divided by the weights with which it mixes the models. In round {last} the "
+        f"mean of the largest weights is {np.nanmean(last_SK.max(1)):.2f}."
+    )
+    if experiment.groups:
+        caption += " Clients of a true group stand side by side."
+    if len(clients) < len(known_C):
+        caption += f" {len(clients)} of {len(known_C)} clients are drawn, evenly."
+    which = f" ({seed})" if seed else ""
+    return PageFigure(f"{label}: mixture weights of the clients{which}", caption, figure, 120 + 90 * len(shown))
+
+
+def client_figures(experiment: ReportedExperiment) -> list[PageFigure]:
+    """A figure with a box for each method: P-server of the clients of all seeds in the last evaluated round."""
+    scores_of: dict[str, np.ndarray] = {}
+    for label, runs in experiment.methods.items():
+        arrays = [run.scores[experiment.score] for run in runs if experiment.score in run.scores]
+        values = np.concatenate(arrays).astype(float) if arrays else np.zeros(0)
+        if np.isfinite(values).any():
+            scores_of[label] = values[np.isfinite(values)]
+    if not scores_of:
+        return []
+    traces = []
+    places = list(experiment.methods)
+    for label, values in reversed(scores_of.items()):  # the first method is at the top
+        low, q1, median, q3, high = np.percentile(values, WHISKERS)
+        style = look(places.index(label))
+        traces.append(
+            {
+                "type": "box",
+                "y": [safe(label)],
+                "q1": [float(q1)],
+                "median": [float(median)],
+                "q3": [float(q3)],
+                "lowerfence": [float(low)],
+                "upperfence": [float(high)],
+                "mean": [float(values.mean())],
+                "orientation": "h",
+                "line": {"color": style.colour, "width": 1.6},
+                "fillcolor": "rgba(0,0,0,0.04)",
+                "width": 0.6,
+                "name": safe(label),
+                "showlegend": False,
+            }
+        )
+    words = experiment.score.replace("_", " ")
+    figure = canvas(traces, f"{words} of a client", yaxis={"showgrid": False})
+    worst = 10 if experiment.higher_is_better else 90
+    tail = {label: float(np.percentile(values, worst)) for label, values in scores_of.items()}
+    order = sorted(tail, key=tail.__getitem__, reverse=experiment.higher_is_better)
+    side = "at most" if experiment.higher_is_better else "at least"
+    caption = f"The worst tenth of the clients has {side} {number(tail[order[0]])} with {order[0]}"
+    if len(order) > 1:
+        caption += f" and {side} {number(tail[order[-1]])} with {order[-1]}"
+    seeds = f" of {len(experiment.seeds)} seeds together" if len(experiment.seeds) > 1 else ""
+    caption += (
+        f". Boxes: the middle half of the clients{seeds}, with median and dashed mean; lines reach from the 5th to the "
+        "95th percentile."
+    )
+    title = f"{words.capitalize()}, P-server, over the clients in the last evaluation"
+    return [PageFigure(title, caption, figure, 80 + 32 * len(scores_of))]

@@ -21,10 +21,8 @@ from cfl_ray.report.drawing import (
     safe,
     with_spread,
 )
-from cfl_ray.report.report_data import MethodRun, ReportedExperiment
-from cfl_ray.report.snapshots import evenly
-from cfl_ray.tracking.record import RoundRecord
-from cfl_ray.tracking.summary import mbit, virtual_seconds
+from cfl_ray.report.report_data import MethodRun, ReportedExperiment, evenly
+from cfl_ray.tracking.record import RoundRecord, mbit, virtual_seconds
 
 MOST_POINTS = 250  # most points of a line
 
@@ -222,20 +220,20 @@ def _ends(lines: dict[str, tuple[np.ndarray, Series]], unit: str, least: str, mo
 def _by_costs(experiment: ReportedExperiment) -> Iterator[PageFigure]:
     """The score over traffic, over virtual time (runs with a clock), and over epsilon (private runs)."""
     words = experiment.score.replace("_", " ")
+
+    def epsilon(record: RoundRecord) -> float:
+        return record.metrics.get("epsilon", math.nan)
+
     sent = "By its last evaluation a client has sent and received: "
     for cost, what, caption, unit, ends, axis in (
         (mbit, "the traffic of a client", sent, " Mbit", ("least", "most"), "Mbit per client, down and up"),
         (virtual_seconds, "virtual time", "The last evaluation is after: ", " s", ("first", "last"), "virtual time, s"),
-        (_epsilon, "the privacy budget used", "The last evaluation is at epsilon: ", "", ("least", "most"), "epsilon"),
+        (epsilon, "the privacy budget used", "The last evaluation is at epsilon: ", "", ("least", "most"), "epsilon"),
     ):
         if lines := _against(experiment, cost):
             figure = canvas(_lines(experiment, lines), axis, words, hovermode="closest")
             title = f"{words.capitalize()}, P-server, against {what}"
             yield PageFigure(title, caption + _ends(lines, unit, *ends), figure)
-
-
-def _epsilon(record: RoundRecord) -> float:
-    return record.metrics.get("epsilon", math.nan)
 
 
 def _agreement(experiment: ReportedExperiment) -> PageFigure | None:

@@ -16,8 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from cfl_ray.report.drawing import COLOURS
 from cfl_ray.system.files import drafted, private_folder
-from cfl_ray.tracking.record import RoundRecord, is_evaluated, primary_of
-from cfl_ray.tracking.summary import mbit, virtual_seconds
+from cfl_ray.tracking.record import RoundRecord, is_evaluated, mbit, primary_of, virtual_seconds
 
 STYLES = ("-", "--", ":")
 DPI = 100  # 750 pixels: as wide as the description of a run in MLflow, which cuts wider ones off

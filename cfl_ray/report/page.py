@@ -17,12 +17,10 @@ from importlib import metadata, resources
 import jinja2
 
 from cfl_ray.report.against import against_figures
-from cfl_ray.report.clients import client_figures
-from cfl_ray.report.clusters import cluster_figures
+from cfl_ray.report.clusters import client_figures, cluster_figures, mixture_figures
 from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import PageFigure, as_json, tested_in_words, with_spread
 from cfl_ray.report.matrices import matrix_figures
-from cfl_ray.report.mixtures import mixture_figures
 from cfl_ray.report.ranks import rank_diagram
 from cfl_ray.report.report_data import Comparison, Report, ReportedExperiment
 
@@ -33,21 +31,9 @@ _HEADINGS = {  # column of the table -> its heading
     "macro_f1": "macro F1",
     "rounds_to_target": "rounds to target",
 }
+TableCell = tuple[str, float | str]  # its text, and the value by which rows are sorted
 _ROUGH = ("num_clusters", "rounds_to_target", "seconds")  # columns shown with a single decimal
 _PROTOCOLS = {"": "P-server", "_local": "P-local", "_tuned": "P-tune", "_p10": "worst decile", "_p90": "worst decile"}
-
-
-@dataclass(frozen=True)
-class TableCell:
-    """A cell of a table: its text, and the value by which rows are sorted."""
-
-    text: str
-    value: float | str
-
-    @property
-    def number(self) -> bool:
-        """Whether rows are sorted by numbers."""
-        return not isinstance(self.value, str)
 
 
 @dataclass(frozen=True)
@@ -169,15 +155,15 @@ def _table_rows(report: Report) -> list[list[TableCell]]:
     rows = []
     for row in report.rows:
         experiment, method = str(row["experiment"]), str(row["method"])
-        cells = [TableCell(experiment, experiment)] if len(report.experiments) > 1 else []
-        cells += [TableCell(method, method), TableCell(str(row["runs"]), float(row["runs"]))]
+        cells: list[TableCell] = [(experiment, experiment)] if len(report.experiments) > 1 else []
+        cells += [(method, method), (str(row["runs"]), float(row["runs"]))]
         for name in report.columns:
             mean, std = row[name], row[f"{name}_std"]
             text = _with_std(mean, std) if name not in _ROUGH else _roughly(mean, std)
-            cells.append(TableCell(text, mean))
+            cells.append((text, mean))
         if _is_compared(report):
             rivals = sum(row["experiment"] == other["experiment"] for other in report.rows)
-            cells.append(TableCell(tested_in_words(row["p"], row["effect"], row["runs"], rivals), row["p"]))
+            cells.append((tested_in_words(row["p"], row["effect"], row["runs"], rivals), row["p"]))
         rows.append(cells)
     return rows
 
@@ -197,20 +183,20 @@ def _rank_rows(report: Report) -> list[list[TableCell]]:
         return []
     near = {method: "yes" if ranks.is_near_best(method) else "" for method in ranks.mean_rank}
     return [
-        [TableCell(method, method), TableCell(f"{rank:.1f}", rank), TableCell(near[method], near[method])]
+        [(method, method), (f"{rank:.1f}", rank), (near[method], near[method])]
         for method, rank in ranks.mean_rank.items()
     ]
 
 
 def _published_row(row: Comparison) -> list[TableCell]:
-    cells = [TableCell(text, text) for text in (row.table, row.column, row.row, row.metric.replace("_", " "))]
-    cells += [
-        TableCell(_with_std(row.ours, row.ours_std), row.ours),
-        TableCell(str(row.seeds), row.seeds),
-        TableCell(_with_std(row.published, row.published_std), row.published),
-        TableCell(f"{row.ours - row.published:+.2f}", row.ours - row.published),
+    return [
+        *((text, text) for text in (row.table, row.column, row.row, row.metric.replace("_", " "))),
+        (_with_std(row.ours, row.ours_std), row.ours),
+        (str(row.seeds), row.seeds),
+        (_with_std(row.published, row.published_std), row.published),
+        (f"{row.ours - row.published:+.2f}", row.ours - row.published),
+        (f"misprint: {row.misprint}" if row.misprint else "", row.misprint),
     ]
-    return [*cells, TableCell(f"misprint: {row.misprint}" if row.misprint else "", row.misprint)]
 
 
 # ---- embedded files

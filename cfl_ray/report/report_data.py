@@ -1,4 +1,7 @@
-"""The data from which the page is made."""
+"""The data from which the page is made.
+
+Clusters and groups are arrays with a few bytes per client, so that reports of runs with a million clients are possible.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,9 +10,143 @@ from typing import Any
 
 import numpy as np
 
+from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.report.ranks import Ranks
-from cfl_ray.report.snapshots import ClusterHistory, PerClient, Reassignment, RecordedMatrix
 from cfl_ray.tracking.record import RoundRecord
+
+Reassignment = tuple[int, Reassigned]  # a round, and the clients whose cluster changed in it
+
+
+@dataclass(frozen=True)
+class RecordedMatrix:
+    """A matrix that a method reported in a round, with a row for each client of a sample."""
+
+    round: int
+    client_S: np.ndarray
+    values: np.ndarray  # (S, S) for pairs of clients; (S, F) for signatures
+    of_pairs: bool  # whether the values are similarities or distances of pairs of clients
+    # each client's number of training samples of each class; NaN: not recorded for the client; None: not recorded
+    label_counts_SC: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PerClient:
+    """A number for each of C clients, such as a cluster or a true group."""
+
+    client_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # ids, ascending
+    value_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # below 0: none
+
+    def __len__(self) -> int:
+        return len(self.client_C)
+
+    def __getitem__(self, client_S: np.ndarray | Sequence[int]) -> np.ndarray:
+        """The numbers of these clients (S,); -1 for other clients."""
+        client_S = np.asarray(client_S, np.int64)
+        if not len(self):
+            return np.full(len(client_S), -1, np.int32)
+        at_S = np.minimum(np.searchsorted(self.client_C, client_S), len(self) - 1)
+        return np.where(self.client_C[at_S] == client_S, self.value_C[at_S], -1)
+
+    def updated(self, other: "PerClient") -> "PerClient":
+        """The numbers of both; `other` takes precedence."""
+        client_C, first_C = np.unique(np.concatenate([other.client_C, self.client_C]), return_index=True)
+        return PerClient(client_C, np.concatenate([other.value_C, self.value_C])[first_C])
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Number of clients for each distinct number that is not negative."""
+        return np.unique(self.value_C[self.value_C >= 0], return_counts=True)[1]
+
+
+class ClusterHistory:
+    """The cluster of each client over the rounds.
+
+    reassignments: by ascending round.
+    """
+
+    def __init__(self, reassignments: Sequence[Reassignment]):
+        self.reassignments = reassignments
+
+    @cached_property
+    def client_C(self) -> np.ndarray:
+        """Ids of the clients that were ever in a cluster, int32, ascending."""
+        client_C = np.zeros(0, np.int32)
+        for _, reassigned in self.reassignments:
+            if not np.isin(reassigned.client_R, client_C, assume_unique=True).all():
+                client_C = np.union1d(client_C, reassigned.client_R)
+        return client_C
+
+    @cached_property
+    def cluster_K(self) -> np.ndarray:
+        """Numbers of the clusters that ever had a member, int32, ascending."""
+        cluster_K = np.zeros(0, np.int32)
+        for _, reassigned in self.reassignments:
+            cluster_K = np.union1d(cluster_K, reassigned.cluster_R)
+        return cluster_K[cluster_K >= 0]
+
+    def rows(self, rounds: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yields, for each of the ascending `rounds`, each client's place in `cluster_K` after it, int32 (C,).
+
+        -1: the client is in no cluster. The same array is yielded each time.
+        """
+        row_C, applied = np.full(len(self.client_C), -1, np.int32), 0
+        for round in rounds:
+            while applied < len(self.reassignments) and self.reassignments[applied][0] <= round:
+                self._reassign(row_C, self.reassignments[applied][1])
+                applied += 1
+            yield row_C
+
+    def sizes(self, rounds: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yields, for each of the ascending `rounds`, the number of members of each cluster after it, int64 (K,)."""
+        for row_C in self.rows(rounds):
+            yield np.bincount(row_C + 1, minlength=len(self.cluster_K) + 1)[1:]
+
+    def clusters_at(self, round: int) -> PerClient:
+        """The cluster of each client after a round."""
+        row_C = next(self.rows([round]))
+        return PerClient(self.client_C, np.append(self.cluster_K, np.int32(-1))[row_C])
+
+    def changes(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+        """Yields, for each round in which clients move between clusters, the round, these clients, and their clusters
+        before and after it. A first assignment, or an assignment after an absence, is not a move.
+        """
+        row_C = np.full(len(self.client_C), -1, np.int32)
+        for round, reassigned in self.reassignments:
+            at_R, before_R = self._reassign(row_C, reassigned)
+            goes_R = (before_R >= 0) & (row_C[at_R] >= 0) & (before_R != row_C[at_R])
+            if goes_R.any():
+                at_R, before_R = at_R[goes_R], before_R[goes_R]
+                yield round, self.client_C[at_R], self.cluster_K[before_R], self.cluster_K[row_C[at_R]]
+
+    @property
+    def rounds_with_changes(self) -> list[int]:
+        """The rounds of `changes`, and each round after the first in which clients are assigned to clusters while no
+        client is in a cluster.
+        """
+        row_C, members, rounds = np.full(len(self.client_C), -1, np.int32), 0, {round for round, *_ in self.changes()}
+        for round, reassigned in self.reassignments:
+            at_R, before_R = self._reassign(row_C, reassigned)
+            joined, left = int((row_C[at_R] >= 0).sum()), int((before_R >= 0).sum())
+            if not members and joined and round > 1:
+                rounds.add(round)
+            members += joined - left
+        return sorted(rounds)
+
+    def _reassign(self, row_C: np.ndarray, reassigned: Reassigned) -> tuple[np.ndarray, np.ndarray]:
+        """Applies the reassignments of a round; returns the places of these clients, and their previous rows."""
+        at_R = np.searchsorted(self.client_C, reassigned.client_R)
+        before_R = row_C[at_R]
+        row_R = np.searchsorted(self.cluster_K, reassigned.cluster_R)
+        row_R[reassigned.cluster_R < 0] = -1
+        row_C[at_R] = row_R
+        return at_R, before_R
+
+
+def evenly(items: Sequence[int] | np.ndarray, most: int) -> list[int]:
+    """At most `most` of the items, evenly spaced, the first and the last included."""
+    if len(items) <= most:
+        return [int(item) for item in items]
+    return [int(items[place]) for place in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,30 @@
 """The report of runs: reads their records and renders the page."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 
+from cfl_ray.config import Experiment
 from cfl_ray.config.published import load_published
+from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS, Diagnostic
 from cfl_ray.errors import ConfigError, DataError, command
+from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import listed
 from cfl_ray.report.ranks import ranks_of
-from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
-from cfl_ray.report.snapshots import PerClient, RecordedMatrix
-from cfl_ray.results.client_metrics import read_client_metrics
-from cfl_ray.results.comparison import RunMetrics, experiments_of, is_less_better, metrics_of, numbers_of, table_of
-from cfl_ray.results.load import FoundRun, find_runs
-from cfl_ray.results.published import compare_with, unknown_metric
-from cfl_ray.results.reassignments import read_reassignments
+from cfl_ray.report.report_data import Comparison, MethodRun, PerClient, RecordedMatrix, Report, ReportedExperiment
+from cfl_ray.results import comparison
+from cfl_ray.results.arrow_log import read_client_metrics, read_reassignments
+from cfl_ray.results.load import FoundRun, find_runs, recorded_methods
 from cfl_ray.results.results import MethodResult
-from cfl_ray.results.run_info import command_again, run_info
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import SHARED, write_text
-from cfl_ray.tracking import RoundRecord
+from cfl_ray.tracking import RoundRecord, flatten, read_info, redact
 from cfl_ray.tracking.record import LABEL_COUNTS, is_evaluated, primary_of
 
 
@@ -64,7 +63,7 @@ def report_page(
     runs = find_runs(paths, trust)
     if against is not None:
         published = load_published(against)
-        return _page(runs, compare_with(runs, published, column), published.paper.reference)
+        return _page(runs, comparison.compare_with(runs, published, column), published.paper.reference)
     return _page(runs, *(_published_of(Path(paths[0]), runs) if len(paths) == 1 else ((), "")))
 
 
@@ -86,10 +85,10 @@ def _published_of(
     if file is None or not Path(file).is_file():
         return (), ""
     published = load_published(file)
-    if unknown := unknown_metric(runs, published):
+    if unknown := comparison.unknown_metric(runs, published):
         warn(f"the report has no published numbers: {file}: {unknown}")
     try:
-        return compare_with(runs, published), published.paper.reference
+        return comparison.compare_with(runs, published), published.paper.reference
     except ConfigError:
         return (), ""
 
@@ -110,16 +109,16 @@ def report_at_the_end(folder: Path, runs: Callable[[], Sequence[FoundRun]], warn
 
 def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), paper: str = "") -> Report:
     """The data of the page. Runs of a setting of a study, or that differ only in the seed, form an experiment."""
-    groups = experiments_of(runs)
-    run_metrics = numbers_of(groups)
+    groups = comparison.experiments_of(runs)
+    run_metrics = comparison.numbers_of(groups)
     experiments = [_experiment(name, group) for name, group in groups]
     metrics = _columns(run_metrics, [experiment.score for experiment in experiments if experiment.methods])
-    frame = table_of(run_metrics, metrics)
+    frame = comparison.table_of(run_metrics, metrics)
     rows = [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
     studies = {run.study for run in runs if run.study}
     # the trials of a sweep are no independent settings; its tables have no ranks either
     is_ranked = bool(studies) and all(load_study(RunDirectory(study).study).sweep is None for study in studies)
-    less_is_better = bool(metrics) and is_less_better(metrics[0], metrics_of(run_metrics))
+    less_is_better = bool(metrics) and comparison.is_less_better(metrics[0], comparison.metrics_of(run_metrics))
     title = groups[0][0] if len(groups) == 1 else f"{len(groups)} experiments"
     notes = {
         "Not shown, since not finished or without an evaluation yet": [
@@ -144,7 +143,7 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
     )
 
 
-def _columns(run_metrics: RunMetrics, scores: Sequence[str]) -> list[str]:
+def _columns(run_metrics: comparison.RunMetrics, scores: Sequence[str]) -> list[str]:
     """The recorded metrics, as columns of the table. scores: of the experiments' tasks."""
     present = {
         name
@@ -255,3 +254,99 @@ def _groups(directory: Path) -> PerClient:
     table = table.drop_null()
     client_C, first_C = np.unique(table["client"].to_numpy(), return_index=True)
     return PerClient(client_C, table["group"].to_numpy()[first_C])
+
+
+# ---- the settings of runs as text, and the command that repeats them
+
+
+def run_info(runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]], groups: PerClient) -> dict[str, str]:
+    """Data, model, training, rounds, seeds, hosts and commit of the runs, as far as they are known."""
+    first = min(runs, key=lambda run: run.experiment.seed)
+    experiment = first.experiment
+    settings, defaults = _shared_settings(runs), flatten(Experiment().to_dict())
+
+    def section(prefix: str, always: Sequence[str] = (), without: Sequence[str] = ()) -> str:
+        keys = [key for key in settings if key.startswith(prefix) and not key.startswith(tuple(without))]
+        chosen = [key for key in keys if key in always or settings[key] != defaults.get(key)]
+        chosen.sort(key=lambda key: (key not in always, keys.index(key)))
+        return ", ".join(f"{key.removeprefix(prefix)} {settings[key]}" for key in chosen)
+
+    apart = ("data.shift.", "data.partition.", "data.test.", "data.root", "data.download", "data.shards", "data.source")
+    scored = [len(run.scores.get("client", ())) for of_method in methods.values() for run in of_method]
+    clients = max([*scored, len(groups), experiment.data.partition.clients or 0])
+    true_groups = f", {len(groups.sizes)} true groups" if groups else ""
+    recorded = _recorded(first.directory)
+    seeds = sorted({run.experiment.seed for run in runs})
+    with_options = [
+        label if method is None else full_label(method)
+        for run in runs
+        for label, method in recorded_methods(run.directory, run.experiment).items()
+    ]
+    settings_in_words = {
+        "data": ", ".join(filter(None, [settings["data.source"], section("data.", without=apart)])),
+        "groups differ by": section("data.shift.", ["data.shift.kind"]),
+        "partition": section("data.partition.", ["data.partition.kind"]),
+        "clients": f"{clients}{true_groups}" if clients else "",
+        "test data": section("data.test."),
+        "model": section("model.", ["model.name"]),
+        "task": settings.get("task") or section("task."),
+        "local training": section("local.", ["local.epochs", "local.batch_size", "local.lr"]),
+        "cohort": section("cohort.", ["cohort.fraction"]),
+        "attack": section("attack."),
+        "schedule": "; ".join(map(_event_in_words, experiment.schedule)),
+        "evaluation": section("evaluation."),
+        "rounds": settings["rounds"],
+        "seeds": ", ".join(map(str, seeds)),
+        "methods": ", ".join(dict.fromkeys(with_options)),
+        "hosts": ", ".join(recorded[key] for key in ("hosts", "device", "engine") if key in recorded),
+        "commit": recorded.get("git_commit", ""),
+    }
+    return {name: redact(value) for name, value in settings_in_words.items() if value}
+
+
+def _shared_settings(runs: Sequence[FoundRun]) -> dict[str, str]:
+    """The settings by dotted key; the value is "differs by method" if the runs of a study differ in it."""
+    all_settings = [flatten(run.experiment.to_dict()) for run in runs]
+    return {
+        key: value if all(other.get(key) == value for other in all_settings) else "differs by method"
+        for key, value in all_settings[0].items()
+    }
+
+
+def _event_in_words(event: EventConfig) -> str:
+    kinds = {
+        f"{len(event.join)} join": event.join,
+        f"{len(event.leave)} leave": event.leave,
+        "data change": event.change,
+    }
+    return f"round {event.round}: {', '.join(words for words, happens in kinds.items() if happens)}"
+
+
+def _recorded(directory: Path) -> dict[str, str]:
+    """Hosts, device and engine of the run, and the commit of its code, if recorded."""
+    try:
+        info = read_info(directory)
+    except DataError:
+        return {}
+    session = {key.removeprefix("session."): value for key, value in info.params.items() if key.startswith("session.")}
+    return session | {"git_commit": info.tags.get("git_commit", "")}
+
+
+def command_again(runs: Sequence[FoundRun]) -> tuple[str, str]:
+    """The command that repeats these runs, and the config or study that it names, without credentials."""
+    first = min(runs, key=lambda run: run.experiment.seed)
+    if first.study is not None:
+        text = RunDirectory(first.study).study.read_text(encoding="utf-8")
+        return _study_again(first.study, str(first.setting)), redact(text)
+    seeds = sorted({run.experiment.seed for run in runs})
+    commands = [f"cfl-ray run experiment.yaml seed={seed}" for seed in seeds]
+    return "\n".join(commands), first.experiment.to_yaml(credentials=False)
+
+
+def _study_again(folder: Path, setting: str) -> str:
+    """The command that repeats a setting of a study; for a sweep, all trials of the setting."""
+    study = load_study(RunDirectory(folder).study)
+    if study.sweep is None:
+        return command("compare", RunDirectory.study.name, "--setting", setting)
+    base = next((name for name in study.settings if setting.startswith(f"{name},")), None)
+    return command("sweep", RunDirectory.study.name, "--setting" if base else None, base)

@@ -1,27 +1,36 @@
 """Checks of a setup before its run. All raise ConfigError."""
 
+import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from cfl_ray.config import check_buffer
 from cfl_ray.config.client_ids import clients_in_words
+from cfl_ray.core.aggregation import RULES, AggregationRule, Mean
+from cfl_ray.core.aggregation.rule import try_rule
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.method import Method
+from cfl_ray.core.metrics import METRICS
 from cfl_ray.core.params import ParamSpec
-from cfl_ray.core.tasks import Task
-from cfl_ray.data.federation import Federation
+from cfl_ray.core.tasks import TARGETS, Task
+from cfl_ray.core.work import Address
+from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.engine import autotune
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import SEQUENTIAL
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, RunError
+from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network
+from cfl_ray.population.availability import Availability, OwnAvailability
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.dry_rounds import why_synchronous
 from cfl_ray.setup.first_models import start_of
-from cfl_ray.setup.plugin_trials import try_aggregation, try_attack, try_availability, try_metrics
 from cfl_ray.setup.schedule import population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.machine import available_memory
@@ -200,3 +209,85 @@ def check_attackers(attack: Attack, count: int) -> None:
         )
     if len(attack.clients) >= count:
         raise ConfigError(f"attack: all {count} clients attack, so none is honest; leave at least one out")
+
+
+# ---- trials of plugins, so that their mistakes do not end the run after its first rounds
+#
+# Each is called once, as the run calls it, with random numbers of the run's shapes; a result of the wrong type or
+# shape and an exception are errors of the config. A copy is called, so that a plugin that counts its calls begins at 0.
+
+
+_MOST_RESULTS = 1000  # the distances between them are then 8 MB
+_ADDRESS = Address(seed=0, round=1, exchange=0)
+
+
+def try_aggregation(rule: AggregationRule, results: int) -> None:
+    """Calls a plugin rule with the results of a round. results: number of clients in a round."""
+    if not isinstance(rule, Mean) and type(rule) not in RULES.values():
+        with _as_config_error():
+            try_rule(_copy(rule), min(results, _MOST_RESULTS))
+
+
+def try_attack(kind: Any, recipe: ModelRecipe, shape: DataShape) -> None:
+    """Calls a plugin attack with an upload as long as the model, and two labels of every class."""
+    if isinstance(kind, str):
+        return
+    attack = Attack(_copy(kind), frozenset({0}))
+    with torch.random.fork_rng(devices=[]):
+        columns = ParamSpec.of(recipe()).size
+    draw = torch.Generator().manual_seed(0)
+    sent_P = torch.randn(columns, generator=draw)
+    with _as_config_error():
+        attack.upload(0, sent_P + 0.01 * torch.randn(columns, generator=draw), sent_P, _ADDRESS)
+        if shape.targets == "class":
+            attack.labels(0, torch.arange(2 * shape.num_classes) % shape.num_classes, shape.num_classes, _ADDRESS)
+
+
+def try_availability(availability: Availability, num_clients: int) -> None:
+    """Calls a plugin as in the first round."""
+    if isinstance(availability, OwnAvailability):
+        with _as_config_error():
+            _copy(availability).reachable(1, num_clients)
+
+
+def try_metrics(task: Task, shape: DataShape) -> None:
+    """Calls plugin metrics with the outputs and targets of a few samples, among them every class."""
+    own = [metric for metric in task.metrics if metric not in METRICS.builtin.values()]
+    if own:
+        outputs, targets = _samples(shape)
+        given = f"; it gets outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} of {targets.dtype}"
+        for metric in own:
+            with _as_config_error(given), torch.no_grad():
+                _copy(metric)(outputs.clone(), targets.clone())
+
+
+def _samples(shape: DataShape) -> tuple[Tensor, Tensor]:
+    """Outputs and targets of at least 4 samples."""
+    draw = torch.Generator().manual_seed(0)
+    count = max(4, 2 * shape.num_classes) if shape.targets == "class" else 4
+    outputs = torch.randn(count, *shape.outputs, generator=draw)
+    sizes = (count, *shape.target_shape)
+    if shape.targets == "real":
+        return outputs, torch.randn(sizes, generator=draw)
+    dtype = TARGETS[shape.targets].dtype
+    if shape.targets == "binary":  # every label occurs, and not with every sample
+        return outputs, (torch.arange(count) % 2).to(dtype)[:, None].expand(sizes).contiguous()
+    numbers = torch.arange(torch.Size(sizes).numel()).reshape(sizes)
+    return outputs, (numbers % shape.num_classes).to(dtype)
+
+
+def _copy(part: Any) -> Any:
+    """A copy of the plugin; the plugin itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(part)
+    except Exception:
+        return part
+
+
+@contextmanager
+def _as_config_error(given: str = "") -> Iterator[None]:
+    """Context that turns a RunError into a ConfigError. given: the arguments of the plugin, for the message."""
+    try:
+        yield
+    except RunError as error:
+        raise ConfigError(f"{error}{given} (tried on random numbers, before the run)") from error

@@ -1,12 +1,13 @@
 """Makes the setup of a run from its config, and checks it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cfl_ray import data, models
 from cfl_ray.clock.from_config import asynchrony_of, clock_of
-from cfl_ray.config import AttackConfig, Experiment, check_cohort
+from cfl_ray.config import AttackConfig, Experiment, LocalConfig, changed_local, check_cohort
 from cfl_ray.config.attack import ATTACK_KINDS, PluginAttackConfig
 from cfl_ray.config.clock import RunningClockConfig
 from cfl_ray.config.cohort import (
@@ -17,10 +18,16 @@ from cfl_ray.config.cohort import (
     TraceConfig,
 )
 from cfl_ray.config.schedule import check_schedule
+from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
+from cfl_ray.core.method import Method
+from cfl_ray.core.optimizers import resolve_optimizer
+from cfl_ray.core.schedules import resolve_schedule
+from cfl_ray.core.tasks import Task, resolve_task
 from cfl_ray.data.changes import ChangingFederation
 from cfl_ray.data.federation import Federation
-from cfl_ray.data.traces import read_trace
+from cfl_ray.data.tables import read_trace
 from cfl_ray.engine.attack import UPLOAD, check_own
+from cfl_ray.errors import ConfigError
 from cfl_ray.methods import resolve
 from cfl_ray.nn.network import template_of
 from cfl_ray.nn.shared import digest_of
@@ -34,21 +41,12 @@ from cfl_ray.population.availability import (
     OwnAvailability,
     Trace,
 )
-from cfl_ray.setup.checks import (
-    check_asynchronous,
-    check_attackers,
-    check_batches,
-    check_engine,
-    check_labels,
-    check_targets,
-    try_methods,
-    try_plugins,
-)
-from cfl_ray.setup.learning import resolve_learning
+from cfl_ray.setup import checks
 from cfl_ray.setup.protection import protected
 from cfl_ray.setup.schedule import data_changes, population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import new_trackers
+from cfl_ray.tracking.record import check_score_name
 
 
 def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
@@ -70,9 +68,9 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     `cfl-ray check` calls it with a stand-in of the same sizes, so that both refuse the same experiments.
     """
     methods = resolve(experiment.methods)
-    check_labels(methods)
+    checks.check_labels(methods)
     task, local, own_local = resolve_learning(experiment, methods)
-    check_targets(task, federation)
+    checks.check_targets(task, federation)
     new_trackers(experiment.tracking)  # called only for the errors that it raises; every method gets its own trackers
     check_schedule(experiment.schedule, federation.num_clients)
     population = population_of(experiment, federation.num_clients)
@@ -111,13 +109,13 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         asynchrony=asynchrony,
         template=template,
     )
-    check_attackers(setup.attack, federation.num_clients)
-    try_methods(setup)
+    checks.check_attackers(setup.attack, federation.num_clients)
+    checks.try_methods(setup)
     setup = protected(setup)
-    check_asynchronous(setup)
-    check_batches(setup)
-    try_plugins(setup)
-    check_engine(setup)
+    checks.check_asynchronous(setup)
+    checks.check_batches(setup)
+    checks.try_plugins(setup)
+    checks.check_engine(setup)
     return setup
 
 
@@ -146,3 +144,60 @@ def _availability(experiment: Experiment, num_clients: int) -> Availability:
 def shards_folder(experiment: Experiment) -> str:
     """The folder or URI of this experiment's shards."""
     return experiment.data.shards or str(Path(experiment.output) / "shards")
+
+
+def local_training(settings: LocalConfig) -> LocalSGD:
+    """The local training of these settings. Raises ConfigError for an optimiser or a schedule that cannot be used."""
+    keys = settings.model_dump(exclude={"optimizer", "optimizer_options", "schedule", "step_schedule"})
+    return LocalSGD(
+        **keys,
+        optimizer=resolve_optimizer(settings.optimizer, settings.optimizer_options),
+        schedule=resolve_schedule("local.schedule", settings.schedule),
+        step_schedule=resolve_schedule("local.step_schedule", settings.step_schedule),
+    )
+
+
+def resolve_learning(
+    experiment: Experiment, methods: dict[str, Method[Any]]
+) -> tuple[Task, LocalSGD, dict[str, LocalSGD]]:
+    """(task, local training, local training of methods with own settings by label).
+
+    Raises ConfigError for invalid settings, or settings that a method cannot use.
+    """
+    task = resolve_task(experiment.task).with_metrics(experiment.evaluation.metrics)
+    for metric in task.metrics:
+        check_score_name(metric.name)
+    if experiment.attack.kind == "label_flip" and task.targets != "class":
+        raise ConfigError(f"attack.kind: label_flip needs classes, the targets of the task are {task.targets!r}")
+    settings = {
+        label: changed_local(experiment.local, method.local, f"methods: {label}.local")
+        for label, method in methods.items()
+        if method.local
+    }
+    local = local_training(experiment.local)
+    own = {label: local_training(section) for label, section in settings.items()}
+    if experiment.privacy is not None and (examples := experiment.privacy.examples) is not None:
+        noise = ExampleNoise(examples.noise_multiplier, examples.clip)
+        local, own = replace(local, examples=noise), {k: replace(sgd, examples=noise) for k, sgd in own.items()}
+    for sgd in (local, *own.values()):
+        for t in (1, experiment.rounds):
+            sgd.in_round(t, experiment.rounds)  # raises ConfigError for a schedule that fails
+    for label, method in methods.items():
+        _check_method(label, method, task, settings.get(label, experiment.local), own.get(label, local))
+    return task, local, own
+
+
+def _check_method(label: str, method: Method[Any], task: Task, settings: LocalConfig, local: LocalSGD) -> None:
+    """Raises ConfigError for a method that does not support this task or this local training."""
+    if task.targets != "class" and (reason := method.needs_classes):
+        raise ConfigError(f"{label} needs classes, the targets of the task are {task.targets!r}: {reason}")
+    if (local.optimizer or local.step_schedule) and (reason := method.needs_sgd):
+        raise ConfigError(
+            f"{label} needs local.optimizer sgd and a constant local.step_schedule, got "
+            f"{settings.optimizer} and {settings.step_schedule}: {reason}"
+        )
+    if local.persist and local.momentum > 0 and (reason := method.needs_fresh_momentum):
+        raise ConfigError(
+            f"{label} needs local.persist false or local.momentum 0, got persist true and momentum "
+            f"{local.momentum:g}: {reason}"
+        )

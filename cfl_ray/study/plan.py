@@ -1,4 +1,4 @@
-"""The plan of a study: a run for each method, setting and seed."""
+"""The plan of a study: a run for each method, setting and seed, and the names of the metrics that these record."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
@@ -8,11 +8,13 @@ from typing import Any
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study, name_of, place_of
+from cfl_ray.core.tasks import resolve_task
 from cfl_ray.errors import ConfigError, UserError, did_you_mean
 from cfl_ray.methods import resolve
 from cfl_ray.results.load import finished_results
 from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.run_directory import RunDirectory
+from cfl_ray.tracking.record import METRICS, cluster_diagnostics_of, score_metrics_of
 
 LONGEST_LABEL = 200  # of a method; the label is a folder name, which file systems limit to 255 bytes
 
@@ -62,6 +64,12 @@ class Selection:
     settings: Collection[str] = ()
     methods: Collection[str] = ()
     seeds: Collection[int] = ()
+
+    @property
+    def options(self) -> list[str]:
+        """The options of commands that select these runs."""
+        chosen = {"setting": self.settings, "method": self.methods, "seed": self.seeds}
+        return [word for name, values in chosen.items() for value in values for word in (f"--{name}", str(value))]
 
 
 ALL = Selection()
@@ -143,3 +151,37 @@ def _experiment(study: Study, values: dict[str, Any], entry: Any, seed: int) -> 
     experiment = study.paths_of(Experiment(**values | {"methods": [entry]}))
     resolve(experiment.methods)
     return experiment
+
+
+# ---- names of metrics
+
+
+def scores_of(experiment: Experiment) -> set[str]:
+    """Names of the metrics of the experiment's task."""
+    return score_metrics_of(_names_of(experiment))
+
+
+def metric_warnings(study: Study, runs: Sequence[StudyRun]) -> list[str]:
+    """A warning for each unknown metric of the study, which is misspelt or a diagnostic of a method."""
+    known = {*METRICS, "mbit", "seconds"}  # the last two: of tables
+    for run in runs:
+        known |= {*scores_of(run.experiment), *cluster_diagnostics_of(_names_of(run.experiment)[0])}
+    wanted = [("metrics", name) for name in study.metrics]
+    if study.sweep is not None:
+        wanted.append(("sweep.metric", study.sweep.metric))
+    return [
+        f"{key}: {name!r} is no metric of all methods{_near(name, known)}; it is found only if a method of the study "
+        "records a diagnostic of that name"
+        for key, name in wanted
+        if name not in known
+    ]
+
+
+def _names_of(experiment: Experiment) -> list[str]:
+    task = resolve_task(experiment.task).with_metrics(experiment.evaluation.metrics)
+    return [metric.name for metric in task.metrics]
+
+
+def _near(name: str, known: set[str]) -> str:
+    suggestion = did_you_mean(name, known)
+    return suggestion if suggestion.startswith(" (") else ""  # not the whole list

@@ -18,17 +18,7 @@ from cfl_ray.errors import ConfigError, Interrupted, RunError, command, did_you_
 from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.report.ranks import ranks_of, ranks_table
-from cfl_ray.results.comparison import (
-    RunMetrics,
-    column_of,
-    format_table,
-    is_less_better,
-    measured,
-    metrics_of,
-    read_study,
-    runs_frame,
-    table_of,
-)
+from cfl_ray.results import comparison
 from cfl_ray.results.load import find_runs
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.run_record import check_hash_of_run
@@ -37,12 +27,9 @@ from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import hold
 from cfl_ray.security.credentials import remember_credentials
-from cfl_ray.study.metrics import metric_warnings, scores_of
-from cfl_ray.study.plan import ALL, Selection, StudyRun, plan
-from cfl_ray.study.ranking import RankedTrial, best_of, rank, to_frame
-from cfl_ray.study.resources import Resources, resources_for
-from cfl_ray.study.sweep import Trials, trials_of
-from cfl_ray.study.worker_pool import END_SECONDS, RunOutcome, WorkerPool, check_main
+from cfl_ray.study.plan import ALL, Selection, StudyRun, metric_warnings, plan, scores_of
+from cfl_ray.study.sweep import RankedTrial, Trials, best_of, rank, to_frame, trials_of
+from cfl_ray.study.worker_pool import END_SECONDS, Resources, RunOutcome, WorkerPool, check_main, resources_for
 from cfl_ray.system.files import write_text
 from cfl_ray.system.signals import sigterm_interrupts
 from cfl_ray.tracking import (
@@ -56,12 +43,10 @@ from cfl_ray.tracking import (
     redact,
     resolve_uri,
 )
-from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord
-from cfl_ray.tracking.summary import mean_of_runs
+from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord, mean_of_runs
 
 if TYPE_CHECKING:
     import pandas as pd
-
 
 _PACKED = ("backend", "address", "hosts", "clients_per_host", "gpus_per_host", "cpus_per_host", "device")
 _DRAWN = 8  # number of settings with figures in MLflow; the report has figures of all settings
@@ -96,9 +81,9 @@ class StudyResults:
     trials: list[RankedTrial] = field(default_factory=list)  # of a sweep, the best first
 
     @property
-    def run_metrics(self) -> RunMetrics:
+    def run_metrics(self) -> comparison.RunMetrics:
         """The metrics of every finished run, by (setting, method) and seed."""
-        return read_study(self.root)
+        return comparison.read_study(self.root)
 
     @property
     def best(self) -> list[RankedTrial]:
@@ -108,11 +93,11 @@ class StudyResults:
     def table(self) -> pd.DataFrame:
         """Mean and spread over the seeds of the study's recorded metrics; if none is recorded, of the usual metrics."""
         run_metrics = self.run_metrics
-        return table_of(run_metrics, measured(run_metrics, self.study.metrics))
+        return comparison.table_of(run_metrics, comparison.measured(run_metrics, self.study.metrics))
 
     def to_frame(self) -> pd.DataFrame:
         """A row for each finished run: setting, method, seed, then a column for each metric."""
-        return runs_frame(self.run_metrics)
+        return comparison.runs_frame(self.run_metrics)
 
 
 def run_study(
@@ -225,7 +210,8 @@ class _Launch:
             remember_credentials(self.study.model_dump(mode="json", by_alias=True))
             sign_study(self.root, self.study)
             write_text(RunDirectory(self.root).study, self.study.to_yaml(credentials=False))
-            run_log = self._run_log()
+            trackers = {} if self.uri is None else {"mlflow": Mlflow(self.uri, self.experiment.tracking.experiment)}
+            run_log = RunLog(self.root, trackers, self.watcher.warn)
             tags = {"study": self.root.name, "seeds": str(self.study.seeds)}
             params = flatten(self.study.model_dump(mode="json", by_alias=True))
             run_log.start(RunInfo(self.study.name, "", tags, params))
@@ -246,13 +232,13 @@ class _Launch:
             self.root,
             self.failed,
             redact(self.uri) if self.uri else None,
-            self._ranked(read_study(self.root)),
+            self._ranked(comparison.read_study(self.root)),
         )
 
     def _end(self, run_log: RunLog, status: EndStatus) -> None:
         """Writes the tables of finished runs, then the end of the study: FAILED if a table cannot be written."""
         try:
-            run_metrics = read_study(self.root)
+            run_metrics = comparison.read_study(self.root)
             # step of the parent's metrics, which grows with the number of finished runs
             count = sum(map(len, run_metrics.values()))
             if summary := self._write_tables(run_metrics):
@@ -270,12 +256,9 @@ class _Launch:
         """The command that continues this study."""
         if self.only == ALL and self.extend is None:
             return command("resume", self.root)
-        chosen = {"setting": self.only.settings, "method": self.only.methods, "seed": self.only.seeds}
-        selected = [f"--{name}={value}" for name, values in chosen.items() for value in values]
-        if self.extend is not None:
-            selected.append(f"--extend={self.extend}")
-        verb = "sweep" if self.study.sweep else "compare"
-        return command(verb, RunDirectory(self.root).study, f"--folder={self.root}", *selected)
+        extending = [] if self.extend is None else [f"--extend={self.extend}"]
+        verb, study = "sweep" if self.study.sweep else "compare", RunDirectory(self.root).study
+        return command(verb, study, f"--folder={self.root}", *self.only.options, *extending)
 
     def _check_folder(self) -> None:
         """Raises ConfigError if the folder holds a run or another study."""
@@ -355,9 +338,13 @@ class _Launch:
         metric = self.study.sweep.metric
         runs_of = [plan(self.study, self.only, [parameters]) for parameters in trials]
         # not all runs: a sweep would read its first trials as often as it has batches
-        run_metrics = read_study(self.root, {run.folder(self.root) for of_trial in runs_of for run in of_trial})
-        if metric not in (present := metrics_of(run_metrics)):
-            present = metrics_of(read_study(self.root))  # earlier trials may have it, such as rounds_to_target
+        run_metrics = comparison.read_study(
+            self.root, {run.folder(self.root) for of_trial in runs_of for run in of_trial}
+        )
+        if metric not in (present := comparison.metrics_of(run_metrics)):
+            present = comparison.metrics_of(
+                comparison.read_study(self.root)
+            )  # earlier trials may have it, such as rounds_to_target
         if present and metric not in present:
             raise ConfigError(f"sweep.metric: no run has the metric {metric!r}{did_you_mean(metric, present)}")
         for parameters, of_trial in zip(trials, runs_of, strict=True):
@@ -366,7 +353,7 @@ class _Launch:
             known = [value for value in values if not isnan(value)]
             self.trials.tell(parameters, fmean(known) if len(known) == len(values) else None)
 
-    def _ranked(self, run_metrics: RunMetrics) -> list[RankedTrial]:
+    def _ranked(self, run_metrics: comparison.RunMetrics) -> list[RankedTrial]:
         """The trials of a sweep, the best first."""
         if self.study.sweep is None:
             return []
@@ -374,25 +361,25 @@ class _Launch:
 
     # ---- results
 
-    def _write_tables(self, run_metrics: RunMetrics) -> dict[str, float]:
+    def _write_tables(self, run_metrics: comparison.RunMetrics) -> dict[str, float]:
         """Writes results.csv and the tables, and returns the metrics of the parent run: SETTING/METHOD/METRIC."""
         if not run_metrics:
             return {}
         directory = RunDirectory(self.root)
         directory.artifacts.mkdir(mode=0o700, exist_ok=True)
-        write_text(directory.results_table, runs_frame(run_metrics).to_csv(index=False))
+        write_text(directory.results_table, comparison.runs_frame(run_metrics).to_csv(index=False))
         if self.study.sweep is not None:
             ranked = to_frame(self._ranked(run_metrics), self.study.sweep.metric)
             write_text(directory.trials_table, ranked.to_csv(index=False))
-        known = measured(run_metrics, self.study.metrics)
+        known = comparison.measured(run_metrics, self.study.metrics)
         if missing := [name for name in self.study.metrics if name not in known]:
             self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
-        table = table_of(run_metrics, known)
-        metric_of = {name: name for name in table.columns} | {column_of(name, known): name for name in known}
+        table = comparison.table_of(run_metrics, known)
+        metric_of = {name: name for name in table.columns} | {comparison.column_of(name, known): name for name in known}
         score = metric_of[table.columns[3]]
-        less = is_less_better(score, metrics_of(run_metrics))
+        less = comparison.is_less_better(score, comparison.metrics_of(run_metrics))
         ranks = ranks_of(run_metrics, score, less) if self.study.sweep is None else None
-        text = format_table(table, "md") + ("" if ranks is None else f"\n\n{ranks_table(ranks)}")
+        text = comparison.format_table(table, "md") + ("" if ranks is None else f"\n\n{ranks_table(ranks)}")
         write_text(directory.table, text + "\n")
         if self.uri is not None and self.study.sweep is None:
             self._write_figures(directory.artifacts)
@@ -420,12 +407,6 @@ class _Launch:
         for setting, of_methods in list(records_of.items())[:_DRAWN]:
             prefix = f"{_plain(setting)}_" if len(records_of) > 1 else ""
             write_figures(folder, {method: mean_of_runs(runs) for method, runs in of_methods.items()}, prefix)
-
-    def _run_log(self) -> RunLog:
-        """The log of the parent run."""
-        experiment = self.experiment.tracking.experiment
-        trackers = {} if self.uri is None else {"mlflow": Mlflow(self.uri, experiment)}
-        return RunLog(self.root, trackers, self.watcher.warn)
 
 
 def _check_runtime(runs: Sequence[StudyRun]) -> None:

@@ -4,15 +4,24 @@ Importing this package does not import mlflow.
 """
 
 from cfl_ray.errors.redaction import redact
-from cfl_ray.tracking.chosen import TRACKERS, new_trackers
 from cfl_ray.tracking.delivery import Delivery
-from cfl_ray.tracking.mlflow import save_model
+from cfl_ray.tracking.mlflow import resolve_uri, save_model
 from cfl_ray.tracking.mlflow_tracker import Mlflow, deliver_pending, where_to_look
-from cfl_ray.tracking.reading import last_record, read_end, read_info, read_records
-from cfl_ray.tracking.record import METRICS, RUN_METRICS, RoundRecord, RunInfo, check_metrics, flatten
+from cfl_ray.tracking.record import (
+    METRICS,
+    RUN_METRICS,
+    RoundRecord,
+    RunInfo,
+    check_metrics,
+    flatten,
+    last_record,
+    read_end,
+    read_info,
+    read_records,
+    summarise,
+)
 from cfl_ray.tracking.run_log import RunLog
-from cfl_ray.tracking.summary import summarise
-from cfl_ray.tracking.uri import resolve_uri
+from cfl_ray.tracking.trackers import TRACKERS, new_trackers
 
 __all__ = [
     "METRICS",

@@ -19,8 +19,7 @@ from cfl_ray.plugins.calling import is_user_file, place_of, raised_at
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import PRIVATE, private_umask, read_json, read_record, sync, write_json
 from cfl_ray.system.signals import Flag
-from cfl_ray.tracking.reading import read_end, read_from, read_info, read_records
-from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
+from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, read_end, read_from, read_info, read_records
 
 MLFLOW = "mlflow"  # the only tracker to which a later command can deliver
 BATCH_ROUNDS = 40

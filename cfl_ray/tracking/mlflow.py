@@ -13,6 +13,8 @@ import hashlib
 import json
 import os
 import shutil
+import socket
+import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,11 +27,11 @@ import numpy as np
 from filelock import FileLock
 
 from cfl_ray.errors import DataError, RunError
+from cfl_ray.errors.redaction import split
 from cfl_ray.run_directory import RunDirectory
+from cfl_ray.security.credentials import with_credentials
 from cfl_ray.system.files import PRIVATE, private_folder, write_text
-from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
-from cfl_ray.tracking.summary import mbit
-from cfl_ray.tracking.uri import sqlite_path
+from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, mbit
 
 if TYPE_CHECKING:  # importing mlflow takes a second or two, so only a delivering process does it
     from mlflow import MlflowClient
@@ -46,6 +48,7 @@ _NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
 _LATEST = "Latest comparison: "  # first words of our description of an experiment
 MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the request size
 CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
+_CONNECT_SECONDS = 2.0
 
 DEFAULTS = {  # environment variables; values of the user take precedence
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # a repeated request could create a second run; `delivery` retries
@@ -359,3 +362,43 @@ def save_model(module: Any, example: np.ndarray, outputs: np.ndarray, folder: Pa
         serialization_format="pt2",
         pip_requirements=[f"{name}=={version(name)}" for name in ("mlflow", "numpy", "torch")],
     )
+
+
+# ---- URIs
+
+
+def resolve_uri(tracking: Any, output: str | Path) -> str:
+    """Returns the destination of results: `tracking.uri` of the config, MLFLOW_TRACKING_URI, or an SQLite store.
+
+    The first that is set counts; hidden credentials in it are restored if they are known. The SQLite store is
+    `mlflow.db` below `output`.
+    """
+    uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path(output) / 'mlflow.db'}"
+    uri = with_credentials(uri) or uri
+    path = None if "?" in uri else sqlite_path(uri)
+    return f"sqlite:///{path}" if path else uri  # absolute, since a later command may run in another folder
+
+
+def accepts_connection(uri: str) -> bool:
+    """Returns False for a server that refuses connections or does not answer within two seconds.
+
+    True for a file, and for a server behind a proxy, which only a request could check.
+    """
+    parts = split(uri)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return True
+    if parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.hostname):
+        return True
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname, port), timeout=_CONNECT_SECONDS).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """Returns the file of an SQLite URI, None for any other URI."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return Path(uri.removeprefix("sqlite:///").split("?")[0]).resolve()

@@ -23,10 +23,8 @@ from cfl_ray.security.credentials import hides, with_credentials
 from cfl_ray.security.signing import is_signed, sign
 from cfl_ray.system.files import read_record
 from cfl_ray.tracking.delivery import MLFLOW, Delivery, lacks, lock, redacted_reason, update_cursor
-from cfl_ray.tracking.mlflow import MlflowRun, page_of
-from cfl_ray.tracking.reading import read_end, read_info
-from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
-from cfl_ray.tracking.uri import accepts_connection
+from cfl_ray.tracking.mlflow import MlflowRun, accepts_connection, page_of
+from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, read_end, read_info
 
 _PURPOSE = "destination of a run's results"
 

@@ -14,8 +14,7 @@ from typing import BinaryIO
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import append_line, cut_torn_line, open_private, private_folder, write_json
 from cfl_ray.tracking.delivery import Delivery, LiveDelivery, Tracker
-from cfl_ray.tracking.reading import last_record, read_info
-from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo
+from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo, last_record, read_info
 
 _warn_in_log = logging.getLogger(__name__).warning
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cfl_ray import config, simulate
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import Experiment
-from cfl_ray.results.reassignments import read_reassignments
+from cfl_ray.results.arrow_log import read_reassignments
 from cfl_ray.results.results import Results
 from cfl_ray.run_directory import RunDirectory
 

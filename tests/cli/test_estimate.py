@@ -8,7 +8,7 @@ from rich.console import Console
 from torch import nn
 
 import cfl_ray
-from cfl_ray.cli import estimate, estimate_tables
+from cfl_ray.cli import estimate
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.data.federation import DataShape
 from cfl_ray.errors import RunError
@@ -53,7 +53,7 @@ def test_every_step_of_a_method_is_tried():
 
 def shown(found):
     console = Console(width=200, record=True)
-    estimate_tables.show(found, console)
+    estimate.show(found, console)
     return console.export_text()
 
 

@@ -14,9 +14,9 @@ from commands import call
 from rich.console import Console
 from studies import InlinePool, small_study
 
-from cfl_ray.cli.study_progress import show_tables, show_trials
+from cfl_ray.cli.progress import show_tables, show_trials
 from cfl_ray.study import run
-from cfl_ray.study.ranking import RankedTrial, best_of
+from cfl_ray.study.sweep import RankedTrial, best_of
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 from federations import planted, uneven
 
 from cfl_ray import config, data
-from cfl_ray.data import federation_from_arrays, pixels
+from cfl_ray.data import federation_from_arrays, shifts
 from cfl_ray.data.changes import ChangingFederation, DataChange, Domain
 from cfl_ray.errors import DataError
 
@@ -205,7 +205,7 @@ class TestDomains:
         "kind, amount, expected",
         [
             ("brightness", 0.5, lambda x: np.rint(x * 0.5)),
-            ("blur", 0.7, lambda x: pixels.blurred(x, x, 0, None, amount=0.7, scale=16)[0]),
+            ("blur", 0.7, lambda x: shifts.blurred(x, x, 0, None, amount=0.7, scale=16)[0]),
         ],
     )
     def test_the_stored_pixels_are_changed(self, digits, kind, amount, expected):

@@ -6,14 +6,14 @@ import os
 import numpy as np
 import pytest
 
-from cfl_ray.data import dataset, mapped
+from cfl_ray.data import arrays, images
 from cfl_ray.errors import DataError
 
 
 @pytest.fixture
 def small_memory(monkeypatch):
     """Arrays of more than 100 bytes are in a file."""
-    monkeypatch.setattr(mapped, "_IN_MEMORY", 100)
+    monkeypatch.setattr(images, "_IN_MEMORY", 100)
 
 
 def memory_maps() -> str:
@@ -25,7 +25,7 @@ def memory_maps() -> str:
 def test_a_large_array_is_in_a_file_that_has_no_name(small_memory, tmp_path, monkeypatch, dtype):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = memory_maps().count(str(tmp_path))
-    large, small = mapped.mapped_array((50, 3), dtype), mapped.mapped_array((4, 3), dtype)
+    large, small = images.mapped_array((50, 3), dtype), images.mapped_array((4, 3), dtype)
     assert memory_maps().count(str(tmp_path)) == before + 1 and not any(tmp_path.iterdir())
     assert (large.shape, large.dtype, small.shape) == ((50, 3), dtype, (4, 3))
     large[:] = np.arange(150).reshape(50, 3)
@@ -40,10 +40,10 @@ def test_a_full_disk_is_named_before_the_samples_are_read(small_memory, monkeypa
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DataError, match=r"need 0.00 GB in .* \(No space left on device\); set TMPDIR"):
-        mapped.mapped_array((50, 3))
+        images.mapped_array((50, 3))
 
 
 def test_a_dataset_is_read_into_it(small_memory):
     pairs = [(np.full((4, 4), row, np.float32), row % 2) for row in range(9)]
-    x, y = dataset._arrays(pairs, "dataset", "class")
+    x, y = arrays._arrays(pairs, "dataset", "class")
     assert x.dtype == np.float32 and x[:, 0, 0].tolist() == list(range(9)) and y.tolist() == [0, 1] * 4 + [0]

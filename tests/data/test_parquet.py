@@ -8,7 +8,7 @@ from PIL import Image
 
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.config.data import SOURCE_KINDS
-from cfl_ray.data import parquet
+from cfl_ray.data import image_files
 from cfl_ray.data.sources import locate
 from cfl_ray.errors import DataError
 
@@ -36,7 +36,7 @@ def write(path, images=None, as_struct=True, **columns):
 
 
 def read(files, test=(), pixels=True, num_classes=None, **columns):
-    return parquet.read(files, list(test), ColumnsConfig(**columns), num_classes, pixels, None)
+    return image_files.read_parquet(files, list(test), ColumnsConfig(**columns), num_classes, pixels, None)
 
 
 @pytest.mark.parametrize("as_struct", [True, False])

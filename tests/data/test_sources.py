@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision import datasets
 
 from cfl_ray.config.data import SOURCE_KINDS
-from cfl_ray.data import image_sets, sources
+from cfl_ray.data import sources
 from cfl_ray.data.sources import locate
 from cfl_ray.errors import DataError
 
@@ -231,7 +231,7 @@ class TestMedmnist:
 @pytest.mark.parametrize("sent", [b"", b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\nbegun"])
 def test_a_download_from_a_server_that_hangs_ends(tmp_path, monkeypatch, sent):
     """A server of this machine that accepts a connection, sends nothing or a beginning, and then hangs."""
-    monkeypatch.setattr(image_sets, "_SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(sources, "_SILENCE_SECONDS", 0.3)
     monkeypatch.setenv("no_proxy", "*")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(datasets.MNIST, "mirrors", [f"http://127.0.0.1:{server.getsockname()[1]}/"])

@@ -7,8 +7,8 @@ import pytest
 from pages import per_client
 from scipy.stats import entropy, spearmanr
 
-from cfl_ray.report.label_divergence import against_labels, divergences
-from cfl_ray.report.snapshots import PerClient, RecordedMatrix
+from cfl_ray.report.matrices import against_labels, divergences
+from cfl_ray.report.report_data import PerClient, RecordedMatrix
 
 CLIENTS, CLASSES = 9, 4
 UPPER = np.triu_indices(CLIENTS, 1)

@@ -12,15 +12,12 @@ from pages import CLIENTS, HOSTILE, experiment, per_client, report
 
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.reassigned import Reassigned
-from cfl_ray.report.clients import client_figures
-from cfl_ray.report.clusters import cluster_figures
+from cfl_ray.report.clusters import client_figures, cluster_figures, mixture_figures
 from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import as_json, look
 from cfl_ray.report.matrices import matrix_figures
-from cfl_ray.report.mixtures import mixture_figures
 from cfl_ray.report.page import render
-from cfl_ray.report.report_data import MethodRun, ReportedExperiment
-from cfl_ray.report.snapshots import PerClient, RecordedMatrix
+from cfl_ray.report.report_data import MethodRun, PerClient, RecordedMatrix, ReportedExperiment
 from cfl_ray.tracking import RoundRecord
 
 

@@ -5,7 +5,7 @@ import pytest
 from pages import per_client
 
 from cfl_ray.core.reassigned import Reassigned
-from cfl_ray.report.snapshots import ClusterHistory, PerClient
+from cfl_ray.report.report_data import ClusterHistory, PerClient
 
 
 def drawn(seed):

@@ -11,7 +11,7 @@ import cfl_ray
 from cfl_ray.core.method import VOTE, Method
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import REGISTRY
-from cfl_ray.results import newcomers
+from cfl_ray.results import trained as newcomers
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "newcomers.md"
 SECTIONS = {

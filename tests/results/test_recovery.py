@@ -9,7 +9,7 @@ import pytest
 import cfl_ray
 from cfl_ray.core.diagnostics import Diagnostic
 from cfl_ray.data.chained import ChainedFederation
-from cfl_ray.results.recovery import recovery_frame, recovery_metrics
+from cfl_ray.results.results import recovery_frame, recovery_metrics
 
 
 def frame(scores: dict[int, list[float]], name: str = "accuracy") -> pd.DataFrame:

@@ -10,10 +10,8 @@ import pytest
 
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.errors import DataError
-from cfl_ray.results import reassignments as module
-from cfl_ray.results.arrow_log import ArrowLog
-from cfl_ray.results.client_metrics import ClientMetrics, read_client_metrics
-from cfl_ray.results.reassignments import Reassignments, read_reassignments
+from cfl_ray.results import arrow_log as module
+from cfl_ray.results.arrow_log import ArrowLog, ClientMetrics, Reassignments, read_client_metrics, read_reassignments
 
 
 def test_a_first_cluster_is_no_change_and_nor_is_one_after_an_absence():

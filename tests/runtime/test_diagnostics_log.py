@@ -14,9 +14,8 @@ from cfl_ray import load_run, resume, simulate
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.errors import DataError, RunError
 from cfl_ray.methods.ifca import IFCA
+from cfl_ray.results.arrow_log import DiagnosticsLog, read_diagnostics, read_reassignments
 from cfl_ray.results.comparison import compare_runs, format_table
-from cfl_ray.results.diagnostics_log import DiagnosticsLog, read_diagnostics
-from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.run_directory import RunDirectory
 
 DIAGNOSTICS = RunDirectory.diagnostics.name

@@ -10,7 +10,7 @@ from small_runs import simulate_until
 from cfl_ray import ConfigError, load_run, resume, run, simulate
 from cfl_ray.errors import RunError
 from cfl_ray.lifecycle import extension
-from cfl_ray.results.reassignments import read_reassignments
+from cfl_ray.results.arrow_log import read_reassignments
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import read_info, read_records
 

@@ -21,7 +21,7 @@ from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.setup.prepare import prepare
-from cfl_ray.tracking.summary import summarise
+from cfl_ray.tracking.record import summarise
 
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(120, 4)).astype(np.float32)

@@ -13,9 +13,9 @@ import yaml
 from studies import figures_of
 
 from cfl_ray.study import worker_pool
-from cfl_ray.study.resources import Resources
 from cfl_ray.study.run import run_study
 from cfl_ray.study.status import study_status
+from cfl_ray.study.worker_pool import Resources
 
 pytestmark = pytest.mark.slow
 SLOW = "import time\n\ndef pause(outputs, targets):\n    time.sleep(0.01)\n    return float(len(targets))\n"

@@ -3,8 +3,8 @@
 import pytest
 
 from cfl_ray.config import RuntimeConfig
-from cfl_ray.study import resources
-from cfl_ray.study.resources import Resources, resources_for
+from cfl_ray.study import worker_pool
+from cfl_ray.study.worker_pool import Resources, resources_for
 
 
 @pytest.fixture
@@ -12,10 +12,10 @@ def machine(monkeypatch):
     """Sets the CPUs, GPUs and available GB of this machine, and the hosts that a cluster has room for."""
 
     def of(cpus: int, gpus: int = 0, gb: float = 1000, cluster: int = 0):
-        monkeypatch.setattr(resources, "usable_cpus", lambda: cpus)
+        monkeypatch.setattr(worker_pool, "usable_cpus", lambda: cpus)
         monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-        monkeypatch.setattr(resources, "available_memory", lambda: gb * 1e9)
-        monkeypatch.setattr(resources, "_room_of_cluster", lambda runtime, address: cluster)
+        monkeypatch.setattr(worker_pool, "available_memory", lambda: gb * 1e9)
+        monkeypatch.setattr(worker_pool, "_room_of_cluster", lambda runtime, address: cluster)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return of

@@ -11,14 +11,14 @@ from studies import InlinePool, figures_of, files_of
 import cfl_ray
 from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.lifecycle import recorder
+from cfl_ray.results import comparison
 from cfl_ray.results.comparison import by_experiment, compare_runs, format_table
 from cfl_ray.results.load import find_runs
 from cfl_ray.results.reporting import report_of
 from cfl_ray.results.study_folder import run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study import run, worker_pool
-from cfl_ray.study.metrics import metric_warnings
-from cfl_ray.study.plan import Selection, plan
+from cfl_ray.study.plan import Selection, metric_warnings, plan
 from cfl_ray.study.run import StudyWatcher, run_study
 from cfl_ray.study.status import study_status
 from cfl_ray.tracking import read_end, read_info, read_records
@@ -112,7 +112,7 @@ def test_a_study_whose_tables_cannot_be_written_has_failed(study, inline, monkey
         def no_space(*_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        full.setattr(run, "format_table", no_space)
+        full.setattr(comparison, "format_table", no_space)
         with pytest.raises(RunError, match="small: No space left on device; go on with: cfl-ray resume .*small"):
             run_study(study(seeds=[0]))
     root = Path(study().experiment["output"]) / study().name
@@ -206,7 +206,7 @@ def test_an_interrupted_study_names_the_command_that_goes_on(study, inline, tmp_
         run_study(study(seeds=[0]), watcher=Impatient())
     assert len(inline) == 1 and study_status(tmp_path / "small").next == f"cfl-ray resume {tmp_path}/small"
     with pytest.raises(
-        Interrupted, match=f"compare {tmp_path}/small/study.yaml --folder={tmp_path}/small --method=two"
+        Interrupted, match=f"compare {tmp_path}/small/study.yaml --folder={tmp_path}/small --method two"
     ):
         run_study(study(seeds=[0]), watcher=Impatient(), only=Selection(methods=["two"]))
     run_study(tmp_path / "small" / STUDY, tmp_path / "small")

@@ -1,5 +1,5 @@
 from cfl_ray.tracking import RoundRecord, summarise
-from cfl_ray.tracking.summary import mean_of_runs, rejected_updates, why_diverged
+from cfl_ray.tracking.record import mean_of_runs, rejected_updates, why_diverged
 
 
 def curve(*accuracies):

@@ -14,8 +14,8 @@ import pytest
 import cfl_ray
 from cfl_ray.config import Experiment, TrackingConfig
 from cfl_ray.errors import ConfigError, DataError
-from cfl_ray.tracking import Delivery, RoundRecord, RunInfo, RunLog, csv_file, delivery, new_trackers
-from cfl_ray.tracking.csv_file import CsvFile
+from cfl_ray.tracking import Delivery, RoundRecord, RunInfo, RunLog, delivery, new_trackers, trackers
+from cfl_ray.tracking.trackers import CsvFile
 
 
 class Recording:
@@ -234,7 +234,7 @@ class TestCsv:
         file = CsvFile()
         file.open(tmp_path, RunInfo("run"), 0)
         with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-            patch.setattr(csv_file, "append_line", full)
+            patch.setattr(trackers, "append_line", full)
             file.log(record(1))
         file.log(record(1))
         (row,) = csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from cfl_ray.config import Experiment, TrackingConfig
 from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.tracking import redact, resolve_uri
-from cfl_ray.tracking.uri import accepts_connection, with_credentials
+from cfl_ray.tracking.mlflow import accepts_connection, with_credentials
 
 REDACTED = {
     "http://host:5000/path": "http://host:5000/path",

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cfl_ray.data.pixels import rotated
+from cfl_ray.data.shifts import rotated
 
 
 def pairs(x: np.ndarray, y: np.ndarray, group: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
