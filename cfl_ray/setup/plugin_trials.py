@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cfl_ray.core.aggregation import RULES, AggregationRule, Mean
-from cfl_ray.core.aggregation.rule import try_rule
+from cfl_ray.core.aggregation.apply import try_rule
+from cfl_ray.core.aggregation.rules import RULES, AggregationRule, Mean
 from cfl_ray.core.metrics import METRICS
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.tasks import TARGETS, Task
