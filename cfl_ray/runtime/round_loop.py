@@ -39,8 +39,7 @@ from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.participation import Participation
 from cfl_ray.runtime.private_run import ClientPrivacy, SamplePrivacy
 from cfl_ray.runtime.requests import Requests
-from cfl_ray.runtime.round_diagnostics import RoundDiagnostics
-from cfl_ray.runtime.round_evaluation import RoundEvaluation
+from cfl_ray.runtime.round_evaluation import RoundDiagnostics, RoundEvaluation
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status
 from cfl_ray.runtime.snapshot import Snapshot
 from cfl_ray.setup.first_models import start_of
