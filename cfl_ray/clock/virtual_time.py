@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.clock.devices import Clock, Load
+from cfl_ray.config.clock import AsynchronousConfig
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.state import State
@@ -99,14 +100,11 @@ class VirtualTime:
 
 @dataclass(frozen=True)
 class Asynchrony:
-    """The settings of asynchronous rounds, ready for use."""
+    """Asynchronous rounds, ready for use."""
 
     buffer: int
     staleness: Callable[[np.ndarray], np.ndarray]  # (M,) server steps -> weights s(tau) > 0
-    mixing: float = 1.0
-    mix_models: bool = False
-    max_staleness: int | None = None
-    per_cluster: bool = False
+    config: AsynchronousConfig = AsynchronousConfig()  # the other settings
 
 
 _OF_FLIGHTS = ("client_F", "version_F", "finish_F", "reports_F", "arrived_F")  # of each client in flight
@@ -192,7 +190,7 @@ class Flights:
 
     def _discard_stale(self, round: int, arrived_F: np.ndarray) -> None:
         """Discards the arrived updates that are older than `max_staleness`."""
-        if (most := self.settings.max_staleness) is not None:
+        if (most := self.settings.config.max_staleness) is not None:
             stale_F = arrived_F & (round - 1 - self.version_F > most)
             self.stale += int(stale_F.sum())
             self._keep(~stale_F)
@@ -201,7 +199,7 @@ class Flights:
         """The updates that the server takes, as positions; None if no buffer is full."""
         order = np.lexsort((self.client_F, self.version_F, self.finish_F))
         order = order[self.arrived_F[order]]
-        if not self.settings.per_cluster:
+        if not self.settings.config.per_cluster:
             return order[: self.settings.buffer] if len(order) >= self.settings.buffer else None
         cluster = state.assign_N[self.client_F[order]]
         assigned = state.assign_N[population.online]
@@ -221,15 +219,15 @@ class Flights:
             version_of=dict(zip(ids_M.tolist(), version_M.tolist(), strict=True)),
             present=round - 1,
             weight_of=dict(zip(ids_M.tolist(), weight_M.tolist(), strict=True)),
-            mixing=self.settings.mixing,
-            mix_models=self.settings.mix_models,
+            mixing=self.settings.config.mixing,
+            mix_models=self.settings.config.mix == "models",
         )
         self._keep(~np.isin(np.arange(len(self.client_F)), taken))
         return ids_M, received
 
     def advance(self, round: int, before: State, after: State) -> None:
         """Ends the server step `round`. before: the state when clients received the version of this round."""
-        flying, most = set(self.version_F.tolist()), self.settings.max_staleness
+        flying, most = set(self.version_F.tolist()), self.settings.config.max_staleness
         kept = {version for version in flying if most is None or round - version <= most}
         self.versions.advance(round - 1, before, after, kept)
         self.dropped = self.stale = 0
