@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
+from cfl_ray.system.cpu import instructions_environment
 from cfl_ray.system.imports import uncollected
-from cfl_ray.system.instructions import instructions_environment
 
 if TYPE_CHECKING:
     from cfl_ray.checkpoint.lease import SharedDirectory
