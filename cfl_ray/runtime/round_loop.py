@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.checkpoint.interval import CheckpointInterval
-from cfl_ray.checkpoint.store import Checkpoint, CheckpointStore
+from cfl_ray.checkpoint.store import Checkpoint, CheckpointInterval, CheckpointStore
 from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.core.backend import Backend
 from cfl_ray.core.checked_method import CheckedMethod
