@@ -565,8 +565,7 @@ class Differentiated(Join):
         return [self._array(next(grads), i) if needs else None for i, needs in enumerate(self.needs)]
 
     def _array(self, grad: Tensor, index: int) -> Array:
-        array: Array = grad.contiguous().numpy() if self.wide is None else array_of(grad, self.wide[index])
-        return array
+        return grad.contiguous().numpy() if self.wide is None else array_of(grad, self.wide[index])
 
 
 def tensor_of(x: Array, wide: bool) -> Tensor:
@@ -576,8 +575,7 @@ def tensor_of(x: Array, wide: bool) -> Tensor:
 
 def array_of(x: Tensor, wide: bool) -> Array:
     """An activation (B, ...) in the layout of this module: without a copy if its memory is in that order."""
-    array: Array = (x.permute(0, 2, 3, 1) if wide else x.movedim(0, -1)).contiguous().numpy()
-    return array
+    return (x.permute(0, 2, 3, 1) if wide else x.movedim(0, -1)).contiguous().numpy()
 
 
 def mean_cross_entropy(logits_CB: Array, y_B: Array, weight_B: Array | None = None) -> tuple[np.floating, Array]:

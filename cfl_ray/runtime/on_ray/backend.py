@@ -275,8 +275,7 @@ class Exchange:
 
     def clients(self, chunks: Sequence[Chunk]) -> list[int]:
         """Ids of the clients (or test sets) of these chunks."""
-        ids: list[int] = self.work.ids_M[np.concatenate([chunk.index_m for chunk in chunks])].tolist()
-        return ids
+        return self.work.ids_M[np.concatenate([chunk.index_m for chunk in chunks])].tolist()
 
     def instead(self, chunk: Chunk) -> list[Chunk]:
         """The chunks that replace a chunk that took too long: one per client, or the whole chain.
@@ -348,8 +347,7 @@ class Exchange:
         if self.work.secure is not None:
             return list(range(self.work.averaging.num_rows))
         index_m = np.concatenate([schedule.chunks[number].index_m for number in numbers])
-        rows: list[int] = np.unique(self.work.averaging.take(index_m).out_E).tolist()
-        return rows
+        return np.unique(self.work.averaging.take(index_m).out_E).tolist()
 
     def exclude(self, index_m: np.ndarray, exclusions: list[Exclusion]) -> None:
         """Records empty results for these clients, with the reasons."""

@@ -119,8 +119,7 @@ class RaySession:
             status = report.status
 
     def about(self) -> tuple[dict[str, str], Environment]:
-        about: tuple[dict[str, str], Environment] = self._ask("about")
-        return about
+        return self._ask("about")
 
     def trained(self) -> None:
         """No models are in this process; they are in the checkpoints."""
