@@ -33,7 +33,7 @@ class Membership:
 
     def restore(self, round: int) -> None:
         """The federation and population after `round`, the last one saved (0: before round 1): as in the journal."""
-        self.requests.resume_after(round)
+        self.requests.stop_after = self.requests.journal.stop_after(self.requests.session, round)
         self.federation = self.requests.federation(round)
         self.present = self.federation.at(round)
         if round:

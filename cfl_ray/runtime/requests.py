@@ -42,10 +42,6 @@ class Requests:
 
     # ---- for the thread of the round loop
 
-    def resume_after(self, round: int) -> None:
-        """The run goes on after this round, the last one saved."""
-        self.stop_after = self.journal.stop_after(self.session, round)
-
     def stopped(self, round: int) -> None:
         """Journals that the run was stopped within a round; `round` is the last saved round."""
         with self.lock:

@@ -34,7 +34,8 @@ class RoundDiagnostics:
 
     def take(self, draft: RoundDraft, reported: Diagnostics) -> None:
         """Adds the arrays that were reported in a round; numbers become metrics of the round."""
-        draft.add_numbers(reported)
+        draft.metrics |= reported.numbers
+        draft.numbers += [name for name in reported.numbers if name not in draft.numbers]
         self._deferred |= dict.fromkeys(reported.names, (draft.round, reported))
 
     def resolve(self) -> None:
