@@ -5,7 +5,7 @@ count is not trained.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from cfl_ray.clock.devices import Clock, Load
 from cfl_ray.config.clock import AsynchronousConfig
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.state import State
+from cfl_ray.core.state import State, no_numbers
 from cfl_ray.core.versions import Received, Versions
 from cfl_ray.population.availability import Availability, Chances
 from cfl_ray.population.population import Cohort, Population
@@ -118,25 +118,20 @@ class Flights:
     present version. An update that has arrived waits in the buffer, of its cluster or of all, until `buffer` updates
     have arrived; the server then takes these. Updates that arrive at the same time are ordered by version and id, and
     arrive before the server step and before other clients begin. The training itself is computed when the update is
-    used. Clients that train, or whose update is in a buffer, are not drawn.
+    used. Clients that train, or whose update is in a buffer, are not drawn. Before the first round there are none.
     """
 
     settings: Asynchrony
     time: VirtualTime
-    versions: Versions
-    client_F: np.ndarray
-    version_F: np.ndarray  # number of server steps before the client received its models
-    finish_F: np.ndarray  # in virtual seconds
-    reports_F: np.ndarray  # False: the client drops out; its place is free when it would have finished
-    arrived_F: np.ndarray  # its update waits in a buffer
+    versions: Versions = field(default_factory=Versions)
+    client_F: np.ndarray = field(default_factory=no_numbers)
+    version_F: np.ndarray = field(default_factory=no_numbers)  # server steps before the client received its models
+    finish_F: np.ndarray = field(default_factory=lambda: np.zeros(0))  # in virtual seconds
+    # False: the client drops out; its place is free when it would have finished
+    reports_F: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    arrived_F: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # its update waits in a buffer
     dropped: int = 0  # in this round
     stale: int = 0  # updates older than max_staleness, in this round
-
-    @classmethod
-    def none(cls, settings: Asynchrony, time: VirtualTime) -> "Flights":
-        """No clients in flight, as before the first round."""
-        ids, times, marks = np.zeros(0, np.int64), np.zeros(0), np.zeros(0, bool)
-        return cls(settings, time, Versions(), ids, ids, times, marks, marks)
 
     def leave(self, ids: np.ndarray) -> None:
         """Discards the work of clients that left."""

@@ -54,18 +54,15 @@ class Evaluator:
         table_MV = np.full((len(clients), self._num_scores), np.nan)
         if known_M.any():
             known, serving = clients.select(known_M), serving.select(known_M)
-            apart = self.federation.view == "holdout" or self._by_label or clients.replay is not None
-            table_MV[known_M] = (self._personal if serving.is_personal or apart else self._shared)(serving, known)
+            view, personal = self.federation.view, serving.is_personal or clients.replay is not None
+            # with labels of its own, a client is tested apart for metrics that are not computed from counts
+            personal |= view == "holdout" or (view == "label" and not self.task.by_confusion)
+            table_MV[known_M] = (self._personal if personal else self._shared)(serving, known)
         return table_MV
 
     @property
     def _num_scores(self) -> int:
         return len(self.task.score_names)
-
-    @property
-    def _by_label(self) -> bool:
-        """Whether each client needs a test on the images of its labels: for metrics not computed from counts."""
-        return self.federation.view == "label" and not self.task.by_confusion
 
     def tuned_scores(self, serving: Serving, clients: Clients, local: LocalSGD) -> np.ndarray:
         """P-tune(F): the same after F local epochs; of a mixture, only model `row_M` is tuned and tested."""

@@ -38,7 +38,7 @@ class Membership:
         self.present = self.federation.at(round)
         if round:
             for event in self.requests.journal.until(round):
-                self.population.add(event.change, self.requests.federation(event.round).num_clients)
+                self.population.add(event, self.requests.federation(event.round).num_clients)
             self.population.advance(round)
             self.requests.take_up(round)
         self.requests.set_population(self.population)
@@ -46,7 +46,7 @@ class Membership:
     def grow(self, round: int) -> Federation | None:
         """Takes up the requests for this round. Returns the federation if newcomers brought shards, otherwise None."""
         for event in self.requests.take_up(round):
-            self.population.add(event.change, self.requests.federation(round).num_clients)
+            self.population.add(event, self.requests.federation(round).num_clients)
         if (federation := self.requests.federation(round)) is self.federation:
             return None
         self.federation = federation

@@ -29,7 +29,7 @@ class Participation:
         self.time = setup.time_of(label, spec, lambda ids: membership.present.num_samples_N[ids])
         self.flights = None  # None: rounds are synchronous
         if self.time is not None and setup.asynchrony is not None:
-            self.flights = Flights.none(setup.asynchrony, self.time)
+            self.flights = Flights(setup.asynchrony, self.time)
 
     @property
     def available(self) -> Availability:

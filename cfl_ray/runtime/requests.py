@@ -169,7 +169,7 @@ class Requests:
         trial = copy(self.population)
         for event in (*self.journal.events, *more):
             if event.round > self.population.round and not event.stop:
-                trial.add(event.change, self.federation(event.round).num_clients)
+                trial.add(event, self.federation(event.round).num_clients)
         return trial
 
     def _grant(self, event: JournalEvent) -> str:

@@ -72,9 +72,11 @@ class RoundLoop:
         self.steps = CheckedMethod(self.method, network.spec.size)
         self.server_moments = None if (step := self.method.server_step) is None else ServerMoments(step)
         self.backend = ReusingBackend(backend, setup.federation, setup.attack.ids)
-        self.client_privacy = ClientPrivacy.of(setup, label, store)
+        plan, samples, seed = setup.privacy.get(label), setup.examples.get(label), experiment.seed
+        self.client_privacy = None if plan is None else ClientPrivacy(plan, seed, store)
         self.private_run = None if self.client_privacy is None else self.client_privacy.run
-        self.sample_privacy = SamplePrivacy.of(setup, label, store)
+        config = experiment.privacy
+        self.sample_privacy = None if not (config and samples) else SamplePrivacy(config, samples, seed, store)
 
         # its clients
         last = last_record(store.directory) if store else None

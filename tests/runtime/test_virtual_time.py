@@ -88,7 +88,7 @@ class TestFlights:
 
     def flights(self, seconds=(1.0, 2.0, 4.0, 8.0, 16.0, 32.0), **settings):
         config, constant = AsynchronousConfig(**({"buffer": 2} | settings)), partial(polynomial_staleness, power=0)
-        return Flights.none(Asynchrony(config.buffer, constant, config), time_of(seconds))
+        return Flights(Asynchrony(config.buffer, constant, config), time_of(seconds))
 
     def test_the_earliest_updates_form_a_step_and_the_others_stay_in_flight(self, monkeypatch):
         """0, 1 and 2 begin; at 1 s 3 takes the place of 0, at 2 s the step; 4 begins, 2 and 3 finish at 4 s and 9 s."""
