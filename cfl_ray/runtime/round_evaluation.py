@@ -15,7 +15,7 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.data.federation import Federation
 from cfl_ray.runtime.evaluation import Evaluator, cluster_metrics, cluster_vectors, mean_of_defined, score_metrics
-from cfl_ray.runtime.membership import Membership
+from cfl_ray.runtime.participation import Membership
 from cfl_ray.runtime.round_report import RoundDraft
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking.record import LABEL_COUNTS, PAST_SCORES, cluster_diagnostics_of, taken_names

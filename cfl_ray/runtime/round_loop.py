@@ -34,8 +34,7 @@ from cfl_ray.population.population import Cohort
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal
-from cfl_ray.runtime.membership import Membership
-from cfl_ray.runtime.participation import Participation
+from cfl_ray.runtime.participation import Membership, Participation
 from cfl_ray.runtime.private_run import ClientPrivacy, SamplePrivacy
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_evaluation import RoundDiagnostics, RoundEvaluation
