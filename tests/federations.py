@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cfl_ray.core.aggregation import AggregationRule, Mean
+from cfl_ray.core.aggregation.rules import AggregationRule, Mean
 from cfl_ray.core.backend import Backend, ClientStateKey
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD

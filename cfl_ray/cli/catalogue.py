@@ -18,7 +18,7 @@ from cfl_ray.config.partition import PARTITION_KINDS
 from cfl_ray.config.runtime import BACKENDS
 from cfl_ray.config.section import as_yaml
 from cfl_ray.config.shift import SHIFT_KINDS
-from cfl_ray.core.aggregation import AGGREGATION
+from cfl_ray.core.aggregation.rules import AGGREGATION
 from cfl_ray.core.method import RUN_OPTIONS, Method
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.core.optimizers import OPTIMIZERS

@@ -161,7 +161,7 @@ def time_of_a_round(setup: Setup, label: str) -> tuple[float, float]:
 def _play_server_steps(setup: Setup, time: VirtualTime, population: Population, steps: int) -> None:
     """Advances the virtual time by so many steps of an asynchronous server, without training."""
     assert setup.asynchrony is not None
-    experiment, flights = setup.experiment, Flights.none(setup.asynchrony, time)
+    experiment, flights = setup.experiment, Flights(setup.asynchrony, time)
     state = State(torch.zeros(1, 1), np.zeros(population.num_clients, np.int32))
     concurrency = experiment.asynchronous.concurrency or wanted_clients(experiment.cohort, population)
     for step in range(1, steps + 1):

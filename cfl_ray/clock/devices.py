@@ -26,8 +26,7 @@ ARGUMENTS = ("clients", "draw")  # of a user's function
 def normals(seed: int, round: int, exchange: int, clients: np.ndarray, purpose: str) -> np.ndarray:
     """A standard normal for each of these clients, float64, by key as `core.rng.uniforms`."""
     uniform_M = uniforms(seed, round, exchange, clients, purpose) + 2.0**-54  # avoids ndtri(0), -inf
-    draws: np.ndarray = scipy.special.ndtri(uniform_M)
-    return draws
+    return scipy.special.ndtri(uniform_M)
 
 
 @dataclass(frozen=True)

@@ -64,14 +64,7 @@ def asynchrony_of(given: AsynchronousConfig) -> Asynchrony | None:
     """The asynchronous rounds that the section describes; None: rounds are synchronous."""
     if given.buffer is None:
         return None
-    return Asynchrony(
-        given.buffer,
-        _staleness(given.staleness),
-        mixing=given.mixing,
-        mix_models=given.mix == "models",
-        max_staleness=given.max_staleness,
-        per_cluster=given.per_cluster,
-    )
+    return Asynchrony(given.buffer, _staleness(given.staleness), given)
 
 
 def _staleness(given: StalenessConfig) -> Callable[[np.ndarray], np.ndarray]:

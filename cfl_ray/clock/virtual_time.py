@@ -5,16 +5,17 @@ count is not trained.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cfl_ray.clock.devices import Clock, Load
+from cfl_ray.config.clock import AsynchronousConfig
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.state import State
+from cfl_ray.core.state import State, no_numbers
 from cfl_ray.core.versions import Received, Versions
 from cfl_ray.population.availability import Availability, Chances
 from cfl_ray.population.population import Cohort, Population
@@ -99,14 +100,11 @@ class VirtualTime:
 
 @dataclass(frozen=True)
 class Asynchrony:
-    """The settings of asynchronous rounds, ready for use."""
+    """Asynchronous rounds, ready for use."""
 
     buffer: int
     staleness: Callable[[np.ndarray], np.ndarray]  # (M,) server steps -> weights s(tau) > 0
-    mixing: float = 1.0
-    mix_models: bool = False
-    max_staleness: int | None = None
-    per_cluster: bool = False
+    config: AsynchronousConfig = AsynchronousConfig()  # the other settings
 
 
 _OF_FLIGHTS = ("client_F", "version_F", "finish_F", "reports_F", "arrived_F")  # of each client in flight
@@ -120,25 +118,20 @@ class Flights:
     present version. An update that has arrived waits in the buffer, of its cluster or of all, until `buffer` updates
     have arrived; the server then takes these. Updates that arrive at the same time are ordered by version and id, and
     arrive before the server step and before other clients begin. The training itself is computed when the update is
-    used. Clients that train, or whose update is in a buffer, are not drawn.
+    used. Clients that train, or whose update is in a buffer, are not drawn. Before the first round there are none.
     """
 
     settings: Asynchrony
     time: VirtualTime
-    versions: Versions
-    client_F: np.ndarray
-    version_F: np.ndarray  # number of server steps before the client received its models
-    finish_F: np.ndarray  # in virtual seconds
-    reports_F: np.ndarray  # False: the client drops out; its place is free when it would have finished
-    arrived_F: np.ndarray  # its update waits in a buffer
+    versions: Versions = field(default_factory=Versions)
+    client_F: np.ndarray = field(default_factory=no_numbers)
+    version_F: np.ndarray = field(default_factory=no_numbers)  # server steps before the client received its models
+    finish_F: np.ndarray = field(default_factory=lambda: np.zeros(0))  # in virtual seconds
+    # False: the client drops out; its place is free when it would have finished
+    reports_F: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    arrived_F: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # its update waits in a buffer
     dropped: int = 0  # in this round
     stale: int = 0  # updates older than max_staleness, in this round
-
-    @classmethod
-    def none(cls, settings: Asynchrony, time: VirtualTime) -> "Flights":
-        """No clients in flight, as before the first round."""
-        ids, times, marks = np.zeros(0, np.int64), np.zeros(0), np.zeros(0, bool)
-        return cls(settings, time, Versions(), ids, ids, times, marks, marks)
 
     def leave(self, ids: np.ndarray) -> None:
         """Discards the work of clients that left."""
@@ -192,7 +185,7 @@ class Flights:
 
     def _discard_stale(self, round: int, arrived_F: np.ndarray) -> None:
         """Discards the arrived updates that are older than `max_staleness`."""
-        if (most := self.settings.max_staleness) is not None:
+        if (most := self.settings.config.max_staleness) is not None:
             stale_F = arrived_F & (round - 1 - self.version_F > most)
             self.stale += int(stale_F.sum())
             self._keep(~stale_F)
@@ -201,7 +194,7 @@ class Flights:
         """The updates that the server takes, as positions; None if no buffer is full."""
         order = np.lexsort((self.client_F, self.version_F, self.finish_F))
         order = order[self.arrived_F[order]]
-        if not self.settings.per_cluster:
+        if not self.settings.config.per_cluster:
             return order[: self.settings.buffer] if len(order) >= self.settings.buffer else None
         cluster = state.assign_N[self.client_F[order]]
         assigned = state.assign_N[population.online]
@@ -221,15 +214,15 @@ class Flights:
             version_of=dict(zip(ids_M.tolist(), version_M.tolist(), strict=True)),
             present=round - 1,
             weight_of=dict(zip(ids_M.tolist(), weight_M.tolist(), strict=True)),
-            mixing=self.settings.mixing,
-            mix_models=self.settings.mix_models,
+            mixing=self.settings.config.mixing,
+            mix_models=self.settings.config.mix == "models",
         )
         self._keep(~np.isin(np.arange(len(self.client_F)), taken))
         return ids_M, received
 
     def advance(self, round: int, before: State, after: State) -> None:
         """Ends the server step `round`. before: the state when clients received the version of this round."""
-        flying, most = set(self.version_F.tolist()), self.settings.max_staleness
+        flying, most = set(self.version_F.tolist()), self.settings.config.max_staleness
         kept = {version for version in flying if most is None or round - version <= most}
         self.versions.advance(round - 1, before, after, kept)
         self.dropped = self.stale = 0

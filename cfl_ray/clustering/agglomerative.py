@@ -1,4 +1,4 @@
-"""Agglomerative clustering of signatures: distances, the tree of merges, and cuts of the tree.
+"""Agglomerative clustering and DBSCAN of signatures: distances, the tree of merges, and cuts of the tree.
 
 Condensed distances list the pairs (0, 1), (0, 2), .., (S-2, S-1), as in SciPy. S is the number of clients with a
 signature.
@@ -222,3 +222,9 @@ def mean_difference_of_cosines(delta_MF: Tensor) -> np.ndarray:
     # the terms for the clients i and j, whose cosines are 1 and cos_ij, are subtracted
     sums = scipy.spatial.distance.pdist(cos_MM, "cityblock") - 2 * np.abs(distance)
     return np.maximum(sums, 0) / max(len(cos_MM) - 2, 1)
+
+
+def dbscan(distance_MM: np.ndarray, eps: float) -> np.ndarray:
+    """Clusters by DBSCAN, int64 (M,), numbered by lowest member: the connected parts of the graph of d <= eps."""
+    _, part_M = scipy.sparse.csgraph.connected_components(distance_MM <= eps, directed=False)
+    return by_lowest_member(part_M)

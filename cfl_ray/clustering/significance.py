@@ -46,8 +46,7 @@ def _principal(rows_RSQ: np.ndarray) -> np.ndarray:
     """The rows of each of R samples, centred, in coordinates along the sample's principal directions."""
     rows_RSQ = rows_RSQ - rows_RSQ.mean(1, keepdims=True)
     left_RSQ, spread_RQ, _ = np.linalg.svd(rows_RSQ, full_matrices=False)
-    principal_RSQ: np.ndarray = left_RSQ * spread_RQ[:, None]
-    return principal_RSQ
+    return left_RSQ * spread_RQ[:, None]
 
 
 def _two_means(rows_RSQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -81,8 +80,7 @@ def _two_means(rows_RSQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _mean(rows_RSQ: np.ndarray, chosen_RS: np.ndarray) -> np.ndarray:
     """Mean (R, Q) of the chosen rows; 0 if there are none."""
     counts_R = np.maximum(chosen_RS.sum(1), 1)
-    mean_RQ: np.ndarray = np.einsum("rsq,rs->rq", rows_RSQ, chosen_RS.astype(np.float64)) / counts_R[:, None]
-    return mean_RQ
+    return np.einsum("rsq,rs->rq", rows_RSQ, chosen_RS.astype(np.float64)) / counts_R[:, None]
 
 
 def merge_insignificant(

@@ -104,8 +104,7 @@ def _block(a_sRD: Tensor, b_uRD: Tensor, rank_s: Tensor, rank_u: Tensor, kind: s
 
 def _summed(angle_suR: Tensor, counted_suR: Tensor) -> np.ndarray:
     """Sums (s, u) of each pair's counted angles."""
-    sum_su: np.ndarray = (angle_suR * counted_suR).sum(2).numpy()
-    return sum_su
+    return (angle_suR * counted_suR).sum(2).numpy()
 
 
 def _degrees(cosine: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.aggregation import AggregationRule, ClippingRule, Mean, aggregate, range_cuts
+from cfl_ray.core.aggregation.apply import aggregate, range_cuts
+from cfl_ray.core.aggregation.rules import AggregationRule, ClippingRule, Mean
 from cfl_ray.core.backend import Backend
 from cfl_ray.core.describing import CheckedFunction, ClientData
 from cfl_ray.core.events import births_and_deaths, cluster_event

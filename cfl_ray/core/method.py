@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from cfl_ray.core.aggregation import RULES, AggregationRule, Mean, parse_rule
+from cfl_ray.core.aggregation.rules import RULES, AggregationRule, Mean, parse_rule
 from cfl_ray.core.clients import Clients, ClientState
 from cfl_ray.core.events import check_phases
 from cfl_ray.core.params import ParamSpec

@@ -16,24 +16,16 @@ from cfl_ray.plugins.calling import check_options, failure_of, place_of
 from cfl_ray.plugins.registry import Registry
 
 OptimizerFactory = Callable[..., optim.Optimizer]  # (parameters, lr=..., **options)
+# Each of their numbers depends on the numbers in its own column alone: rows of many clients can be one tensor.
+_ELEMENTWISE = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Rprop),
+)
 OPTIMIZERS: Registry[OptimizerFactory] = Registry(
     "optimizer",
-    {
-        "sgd": optim.SGD,
-        "adam": optim.Adam,
-        "adamw": optim.AdamW,
-        "adamax": optim.Adamax,
-        "nadam": optim.NAdam,
-        "radam": optim.RAdam,
-        "rmsprop": optim.RMSprop,
-        "adagrad": optim.Adagrad,
-        "adadelta": optim.Adadelta,
-        "rprop": optim.Rprop,
-    },
+    {factory.__name__.lower(): factory for factory in _ELEMENTWISE},
     "cfl_ray.optimizers",
 )
-# Each of their numbers depends on the numbers in its own column alone: rows of many clients can be one tensor.
-_ELEMENTWISE = tuple(OPTIMIZERS.builtin.values())
 
 
 @dataclass(frozen=True)

@@ -189,11 +189,6 @@ class Clip:
     ends: tuple[int, ...]  # stop columns of the parts, each of which is clipped to norm / sqrt(parts)
     private: Columns | None = None  # columns that are not uploaded; they are zeros in the sums
 
-    @property
-    def part_norm(self) -> float:
-        """The bound of each part."""
-        return self.norm / len(self.ends) ** 0.5
-
 
 @dataclass(frozen=True)
 class RingNoise:

@@ -39,10 +39,6 @@ class Engine:
             return "only sequential clips the gradients of single samples"
         return self.cannot(network, tasks)
 
-    def applies(self, network: Network, tasks: Sequence[TrainingTask] = ()) -> bool:
-        """Whether the engine can train the network or, with tasks, these clients together."""
-        return self.why_not(network, tasks) is None
-
 
 SEQUENTIAL = "sequential"  # the definition of local training, which can train everything
 ENGINES = {

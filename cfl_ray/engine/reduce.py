@@ -73,10 +73,10 @@ def clip_together(clip: Clip, changes: Sequence[Tensor]) -> bool:
     if clip.private is not None:
         for change_P in changes:
             clip.private.put(change_P, torch.zeros(clip.private.count, device=change_P.device))
-    within, begin = True, 0
+    within, begin, part_norm = True, 0, clip.norm / len(clip.ends) ** 0.5
     for end in clip.ends:
         square = sum(float(change_P[begin:end].double().square().sum()) for change_P in changes)
-        factor = clip.part_norm / max(math.sqrt(square), 1e-300)
+        factor = part_norm / max(math.sqrt(square), 1e-300)
         if factor < 1:
             within = False
             for change_P in changes:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cfl_ray.core.backend import Backend, ClientStateKey, ClientStateSource, SavedState
 from cfl_ray.core.server_optimizers import checksum
-from cfl_ray.core.work import Evaluate, EvaluateClients, EvaluateShared, Losses, Outcome, Rows, Train, Work
+from cfl_ray.core.work import Evaluate, EvaluateClients, Exclusion, Losses, Outcome, Rows, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.calling import described, place_of
@@ -55,7 +55,8 @@ class _Results:
         return _Results(ids_U, version_U, arrays)
 
 
-_Group = tuple[_Model, np.ndarray]  # a model, and its units as positions among the M units of the work
+# a model, its units as positions among the M units of the work, and its column (M,) in arrays (M, K); None: no column
+_Group = tuple[_Model, np.ndarray, int | None]
 
 
 @dataclass
@@ -92,7 +93,7 @@ class ReusingBackend:
         if not _is_reusable(work):
             return self._note_states(work, self._carried_out(work))
         self._begin(work)
-        return self._losses(work) if isinstance(work, Losses) else self._tests(work)  # type: ignore[arg-type]
+        return self._completed(work)
 
     def _begin(self, work: Work) -> None:
         """Drops outdated results."""
@@ -102,91 +103,77 @@ class ReusingBackend:
         if address.in_evaluation and address.round != self._evaluated:
             self._evaluated, self.latest, self.before = address.round, {}, self.latest
 
-    # ---- tests
-
-    def _tests(self, work: EvaluateClients | EvaluateShared) -> Outcome:
+    def _completed(self, work: Work) -> Outcome:
+        """The outcome; computed for the units and models with an unknown result, otherwise reused."""
         version_M, groups = self._versions(work), list(self._groups(work))
-        arrays, known_M = work.empty_result(self.federation.shape.num_classes), np.zeros(len(work.ids_M), bool)
-        for model, index_m in groups:
+        arrays = work.empty_result(self.federation.shape.num_classes)
+        trusted_M = ~np.isin(work.ids_M, self.attackers if isinstance(work, Losses) else [])
+        missing_M, missing_k, excluded = ~trusted_M, list[int](), dict[int, Exclusion]()
+        for number, (model, index_m, column) in enumerate(groups):
             known, at_m = self._known(model, work.ids_M[index_m], version_M[index_m])
-            known_M[index_m] = at_m >= 0
+            known_m = (at_m >= 0) & trusted_M[index_m]
+            missing_M[index_m[~known_m]] = True
+            missing_k += [] if known_m.all() else [number]
             for name, array in known.items():
-                arrays[name][index_m[at_m >= 0]] = array[at_m[at_m >= 0]]
-        missing_m, excluded = np.flatnonzero(~known_M), {}
-        if len(missing_m):
-            outcome = self._carried_out(replace(work.take(missing_m), tables=work.tables))
+                _column(arrays[name], column)[index_m[known_m]] = array[at_m[known_m]]
+        if len(missing_m := np.flatnonzero(missing_M)):
+            part = replace(work.take(missing_m), tables=work.tables)
+            places: tuple[np.ndarray, ...] = (missing_m,)
+            if isinstance(part, Losses):
+                places = np.ix_(missing_m, np.array(missing_k))
+                if len(missing_k) < part.num_models:
+                    tables = (work.tables[0][missing_k], *work.tables[1:])
+                    part = replace(part, num_models=len(missing_k), tables=tables)
+            outcome = self._carried_out(part)
             excluded = {int(missing_m[i]): exclusion for i, exclusion in outcome.excluded.items()}
             for name, array in outcome.arrays.items():
-                arrays[name][missing_m] = array
+                arrays[name][places] = array
         if work.address.in_evaluation:
-            valid_M = ~np.isin(np.arange(len(work.ids_M)), list(excluded))
-            for model, index_m in groups:
-                index_m = index_m[valid_M[index_m]]
-                of_model = {name: array[index_m] for name, array in arrays.items()}
+            kept_M = trusted_M & ~np.isin(np.arange(len(work.ids_M)), list(excluded))
+            for model, index_m, column in groups:
+                index_m = index_m[kept_M[index_m]]
+                of_model = {name: _column(array, column)[index_m] for name, array in arrays.items()}
                 self._keep(model, work.ids_M[index_m], version_M[index_m], of_model)
         return Outcome(arrays, excluded=excluded)
 
-    def _groups(self, work: EvaluateClients | EvaluateShared) -> Iterator[_Group]:
+    def _groups(self, work: Work) -> Iterator[_Group]:
         """The units of each model."""
+        if isinstance(work, Losses):
+            frozen, index_M = b"", np.arange(len(work.ids_M))
+            if work.frozen_model is not None:
+                frozen = self._checksum(work.tables[work.frozen_model.table], int(work.frozen_model.row_M[0]))
+            for k in range(work.num_models):
+                model = _Model("Errors" if work.errors else "Losses", self._checksum(work.tables[0], k), frozen)
+                yield model, index_M, k
+            return
+        assert isinstance(work, Evaluate)
         row_M = work.start.row_M.astype(np.int64)
         if work.weight_MK is not None:
             row_M = np.zeros_like(row_M)
         state = work.client_state
         if state is not None and state.columns is None and state.share == 1 and not state.learned_share:
             row_M = np.where(self._versions(work) > 0, _OWN_MODEL, row_M)
-        frozen = Rows(0, np.full(len(row_M), _NO_MODEL)) if work.frozen_model is None else work.frozen_model
-        pairs, group_M = np.unique(np.stack([row_M, frozen.row_M], 1), axis=0, return_inverse=True)
+        added = Rows(0, np.full(len(row_M), _NO_MODEL)) if work.frozen_model is None else work.frozen_model
+        pairs, group_M = np.unique(np.stack([row_M, added.row_M], 1), axis=0, return_inverse=True)
         order = np.argsort(group_M.reshape(-1), kind="stable")
         bounds = np.cumsum(np.bincount(group_M.reshape(-1)))[:-1]
         limit = work.max_test_samples if isinstance(work, EvaluateClients) else None
         name = type(work).__name__ if state is None else f"{type(work).__name__} {state.name}"
-        for (row, frozen_row), index_m in zip(pairs.tolist(), np.split(order, bounds), strict=True):
+        for (row, added_row), index_m in zip(pairs.tolist(), np.split(order, bounds), strict=True):
             if work.weight_MK is None:
                 models = self._checksum(work.tables[work.start.table], row)
             else:
                 models = b"".join(self._checksum(work.tables[0], k) for k in range(work.weight_MK.shape[1]))
-            yield _Model(name, models, self._checksum(work.tables[frozen.table], frozen_row), limit), index_m
+            yield _Model(name, models, self._checksum(work.tables[added.table], added_row), limit), index_m, None
 
     def _versions(self, work: Work) -> np.ndarray:
-        """The versions of the clients' states, int64 (M,); 0 if the work uses none."""
+        """The versions of the clients' states, int64 (M,), 0 if the work uses none; of losses the samples they use."""
+        if isinstance(work, Losses):
+            assert self._present is not None
+            return np.minimum(self._present.num_samples_N[work.ids_M], work.max_samples or _NO_LIMIT)
         if work.client_state is None:
             return np.zeros(len(work.ids_M), np.int64)
         return self._changes_of(work.client_state.name)[work.ids_M]
-
-    # ---- losses
-
-    def _losses(self, work: Losses) -> Outcome:
-        """The losses; computed for the models and clients with an unknown loss, otherwise reused."""
-        assert self._present is not None
-        used_M = np.minimum(self._present.num_samples_N[work.ids_M], work.max_samples or _NO_LIMIT)
-        frozen = b""
-        if work.frozen_model is not None:
-            frozen = self._checksum(work.tables[work.frozen_model.table], int(work.frozen_model.row_M[0]))
-        kind = "Errors" if work.errors else "Losses"
-        models = [_Model(kind, self._checksum(work.tables[0], k), frozen) for k in range(work.num_models)]
-        loss_MK = work.empty_result(0)["losses"]
-        known_MK = np.zeros(loss_MK.shape, bool)
-        reusable_M = ~np.isin(work.ids_M, self.attackers)
-        for k, model in enumerate(models):
-            known, at_M = self._known(model, work.ids_M, used_M)
-            known_MK[:, k] = (at_M >= 0) & reusable_M
-            if known:
-                loss_MK[known_MK[:, k], k] = known["losses"][at_M[known_MK[:, k]]]
-        missing_m, missing_k = np.flatnonzero(~known_MK.all(1)), np.flatnonzero(~known_MK.all(0))
-        excluded = {}
-        if len(missing_m):
-            part = replace(work.take(missing_m), tables=work.tables)
-            if len(missing_k) < work.num_models:
-                tables = (work.tables[0][missing_k], *work.tables[1:])
-                part = replace(part, num_models=len(missing_k), tables=tables)
-            outcome = self._carried_out(part)
-            excluded = {int(missing_m[i]): exclusion for i, exclusion in outcome.excluded.items()}
-            loss_MK[np.ix_(missing_m, missing_k)] = outcome.arrays["losses"]
-        if work.address.in_evaluation:
-            keep_M = reusable_M & ~np.isin(np.arange(len(work.ids_M)), list(excluded))
-            for k, model in enumerate(models):
-                self._keep(model, work.ids_M[keep_M], used_M[keep_M], {"losses": loss_MK[keep_M, k]})
-        return Outcome({"losses": loss_MK}, excluded=excluded)
 
     # ---- results by model
 
@@ -254,6 +241,11 @@ class ReusingBackend:
 
     def client_state(self, name: str, client: int) -> Tensor | None:
         return self.backend.client_state(name, client)
+
+
+def _column(array: np.ndarray, column: int | None) -> np.ndarray:
+    """A column of an array as a view, or the array."""
+    return array if column is None else array[:, column]
 
 
 def _is_reusable(work: Work) -> bool:

@@ -5,6 +5,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from cfl_ray.core.work import Proximal
 from cfl_ray.nn.network import Network
@@ -41,12 +42,8 @@ def padded(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
     If no part is on the device, they are copied to it in one transfer.
     """
-    most, first = max(map(len, parts)), parts[0]
-    target = next((part.device for part in parts if part.device == device), first.device)
-    whole = first.new_zeros(len(parts), most, *first.shape[1:], device=target)
-    for index, part in enumerate(parts):
-        whole[index, : len(part)] = part
-    return whole.to(device)
+    target = device if any(part.device == device for part in parts) else parts[0].device
+    return pad_sequence([part.to(target) for part in parts], batch_first=True).to(device)
 
 
 class DeviceRows:

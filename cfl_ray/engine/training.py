@@ -224,9 +224,9 @@ def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int
     if chunk.work.chained or not engine.together:
         return {}
     tasks = {i: task for i in indices if (task := training_task(chunk, i))}
-    if engine.applies(chunk.network, list(tasks.values())):
+    if not engine.why_not(chunk.network, list(tasks.values())):
         return tasks
-    tasks = {i: task for i, task in tasks.items() if engine.applies(chunk.network, [task])}
+    tasks = {i: task for i, task in tasks.items() if not engine.why_not(chunk.network, [task])}
     reason = engine.why_not(chunk.network, list(tasks.values()))
     if reason and tasks:
         chunk.train_one.fall_back(reason)

@@ -54,13 +54,12 @@ import numpy as np
 import scipy
 import torch
 
-from cfl_ray.clustering.agglomerative import by_lowest_member, cut_tree, distances, linkage_tree
-from cfl_ray.clustering.dbscan import dbscan, row_gap
+from cfl_ray.clustering.agglomerative import by_lowest_member, cut_tree, dbscan, distances, linkage_tree
 from cfl_ray.clustering.kmeans import kmeans
 from cfl_ray.clustering.merging import cluster_means
 from cfl_ray.clustering.signature_diagnostics import record_signatures
 from cfl_ray.clustering.signatures import CentreState, place_by_training, sketch_option, unplaced, whole_update
-from cfl_ray.clustering.silhouette import best_cut
+from cfl_ray.clustering.tree_cut import best_cut
 from cfl_ray.core.clients import Clients, LocalTraining, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import Columns
@@ -315,3 +314,20 @@ def representatives(distance_MM: np.ndarray, num_samples_M: np.ndarray, vote: st
     for _ in range(count.bit_length()):
         follows_M = follows_M[follows_M]  # follows chains of 2, 4, 8, .. representatives to their end
     return follows_M
+
+
+def row_gap(distance_MM: np.ndarray) -> float:
+    """The median over rows of the midpoint of the largest gap between a row's sorted distances to other clients.
+
+    A row without a gap contributes its largest distance. Returns 0 for fewer than two clients.
+    """
+    count = len(distance_MM)
+    if count < 2:
+        return 0.0
+    middle_M = np.zeros(count)
+    for m in range(count):
+        others = np.sort(np.delete(distance_MM[m], m))
+        gaps = np.diff(others)
+        at = int(gaps.argmax()) if gaps.any() else -1
+        middle_M[m] = others[-1] if at < 0 else (others[at] + others[at + 1]) / 2
+    return float(np.median(middle_M))

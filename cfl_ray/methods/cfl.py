@@ -51,7 +51,7 @@ from cfl_ray.clustering import agglomerative
 from cfl_ray.clustering.merging import cluster_means, means_of_emptied
 from cfl_ray.clustering.signature_diagnostics import record_signatures, record_similarity
 from cfl_ray.clustering.signatures import SignatureState, sketch_option, unplaced, whole_update
-from cfl_ray.core.aggregation import Mean
+from cfl_ray.core.aggregation.rules import Mean
 from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
-from cfl_ray.clustering.agglomerative import mean_difference_of_cosines
-from cfl_ray.clustering.dbscan import dbscan
+from cfl_ray.clustering.agglomerative import dbscan, mean_difference_of_cosines
 from cfl_ray.core.classifier import Classifier, Prototypes
 from cfl_ray.core.clients import ClientData, Clients, ClientState, Objective
 from cfl_ray.core.method import Method, Start, option

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cfl_ray.core.aggregation import ClippingRule, Mean
+from cfl_ray.core.aggregation.rules import ClippingRule, Mean
 from cfl_ray.core.clients import Clients, LocalTraining, Proximal
 from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.rng import Draws

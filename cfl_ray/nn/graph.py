@@ -94,8 +94,7 @@ class Call:
 
     def applied(self, fill: Callable[[Any], Any]) -> Tensor:
         """The result of the function for other arguments: each one is replaced by `fill`."""
-        result: Tensor = self.function(*replaced(self.args, fill), **replaced(self.kwargs, fill))
-        return result
+        return self.function(*replaced(self.args, fill), **replaced(self.kwargs, fill))
 
     def unsupported(self, reason: str) -> Unsupported:
         """The error that this operation is not supported."""

@@ -8,6 +8,7 @@ The layout of activations follows the convolutions (letters here: C channels or 
 """
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,40 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from cfl_ray.nn.products import Factor, add_product, factor_of, multiply
+from cfl_ray.system.cpu import cpu_info
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Factor = Any  # a matrix in the form that `multiply` and `add_product` take: a tensor for MKL, else an array
 
+# Products of narrow matrices are MKL's on Intel's CPUs, on others those of NumPy's OpenBLAS. Measured on convolutions
+# of LeNet-5 and of small networks for CIFAR-10: OpenBLAS copies the factors of all but the smallest products and takes
+# two to three times as long as MKL on an Intel CPU. On AMD's CPUs MKL is the slower one. With runtime.cpu_capability,
+# which makes CPUs compute alike, it is always OpenBLAS.
+_MKL = torch.backends.mkl.is_available() and cpu_info("vendor_id") == "GenuineIntel" and "MKL_CBWR" not in os.environ
 _FEW = 8  # channels x kernel width below which a product for each row of the kernel is slower than a single one
 _KEPT_SHAPES = 8  # of inputs
 _MANY = 1 << 14  # values from which PyTorch's elementwise functions are faster than NumPy's, for all their longer calls
+
+
+def factor_of(matrix: Array) -> Factor:
+    """A view of a matrix for `multiply` and `add_product`."""
+    return torch.from_numpy(matrix) if _MKL else matrix
+
+
+def multiply(a: Factor, b: Factor, out: Factor) -> None:
+    """Sets out to a @ b."""
+    if _MKL:
+        torch.mm(a, b, out=out)
+    else:
+        np.matmul(a, b, out=out)
+
+
+def add_product(a: Factor, b: Factor, total: Factor) -> None:
+    """Adds a @ b to total."""
+    if _MKL:
+        total.addmm_(a, b)
+    else:
+        np.add(total, np.matmul(a, b), out=total)
 
 
 @dataclass
@@ -537,8 +565,7 @@ class Differentiated(Join):
         return [self._array(next(grads), i) if needs else None for i, needs in enumerate(self.needs)]
 
     def _array(self, grad: Tensor, index: int) -> Array:
-        array: Array = grad.contiguous().numpy() if self.wide is None else array_of(grad, self.wide[index])
-        return array
+        return grad.contiguous().numpy() if self.wide is None else array_of(grad, self.wide[index])
 
 
 def tensor_of(x: Array, wide: bool) -> Tensor:
@@ -548,8 +575,7 @@ def tensor_of(x: Array, wide: bool) -> Tensor:
 
 def array_of(x: Tensor, wide: bool) -> Array:
     """An activation (B, ...) in the layout of this module: without a copy if its memory is in that order."""
-    array: Array = (x.permute(0, 2, 3, 1) if wide else x.movedim(0, -1)).contiguous().numpy()
-    return array
+    return (x.permute(0, 2, 3, 1) if wide else x.movedim(0, -1)).contiguous().numpy()
 
 
 def mean_cross_entropy(logits_CB: Array, y_B: Array, weight_B: Array | None = None) -> tuple[np.floating, Array]:

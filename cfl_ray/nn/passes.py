@@ -111,8 +111,7 @@ class Passes:
     def arranged(self, x: Tensor) -> Array:
         """All samples of a client, arranged so that batches are converted quickly to the network's layout."""
         x = x.permute(0, 2, 3, 1) if self.wide_input else x
-        array: Array = x.contiguous().numpy()
-        return array
+        return x.contiguous().numpy()
 
     def _input(self, x: Array, index_B: Array | None) -> Array:
         """A batch in the network's layout."""

@@ -65,5 +65,4 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 def _bytes_of(tensor: Tensor) -> np.ndarray:
     """The bytes of a dense tensor, in the order of its memory; no copy."""
     flat = tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    content: np.ndarray = flat.view(torch.uint8).numpy()
-    return content
+    return flat.view(torch.uint8).numpy()

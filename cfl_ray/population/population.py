@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cfl_ray.core.ids import ids_where
+from cfl_ray.core.reassigned import ids_where
 from cfl_ray.core.rng import stream, uniforms
 from cfl_ray.errors import ConfigError
 from cfl_ray.population.availability import ALWAYS, Availability, Chances

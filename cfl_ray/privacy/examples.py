@@ -7,6 +7,8 @@ sample of the data, with the rate q = B / n; the Renyi moments of a client's ste
 from functools import cache
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from cfl_ray.config.privacy import ExamplesConfig
 from cfl_ray.core.local_sgd import LocalSGD
@@ -29,6 +31,14 @@ class ExampleAccount:
         rate_M = np.asarray(local.batch_of(num_samples_M)) / np.maximum(num_samples_M, 1)
         self.account_N2[ids_M, 0] += steps_M
         self.account_N2[ids_M, 1] = np.maximum(self.account_N2[ids_M, 1], rate_M)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The account, for a checkpoint."""
+        return {"examples_N2": torch.from_numpy(self.account_N2.copy())}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Restores the output of `to_tensors`."""
+        self.account_N2 = tensors["examples_N2"].numpy().reshape(-1, 2).copy()
 
     def epsilon_N(self) -> np.ndarray:
         """Epsilon of each client, float64 (N,); 0 for a client that has not trained."""

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from cfl_ray.config import RuntimeConfig
-from cfl_ray.engine import cpu
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
+from cfl_ray.system import cpu
 from cfl_ray.system.files import read_json, read_record, write_json
 
 _TITLES = {

@@ -22,19 +22,6 @@ _BLOCK = 1 << 16  # clients counted at a time
 _EXCHANGE = -1  # number of every evaluation exchange; training exchanges count from 1
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Test results of M clients, NaN for a client without test images."""
-
-    ids_M: np.ndarray
-    table_MV: np.ndarray  # the metrics of the task, then the loss; for classes: accuracy, macro-F1, loss
-
-    @property
-    def primary_M(self) -> np.ndarray:
-        """The first metric of the task; accuracy for classes."""
-        return self.table_MV[:, 0]
-
-
 @dataclass
 class Evaluator:
     """Tests the clients of a federation."""
@@ -58,32 +45,31 @@ class Evaluator:
                 break
         return np.sort(chosen)
 
-    def scores(self, serving: Serving, clients: Clients) -> Scores:
-        """P-server: scores of the model that each client predicts with now; NaN for a client without a model."""
+    def scores(self, serving: Serving, clients: Clients) -> np.ndarray:
+        """P-server: scores (M, V) of the model that each client predicts with now: the task's metrics, then the loss.
+
+        NaN for a client without a model, or without test data.
+        """
         known_M = serving.row_M >= 0
         table_MV = np.full((len(clients), self._num_scores), np.nan)
         if known_M.any():
             known, serving = clients.select(known_M), serving.select(known_M)
-            apart = self.federation.view == "holdout" or self._by_label or clients.replay is not None
-            personal = serving.is_personal or apart
-            table_MV[known_M] = (self._personal if personal else self._shared)(serving, known).table_MV
-        return Scores(clients.ids_M, table_MV)
+            view, personal = self.federation.view, serving.is_personal or clients.replay is not None
+            # with labels of its own, a client is tested apart for metrics that are not computed from counts
+            personal |= view == "holdout" or (view == "label" and not self.task.by_confusion)
+            table_MV[known_M] = (self._personal if personal else self._shared)(serving, known)
+        return table_MV
 
     @property
     def _num_scores(self) -> int:
         return len(self.task.score_names)
 
-    @property
-    def _by_label(self) -> bool:
-        """Whether each client needs a test on the images of its labels: for metrics not computed from counts."""
-        return self.federation.view == "label" and not self.task.by_confusion
-
-    def tuned_scores(self, serving: Serving, clients: Clients, local: LocalSGD) -> Scores:
+    def tuned_scores(self, serving: Serving, clients: Clients, local: LocalSGD) -> np.ndarray:
         """P-tune(F): the same after F local epochs; of a mixture, only model `row_M` is tuned and tested."""
         tune = replace(local, epochs=self.settings.tuned_epochs, steps=None, examples=None)
         return self.scores(replace(serving, weight_MK=None, tune=tune), clients)
 
-    def _personal(self, serving: Serving, clients: Clients) -> Scores:
+    def _personal(self, serving: Serving, clients: Clients) -> np.ndarray:
         """Scores from a separate test of each client's model on the client's test data."""
         steps_M = serving.tune.steps_of(clients.num_samples_M) if serving.tune else None
         order = np.argsort(serving.row_M, kind="stable")  # clients that share a model are adjacent
@@ -106,9 +92,9 @@ class Evaluator:
         table_MV, outcome = np.empty((len(clients), self._num_scores)), self.backend.run(work)
         table_MV[order] = outcome.arrays["scores"]
         clients.stats.excluded.update({int(work.ids_M[i]): exclusion for i, exclusion in outcome.excluded.items()})
-        return Scores(clients.ids_M, table_MV)
+        return table_MV
 
-    def _shared(self, serving: Serving, clients: Clients) -> Scores:
+    def _shared(self, serving: Serving, clients: Clients) -> np.ndarray:
         """Scores from one test of each pair of a test set and a model (or mixture), shared by the pair's clients."""
         test_set_M = self.federation.test_set_of(clients.ids_M)
         if serving.weight_MK is None:
@@ -132,14 +118,13 @@ class Evaluator:
         for pair, exclusion in outcome.excluded.items():
             clients.stats.excluded.update({int(client): exclusion for client in clients.ids_M[pair_M == pair]})
         if not self.task.by_confusion:
-            return Scores(clients.ids_M, outcome.arrays["scores"][pair_M])
+            return outcome.arrays["scores"][pair_M]
         confusion, loss = outcome.arrays["confusion"], outcome.arrays["loss"]
         labels_MC = self.federation.labels_of(clients.ids_M)
         if labels_MC is None:
-            per_pair = np.array([scores(*counts) for counts in zip(confusion, loss, strict=True)])
-            return Scores(clients.ids_M, per_pair[pair_M])
-        rows = [scores(confusion[i], loss[i], labels_C) for i, labels_C in zip(pair_M, labels_MC, strict=True)]
-        return Scores(clients.ids_M, np.array(rows))
+            return np.array([scores(*counts) for counts in zip(confusion, loss, strict=True)])[pair_M]
+        rows = zip(pair_M, labels_MC, strict=True)
+        return np.array([scores(confusion[i], loss[i], labels_C) for i, labels_C in rows])
 
 
 def _tables(serving: Serving) -> tuple[Tensor, ...]:
@@ -150,13 +135,14 @@ def _frozen_rows(serving: Serving, count: int) -> Rows | None:
     return None if serving.frozen_P is None else Rows(1, np.zeros(count, np.int64))
 
 
-def score_metrics(scores: Scores, task: Task = CLASSIFICATION) -> dict[str, float]:
+def score_metrics(table_MV: np.ndarray, task: Task = CLASSIFICATION) -> dict[str, float]:
     """Means over the tested clients, and the spread of the first metric; NaN if no client was tested.
 
-    A client whose first metric is undefined counts as not tested; undefined values of other metrics are excluded.
+    table_MV: as `Evaluator.scores` returns it. A client whose first metric is undefined counts as not tested; undefined
+    values of other metrics are excluded.
     """
-    tested = ~np.isnan(scores.primary_M)
-    table_MV = scores.table_MV[tested] if tested.any() else np.full((1, scores.table_MV.shape[1]), np.nan)
+    tested = ~np.isnan(table_MV[:, 0])
+    table_MV = table_MV[tested] if tested.any() else np.full((1, table_MV.shape[1]), np.nan)
     primary, score_M = task.metrics[0], table_MV[:, 0]
     tail = 10 if primary.higher_is_better else 90  # the worst tenth of the clients
     spread = {
@@ -176,20 +162,19 @@ def mean_of_defined(values_M: np.ndarray) -> float:
     return float(np.nanmean(values_M)) if defined.any() else float("nan")
 
 
-def cluster_vectors(state: State, online: np.ndarray, scores: Scores) -> tuple[np.ndarray, np.ndarray] | None:
-    """(mean first metric of the tested clients, number of online clients) of each cluster, (K,) each.
+def cluster_vectors(
+    state: State, online: np.ndarray, ids_M: np.ndarray, score_M: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(mean score of the tested clients, number of online clients) of each cluster, (K,) each.
 
-    The mean is NaN for a cluster without tested clients. None if there are fewer than two clusters.
+    score_M: of the clients `ids_M`, NaN if not tested. The mean is NaN for a cluster without tested clients.
     """
-    count = state.num_clusters
-    if count < 2:
-        return None
-    sizes_K = _sizes(state.assign_N, online, count)
-    tested = ~np.isnan(scores.primary_M)
-    assign_M = state.assign_N[scores.ids_M][tested] + 1
-    total_K = np.bincount(assign_M, scores.primary_M[tested], minlength=count + 1)[1:]
-    tested_K = np.bincount(assign_M, minlength=count + 1)[1:]
-    return np.divide(total_K, tested_K, out=np.full(count, np.nan), where=tested_K > 0), sizes_K
+    count, tested = state.num_clusters, ~np.isnan(score_M)
+    assign_m = state.assign_N[ids_M[tested]] + 1
+    total_K = np.bincount(assign_m, score_M[tested], minlength=count + 1)[1:]
+    tested_K = np.bincount(assign_m, minlength=count + 1)[1:]
+    mean_K = np.divide(total_K, tested_K, out=np.full(count, np.nan), where=tested_K > 0)
+    return mean_K, _sizes(state.assign_N, online, count)
 
 
 def cluster_metrics(state: State, online: np.ndarray, group_N: np.ndarray | None) -> dict[str, float]:

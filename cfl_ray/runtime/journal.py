@@ -8,7 +8,7 @@ restarted server reads the events before and after its checkpoint from the journ
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +47,7 @@ class JoinedShards:
 
 
 @dataclass(frozen=True)
-class JournalEvent:
+class JournalEvent(PopulationChange):
     """Clients that join or leave before `round`, or the end of a session after it."""
 
     round: _Count
@@ -55,11 +55,6 @@ class JournalEvent:
     leave: tuple[_Count, ...] = ()
     shards: JoinedShards | None = None  # data of newcomers that are new to the federation
     stop: str | None = None  # the session that ends after `round`; a resumed or replayed run continues
-
-    @property
-    def change(self) -> PopulationChange:
-        """The event as a change of the population."""
-        return PopulationChange(self.round, self.join, self.leave)
 
     def to_line(self) -> str:
         """The event as a line of the journal, without credentials."""
@@ -69,10 +64,11 @@ class JournalEvent:
     def from_line(cls, line: bytes) -> "JournalEvent":
         """The event in a line. Raises ValueError if the line is not an event."""
         event: JournalEvent = _EVENT.validate_json(line, strict=True)
-        if event.shards is None:
-            return event
-        uri: str = with_known_credentials(event.shards.uri)
-        return replace(event, shards=replace(event.shards, uri=uri))
+        return event.with_uri(with_known_credentials)
+
+    def with_uri(self, change: Callable[[str], str]) -> "JournalEvent":
+        """The event with the changed URI of its shards, if any."""
+        return self if self.shards is None else replace(self, shards=replace(self.shards, uri=change(self.shards.uri)))
 
 
 _EVENT = TypeAdapter(JournalEvent)
@@ -130,12 +126,7 @@ def _with_moved_shards(events: list[JournalEvent], run_dir: Path) -> list[Journa
     """The events; shards of newcomers that moved with the run directory have their new paths."""
     uris = [event.shards.uri for event in events if event.shards]
     moved = moves_of(uris, read_text(RunDirectory(run_dir).config) or "", run_dir) if uris else {}
-    return [
-        replace(event, shards=replace(event.shards, uri=moved[event.shards.uri]))
-        if event.shards is not None and event.shards.uri in moved
-        else event
-        for event in events
-    ]
+    return [event.with_uri(lambda uri: moved.get(uri, uri)) for event in events]
 
 
 def grown_by(federation: Federation, events: Iterable[JournalEvent]) -> Federation:

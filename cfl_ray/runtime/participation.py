@@ -1,9 +1,11 @@
-"""The clients of a round: its cohort; with virtual time, those of the cohort that finish in time.
+"""The clients of a round: which are in the federation and online, and which take part.
 
-In an asynchronous round: the clients whose updates arrive.
+Clients join and leave, and their data change, by the schedule and by requests to the live run. A round has a cohort;
+with virtual time, those of the cohort that finish in time; an asynchronous round, the clients whose updates arrive.
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -13,11 +15,63 @@ from cfl_ray.config.cohort import CohortConfig
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.state import State
 from cfl_ray.core.versions import Received
+from cfl_ray.data.federation import Federation
 from cfl_ray.population.availability import Availability
 from cfl_ray.population.population import Cohort, Population, count_of
-from cfl_ray.runtime.membership import Membership
+from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_report import RoundDraft
+from cfl_ray.setup.schedule import population_of
 from cfl_ray.setup.setup import Setup
+
+
+@dataclass(frozen=True)
+class MembershipChange:
+    """Changes of the clients before a round; ids are ascending."""
+
+    left: np.ndarray
+    joined: np.ndarray
+    data_changed: np.ndarray  # online clients whose data change in this round
+
+
+class Membership:
+    """The clients of the federation, and the online clients.
+
+    federation: with the shards of all newcomers so far. present: the same with the data of the present round.
+    """
+
+    def __init__(self, setup: Setup, requests: Requests):
+        self.requests = requests
+        self.federation = self.present = setup.federation
+        self.population: Population = population_of(setup.experiment, setup.federation.num_clients)
+
+    def restore(self, round: int) -> None:
+        """The federation and population after `round`, the last one saved (0: before round 1): as in the journal."""
+        self.requests.stop_after = self.requests.journal.stop_after(self.requests.session, round)
+        self.federation = self.requests.federation(round)
+        self.present = self.federation.at(round)
+        if round:
+            for event in self.requests.journal.until(round):
+                self.population.add(event, self.requests.federation(event.round).num_clients)
+            self.population.advance(round)
+            self.requests.take_up(round)
+        self.requests.set_population(self.population)
+
+    def grow(self, round: int) -> Federation | None:
+        """Takes up the requests for this round. Returns the federation if newcomers brought shards, otherwise None."""
+        for event in self.requests.take_up(round):
+            self.population.add(event, self.requests.federation(round).num_clients)
+        if (federation := self.requests.federation(round)) is self.federation:
+            return None
+        self.federation = federation
+        return federation
+
+    def advance(self, round: int) -> MembershipChange:
+        """Applies the changes before this round, and returns them."""
+        self.present = self.federation.at(round)
+        joined, left = self.population.advance(round)
+        self.requests.set_population(self.population)
+        changed = self.federation.changed_in.get(round, np.zeros(0, np.int64))
+        return MembershipChange(left, joined, changed[self.population.is_online_N[changed]])
 
 
 class Participation:
@@ -29,7 +83,7 @@ class Participation:
         self.time = setup.time_of(label, spec, lambda ids: membership.present.num_samples_N[ids])
         self.flights = None  # None: rounds are synchronous
         if self.time is not None and setup.asynchrony is not None:
-            self.flights = Flights.none(setup.asynchrony, self.time)
+            self.flights = Flights(setup.asynchrony, self.time)
 
     @property
     def available(self) -> Availability:

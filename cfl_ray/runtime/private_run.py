@@ -17,7 +17,6 @@ from cfl_ray.privacy.plan import PrivacyPlan
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_report import RoundDraft
-from cfl_ray.setup.setup import Setup
 from cfl_ray.system.files import open_private, read_file
 
 _BYTES = 32
@@ -31,7 +30,7 @@ def key_of(noise: str, seed: int, store: CheckpointStore | None) -> bytes:
 
 
 class ClientPrivacy:
-    """The privacy of clients in a method's run: its plan, and its releases so far.
+    """The privacy of clients in a method's run, at first before round 1: its plan, and its releases so far.
 
     The noise is drawn from the seed, if the plan says so, or from the key of the run. A process that continues the run
     draws the same noise, so a sum that is computed again is a single release.
@@ -41,12 +40,6 @@ class ClientPrivacy:
         self.plan = plan
         key = key_of(plan.config.noise, seed, store)
         self.run = PrivateRun(plan.privacy, Noise(key))
-
-    @classmethod
-    def of(cls, setup: Setup, label: str, store: CheckpointStore | None) -> "ClientPrivacy | None":
-        """The privacy of clients before round 1; None if sums have no noise."""
-        plan = setup.privacy.get(label)
-        return None if plan is None else cls(plan, setup.experiment.seed, store)
 
     def seed_cohorts(self, population: Population, requests: Requests) -> None:
         """If cohorts amplify the privacy, draws them from the key and refuses requests to join or leave."""
@@ -79,19 +72,13 @@ class ClientPrivacy:
 
 
 class SamplePrivacy:
-    """The privacy of clients' samples in a method's run: its noise, and the account of every client."""
+    """The privacy of clients' samples in a method's run, at first before round 1: its noise, and their account."""
 
     def __init__(self, config: PrivacyConfig, plan: ExampleAccount, seed: int, store: CheckpointStore | None):
         assert config.examples is not None
         key = key_of(config.noise, seed, store)
         self.noise = ExampleNoise(config.examples.noise_multiplier, config.examples.clip, key)
         self.account = ExampleAccount(plan.noise_multiplier, plan.delta, len(plan.account_N2))
-
-    @classmethod
-    def of(cls, setup: Setup, label: str, store: CheckpointStore | None) -> "SamplePrivacy | None":
-        """The privacy of samples before round 1; None if clients train without noise."""
-        config, plan = setup.experiment.privacy, setup.examples.get(label)
-        return None if config is None or plan is None else cls(config, plan, setup.experiment.seed, store)
 
     def end_round(self, draft: RoundDraft, evaluated: bool) -> None:
         """Enters the steps of the round into the account."""

@@ -42,10 +42,6 @@ class Requests:
 
     # ---- for the thread of the round loop
 
-    def resume_after(self, round: int) -> None:
-        """The run goes on after this round, the last one saved."""
-        self.stop_after = self.journal.stop_after(self.session, round)
-
     def stopped(self, round: int) -> None:
         """Journals that the run was stopped within a round; `round` is the last saved round."""
         with self.lock:
@@ -173,7 +169,7 @@ class Requests:
         trial = copy(self.population)
         for event in (*self.journal.events, *more):
             if event.round > self.population.round and not event.stop:
-                trial.add(event.change, self.federation(event.round).num_clients)
+                trial.add(event, self.federation(event.round).num_clients)
         return trial
 
     def _grant(self, event: JournalEvent) -> str:

@@ -1,23 +1,52 @@
 """The evaluation of a round: metrics by every protocol, agreement of the clusters, diagnostics."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cfl_ray.core.backend import Backend
 from cfl_ray.core.checked_method import CheckedMethod
-from cfl_ray.core.clients import Clients, RoundStats
-from cfl_ray.core.diagnostics import CLIENTS, Diagnostics
+from cfl_ray.core.clients import ClientData, Clients, RoundStats
+from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MOST_VALUES, Diagnostics, ReportedDiagnostic, sample_of
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
-from cfl_ray.runtime.evaluation import Evaluator, Scores, cluster_metrics, mean_of_defined, score_metrics
-from cfl_ray.runtime.membership import Membership
-from cfl_ray.runtime.round_diagnostics import LabelCounts, RoundDiagnostics, compared_clients, of_clusters
+from cfl_ray.data.federation import Federation
+from cfl_ray.runtime.evaluation import Evaluator, cluster_metrics, cluster_vectors, mean_of_defined, score_metrics
+from cfl_ray.runtime.participation import Membership
 from cfl_ray.runtime.round_report import RoundDraft
 from cfl_ray.setup.setup import Setup
-from cfl_ray.tracking.record import LABEL_COUNTS, PAST_SCORES, taken_names
+from cfl_ray.tracking.record import LABEL_COUNTS, PAST_SCORES, cluster_diagnostics_of, taken_names
+
+
+class RoundDiagnostics:
+    """The last array reported under each name, for the report of the next evaluated round.
+
+    A method may report a function instead of an array; `resolve` calls it before a checkpoint is saved or the models
+    are freed.
+    """
+
+    def __init__(self, restored: tuple[ReportedDiagnostic, ...] = ()):
+        self.arrays = {reported.name: reported for reported in restored}
+        self._deferred: dict[str, tuple[int, Diagnostics]] = {}  # not computed yet: (round, reported in it)
+
+    def take(self, draft: RoundDraft, reported: Diagnostics) -> None:
+        """Adds the arrays that were reported in a round; numbers become metrics of the round."""
+        draft.metrics |= reported.numbers
+        draft.numbers += [name for name in reported.numbers if name not in draft.numbers]
+        self._deferred |= dict.fromkeys(reported.names, (draft.round, reported))
+
+    def resolve(self) -> None:
+        """Computes the arrays added since the last call."""
+        made = {name: ReportedDiagnostic(name, round, of.array(name)) for name, (round, of) in self._deferred.items()}
+        self.arrays, self._deferred = self.arrays | made, {}
+
+    @property
+    def reported(self) -> tuple[ReportedDiagnostic, ...]:
+        """The computed arrays."""
+        return tuple(self.arrays.values())
 
 
 class RoundEvaluation:
@@ -63,16 +92,16 @@ class RoundEvaluation:
             self.clients_of(self.evaluator.chosen(online), draft.round, stats),
             evaluated=True,
             choice_samples=self.settings.choice_samples,
-            tester=self._test,
+            tester=lambda those, serving: self.evaluator.scores(serving, those),
         )
         serving = self.steps.serve(state, clients)
-        scores = self.evaluator.scores(serving, clients)
-        draft.scores_MV = np.column_stack([scores.ids_M, scores.table_MV])
-        draft.metrics |= score_metrics(scores, self.task)
+        table_MV = self.evaluator.scores(serving, clients)
+        draft.scores_MV = np.column_stack([clients.ids_M, table_MV])
+        draft.metrics |= score_metrics(table_MV, self.task)
         draft.metrics |= cluster_metrics(state, online, present.group_N)
         if self.settings.local:
             draft.metrics |= self._local_metrics(local_scores_N2, clients)
-        draft.metrics |= self._metrics_of_some(scores, serving, clients)
+        draft.metrics |= self._metrics_of_some(table_MV[:, 0], serving, clients)
         if self.settings.past:
             diagnostics.take(draft, self._tests_on_past_data(draft, serving, clients))
         self.steps.diagnose(state, clients)
@@ -84,14 +113,16 @@ class RoundEvaluation:
             "mbit_up": traffic.up_bits * mbit,
         }
         diagnostics.take(draft, stats.diagnostics)
-        diagnostics.take(draft, of_clusters(self.label, self.primary, state, online, scores))
+        if state.num_clusters > 1:
+            of_clusters = Diagnostics(self.label)
+            vectors = cluster_vectors(state, online, clients.ids_M, table_MV[:, 0])
+            for name, vector_K in zip(cluster_diagnostics_of(self.primary), vectors, strict=True):
+                of_clusters.add(name, vector_K, (CLUSTERS,), clients.ids_M)
+            diagnostics.take(draft, of_clusters)
         diagnostics.resolve()
         if self.task.targets == "class":
             diagnostics.take(draft, self._labels_of_compared(draft.round, stats, diagnostics))
             diagnostics.resolve()
-
-    def _test(self, clients: Clients, serving: Serving) -> np.ndarray:
-        return self.evaluator.scores(serving, clients).table_MV
 
     def _local_metrics(self, local_scores_N2: np.ndarray, clients: Clients) -> dict[str, float]:
         """P-local over all clients, and over trained clients; untrained clients hold the initial model."""
@@ -101,20 +132,20 @@ class RoundEvaluation:
         if not trained.all():
             untrained = clients.select(~trained)
             initial = Serving(self.initial_P[None], untrained.first_row())
-            score_M[~trained] = self.evaluator.scores(initial, untrained).primary_M
+            score_M[~trained] = self.evaluator.scores(initial, untrained)[:, 0]
         return metrics | {f"{self.primary}_local": mean_of_defined(score_M), "trained_share": float(trained.mean())}
 
-    def _metrics_of_some(self, scores: Scores, serving: Serving, clients: Clients) -> dict[str, float]:
+    def _metrics_of_some(self, score_M: np.ndarray, serving: Serving, clients: Clients) -> dict[str, float]:
         """Means over honest clients and over newcomers, and P-tune."""
         metrics: dict[str, float] = {}
         honest = ~np.isin(clients.ids_M, self.attackers)
         if len(self.attackers) and honest.any():
-            metrics[f"{self.primary}_honest"] = mean_of_defined(scores.primary_M[honest])
+            metrics[f"{self.primary}_honest"] = mean_of_defined(score_M[honest])
         newcomers = np.isin(clients.ids_M, self.membership.population.newcomers)
         if newcomers.any():
-            metrics[f"newcomer_{self.primary}"] = mean_of_defined(scores.primary_M[newcomers])
+            metrics[f"newcomer_{self.primary}"] = mean_of_defined(score_M[newcomers])
         if self.settings.tuned_epochs:
-            tuned_M = self.evaluator.tuned_scores(serving, clients, clients.local).primary_M
+            tuned_M = self.evaluator.tuned_scores(serving, clients, clients.local)[:, 0]
             metrics[f"{self.primary}_tuned"] = mean_of_defined(tuned_M)
             if newcomers.any():
                 metrics[f"newcomer_{self.primary}_tuned"] = mean_of_defined(tuned_M[newcomers])
@@ -133,7 +164,7 @@ class RoundEvaluation:
             return diagnostics
         chosen = clients.select(chosen_M)
         past = chosen.replaying([(int(changed) - 1,) for changed in changed_N[chosen.ids_M]])
-        score_M = self.evaluator.scores(serving.select(chosen_M), past).primary_M
+        score_M = self.evaluator.scores(serving.select(chosen_M), past)[:, 0]
         diagnostics.add(PAST_SCORES, score_M, (CLIENTS,), chosen.ids_M)
         draft.metrics[f"{self.primary}_past"] = mean_of_defined(score_M)
         return diagnostics
@@ -149,3 +180,46 @@ class RoundEvaluation:
         if len(counted):
             labels.add(LABEL_COUNTS, counts_MC, (CLIENTS, "classes"), counted)
         return labels
+
+
+@dataclass(frozen=True)
+class CountLabels:
+    """The number of a client's training samples of each class, (C,)."""
+
+    num_classes: int
+
+    def __call__(self, client: ClientData, anchor_P: Tensor | None) -> Tensor:
+        return torch.bincount(client.y, minlength=self.num_classes)
+
+
+@dataclass
+class LabelCounts:
+    """Label counts of the clients whose similarity a method has reported, for a comparison in the report.
+
+    A client's labels are counted once, and again when its data have changed.
+    """
+
+    num_classes: int
+    known: dict[tuple[int, Hashable], Tensor] = field(default_factory=dict)  # by client and version of its data
+
+    def bounded(self, ids: np.ndarray, seed: int) -> np.ndarray:
+        """A sample of the clients, small enough that their counts fit into a diagnostic."""
+        return ids[sample_of(ids, MOST_VALUES // self.num_classes, seed)]
+
+    def of(self, clients: Clients, federation: Federation) -> tuple[np.ndarray, Tensor]:
+        """(ids, label counts (M, C)) of the clients whose data are valid."""
+        key_of = {client: (client, federation.data_version(client)) for client in clients.ids_M.tolist()}
+        self.known = {key: counts_C for key, counts_C in self.known.items() if key_of.get(key[0], key) == key}
+        missing = clients.select(np.array([key not in self.known for key in key_of.values()], bool))
+        new_MC, valid_M = missing.describe(CountLabels(self.num_classes))
+        for client, counts_C in zip(missing.ids_M[valid_M].tolist(), new_MC[torch.from_numpy(valid_M)], strict=True):
+            self.known[key_of[client]] = counts_C
+        ids = [client for client, key in key_of.items() if key in self.known]
+        counts_MC = torch.stack([self.known[key_of[client]] for client in ids]) if ids else new_MC[:0]
+        return np.array(ids, np.int64), counts_MC
+
+
+def compared_clients(reported: Iterable[ReportedDiagnostic]) -> np.ndarray:
+    """Ascending ids of the clients in client-by-client matrices."""
+    ids = [matrix.diagnostic.labels[0] for matrix in reported if matrix.diagnostic.axes == (CLIENTS, CLIENTS)]
+    return np.unique(np.concatenate(ids)) if ids else np.zeros(0, np.int64)

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.checkpoint.interval import CheckpointInterval
-from cfl_ray.checkpoint.store import Checkpoint, CheckpointStore
+from cfl_ray.checkpoint.store import Checkpoint, CheckpointInterval, CheckpointStore
 from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.core.backend import Backend
 from cfl_ray.core.checked_method import CheckedMethod
@@ -35,14 +34,12 @@ from cfl_ray.population.population import Cohort
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal
-from cfl_ray.runtime.membership import Membership
-from cfl_ray.runtime.participation import Participation
+from cfl_ray.runtime.participation import Membership, Participation
 from cfl_ray.runtime.private_run import ClientPrivacy, SamplePrivacy
 from cfl_ray.runtime.requests import Requests
-from cfl_ray.runtime.round_diagnostics import RoundDiagnostics
-from cfl_ray.runtime.round_evaluation import RoundEvaluation
+from cfl_ray.runtime.round_evaluation import RoundDiagnostics, RoundEvaluation
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status
-from cfl_ray.runtime.snapshot import Snapshot
+from cfl_ray.runtime.snapshot import Part, Snapshot
 from cfl_ray.setup.first_models import start_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import last_record
@@ -74,10 +71,11 @@ class RoundLoop:
         self.steps = CheckedMethod(self.method, network.spec.size)
         self.server_moments = None if (step := self.method.server_step) is None else ServerMoments(step)
         self.backend = ReusingBackend(backend, setup.federation, setup.attack.ids)
-        self.client_privacy = ClientPrivacy.of(setup, label, store)
+        plan, samples, seed = setup.privacy.get(label), setup.examples.get(label), experiment.seed
+        self.client_privacy = None if plan is None else ClientPrivacy(plan, seed, store)
         self.private_run = None if self.client_privacy is None else self.client_privacy.run
-        self.sample_privacy = SamplePrivacy.of(setup, label, store)
-        self.sample_account = None if self.sample_privacy is None else self.sample_privacy.account
+        config = experiment.privacy
+        self.sample_privacy = None if not (config and samples) else SamplePrivacy(config, samples, seed, store)
 
         # its clients
         last = last_record(store.directory) if store else None
@@ -88,6 +86,11 @@ class RoundLoop:
         if self.client_privacy is not None:
             self.client_privacy.seed_cohorts(self.membership.population, self.requests)
         self.participation = Participation(setup, label, network.spec, self.membership)
+        self.parts: dict[str, Part] = {"server.time.": self.participation}  # in checkpoints
+        if self.server_moments is not None:
+            self.parts["server.optimizer."] = self.server_moments
+        if self.sample_privacy is not None:
+            self.parts["server.privacy."] = self.sample_privacy.account
         initial_P = network.new_model(experiment.seed, 0)
         self.evaluation = RoundEvaluation(
             setup, label, self.steps, self.backend, self.membership, self.clients_of, initial_P
@@ -192,9 +195,6 @@ class RoundLoop:
             snapshot = self._first()
         else:
             checkpoint, snapshot = loaded
-            if self.server_moments is not None:
-                self.server_moments.restore(snapshot.moments)
-            self.participation.restore(snapshot.time)
             self.backend.restore(checkpoint.client_states())
             notes = (*checkpoint.refused, f"goes on after round {self.saved}")
         self.state, self.traffic, self.local_scores_N2 = snapshot.state, snapshot.traffic, snapshot.local_scores_N2
@@ -218,12 +218,12 @@ class RoundLoop:
         num_clients = self.membership.federation.num_clients
         start = start_of(self.experiment, self.label, self.network, num_clients)
         unknown_N2 = np.full((num_clients, 2), np.nan, np.float32)
-        return Snapshot(self.steps.init(start), Traffic(), unknown_N2, {}, RoundReport("starting", 0))
+        return Snapshot(self.steps.init(start), Traffic(), unknown_N2, RoundReport("starting", 0))
 
     def _decoded(self, checkpoint: Checkpoint) -> Snapshot:
         """The snapshot in a checkpoint. Raises RunError if it is not one of this method and model."""
         snapshot = Snapshot.decoded(
-            checkpoint, self.label, self.method.state_type, self.num_scores, self.private_run, self.sample_account
+            checkpoint, self.label, self.method.state_type, self.num_scores, self.parts, self.private_run
         )
         if snapshot.frozen != self.setup.frozen:
             raise RunError(
@@ -305,22 +305,11 @@ class RoundLoop:
 
     def _save(self, draft: RoundDraft, store: CheckpointStore) -> None:
         self.diagnostics.resolve()
-        moments = {} if self.server_moments is None else self.server_moments.to_tensors()
         report = replace(draft.report("saving", False, ()), diagnostics=self.diagnostics.reported)
-        snapshot = Snapshot(
-            self.state,
-            self.traffic,
-            self.local_scores_N2,
-            moments,
-            report,
-            frozen=self.setup.frozen,
-            private_run=self.private_run,
-            time=self.participation.to_tensors(),
-            sample_account=self.sample_account,
-        )
+        snapshot = Snapshot(self.state, self.traffic, self.local_scores_N2, report, self.setup.frozen)
         with self.interval.measured():
             RunDirectory(store.directory).sync_records()
-            tensors, values = snapshot.encoded(self.num_scores)
+            tensors, values = snapshot.encoded(self.num_scores, self.parts, self.private_run)
             if remark := store.save(draft.round, tensors, values, self.backend.client_states):
                 draft.notes.append(remark)
         self.saved = draft.round

@@ -8,7 +8,7 @@ import numpy as np
 
 from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.core.clients import RoundStats
-from cfl_ray.core.diagnostics import Diagnostics, ReportedDiagnostic
+from cfl_ray.core.diagnostics import ReportedDiagnostic
 from cfl_ray.core.events import ClusterEvent, phase_change
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.core.state import State
@@ -57,11 +57,6 @@ class RoundDraft:
     fallbacks: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
     assign_before_N: np.ndarray | None = None  # clusters of the clients before the round
-
-    def add_numbers(self, diagnostics: Diagnostics) -> None:
-        """Adds the numbers that the method has reported to the metrics of the round."""
-        self.metrics |= diagnostics.numbers
-        self.numbers += [name for name in diagnostics.numbers if name not in self.numbers]
 
     def record_exclusions(self, stats: RoundStats) -> None:
         """Counts the excluded clients, and notes them: one note per reason, each exclusion once per round."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config.runtime import BACKENDS
 from cfl_ray.core.backend import Backend
-from cfl_ray.engine import autotune, cpu
+from cfl_ray.engine import autotune
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.precision import products_in
@@ -23,6 +23,7 @@ from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.engine_choice import compute_device, engine_choice, measured_engine
 from cfl_ray.setup.setup import Setup
+from cfl_ray.system import cpu
 from cfl_ray.system.threads import one_thread
 
 _BACKEND_PARTS = ["client_states", *(name for name, _ in getmembers(Backend, isfunction) if not name.startswith("_"))]

@@ -1,7 +1,8 @@
 """Conversion of a checkpoint's content, except client states, to tensors and JSON values, and back."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,18 +16,23 @@ from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.core.state import State
 from cfl_ray.errors import RunError
-from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.runtime.round_report import RoundReport
 
 # names of tensors
 _SIGNATURES = "server.privacy.signatures_N"
-_EXAMPLES = "server.privacy.examples_N2"
 _REASSIGNED = ("server.reassigned.client_R", "server.reassigned.cluster_R")
-# first parts of names
-_MOMENTS = "server.optimizer."  # of the server optimiser
-_TIME = "server.time."  # of the virtual time and of clients in flight
-_DIAGNOSTICS = "server.diagnostics."  # of the arrays that the method reported
+_DIAGNOSTICS = "server.diagnostics."  # begins the names of the arrays that the method reported
+
+
+class Part(Protocol):
+    """A part of a run whose state is in its checkpoints, such as the moments of the server optimiser."""
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The state. The tensors must not change afterwards: the next checkpoint is compared with them."""
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse. Raises KeyError, TypeError or ValueError for other tensors."""
 
 
 class _Strict(BaseModel):
@@ -71,35 +77,32 @@ class Snapshot:
     state: State
     traffic: Traffic
     local_scores_N2: np.ndarray  # float32: P-local of every client, NaN before its first training
-    moments: dict[str, Tensor]  # of the server optimiser
     report: RoundReport  # with all diagnostics that are not recorded yet
     frozen: str = ""  # digest of the network's frozen parameters; empty if there are none
-    private_run: PrivateRun | None = None  # None: sums have no noise
-    time: dict[str, Tensor] = field(default_factory=dict)  # virtual time, and clients in flight
-    sample_account: ExampleAccount | None = None  # None: clients train without noise
 
-    def encoded(self, num_scores: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, JSON values), as `CheckpointStore.save` takes them. num_scores: of one client in the report."""
+    def encoded(
+        self, num_scores: int, parts: Mapping[str, Part], private_run: PrivateRun | None
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, JSON values), as `CheckpointStore.save` takes them.
+
+        num_scores: of one client in the report. parts: by the beginning of the names of their tensors. private_run:
+        None: sums have no noise.
+        """
         tensors, scalars = self.state.to_checkpoint()
-        tensors |= {f"{_MOMENTS}{name}": value for name, value in self.moments.items()}
-        tensors |= {f"{_TIME}{name}": value for name, value in self.time.items()}
+        for first, part in parts.items():
+            tensors |= {f"{first}{name}": value for name, value in part.to_tensors().items()}
         tensors["server.local_scores_N2"] = torch.from_numpy(self.local_scores_N2)
-        # accounts change in place, saved tensors must not: the next checkpoint is compared with them
-        if self.private_run is not None:
-            tensors[_SIGNATURES] = torch.from_numpy(self.private_run.releases.signatures_N.copy())
-        if self.sample_account is not None:
-            tensors[_EXAMPLES] = torch.from_numpy(self.sample_account.account_N2.copy())
-        tensors |= _report_tensors(self.report, num_scores)
         values: dict[str, Any] = {
             "state": scalars,
             "traffic": vars(self.traffic),
             "report": _report_values(self.report),
         }
+        if private_run is not None:
+            tensors[_SIGNATURES] = torch.from_numpy(private_run.releases.signatures_N.copy())
+            values["privacy"] = private_run.to_values()
         if self.frozen:
             values["frozen"] = self.frozen
-        if self.private_run is not None:
-            values["privacy"] = self.private_run.to_values()
-        return tensors, values
+        return tensors | _report_tensors(self.report, num_scores), values
 
     @classmethod
     def decoded(
@@ -108,13 +111,10 @@ class Snapshot:
         label: str,
         state_type: type[State],
         num_scores: int,
+        parts: Mapping[str, Part],
         private_run: PrivateRun | None,
-        sample_account: ExampleAccount | None,
     ) -> "Snapshot":
-        """The inverse; also restores `private_run` and `sample_account`.
-
-        Raises RunError for a checkpoint of another method.
-        """
+        """The inverse; also restores `parts` and `private_run`. Raises RunError for a checkpoint of another method."""
         tensors = dict(checkpoint.tensors)  # each part takes its tensors; the rest is the method's state
         try:
             values = _Values.model_validate(checkpoint.values)
@@ -123,9 +123,9 @@ class Snapshot:
             report = _read_report(checkpoint.round, values.report, scores_MV, tensors)
             if private_run is not None:
                 private_run.restore(values.privacy, tensors.pop(_SIGNATURES).numpy().copy())
-            if sample_account is not None:
-                sample_account.account_N2 = tensors.pop(_EXAMPLES).numpy().reshape(-1, 2).copy()
-            moments, time = _taken(tensors, _MOMENTS), _taken(tensors, _TIME)
+            for first, part in parts.items():
+                names = [name for name in tensors if name.startswith(first)]
+                part.restore({name.removeprefix(first): tensors.pop(name) for name in names})
             state = state_type.from_checkpoint(tensors, values.state)
             count = len(state.assign_N)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
@@ -137,23 +137,7 @@ class Snapshot:
                 f"for {count} clients"
             )
         traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
-        return cls(
-            state,
-            traffic,
-            local_scores_N2,
-            moments,
-            report,
-            frozen=values.frozen,
-            private_run=private_run,
-            time=time,
-            sample_account=sample_account,
-        )
-
-
-def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with `prefix`, removed from `tensors`, by the rest of the name."""
-    names = [name for name in tensors if name.startswith(prefix)]
-    return {name.removeprefix(prefix): tensors.pop(name) for name in names}
+        return cls(state, traffic, local_scores_N2, report, values.frozen)
 
 
 def _report_tensors(report: RoundReport, num_scores: int) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cfl_ray.config import check_buffer
 from cfl_ray.config.client_ids import clients_in_words
-from cfl_ray.core.aggregation import RULES, AggregationRule, Mean
-from cfl_ray.core.aggregation.rule import try_rule
+from cfl_ray.core.aggregation.apply import try_rule
+from cfl_ray.core.aggregation.rules import RULES, AggregationRule, Mean
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.method import Method
 from cfl_ray.core.metrics import METRICS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.clock.devices import Load
-from cfl_ray.core.aggregation import Mean
+from cfl_ray.core.aggregation.rules import Mean
 from cfl_ray.core.backend import ClientStateKey, SavedState
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats

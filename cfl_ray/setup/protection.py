@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.config.privacy import ExamplesConfig
-from cfl_ray.core.aggregation import Mean
+from cfl_ray.core.aggregation.rules import Mean
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.errors import ConfigError

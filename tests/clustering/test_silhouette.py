@@ -4,7 +4,7 @@ import torch
 from sklearn.metrics import silhouette_score
 
 from cfl_ray.clustering.agglomerative import LINKAGES, cut_tree, distances, linkage_tree
-from cfl_ray.clustering.silhouette import best_cut, silhouettes
+from cfl_ray.clustering.tree_cut import best_cut, silhouettes
 
 
 def rows(groups: int, apart: float, size: int = 40, features: int = 6, seed: int = 0) -> torch.Tensor:

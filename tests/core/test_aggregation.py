@@ -7,19 +7,9 @@ import pytest
 import torch
 
 from cfl_ray.config import Experiment
-from cfl_ray.core.aggregation import (
-    RULES,
-    Mean,
-    Median,
-    MultiKrum,
-    NormClipping,
-    TrimmedMean,
-    aggregate,
-    apply,
-    parse_rule,
-    range_cuts,
-)
-from cfl_ray.core.aggregation.apply import by_columns, squared_distances
+from cfl_ray.core.aggregation import apply
+from cfl_ray.core.aggregation.apply import aggregate, by_columns, range_cuts, squared_distances
+from cfl_ray.core.aggregation.rules import RULES, Mean, Median, MultiKrum, NormClipping, TrimmedMean, parse_rule
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import Address, AverageDeferred, Averaging, ClientState, CombineColumns, Outcome, Rows, Train

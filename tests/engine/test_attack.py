@@ -7,7 +7,7 @@ from federations import Stage, linear, planted, uneven
 from torch import nn
 
 import cfl_ray
-from cfl_ray.core.aggregation import NormClipping
+from cfl_ray.core.aggregation.rules import NormClipping
 from cfl_ray.core.clients import ClientState, LocalTraining, UpdateFeatures
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import torch_stream

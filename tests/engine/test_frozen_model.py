@@ -183,9 +183,7 @@ class TestPredicting:
         )
         for i in range(8):
             accuracy, loss = self.scores(one, i, models_KP[row_M[i]], frozen_P)
-            assert found.primary_M[i] == pytest.approx(accuracy, abs=1e-6) and found.table_MV[i, -1] == pytest.approx(
-                loss, abs=1e-5
-            )
+            assert found[i, 0] == pytest.approx(accuracy, abs=1e-6) and found[i, -1] == pytest.approx(loss, abs=1e-5)
 
     @pytest.mark.parametrize("engine", ENGINES)
     def test_p_local(self, one, engine):
@@ -214,6 +212,4 @@ class TestPredicting:
             accuracy, loss = self.scores(
                 one, i, trained_by_torch(one, i, models_KP[0], frozen_P), frozen_P, evaluator.settings.local_images
             )
-            assert found.primary_M[i] == pytest.approx(accuracy, abs=1e-6) and found.table_MV[i, -1] == pytest.approx(
-                loss, abs=1e-4
-            )
+            assert found[i, 0] == pytest.approx(accuracy, abs=1e-6) and found[i, -1] == pytest.approx(loss, abs=1e-4)

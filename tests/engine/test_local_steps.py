@@ -466,10 +466,7 @@ class TestServing:
 
     def assert_scores(self, found, expected):
         accuracy, loss = zip(*expected)
-        assert found.ids_M.tolist() == self.IDS
-        assert found.primary_M == pytest.approx(accuracy, abs=1e-6) and found.table_MV[:, -1] == pytest.approx(
-            loss, abs=1e-5
-        )
+        assert found[:, 0] == pytest.approx(accuracy, abs=1e-6) and found[:, -1] == pytest.approx(loss, abs=1e-5)
 
     @pytest.mark.parametrize("federation", [planted(4, 2, 60), holdout()], ids=["shared test sets", "own test data"])
     @pytest.mark.parametrize("votes", [True, False])
@@ -491,15 +488,13 @@ class TestServing:
         mixture = Serving(models_KP, np.zeros(3, int), weight_MK=weight_MK)
         found = self.scores(stage, Serving.vote(models_KP, 3) if votes else mixture)
         self.assert_scores(found, expected)
-        assert all(not np.allclose(found.primary_M, column) for column in np.array(alone).T), "one model decides alone"
+        assert all(not np.allclose(found[:, 0], column) for column in np.array(alone).T), "one model decides alone"
 
     def test_one_model_votes_as_it_predicts(self):
         stage, models_KP = self.stage(planted(4, 2, 60))
         servings = Serving.vote(models_KP[:1], 3), Serving(models_KP[:1], np.zeros(3, int))
         one, other = (self.scores(stage, serving) for serving in servings)
-        assert np.array_equal(one.primary_M, other.primary_M) and one.table_MV[:, -1] == pytest.approx(
-            other.table_MV[:, -1], abs=1e-6
-        )
+        assert np.array_equal(one[:, 0], other[:, 0]) and one[:, -1] == pytest.approx(other[:, -1], abs=1e-6)
 
     @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised", "span"])
     @pytest.mark.parametrize("federation", [planted(4, 2, 60), holdout()], ids=["shared test sets", "own test data"])
@@ -515,7 +510,7 @@ class TestServing:
         self.assert_scores(self.scores(stage, Serving(models_KP, row_M, tune=tune)), expected)
         assert stage.client_states == {}
         plain = self.scores(stage, Serving(models_KP, row_M))
-        assert not np.allclose(plain.primary_M, [accuracy for accuracy, _ in expected])
+        assert not np.allclose(plain[:, 0], [accuracy for accuracy, _ in expected])
 
     def test_tuning_starts_from_the_client_state(self):
         stage, models_KP = self.stage(planted(4, 2, 60))

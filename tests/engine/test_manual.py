@@ -14,7 +14,7 @@ from training_tasks import FLAT, assert_same, mlp, rows, tasks_of
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.engine import manual, sequential
 from cfl_ray.models import REGISTRY, recipe
-from cfl_ray.nn import products
+from cfl_ray.nn import operations
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.operations import MaxPool, PatchConvolution
 from cfl_ray.nn.passes import passes_of
@@ -167,7 +167,7 @@ class TestConvolution:
     @pytest.mark.parametrize("stride", [(1, 1), (1, 2), (2, 1), (3, 2)])
     @pytest.mark.parametrize("padding", [(0, 0), (2, 1)])
     def test_is_that_of_pytorch(self, channels, kernel, stride, padding, mkl, monkeypatch):
-        monkeypatch.setattr(products, "_MKL", mkl)
+        monkeypatch.setattr(operations, "_MKL", mkl)
         draw = torch.Generator().manual_seed(0)
         weight = torch.randn(4, channels, *kernel, generator=draw)
         grad_weight = np.empty(weight.shape, np.float32)

@@ -17,7 +17,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, span, span_together, vectorised
 from cfl_ray.engine.attack import Attack
-from cfl_ray.engine.client_view import ClientView
+from cfl_ray.engine.describing import ClientView
 from cfl_ray.engine.engines import ENGINES
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.engine.vmap_batches import DeviceMemoryError, kind_of, train_alone

@@ -18,7 +18,7 @@ from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine import sequential
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.chunks import chunks_of
-from cfl_ray.engine.client_view import ClientView
+from cfl_ray.engine.describing import ClientView
 from cfl_ray.engine.failure import ClientFailure
 from cfl_ray.engine.task import TrainingTask
 

@@ -40,7 +40,7 @@ def accuracy(one: Stage, method: Method, state: State, ids: Sequence[int] | None
     """P-server accuracy (M,), by the evaluator of a run."""
     clients = one.clients(ids)
     evaluator = Evaluator(EvaluationConfig(local_images=10**6), one.federation, one.backend, one.seed)
-    return evaluator.scores(method.serve(state, clients), clients).primary_M
+    return evaluator.scores(method.serve(state, clients), clients)[:, 0]
 
 
 def row_accuracy(one: Stage, row_P: torch.Tensor, client: int) -> float:

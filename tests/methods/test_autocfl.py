@@ -14,11 +14,10 @@ from linear import stage as linear_stage
 from oneshot import CLIENTS, HEAD, OneShot, P, stage
 from rounds import floats, watched
 
-from cfl_ray.clustering.dbscan import row_gap
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.updates import Updates
 from cfl_ray.methods import autocfl
-from cfl_ray.methods.autocfl import AutoCFL, representatives
+from cfl_ray.methods.autocfl import AutoCFL, representatives, row_gap
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fl_hc import FLHC
 

@@ -62,7 +62,7 @@ def played(name, options=None):
     evaluator = Evaluator(EvaluationConfig(local_images=10**6), one.federation, one.backend, one.seed)
 
     def test(clients: Clients, serving: Serving) -> np.ndarray:
-        return evaluator.scores(serving, clients).table_MV
+        return evaluator.scores(serving, clients)
 
     clients = replace(one.clients(round=ROUNDS), evaluated=True, tester=test)
     method.diagnose(state, clients)

@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from cfl_ray.core.classifier import Classifier
 from cfl_ray.core.clients import Clients
 from cfl_ray.data.changes import ChangingFederation, DataChange
-from cfl_ray.engine.client_view import ClientView
+from cfl_ray.engine.describing import ClientView
 from cfl_ray.methods.fedccfa import BalancedClassifier, FeatureAlignment, FedCCFA, label_groups
 from cfl_ray.methods.fedrep import FedRep
 

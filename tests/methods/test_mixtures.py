@@ -11,7 +11,7 @@ from linear import ETA, N_0, N_1, STEPS, assert_close, data, matrix, stage
 from rounds import COHORTS, accuracy, floats, groups, mlp
 from torch import nn
 
-from cfl_ray.core.aggregation import RULES, MultiKrum, TrimmedMean
+from cfl_ray.core.aggregation.rules import RULES, MultiKrum, TrimmedMean
 from cfl_ray.core.clients import Mixture
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.mixtures import entropy

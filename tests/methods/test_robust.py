@@ -7,7 +7,7 @@ from checksums import EARLY
 from federations import Spoiled, planted
 from rounds import COHORTS, accuracy, assert_equal, groups
 
-from cfl_ray.core.aggregation import RULES, Mean, Median, MultiKrum, NormClipping, TrimmedMean
+from cfl_ray.core.aggregation.rules import RULES, Mean, Median, MultiKrum, NormClipping, TrimmedMean
 from cfl_ray.core.clients import ClientState, LocalTraining
 from cfl_ray.core.weights import cluster_weights
 from cfl_ray.engine.attack import Attack

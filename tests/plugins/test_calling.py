@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cfl_ray.core.aggregation import RULES
+from cfl_ray.core.aggregation.rules import RULES
 from cfl_ray.errors import ConfigError, DataError, RunError
 from cfl_ray.plugins.calling import (
     as_number,

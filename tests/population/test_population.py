@@ -4,7 +4,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from cfl_ray.core.ids import ids_where
+from cfl_ray.core.reassigned import ids_where
 from cfl_ray.core.rng import uniforms
 from cfl_ray.errors import ConfigError
 from cfl_ray.population.availability import Bernoulli

@@ -9,11 +9,12 @@ import torch
 from small_runs import simulate_until
 
 from cfl_ray import load_run, resume, simulate
-from cfl_ray.engine import autotune, cpu
+from cfl_ray.engine import autotune
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.engine.engines import ENGINES
 from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory import RunDirectory
+from cfl_ray.system import cpu
 
 NUMERICS = RunDirectory.environment.name
 

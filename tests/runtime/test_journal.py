@@ -102,7 +102,7 @@ def test_shards_that_changed_are_refused(tmp_path):
 
 def test_a_population_that_grows_draws_the_same_cohorts_until_then():
     small, large = Population(8, (), 3), Population(8, (), 3)
-    large.add(JOIN.change, 10)
+    large.add(JOIN, 10)
     for round in (1, 2):
         small.advance(round), large.advance(round)
         assert small.draw(round, 0.5).ids_M.tolist() == large.draw(round, 0.5).ids_M.tolist()

@@ -13,7 +13,7 @@ from cfl_ray import Experiment, simulate
 from cfl_ray.core.diagnostics import CLIENTS, Diagnostic, ReportedDiagnostic
 from cfl_ray.errors import RunError
 from cfl_ray.methods.ifca import IFCA
-from cfl_ray.runtime.round_diagnostics import LabelCounts, compared_clients
+from cfl_ray.runtime.round_evaluation import LabelCounts, compared_clients
 from cfl_ray.setup.prepare import prepare
 
 

@@ -12,6 +12,7 @@ from cfl_ray import Experiment, resume, simulate
 from cfl_ray.clock.devices import Clock, Load, Speed
 from cfl_ray.clock.from_config import hinge_staleness, polynomial_staleness
 from cfl_ray.clock.virtual_time import Asynchrony, Flights, VirtualTime
+from cfl_ray.config.clock import AsynchronousConfig
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.state import State
@@ -86,8 +87,8 @@ class TestFlights:
         return ids.tolist(), stale, flights.time.now
 
     def flights(self, seconds=(1.0, 2.0, 4.0, 8.0, 16.0, 32.0), **settings):
-        given = {"buffer": 2, "staleness": partial(polynomial_staleness, power=0)} | settings
-        return Flights.none(Asynchrony(**given), time_of(seconds))
+        config, constant = AsynchronousConfig(**({"buffer": 2} | settings)), partial(polynomial_staleness, power=0)
+        return Flights(Asynchrony(config.buffer, constant, config), time_of(seconds))
 
     def test_the_earliest_updates_form_a_step_and_the_others_stay_in_flight(self, monkeypatch):
         """0, 1 and 2 begin; at 1 s 3 takes the place of 0, at 2 s the step; 4 begins, 2 and 3 finish at 4 s and 9 s."""

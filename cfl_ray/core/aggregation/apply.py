@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.aggregation.rule import ClippingRule, ColumnRule, WeightRule, checked_result
-from cfl_ray.core.aggregation.rules import Median, MultiKrum
+from cfl_ray.core.aggregation.rules import ClippingRule, ColumnRule, Median, MultiKrum, WeightRule, result_of
 from cfl_ray.core.backend import Backend
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, CombineColumns, Outcome, Train
@@ -24,7 +23,7 @@ _RANGES, _RANGE = 64, 1 << 22
 
 def by_columns(rule: ColumnRule, weight_n: np.ndarray, blocks: Iterable[np.ndarray]) -> np.ndarray:
     """The aggregate by a column rule, float64 (F,), from blocks (n, f) of columns of the results, one after another."""
-    return np.concatenate([checked_result(rule, "combine", values_nF, weight_n) for values_nF in blocks])
+    return np.concatenate([result_of(rule, "combine", values_nF, weight_n) for values_nF in blocks])
 
 
 def squared_distances(blocks: Iterable[np.ndarray]) -> np.ndarray:
@@ -102,7 +101,7 @@ def _aggregate_of_columns(
 
 def _weights(rule: WeightRule, squared_nn: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
     """The weights returned by a rule, normalised to sum 1."""
-    result_n = checked_result(rule, "weigh", squared_nn, weight_n, "weights >= 0")
+    result_n = result_of(rule, "weigh", squared_nn, weight_n, "weights >= 0")
     total = result_n.sum()
     if not total:
         raise RunError(f"aggregation rule {place_of(rule.weigh)} returned 0 for all {len(weight_n)} results")
@@ -152,7 +151,7 @@ def _clipped_mean(
     for out in np.unique(averaging.out_E):
         mine = averaging.out_E == out
         weight_n = averaging.weight_E[mine] / averaging.weight_E[mine].sum()
-        scale_E[mine] = checked_result(rule, "scale", distance_E[mine], weight_n, "factors in 0 .. 1", 1.0)
+        scale_E[mine] = result_of(rule, "scale", distance_E[mine], weight_n, "factors in 0 .. 1", 1.0)
     scaled = replace(averaging, weight_E=averaging.weight_E * scale_E)
     plain = backend.run(AverageDeferred.of(training, training.address, ids_M, scaled))
     assert plain.arrived_R is not None
@@ -188,3 +187,17 @@ def uploaded_columns(size: int, state: ClientState | None) -> Columns:
     if state is None or not state.private:
         return everything
     return (state.columns or everything).others(size)
+
+
+def try_rule(rule: ColumnRule | WeightRule | ClippingRule, count: int) -> None:
+    """Calls a rule with `count` random results. Raises RunError if it fails, or returns another type or shape."""
+    draw = np.random.default_rng(0)
+    values_nF = draw.standard_normal((count, 8)).astype(np.float32)
+    weight_n = draw.uniform(1, 2, count)
+    weight_n /= weight_n.sum()
+    if isinstance(rule, ClippingRule):
+        result_of(rule, "scale", np.linalg.norm(values_nF, axis=1).astype(np.float64), weight_n, trial=True)
+    elif count >= 3 and isinstance(rule, ColumnRule):  # of fewer results these rules are their mean
+        result_of(rule, "combine", values_nF, weight_n, trial=True)
+    elif count >= 3:
+        result_of(rule, "weigh", squared_distances([values_nF]), weight_n, trial=True)

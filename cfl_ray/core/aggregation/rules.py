@@ -1,4 +1,8 @@
-"""The rules of this package: each is its parameters, with one of the methods of `rule`.
+"""Aggregation rules, which replace the weighted mean in every average of a method.
+
+A rule has one of the methods `combine`, `weigh` and `scale`, for one output row of an average with n valid results: the
+clients' uploads, without private columns. A client with weight 0 does not count. For one or two results, all rules
+except clipping rules return their mean. The rules of this package, of which the first three weigh all clients equally:
 
 median          D. Yin et al., ICML 2018, arXiv:1803.01498, Definition 1
 trimmed_mean    the same, Definition 2
@@ -7,9 +11,48 @@ norm_clipping   Z. Sun et al., 2019, arXiv:1911.07963, Section 3
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import numpy as np
+
+from cfl_ray.errors import ConfigError, RunError
+from cfl_ray.plugins.calling import call_plugin, check_options, described, parse_choice, place_of, with_options
+from cfl_ray.plugins.registry import Registry
+
+
+@runtime_checkable
+class ColumnRule(Protocol):
+    """Combines the results column by column."""
+
+    def combine(self, values_nF: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
+        """The aggregate, float64 (F,), of F columns of n results, float32 (n, F).
+
+        It is called with some of the columns at a time, so each column must be combined independently.
+
+        weight_n: the method's weights of the clients, float64; they add up to 1.
+        """
+
+
+@runtime_checkable
+class WeightRule(Protocol):
+    """Weighs the results by their distances to each other; the aggregate is their weighted mean."""
+
+    def weigh(self, squared_nn: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
+        """The weights (n,) of the results, >= 0 and of any scale; 0 excludes a result.
+
+        squared_nn: squared Euclidean distances between the results, float64 (n, n). weight_n: as in `ColumnRule`.
+        """
+
+
+@runtime_checkable
+class ClippingRule(Protocol):
+    """Shortens the changes W - w, with w the model that the client was sent; the aggregate is their weighted mean."""
+
+    def scale(self, distance_n: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
+        """Factors (n,) in 0 .. 1 of the changes.
+
+        distance_n: Euclidean norms of the changes, float64. weight_n: as in `ColumnRule`; the mean keeps these weights.
+        """
 
 
 @dataclass(frozen=True)
@@ -109,3 +152,74 @@ def _is_number(value: Any) -> bool:
 def _mean_without(sorted_nF: np.ndarray, cut: int) -> np.ndarray:
     """Mean of sorted rows without the first and the last `cut`, float64 (F,)."""
     return sorted_nF[cut : len(sorted_nF) - cut].mean(0, dtype=np.float64)
+
+
+AggregationRule = Mean | ColumnRule | WeightRule | ClippingRule
+RULES: dict[str, type[Any]] = {rule.name: rule for rule in (Mean, Median, TrimmedMean, MultiKrum, NormClipping)}
+AGGREGATION: Registry[Any] = Registry("aggregation rule", RULES, "cfl_ray.aggregation")
+
+
+def parse_rule(value: Any) -> AggregationRule:
+    """The rule for a name, `file.py:Class`, {name: {parameter: value}}, or a rule object.
+
+    Raises ConfigError for a rule that cannot be used, and ValueError for a parameter out of range.
+    """
+    name, parameters = parse_choice("aggregation", value)
+    if isinstance(name, list | int | float | None):  # from YAML; another object is a rule that was made in Python
+        raise ValueError(
+            f"aggregation must be one of {', '.join(AGGREGATION.names())}, or file.py:Class, got {value!r}"
+        )
+    part = AGGREGATION.resolve(name)
+    if part in RULES.values():
+        check_options("aggregation", part, parameters)
+        return cast(AggregationRule, part(**parameters))
+    rule = with_options(part, parameters, "aggregation rule")
+    if not isinstance(rule, Mean):
+        check_contract(rule)
+    return cast(AggregationRule, rule)
+
+
+_CONTRACTS = {"combine": ColumnRule, "weigh": WeightRule, "scale": ClippingRule}
+
+
+def check_contract(rule: Any) -> None:
+    """Raises ConfigError unless an object has exactly one of the three methods."""
+    kinds = [name for name, contract in _CONTRACTS.items() if isinstance(rule, contract)]
+    if len(kinds) != 1:
+        raise ConfigError(
+            f"aggregation rule {place_of(rule)} has {' and '.join(kinds) or 'no method of a rule'}; expected one of "
+            "combine(values_nF, weight_n), weigh(squared_nn, weight_n), scale(distance_n, weight_n)"
+        )
+
+
+def result_of(
+    rule: Any,
+    method: str,
+    values: np.ndarray,
+    weight_n: np.ndarray,
+    allowed: str = "",
+    high: float = np.inf,
+    trial: bool = False,
+) -> np.ndarray:
+    """The numbers that a method of a rule returns, float64 (F,) or (n,).
+
+    Raises RunError, naming the author's line, for another type or shape, and for numbers that are not finite or not
+    allowed. values: its first argument. allowed: the range in words, from 0 to `high`; empty for any finite values.
+    trial: the values are random and may cause invalid numbers, which are no errors then.
+    """
+    function = getattr(rule, method)
+    value = call_plugin("aggregation rule", function, values, weight_n)
+    where, count = f"aggregation rule {place_of(function)}", values.shape[1] if method == "combine" else len(weight_n)
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError, RuntimeError):
+        array = None
+    if array is None or array.shape != (count,):
+        raise RunError(f"{where} returned {described(value)}, expected {count} numbers, shape ({count},)")
+    invalid, expected = ~np.isfinite(array), "finite numbers"
+    if allowed and not invalid.any():
+        invalid, expected = (array < 0) | (array > high), allowed
+    if invalid.any() and not trial:
+        at = int(np.flatnonzero(invalid)[0])
+        raise RunError(f"{where} returned {array[at]:g} at position {at} of {count}, expected {expected}")
+    return array

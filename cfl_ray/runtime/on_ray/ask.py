@@ -60,8 +60,7 @@ def _ask_to_stop(server: ServerAddress, actor: Any) -> str:
     key = _stop_key(server.actor)
     _internal_kv_put(key, _AFTER_ROUND)
     try:
-        answer: str = ray.get(actor.ask.remote("stop"), timeout=_STOP_SECONDS)
-        return answer
+        return ray.get(actor.ask.remote("stop"), timeout=_STOP_SECONDS)
     except RayTaskError as error:
         if isinstance(as_user_error(error), NotReady):
             _internal_kv_put(key, _NOW)

@@ -248,8 +248,8 @@ class Exchange:
         packed = [kind.is_packed for kind in self.left]
         returns = 1 + sum(1 if is_packed else len(index_m) for is_packed in packed)
         cuts = np.cumsum([len(chunk.index_m) for chunk in chunks])[:-1]
-        call = host.actor.work.options(num_returns=returns)
-        made = call.remote(self.number, order, index_m, cuts, models, packed, self.return_sums, places, *arguments)
+        call, fixed = host.actor.call.options(num_returns=returns), (packed, self.return_sums, places)
+        made = call.remote("work", self.number, order, index_m, cuts, models, *fixed, *arguments)
         made = made if isinstance(made, list) else [made]
         self.node_of.update(dict.fromkeys(made[1:], host.node))
         return made
@@ -275,8 +275,7 @@ class Exchange:
 
     def clients(self, chunks: Sequence[Chunk]) -> list[int]:
         """Ids of the clients (or test sets) of these chunks."""
-        ids: list[int] = self.work.ids_M[np.concatenate([chunk.index_m for chunk in chunks])].tolist()
-        return ids
+        return self.work.ids_M[np.concatenate([chunk.index_m for chunk in chunks])].tolist()
 
     def instead(self, chunk: Chunk) -> list[Chunk]:
         """The chunks that replace a chunk that took too long: one per client, or the whole chain.
@@ -348,8 +347,7 @@ class Exchange:
         if self.work.secure is not None:
             return list(range(self.work.averaging.num_rows))
         index_m = np.concatenate([schedule.chunks[number].index_m for number in numbers])
-        rows: list[int] = np.unique(self.work.averaging.take(index_m).out_E).tolist()
-        return rows
+        return np.unique(self.work.averaging.take(index_m).out_E).tolist()
 
     def exclude(self, index_m: np.ndarray, exclusions: list[Exclusion]) -> None:
         """Records empty results for these clients, with the reasons."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError, RayTaskError
@@ -18,6 +17,9 @@ from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.stall import POLL_SECONDS, STOP_SECONDS
+
+if TYPE_CHECKING:
+    from cfl_ray.runtime.on_ray.backend import Exchange
 
 _CALLS_PER_HOST = 2  # one running, one queued, so that the host never waits for the server
 # a chunk that failed on so many hosts, or so many times, ends the run; a single bad host cannot reach these limits
@@ -42,26 +44,13 @@ class _Call:
     computed: tuple[float, float] | None = None  # time and CPU seconds of its host, at the last query of a stop
 
 
-class Calls(Protocol):
-    """Makes the calls of an exchange and receives their results."""
-
-    @property
-    def stays_on_hosts(self) -> bool: ...
-    def start(self, host: Host, chunks: Sequence[Chunk]) -> list[ray.ObjectRef[Any]]: ...
-    def receive(self, chunks: Sequence[Chunk], returns: list[Any]) -> None: ...
-    def seconds(self, chunks: Sequence[Chunk]) -> float | None: ...
-    def usual_seconds(self, chunks: Sequence[Chunk]) -> float | None: ...
-    def clients(self, chunks: Sequence[Chunk]) -> list[int]: ...
-    def instead(self, chunk: Chunk) -> list[Chunk]: ...
-
-
 @dataclass
 class Dispatch:
     """Makes calls until every chunk is done."""
 
     pool: Pool
     schedule: Schedule
-    calls: Calls
+    calls: Exchange  # makes the calls, and receives their results
     in_progress: dict[ray.ObjectRef[Any], _Call] = field(default_factory=dict)  # by first return
     of_host: dict[int, deque[_Call]] = field(default_factory=dict)  # the same by host number, in their order
     done: dict[int, list[int]] = field(default_factory=dict)  # chunks by number of the host that has done them

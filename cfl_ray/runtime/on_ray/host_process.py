@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cfl_ray.checkpoint.segments import ClientStateFile, EntryFile
 from cfl_ray.core.work import CombineColumns, Train, Work
-from cfl_ray.engine import autotune, cpu
+from cfl_ray.engine import autotune
 from cfl_ray.engine.chunks import merged
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.nn.precision import products_in
@@ -27,6 +27,7 @@ from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, Place, fetched, tensor_of, tensors_at
 from cfl_ray.setup.engine_choice import compute_device, measured_engine
 from cfl_ray.setup.setup import Setup
+from cfl_ray.system import cpu
 from cfl_ray.system.allocator import keep_freed_memory, return_freed_memory
 
 _KEPT_BYTES = 32 << 20  # of freed memory, from one exchange to the next
@@ -62,6 +63,10 @@ class HostProcess:
     def measure_engine(self) -> autotune.EngineChoice:
         """The fastest engine for this experiment on this host."""
         return measured_engine(self.setup, self.worker.network)
+
+    def set_engine(self, engine: str) -> None:
+        """Trains with this engine from now on."""
+        self.worker.engine = engine
 
     def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
         """Uses this federation from now on. If it cannot be opened, the later calls of `work` raise the error, because

@@ -15,7 +15,6 @@ from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cfl_ray.data import Federation, open_shards
-from cfl_ray.engine import cpu
 from cfl_ray.errors import DataError, RunError
 from cfl_ray.results.environment import Environment, described, read_environment
 from cfl_ray.runtime.journal import JoinedShards
@@ -30,6 +29,7 @@ from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import store_with_lease
 from cfl_ray.setup.setup import Setup
+from cfl_ray.system import cpu
 from cfl_ray.system.allocator import return_large_arrays
 from cfl_ray.system.threads import one_thread
 

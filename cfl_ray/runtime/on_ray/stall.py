@@ -96,10 +96,6 @@ class ProgressWatch:
             f"(runtime.stall_limit){self.then}"
         )
 
-    def is_slow(self, now: float) -> bool:
-        """Whether it has made no progress for so long that the user should know."""
-        return now - self.since >= self.rule.warning
-
     def stops(self, now: float, asked: bool = False) -> bool:
         """Whether a request to stop, also one that the server has not answered, ends the run: it makes no progress."""
         asked = asked or (self.last is not None and self.last.stop_asked)
@@ -133,7 +129,7 @@ class StartWatch:
                 self.watch.update(Progress("", (), cpu_seconds=ray.get(self.pending)[1]), now)
             self.pending = None
         line = self.watch.warning(now)
-        self.reported = line or (self.reported if self.watch.is_slow(now) else "")
+        self.reported = line or (self.reported if now - self.watch.since >= self.rule.warning else "")
         return line
 
     def is_over(self, now: float) -> bool:

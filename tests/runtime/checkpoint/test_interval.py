@@ -6,7 +6,7 @@ import pytest
 
 from cfl_ray import simulate
 from cfl_ray.checkpoint import store
-from cfl_ray.checkpoint.interval import CheckpointInterval
+from cfl_ray.checkpoint.store import CheckpointInterval
 
 
 class Clock:

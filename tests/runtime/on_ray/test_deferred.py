@@ -12,7 +12,8 @@ import torch
 from federations import clients_of
 
 from cfl_ray import Experiment
-from cfl_ray.core.aggregation import Mean, Median, MultiKrum, apply
+from cfl_ray.core.aggregation import apply
+from cfl_ray.core.aggregation.rules import Mean, Median, MultiKrum
 from cfl_ray.core.clients import Clients, ClientState
 from cfl_ray.core.work import Address, CombineColumns, Losses
 from cfl_ray.engine.in_process import InProcessBackend

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from cfl_ray import ConfigError, run, simulate
-from cfl_ray.engine import cpu
-from cfl_ray.system.instructions import instructions_environment
+from cfl_ray.system import cpu
+from cfl_ray.system.cpu import instructions_environment
 
 RUN = """
 import json, sys
