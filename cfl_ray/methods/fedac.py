@@ -23,9 +23,9 @@ at most that of its clients. Longer uploads are projected (`sketch`).
 
 With the paper's start, the client's own omega_i, the clusters have little effect: with a small mu clients follow their
 own data, with a large mu they stay at the Omega_k of the previous round. On three rotations of Fashion-MNIST, FedAC
-with mu 0.1, 0.5 or 2 is at most about a point above clients that train alone, and IFCA is nearly seven points above
-them (`jobs/experiments/fedac/start.yaml`). With the start from the cluster's embedding, and the same mu and lambda,
-FedAC is four points above them, so this start is the default.
+with mu 0.1, 0.5 or 2 is at most about a point above clients that train alone (two points, if rounds are half as long
+and twice as many), and IFCA is nearly seven points above them (`jobs/experiments/fedac/start.yaml`). With the start
+from the cluster's embedding, and the same mu and lambda, FedAC is four points above them, so this start is the default.
 
 The paper states that CNT reaches the best number of clusters from both sides (4.5, 5.5, Fig. 4). The rule of rho does
 not: two centres in the same group are near each other, so their rho is high and they split; a single cluster has no

@@ -158,7 +158,8 @@ def share() -> list[str]:
 
     Only runs as their own recipe says are copied, and only to a cell that has none with all rounds and values of its
     recipe. A run with fewer rounds or another evaluation is copied if nothing else differs, and the cell has no run or
-    one that differs in more.
+    one that differs in more; in a study with published numbers also instead of a run of no more rounds that trains
+    otherwise.
     """
     files = _recipes()
     cells = {file: [(cell, cell.experiment.to_dict()) for cell in cells_of(file)] for file in files}
@@ -175,7 +176,8 @@ def share() -> list[str]:
             for cell, wanted in cells[target] if given else ():
                 if cell.seed != row["seed"] or row["rounds"] > wanted["rounds"]:
                     continue
-                if _is_better(changed := differences(given, wanted), after, cell):
+                changed = differences(given, wanted)
+                if _is_better(changed, row["rounds"] if study_of(target).published else 0, after, cell):
                     of = f"{_csv(source).removesuffix('.csv')}, {row['setting']}"
                     place = {"setting": cell.setting, "method": cell.method, "of_rounds": wanted["rounds"]}
                     copy = row | place | {"changed": changed or None, "run_of": row.get("run_of") or of}
@@ -184,15 +186,20 @@ def share() -> list[str]:
     return copied
 
 
-def _is_better(changed: str, file: Path, cell: StudyRun) -> bool:
-    """Whether a run that differs in `changed` is nearer to the recipe of a cell than the run that the file has."""
+def _is_better(changed: str, rounds: int, file: Path, cell: StudyRun) -> bool:
+    """Whether a run that differs in `changed` is nearer to the recipe of a cell than the run that the file has.
+
+    rounds: of the run; up to so many, a run that trains otherwise is worse.
+    """
     if not trains_as_recipe(changed):
         return False
     rows = pd.read_csv(file, dtype=WORDS)
     own = rows[(rows["setting"] == cell.setting) & (rows["method"] == cell.method) & (rows["seed"] == cell.seed)]
     if not len(own):
         return True
-    return keys_of(changed) < keys_of(own["changed"].fillna("").iloc[0])
+    before = own["changed"].fillna("").iloc[0]
+    trains_otherwise = not trains_as_recipe(before) and own["rounds"].iloc[0] <= rounds
+    return trains_otherwise or keys_of(changed) < keys_of(before)
 
 
 # ---- costs: the arithmetic of each study

@@ -63,6 +63,9 @@ class Compared:
     @property
     def is_run(self) -> bool:
         """Whether runs have its metric; where it waits for an event that may still come, whether they go so far."""
+        waits = "to_target" in self.number.metric and len(self.runs)
+        if waits and any("evaluation.target" in keys_of(changed) for changed in self.runs["changed"].fillna("")):
+            return False  # for another target, or none
         not_reached = self.here is None and self.number.unit in ("rounds", "mbit")
         may_change = self.number.metric == "rounds_to_stable_clusters"
         if not len(self.runs) or not (not_reached or may_change):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -151,7 +152,8 @@ def test_state_of_a_cell(mean, runs, unit, state):
     assert of("the protocol is not known", "not comparable") == (state if state == "not run" else "not comparable")
 
 
-WHOLE, QUARTER = {"rounds": 200, "of_rounds": 200, "every": 5}, {"rounds": 50, "of_rounds": 200, "every": 5}
+WHOLE = {"rounds": 200, "of_rounds": 200, "every": 5, "changed": ""}
+QUARTER = WHOLE | {"rounds": 50}
 REACHED_IN_15 = {"rounds_to_target": 15, "mbit_to_target": 30.0}
 
 
@@ -171,6 +173,8 @@ REACHED_IN_15 = {"rounds_to_target": 15, "mbit_to_target": 30.0}
         ("mbit_to_target", 21.0, QUARTER | REACHED_IN_15, "within 2 points"),  # 2 Mbit a round
         ("mbit_to_target", 20.0, QUARTER | REACHED_IN_15, "open"),
         ("mbit_to_target", 240.0, QUARTER, "not run"),
+        ("rounds_to_target", None, WHOLE | {"changed": "evaluation.target=None"}, "not run"),  # tested without a target
+        ("rounds_to_target", 10.0, WHOLE | {"changed": "evaluation.target=0.5"}, "not run"),  # with another one
         ("rounds_to_stable_clusters", 8.0, QUARTER | {"rounds_to_stable_clusters": 8}, "within 2 points"),
         ("rounds_to_stable_clusters", 90.0, QUARTER | {"rounds_to_stable_clusters": 8}, "not run"),  # may change again
     ],
@@ -272,6 +276,22 @@ def test_a_run_is_shared_with_studies_that_plan_the_same_experiment(tmp_path, mo
     assert len(results.share()) == 1, "not the run with more rounds"
     (row,) = pd.read_csv(tmp_path / "paper-table2.csv").to_dict("records")
     assert (row["accuracy"], row["changed"]) == (0.3, "rounds=3 evaluation.choice_samples=256")
+
+
+@pytest.mark.parametrize(
+    ("before", "rounds", "expected"),
+    [
+        ("rounds=50 methods.fedclust.num_clusters=null", 50, True),
+        ("rounds=50 methods.fedclust.num_clusters=null", 25, False),  # fewer rounds
+        ("rounds=50 methods.fedclust.num_clusters=null", 0, False),  # of a study without published numbers
+        ("rounds=50", 50, False),
+    ],
+)
+def test_a_run_that_trains_as_the_recipe_is_shared_instead_of_one_that_does_not(tmp_path, before, rounds, expected):
+    file, cell = tmp_path / "runs.csv", SimpleNamespace(setting="here", method="fedclust", seed=0)
+    rows = pd.DataFrame([vars(cell) | {"rounds": 50, "changed": before}])
+    rows.to_csv(file, index=False)
+    assert results._is_better("rounds=50 evaluation.target=null", rounds, file, cell) == expected
 
 
 def test_options_of_the_method_that_differ_from_the_recipe_are_named():
@@ -384,4 +404,21 @@ def test_a_long_text_that_an_earlier_table_has_is_a_reference():
     assert results_page._without_repeats(tables) == [
         *[*commands.split("\n"), "", "1. short", f"2. {long}", ""],
         *["Commands: as for Table 1.", "", "1. Open: as note 2 of Table 1.", ""],
+    ]
+
+
+def test_the_cost_of_what_was_not_run_has_every_recipe_with_the_cost_of_one_run(tmp_path, monkeypatch):
+    counted = pd.read_csv(results_cells.FIGURES / "costs.csv").groupby("study")["runs"].sum()
+    recipes = {f"{file.parent.name}-{file.stem}": file for file in results._recipes()}
+    assert dict(counted) == {study: len(results_cells.cells_of(file)) for study, file in recipes.items()}
+    assert all(map(results_page._cost, recipes.values()))
+    rows = [("start", "two_epochs", 36, 60.0), ("table1", "here", 4, 7200.0), ("table1", "there", 2, None)]
+    costs = pd.DataFrame(rows, columns=["study", "setting", "runs", "gigaflop"])
+    costs.assign(study="fedac-" + costs["study"]).to_csv(tmp_path / "costs.csv", index=False)
+    for module in (results_cells, results_page):
+        monkeypatch.setattr(module, "FIGURES", tmp_path)
+    assert [line for line in results_page._missing() if line.startswith("| ")][1:] == [
+        "| fedac-start | 36 | 0 |  | 20.0 | 0.0 | 10 seconds |",
+        "| fedac-table1 | 6 | 0 | 2 | 20.0 | 0.4 | about 15 minutes |",
+        "| all | 42 | 0 | 2 |  | 0 |  |",
     ]
