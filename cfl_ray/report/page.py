@@ -32,8 +32,9 @@ _HEADINGS = {  # column of the table -> its heading
     "mbit": "Mbit",
     "macro_f1": "macro F1",
     "rounds_to_target": "rounds to target",
+    "rounds_to_recover": "rounds to recover",
 }
-_ROUGH = ("num_clusters", "rounds_to_target", "seconds")  # columns shown with a single decimal
+_ROUGH = ("num_clusters", "rounds_to_target", "rounds_to_recover", "seconds")  # columns shown with a single decimal
 _PROTOCOLS = {"": "P-server", "_local": "P-local", "_tuned": "P-tune", "_p10": "worst decile", "_p90": "worst decile"}
 
 

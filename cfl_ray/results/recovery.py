@@ -14,6 +14,9 @@ if TYPE_CHECKING:  # imported when a frame is made
 WITHIN = 0.02  # largest difference to the mean score before the change that counts as recovered, unless told otherwise
 
 
+RECOVERY_METRICS = ("rounds_to_recover", "backward_transfer")
+
+
 def recovery_frame(
     client_metrics: "pd.DataFrame",
     changed: Mapping[int, Sequence[int]],
