@@ -55,7 +55,7 @@ def test_privacy_stays_within_its_budget():
 def test_drift_lowers_the_accuracy_of_every_method_and_personal_models_recover():
     results = simulate(load(EXAMPLES / "drift.yaml", ["tracking.enabled=false"]))
     rows = {label: result.recovery().to_dict("records")[0] for label, result in results.methods.items()}
-    assert len(rows) == 15 and all(row["after"] < row["before"] for row in rows.values()), rows
+    assert len(rows) == 17 and all(row["after"] < row["before"] for row in rows.values()), rows
     assert rows["apfl"]["rounds"] <= 6 and rows["pfedme"]["rounds"] <= 6, rows
     assert np.isnan(rows["fedavg"]["rounds"]), "one model for clients that disagree"
 

@@ -38,6 +38,8 @@ _CLIENTS = 8  # whose masks are made together: a row of temporary values for eac
 class CriticalState(OwnModelsState):
     """The customised models u_i as the clients' models, with the masks of their critical parameters."""
 
+    of_each_client = "a model and a mask"
+
     mask_SP: Tensor  # bool: m_i
 
     @property

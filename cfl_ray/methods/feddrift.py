@@ -13,16 +13,18 @@ Drift. AISTATS 2023, arXiv:2206.00799, with FedDrift-Eager (`eager`).
         w_k <- Avg of SGD_i(w_k) on the union of all D_i^t, of any step, that were assigned to model k
 
 Eager does not merge. A new model trains for a step before it can merge. A full pool drops the least recently used model
-with its data; if all models are in use, clients that drift take the best model.
+with its data; if all models are in use, clients that drift take the best model. With `first_models: each` every client
+of the first round trains a model of its own in step 0, so concepts that differ from the start are found as these merge.
 
-Deviations: a step also begins when clients report that their data changed. Clients outside the cohort are compared in
-the first round of the step in which they take part, and until then the models that they have are in use; models are
-compared on the data of the cohort, so those without data in it do not merge. A client receives the pool anew for the
-data of each model, and for its new data. Clients whose data did not change keep a single copy of them; in the official
-code every step has new samples. The official code (microsoft/FedDrift, e4ac32f) merges after clients took models in the
-step, with the new data; compares at most 21 batches of a model's data; does not train models without a client in the
-step; and compares with L before the training of the last step, so that it misses drift in step 1 and at clients that
-drifted in the last step.
+Deviations: by default all clients train one model in step 0 (official code: `each`; Eager: one). A step also begins
+when clients report that their data changed. Clients outside the cohort are compared in the first round of the step in
+which they take part, and until then the models that they have are in use; models are compared on the data of the
+cohort, so those without data in it do not merge. A client receives the pool anew for the data of each model, and for
+its new data. Clients whose data did not change keep a single copy of them; in the official code every step has new
+samples. The official code (microsoft/FedDrift, e4ac32f) merges after clients took models in the step, with the new
+data; compares at most 21 batches of a model's data; does not train models without a client in the step; and compares
+with L before the training of the last step, so that it misses drift in step 1 and at clients that drifted in the last
+step.
 """
 
 from dataclasses import dataclass
@@ -142,8 +144,24 @@ class FedDrift(Method[PoolState], name="feddrift"):
     )
     step_rounds: int = option(200, "rounds of a time step", source="paper", low=1)
     max_models: int = option(20, "most models in the pool", source="ours", low=1)
+    first_models: str = option(
+        "one",
+        "models of the first step: one, or each (a copy of the first model for each client, at most max_models)",
+        source="official code: each; Eager: one",
+        choices=("one", "each"),
+    )
     block: int = option(10, "models that clients receive at a time to compare them", source="ours", low=1)
     weights: str = weights_option()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eager and self.first_models == "each":
+            raise ValueError("feddrift.first_models must be one with eager: its models do not merge")
+
+    def warning(self, clients: int, cohort: int) -> str:
+        if self.first_models == "one" or cohort <= self.max_models:
+            return ""
+        return f"first_models each: the {cohort} clients of a round share {self.max_models} first models (max_models)"
 
     @property
     def needs_classes(self) -> str:
@@ -223,6 +241,8 @@ class FedDrift(Method[PoolState], name="feddrift"):
         if not len(clients):
             return state
         own_M = state.assign_N[clients.ids_M]
+        if self.first_models == "each" and state.step == 0 and (state.assign_N == UNASSIGNED).all():
+            return self.apart(state, clients)
         if state.num_clusters == 1 and (self.delta == np.inf or (own_M == UNASSIGNED).all()):
             return state.given(clients.ids_M, 0)
         # drift at i if min_k L(w_k; D_i^t) - L(w_k_i; D_i^(t-1)) > delta
@@ -246,6 +266,17 @@ class FedDrift(Method[PoolState], name="feddrift"):
         if len(fresh):
             return state.given(clients.ids_M[drifted_M], int(fresh[0]))
         return self.open(state, clients.select(drifted_M), loss_MK[drifted_M], models_KP)
+
+    def apart(self, state: PoolState, clients: Clients) -> PoolState:
+        """The state with a copy of the first model for each of these clients; if they are too many, they share them."""
+        count = min(len(clients), self.max_models)
+        clients.event("birth", into=range(count), because={"clients": len(clients)})
+        state = state.advance(
+            models_KP=state.models_KP[:1].repeat(count, 1),
+            used_K=np.zeros(count, np.int64),
+            born_K=np.zeros(count, np.int64),
+        )
+        return state.given(clients.ids_M, np.arange(len(clients)) % count)
 
     def open(self, state: PoolState, drifted: Clients, loss_mK: np.ndarray, models_KP: Tensor) -> PoolState:
         """The state with a copy of the best model for these clients; the best model itself if the pool is full.

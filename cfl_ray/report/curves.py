@@ -1,7 +1,8 @@
 """Curves over rounds and over traffic: means over the seeds, with bands of one standard deviation."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ from cfl_ray.report.report_data import MethodRun, ReportedExperiment, evenly
 from cfl_ray.tracking.record import RoundRecord, mbit, virtual_seconds
 
 MOST_POINTS = 250  # most points of a line
+MOST_CHANGES = 30  # most changes of data that are drawn
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,20 @@ class Series:
     mean_E: np.ndarray  # over the seeds
     std_E: np.ndarray  # sample standard deviation over the seeds; NaN for a single seed
 
+    @classmethod
+    def of(cls, values: Iterable[tuple[int, float]]) -> "Series | None":
+        """Mean and standard deviation of the finite values (round, value) of each round; None if there are none."""
+        values_of: dict[int, list[float]] = {}
+        for round, value in values:
+            if math.isfinite(value):
+                values_of.setdefault(round, []).append(value)
+        if not values_of:
+            return None
+        rounds = sorted(values_of)
+        means = [float(np.mean(values_of[round])) for round in rounds]
+        stds = [float(np.std(values_of[round], ddof=1)) if len(values_of[round]) > 1 else math.nan for round in rounds]
+        return cls(np.array(rounds), np.array(means), np.array(stds))
+
     @property
     def last(self) -> str:
         """Mean and standard deviation after the last round, as text."""
@@ -43,21 +59,11 @@ class Series:
 
 def series(runs: Sequence[MethodRun], value_of: Callable[[RoundRecord], float]) -> Series | None:
     """Mean and standard deviation, in each round, over the runs with a finite value; None if no run has a value."""
-    values_of: dict[int, list[float]] = {}
-    for run in runs:
-        for record in run.records:
-            if math.isfinite(value := value_of(record)):
-                values_of.setdefault(record.round, []).append(value)
-    if not values_of:
-        return None
-    rounds = sorted(values_of)
-    means = [float(np.mean(values_of[round])) for round in rounds]
-    stds = [float(np.std(values_of[round], ddof=1)) if len(values_of[round]) > 1 else math.nan for round in rounds]
-    return Series(np.array(rounds), np.array(means), np.array(stds))
+    return Series.of((record.round, value_of(record)) for run in runs for record in run.records)
 
 
 def curves(experiment: ReportedExperiment) -> list[PageFigure]:
-    """The figures that have data: scores by three protocols, costs, agreement, clusters, and events."""
+    """The figures that have data: scores by three protocols, recovery, costs, agreement, clusters, and events."""
     score = experiment.score
     words = score.replace("_", " ")
     titles = {
@@ -66,7 +72,8 @@ def curves(experiment: ReportedExperiment) -> list[PageFigure]:
         f"{score}_tuned": f"{words.capitalize()}, P-tune: after further local epochs",
     }
     figures = [_scores(experiment, metric, title) for metric, title in titles.items()]
-    figures += [*_by_costs(experiment), *(make(experiment) for make in (_agreement, _clusters, _largest, _events))]
+    figures += [_recovery(experiment), *_by_costs(experiment)]
+    figures += [make(experiment) for make in (_agreement, _clusters, _largest, _events)]
     return [figure for figure in figures if figure is not None]
 
 
@@ -190,6 +197,43 @@ def _scores(experiment: ReportedExperiment, metric: str, title: str) -> PageFigu
     seeds = len(experiment.seeds)
     spread = f"Mean and standard deviation over {seeds} seeds." if seeds > 1 else "One seed."
     return PageFigure(title, f"{caption}. {spread}", _over_rounds(experiment, scores, metric.replace("_", " ")))
+
+
+def _recovery(experiment: ReportedExperiment) -> PageFigure | None:
+    """The score of the clients whose data change, with a dotted line at each change."""
+    scores = {
+        label: values
+        for label, runs in experiment.methods.items()
+        if (values := Series.of(item for run in runs for item in run.changed_scores.items())) is not None
+    }
+    if not scores or not experiment.changes:
+        return None
+    rounds, dotted = list(experiment.changes), {"color": INK, "width": 1, "dash": "dot"}
+    lines = [line_at(round - 0.5, False, dotted) for round in evenly(rounds, MOST_CHANGES)]
+    when = f"{'round' if len(rounds) == 1 else 'rounds'} {listed(list(map(str, rounds)))}"
+    changing = sum(experiment.changes.values()) / len(rounds)
+    caption = f"Data of {changing:.3g} clients{' on average' * (len(rounds) > 1)} change before {when} (dotted). "
+    caption += _recovered(experiment, list(scores))
+    words = experiment.score.replace("_", " ")
+    figure = _over_rounds(experiment, scores, words, shapes=lines)
+    return PageFigure(f"{words.capitalize()}, P-server, of the clients whose data change", caption, figure)
+
+
+def _recovered(experiment: ReportedExperiment, labels: Sequence[str]) -> str:
+    """Means over the seeds of both metrics of recovery, from the best to the worst, as text."""
+    found: dict[str, dict[str, float]] = {"rounds_to_recover": {}, "backward_transfer": {}}
+    for (metric, value_of), label in itertools.product(found.items(), labels):
+        values = [run.recovery[metric] for run in experiment.methods[label] if metric in run.recovery]
+        if len(values) == len(experiment.methods[label]):
+            value_of[label] = float(np.mean(values))
+    fast, kept = found["rounds_to_recover"], found["backward_transfer"]
+    never = [label for label in labels if label not in fast]
+    parts = [f"{label} {fast[label]:.3g}" for label in sorted(fast, key=fast.__getitem__)]
+    text = f"Rounds until they score as before, within 0.02: {listed(parts)}. " if parts else ""
+    text += f"Not recovered from every change: {listed(never)}. " if never else ""
+    sign = -1 if experiment.higher_is_better else 1
+    parts = [f"{label} {kept[label]:+.3f}" for label in sorted(kept, key=lambda label: sign * kept[label])]
+    return (text + (f"Score on the data before, now minus then: {listed(parts)}." if parts else "")).strip()
 
 
 def _against(

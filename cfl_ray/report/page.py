@@ -30,9 +30,10 @@ _HEADINGS = {  # column of the table -> its heading
     "mbit": "Mbit",
     "macro_f1": "macro F1",
     "rounds_to_target": "rounds to target",
+    "rounds_to_recover": "rounds to recover",
 }
 TableCell = tuple[str, float | str]  # its text, and the value by which rows are sorted
-_ROUGH = ("num_clusters", "rounds_to_target", "seconds")  # columns shown with a single decimal
+_ROUGH = ("num_clusters", "rounds_to_target", "rounds_to_recover", "seconds")  # columns shown with a single decimal
 _PROTOCOLS = {"": "P-server", "_local": "P-local", "_tuned": "P-tune", "_p10": "worst decile", "_p90": "worst decile"}
 
 

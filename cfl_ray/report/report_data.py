@@ -160,6 +160,10 @@ class MethodRun:
     matrices: Mapping[str, RecordedMatrix] = field(default_factory=dict)  # the last matrix of each name
     # mixture weights by recorded round: the round, ids of clients (S,), and their weights (S, K)
     mixtures: Sequence[tuple[int, np.ndarray, np.ndarray]] = ()
+    # mean score, by evaluated round, of the clients whose data change in the run; empty: no data change
+    changed_scores: Mapping[int, float] = field(default_factory=dict)
+    # rounds_to_recover and backward_transfer, if they apply
+    recovery: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_clustered(self) -> bool:
@@ -185,6 +189,8 @@ class ReportedExperiment:
     score: str = "accuracy"  # first metric of the task
     higher_is_better: bool = True
     groups_change: bool = False  # whether the schedule changes true groups; `groups` are those of the last round
+    # number of clients whose data change, by the round before which they do
+    changes: Mapping[int, int] = field(default_factory=dict)
 
     def first_runs(self, has: Callable[[MethodRun], object]) -> Iterator[tuple[str, MethodRun, str]]:
         """Yields the label of each method, its first run that has something, and the seed if the method has several."""

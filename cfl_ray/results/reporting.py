@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from cfl_ray.report.report_data import Comparison, MethodRun, PerClient, Recorde
 from cfl_ray.results import comparison
 from cfl_ray.results.arrow_log import read_client_metrics, read_reassignments
 from cfl_ray.results.load import FoundRun, find_runs, recorded_methods
-from cfl_ray.results.results import MethodResult
+from cfl_ray.results.results import RECOVERY_METRICS, MethodResult
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import SHARED, write_text
@@ -157,7 +158,8 @@ def _columns(run_metrics: comparison.RunMetrics, scores: Sequence[str]) -> list[
         for score in dict.fromkeys(scores)
         for ending in ("", "_local", "_tuned", "_honest", "_p10", "_p90")
     ]
-    others = ["macro_f1", "ari", "num_clusters", "mbit", "rounds_to_target", "virtual_seconds", "seconds"]
+    others = ["macro_f1", "ari", "num_clusters", "mbit", "rounds_to_target"]
+    others += ["rounds_to_recover", "backward_transfer", "virtual_seconds", "seconds"]
     return [name for name in dict.fromkeys([*of_scores, *others]) if name in present]
 
 
@@ -165,13 +167,17 @@ def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
     methods: dict[str, list[MethodRun]] = {}
     groups = PerClient()
     score, higher_is_better = "accuracy", True
+    changes: dict[int, int] = {}
     labels = dict.fromkeys(label for run in runs for label in run.methods)
     for run in sorted(runs, key=lambda run: run.experiment.seed):
+        changed = _changed(run)
+        changes = changes or {round: len(ids) for round, ids in changed.items()}
         for label, result in run.methods.items():
             score = primary_of(result.final)
             higher_is_better = f"{score}_p90" not in result.final
             is_first = label not in methods  # matrices are read and drawn for a single seed
-            methods.setdefault(label, []).append(_method_run(run.experiment.seed, result, is_first))
+            one = _method_run(run.experiment.seed, result, is_first)
+            methods.setdefault(label, []).append(_with_recovery(one, result, changed, score))
             if result.directory is not None:
                 groups = groups.updated(_groups(result.directory))
     command, text = command_again(runs)
@@ -185,7 +191,30 @@ def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
         score=score,
         higher_is_better=higher_is_better,
         groups_change=bool(groups) and any(event.change for run in runs for event in run.experiment.schedule),
+        changes=changes,
     )
+
+
+def _changed(run: FoundRun) -> dict[int, set[int]]:
+    """Ids of the clients whose data the schedule changes, by the round before which it does, in the run's rounds."""
+    changed: dict[int, set[int]] = {}
+    for event in sorted(run.experiment.events, key=lambda event: event.round):
+        if event.change and event.round <= run.experiment.rounds:
+            changed.setdefault(event.round, set()).update(id for change in event.change for id in change.clients)
+    return changed
+
+
+def _with_recovery(run: MethodRun, result: MethodResult, changed: Mapping[int, set[int]], score: str) -> MethodRun:
+    """The run with the mean scores of the clients whose data change, and the metrics of their recovery."""
+    if not changed:
+        return run
+    own = result.client_metrics(set().union(*changed.values()))
+    if score not in own:
+        return run
+    means = own.groupby("round")[score].mean().dropna()
+    scores = dict(zip(means.index.tolist(), means.tolist(), strict=True))
+    recovery = {name: result.summary[name] for name in RECOVERY_METRICS if name in result.summary}
+    return replace(run, changed_scores=scores, recovery=recovery)
 
 
 def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodRun:

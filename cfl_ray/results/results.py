@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # pandas is imported when a frame is made
     import pandas as pd
 
 WITHIN = 0.02  # largest difference to the mean score before the change that counts as recovered, unless told otherwise
+RECOVERY_METRICS = ("rounds_to_recover", "backward_transfer")
 
 
 def recovery_frame(
@@ -157,7 +158,7 @@ class MethodResult:
         within: float = WITHIN,
         higher_is_better: bool | None = None,
     ) -> pd.DataFrame:
-        """A row for each change of data, with recovery time and forgetting; see `results.recovery.recovery_frame`.
+        """A row for each change of data, with recovery time and forgetting; see `recovery_frame`.
 
         changed: ids of clients by the round before which their data changed; None: from the schedule.
         within: largest difference to the mean of the first metric before the change that counts as recovered.

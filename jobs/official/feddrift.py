@@ -32,6 +32,7 @@ from jobs.official.runs import (
 # concept of each client in each time step
 POINTS = ((0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0), (1, 1, 0, 0, 0, 0), (1, 1, 1, 0, 0, 0), (1, 0, 1, 0, 0, 0))
 EARLY = ((0, 0, 0, 0, 0, 0), (1, 1, 0, 0, 0, 0), (1, 1, 0, 0, 0, 0))
+APART = ((0, 0, 0, 1, 1, 1), (0, 0, 0, 1, 1, 1), (1, 0, 0, 1, 1, 1))
 SWAP = (1, 2)  # the labels that concept 1 exchanges
 CLIENTS, TRAIN, TEST, ROUNDS = 6, 200, 50, 6  # ROUNDS: of a time step
 STEPS, LR = 20, 0.2
@@ -48,12 +49,14 @@ class How:
     delta: float = 0.0957  # never the difference of two shares of samples
     trained: bool = True  # theirs: drift is an increase over the errors after the last step, as in ours
     points: tuple[tuple[int, ...], ...] = POINTS
+    each: bool = False  # whether each client has a first model
 
 
 RUNS = {
     "Eager": How(True),
     "FedDrift": How(False),
     "FedDrift, delta 0.1557": How(False, delta=0.1557),
+    "FedDrift, first models, delta 0.2457": How(False, delta=0.2457, points=APART, each=True),
     "Eager, early, theirs as it is": How(True, trained=False, points=EARLY),
 }
 
@@ -95,8 +98,10 @@ def theirs(checkout: Path, data: Data, start_P: Tensor, how: How) -> Course:
             return results
 
     name = f"{100 * how.delta:g}"
+    first = "F" if how.each else "C"
     args = Namespace(
-        concept_drift_algo="softcluster", concept_drift_algo_arg=f"mmacc_{name}" if how.eager else f"H_A_C_1_{name}_0",
+        concept_drift_algo="softcluster",
+        concept_drift_algo_arg=f"mmacc_{name}" if how.eager else f"H_A_{first}_1_{name}_0",
         client_num_in_total=CLIENTS, concept_num=MOST, comm_round=ROUNDS, frequency_of_the_test=1, report_client=0,
         ci=0, is_mobile=0, epochs=STEPS, client_optimizer="sgd", lr=LR, dataset="", curr_train_iteration=0,
     )  # fmt: skip
@@ -131,9 +136,12 @@ def theirs(checkout: Path, data: Data, start_P: Tensor, how: How) -> Course:
 
 
 def ours(data: Data, seed: int, how: How) -> Course:
-    method = {"feddrift": {"eager": how.eager, "delta": how.delta, "step_rounds": ROUNDS, "max_models": MOST}}
+    options = {"eager": how.eager, "delta": how.delta, "step_rounds": ROUNDS, "max_models": MOST}
+    method = {"feddrift": options | {"first_models": "each" if how.each else "one"}}
     local: dict[str, Any] = {"steps": STEPS, "batch_size": None, "lr": LR}
-    schedule = []
+    schedule: list[dict[str, Any]] = []
+    if apart := np.flatnonzero(how.points[0]).tolist():
+        schedule.append({"round": 1, "change": [{"clients": apart, "swap": list(SWAP)}]})
     for t, differs in enumerate(np.diff(how.points, axis=0) != 0, 1):
         # data of another step, whose values are the same in float32
         change: list[dict[str, Any]] = [{"clients": np.flatnonzero(~differs).tolist(), "brightness": 1 + t * 1e-12}]
@@ -150,8 +158,9 @@ HEAD = f"""## FedDrift
 `FedAvgEnsAggregatorSoftCluster`, `SoftClusterState` and `FedAvgEnsTrainerSoftCluster`. {CLIENTS} clients of {TRAIN}
 training and {TEST} test images of MNIST. Time steps of {ROUNDS} rounds; from step 2 on the first two clients, from step
 3 on the third, and in step 4 no longer the second exchange the labels {SWAP[0]} and {SWAP[1]}; *early*: the first two
-from step 1 on. Multinomial logistic regression, {STEPS} steps of full batches at eta {LR}, all clients, delta
-{How(True).delta:g} of the share of wrong predictions. Both start from the same model.
+from step 1 on; *first models*: the last three always, and from step 2 on the first. Multinomial logistic regression,
+{STEPS} steps of full batches at eta {LR}, all clients, delta {How(True).delta:g} of the share of wrong predictions.
+Both start from the same model; with *first models* every client has a copy of it (`first_models: each`, `H_A_F`).
 
 Replaced in memory: the messages of MPI, `wandb`, the data, and the batch of a step, which is all data of a client's
 model here and one of several batches there. In both codes every step has new data of all clients, here the same
@@ -159,10 +168,10 @@ images.
 
 Deviations of their code, in the list of our method: it merges after clients took models and new models were made for
 this step, with the new data, where ours merges before (no models merge with delta {How(True).delta:g}); models without
-a client in the present step are not trained. An error of theirs: drift is an increase over the errors *before* the
-training of the last step, in step 1 over those of the untrained model, so that no drift is found in step 1 (*theirs as
-it is*), nor at a client whose data drifted in the last step. In the other runs theirs is given the errors after the
-training, which ours has.
+a client in the present step are not trained; FedDrift begins with a model for each client. An error of theirs: drift is
+an increase over the errors *before* the training of the last step, in step 1 over those of the untrained model, so that
+no drift is found in step 1 (*theirs as it is*), nor at a client whose data drifted in the last step. In the other runs
+theirs is given the errors after the training, which ours has.
 
 Distance: between the weights of a client's model in the two codes, relative to their distance from the initial model;
 the largest of the clients. *Clients*: those of each model.

@@ -42,7 +42,8 @@ _KEPT = (
     "accuracy", "accuracy_std", "accuracy_p10", "accuracy_local", "accuracy_local_trained", "accuracy_tuned",
     "global_score", "macro_f1", "test_loss", "num_clusters", "largest_cluster_share", "ari", "correct_clients",
     "clients_online", "mbit_down", "mbit_up", "rounds_to_target", "mbit_to_target", "rounds_to_target_local",
-    "mbit_to_target_local", "rounds_to_stable_clusters", "newcomer_accuracy", "newcomer_accuracy_tuned", "seconds",
+    "mbit_to_target_local", "rounds_to_recover", "backward_transfer", "rounds_to_stable_clusters", "newcomer_accuracy",
+    "newcomer_accuracy_tuned", "seconds",
 )  # fmt: skip
 
 

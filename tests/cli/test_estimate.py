@@ -192,7 +192,7 @@ def test_models_that_the_server_keeps_for_clients_are_shown_and_counted(tmp_path
             own = needed.get(label, kept * 82 * 4 * 8)
             assert found.server_bytes(label, sent) == 450e6 + models + own + pairs + 50 * clients, label
         text = shown(found)
-        assert f"fedcac keeps a model on the server for each of up to {kept} clients: 0.0 MB of" in text
+        assert f"fedcac keeps a model and a mask on the server for each of up to {kept} clients: 0.0 MB of" in text
         assert "fedccfa keeps a classifier on the server for each of up to" in text
         assert "fedavg keeps" not in text
 

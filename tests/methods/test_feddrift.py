@@ -105,6 +105,33 @@ def test_models_of_clients_that_drift_alike_merge_after_a_step():
     assert_equal(strict, apart)
 
 
+def test_concepts_that_differ_from_the_start_are_found_if_each_client_has_a_first_model():
+    """Models of clients of a concept merge after the first step; with one first model there is no drift to find."""
+    points = [[0, 1, 0, 1]] * 2
+    one = stage(concepts("sine", points))
+    method = FedDrift(delta=0.2, step_rounds=ROUNDS, first_models="each")
+    apart, state = steps(one, method, points)
+    assert apart.assign_N[:4].tolist() == [0, 1, 2, 3] and apart.model_TN[0, :4].tolist() == [1, 2, 3, 4]
+    assert len({tuple(row) for row in apart.models_KP.tolist()}) == 4
+    assert state.assign_N[:4].tolist() == [0, 1, 0, 1] and state.num_clusters == 2
+    (*_, single) = steps(stage(concepts("sine", points)), replace(method, first_models="one"), points)
+    assert single.num_clusters == 1
+    first = one.play(method, [1, 3])
+    (event,) = one.stats.events
+    assert (event.event, event.into) == ("birth", (0, 1)) and first.assign_N[:4].tolist() == [-1, 0, -1, 1]
+    later = one.play(method, [0, 2, 3], state=first, first=2)
+    assert later.num_clusters == 2 and (later.assign_N[:4] >= 0).all(), "others take the best model"
+
+
+def test_more_clients_than_models_share_their_first_models_and_eager_cannot_have_them():
+    with pytest.raises(ValueError, match="first_models must be one with eager"):
+        FedDrift(first_models="each", eager=True)
+    method, one = FedDrift(first_models="each", max_models=3), groups()
+    assert one.play(method, None).assign_N.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert "the 8 clients of a round share 3 first models" in method.warning(20, 8) and not method.warning(20, 3)
+    assert not FedDrift().warning(100, 100)
+
+
 @pytest.mark.parametrize("now, before, delta", [(0.3, 0.2, 0.1), (0.8, 0.7, 0.1), (0.35, 0.1, 0.25)])
 def test_a_difference_of_delta_is_no_drift_and_does_not_merge(now, before, delta, monkeypatch):
     """Shares of wrong predictions are rounded to float32, so that their difference may be above or below delta."""

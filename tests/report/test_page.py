@@ -107,6 +107,33 @@ def test_runs_with_a_clock_have_a_curve_over_virtual_time():
     assert list(lines[0]["x"]) == [10.0, 20.0, 30.0, 40.0]
 
 
+def test_clients_whose_data_change_have_a_curve_with_lines_at_the_changes():
+    title, shown = "Accuracy, P-server, of the clients whose data change", experiment()
+    assert title not in {figure.title for figure in curves(shown)}
+    scores = {"fedavg": {1: 0.4, 2: 0.5, 3: 0.1, 4: 0.3}, "ifca": {1: 0.7, 2: 0.8, 3: 0.6, 4: 0.9}}
+    recovery = {"fedavg": {"backward_transfer": -0.25}, "ifca": {"backward_transfer": -0.5, "rounds_to_recover": 2.0}}
+    methods = {
+        label: [replace(run, changed_scores=scores[label], recovery=recovery[label]) for run in runs]
+        for label, runs in shown.methods.items()
+    }
+    shown = replace(shown, methods=methods, changes={3: 5})
+    figure = next(figure for figure in curves(shown) if figure.title == title)
+    go.Figure(json.loads(as_json(figure.plot)))
+    lines = {one["name"]: one["y"] for one in figure.plot["data"] if one.get("mode") == "lines+markers"}
+    assert {label: list(y) for label, y in lines.items()} == {
+        label: list(of_round.values()) for label, of_round in scores.items()
+    }
+    (line,) = figure.plot["layout"]["shapes"]
+    assert (line["x0"], line["x1"], line["line"]["dash"]) == (2.5, 2.5, "dot")
+    assert figure.caption == (
+        "Data of 5 clients change before round 3 (dotted). Rounds until they score as before, within 0.02: ifca 2. "
+        "Not recovered from every change: fedavg. Score on the data before, now minus then: fedavg -0.250, ifca -0.500."
+    )
+    twice = replace(shown, changes={2: 4, 3: 5})
+    caption = next(figure.caption for figure in curves(twice) if figure.title == title)
+    assert caption.startswith("Data of 4.5 clients on average change before rounds 2, 3 (dotted).")
+
+
 def test_captions_state_the_numbers_of_the_records(page):
     found = captions(page)
     spread = np.std([0.8, 0.9], ddof=1)

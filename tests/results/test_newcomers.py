@@ -26,6 +26,8 @@ SECTIONS = {
 }
 OPTIONS = {
     "autocfl": {"min_rounds": 1, "max_rounds": 1},
+    "feddrift": {"first_models": "each"},  # several models
+    "fedgwc": {"epsilon": 10.0},
     "fl_hc": {"cluster_round": 1},
     "ifca_cam": {"warmup_rounds": 1},
 }

@@ -158,6 +158,27 @@ def test_credentials_are_not_in_the_page(tmp_path):
     assert "hunter2" not in text and "https://***@mlflow.example" in text
 
 
+def test_a_run_whose_data_change_has_the_recovery_of_its_clients(tmp_path):
+    schedule = [{"round": round, "change": [{"clients": ids, "relabel": 1}]} for round, ids in ((2, [1, 4]), (9, 0))]
+    changes = {"rounds": 4, "schedule": schedule, "evaluation": {"past": True, "local_images": 1000}}
+    cfl_ray.simulate(experiment(tmp_path, methods=["fedavg", "local"], **changes), tmp_path / "run")
+    report = report_of(find_runs([tmp_path / "run"]))
+    (one,) = report.experiments
+    assert one.changes == {2: 2}, "the change before round 9 is not made"
+    for label, (run,) in one.methods.items():
+        result = cfl_ray.load_run(tmp_path / "run")[label]
+        row = result.recovery().to_dict("records")[0]
+        assert run.changed_scores[1] == pytest.approx(row["before"]) and list(run.changed_scores) == [1, 2, 3, 4]
+        assert run.changed_scores[2] == pytest.approx(row["after"])
+        assert run.recovery["backward_transfer"] == row["backward_transfer"]
+    assert "backward_transfer" in report.columns
+    assert {row["method"]: row["backward_transfer"] for row in report.rows} == {
+        label: run.recovery["backward_transfer"] for label, (run,) in one.methods.items()
+    }
+    text = write_report([tmp_path / "run"], tmp_path / "page.html").read_text()
+    assert "Accuracy, P-server, of the clients whose data change" in text and "backward transfer" in text
+
+
 @pytest.fixture(scope="module")
 def regression(tmp_path_factory, drawing):
     """A run of another task."""
