@@ -248,8 +248,8 @@ class Exchange:
         packed = [kind.is_packed for kind in self.left]
         returns = 1 + sum(1 if is_packed else len(index_m) for is_packed in packed)
         cuts = np.cumsum([len(chunk.index_m) for chunk in chunks])[:-1]
-        call, fixed = host.actor.call.options(num_returns=returns), (packed, self.return_sums, places)
-        made = call.remote("work", self.number, order, index_m, cuts, models, *fixed, *arguments)
+        call = host.actor.work.options(num_returns=returns)
+        made = call.remote(self.number, order, index_m, cuts, models, packed, self.return_sums, places, *arguments)
         made = made if isinstance(made, list) else [made]
         self.node_of.update(dict.fromkeys(made[1:], host.node))
         return made

@@ -92,7 +92,7 @@ class RayClientStates(ClientStateStore):
                 queue = queues.get(host.node) or next(filter(None, queues.values()))
                 file = files[number := queue.popleft()]
                 places = [place_of(self[key]) for key in file.keys]
-                calls[host.actor.call.remote("write", file, places)] = number, host
+                calls[host.actor.write.remote(file, places)] = number, host
             ended, _ = ray.wait(list(calls), timeout=_POLL_SECONDS)
             self.pool.polls += len(ended)
             for ref in ended:

@@ -37,7 +37,7 @@ class Collected:
         self.bytes = 16 * columns * sum(len(rows) for _, rows in rows_of)
         self.refs: list[list[ray.ObjectRef[Any]]] = []  # by host, by its row
         for host, rows in rows_of:
-            made = host.actor.call.options(num_returns=len(rows)).remote("collect", exchange, rows)
+            made = host.actor.collect.options(num_returns=len(rows)).remote(exchange, rows)
             self.refs.append(made if isinstance(made, list) else [made])
 
     @property
@@ -76,7 +76,8 @@ def _combined(totals: list[_Total]) -> ray.ObjectRef[Any]:
         by_node[total.host.node].append(total)
     level = [_reduced(totals)[0] if len(totals) > 1 else totals[0] for totals in by_node.values()]
     level = _reduced(level, until=_GROUP)
-    return level[0].host.actor.call.remote("combine", True, *[total.ref for total in level])
+    combined: ray.ObjectRef[Any] = level[0].host.actor.combine.remote(True, *[total.ref for total in level])
+    return combined
 
 
 def _reduced(totals: list[_Total], until: int = 1) -> list[_Total]:
@@ -90,5 +91,5 @@ def _reduced(totals: list[_Total], until: int = 1) -> list[_Total]:
                 totals += group
                 continue
             host = next(turns)
-            totals.append(_Total(host.actor.call.remote("combine", False, *[total.ref for total in group]), host))
+            totals.append(_Total(host.actor.combine.remote(False, *[total.ref for total in group]), host))
     return totals

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import ray
 
 from cfl_ray.system.cpu import instructions_environment
@@ -19,8 +20,11 @@ from cfl_ray.system.imports import uncollected
 
 if TYPE_CHECKING:
     from cfl_ray.checkpoint.lease import SharedDirectory
+    from cfl_ray.checkpoint.segments import ClientStateFile, EntryFile
     from cfl_ray.config import RuntimeConfig
+    from cfl_ray.engine.autotune import EngineChoice
     from cfl_ray.runtime.on_ray.host_process import HostProcess
+    from cfl_ray.runtime.on_ray.stored import Place
 
 _HOST_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -58,14 +62,18 @@ def host_environment(instructions: str | None) -> AbstractContextManager[None]:
     return environment(_HOST_ENVIRONMENT | instructions_environment(instructions) | own | _PRIORITY)
 
 
-def runtime_env(instructions: str | None, host: bool = False) -> dict[str, Any] | None:
-    """Ray's runtime environment of a host, or of the server, with these instructions.
+def host_runtime_env(instructions: str | None) -> dict[str, Any] | None:
+    """Ray's runtime environment of a host with these instructions; None if its cluster was started with them."""
+    if os.environ.get(_INHERITED) == (instructions or ""):
+        return None
+    return {"env_vars": _HOST_ENVIRONMENT | instructions_environment(instructions)}
 
-    None if it needs none, or its cluster was started with it.
-    """
-    variables = (_HOST_ENVIRONMENT if host else {}) | instructions_environment(instructions)
-    inherits = os.environ.get(_INHERITED) == (instructions or "")
-    return {"env_vars": variables} if variables and not inherits else None
+
+def server_runtime_env(instructions: str | None) -> dict[str, Any] | None:
+    """The same of the server, which has no limit of threads."""
+    if instructions is None or os.environ.get(_INHERITED) == instructions:
+        return None
+    return {"env_vars": instructions_environment(instructions)}
 
 
 class ClientHost:
@@ -87,10 +95,21 @@ class ClientHost:
         self.process = HostProcess(packed, engine)
         return self.process.about()
 
-    def call(self, verb: str, *arguments: Any) -> Any:
-        """Calls a method of `HostProcess`."""
+    def _ready(self) -> HostProcess:
         assert self.process is not None, "it has no work before it is ready"
-        return getattr(self.process, verb)(*arguments)
+        return self.process
+
+    def measure_engine(self) -> EngineChoice:
+        return self._ready().measure_engine()
+
+    def set_engine(self, engine: str) -> None:
+        self._ready().worker.engine = engine
+
+    def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
+        self._ready().use(packed)
+
+    def work(self, *order: Any) -> Any:
+        return self._ready().work(*order)
 
     @ray.method(concurrency_group=_LIVE)
     def placed(self) -> tuple[str, int]:
@@ -106,6 +125,15 @@ class ClientHost:
     def has_directory(self, shared: SharedDirectory) -> bool:
         """Whether this machine has the run directory of the server."""
         return shared.is_here()
+
+    def write(self, file: ClientStateFile, places: list[Place]) -> EntryFile:
+        return self._ready().write(file, places)
+
+    def collect(self, exchange: int, rows: list[int]) -> Any:
+        return self._ready().collect(exchange, rows)
+
+    def combine(self, last: bool, *totals: np.ndarray | None) -> np.ndarray | None:
+        return self._ready().combine(last, *totals)
 
 
 class StartedHost(NamedTuple):
@@ -134,7 +162,7 @@ def start_host(
         num_cpus=runtime.cpus_per_host,
         num_gpus=runtime.gpus_per_host,
         scheduling_strategy="SPREAD",
-        runtime_env=runtime_env(runtime.cpu_capability, host=True),
+        runtime_env=host_runtime_env(runtime.cpu_capability),
         enable_task_events=False,  # of which Ray's head would keep 3 kB for each of the last 100,000 calls
     ).remote()
     packed = [setup_ref] if federation_ref is None else [setup_ref, federation_ref]

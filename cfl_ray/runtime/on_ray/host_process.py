@@ -64,10 +64,6 @@ class HostProcess:
         """The fastest engine for this experiment on this host."""
         return measured_engine(self.setup, self.worker.network)
 
-    def set_engine(self, engine: str) -> None:
-        """Trains with this engine from now on."""
-        self.worker.engine = engine
-
     def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
         """Uses this federation from now on. If it cannot be opened, the later calls of `work` raise the error, because
         no process waits for this call.

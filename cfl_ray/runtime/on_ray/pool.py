@@ -93,7 +93,7 @@ class Pool:
         self.ready()
         self.choice = engine_choice(self.setup, self.device, self._measure, self.kept_engine)
         for host in self.hosts:
-            host.actor.call.remote("set_engine", self.choice.engine)
+            host.actor.set_engine.remote(self.choice.engine)
 
     def use(self, federation: Federation) -> None:
         """Makes hosts use this federation from their next chunk on, including hosts that start later."""
@@ -101,7 +101,7 @@ class Pool:
             return
         self.setup, self.federation_ref = replace(self.setup, federation=federation), ray.put(federation)
         for host in list(self.hosts):
-            host.actor.call.remote("use", [self.federation_ref])
+            host.actor.use.remote([self.federation_ref])
 
     def _host(self, number: int, started: StartedHost, added: bool = False) -> Host:
         retry = RetryPolicy(f"host {number}", self.setup.experiment.runtime.retries)
@@ -114,7 +114,8 @@ class Pool:
         while True:
             host = self.ready()[0]
             try:
-                return ray.get(host.actor.call.remote("measure_engine"), timeout=_MEASURE_SECONDS)
+                choice: EngineChoice = ray.get(host.actor.measure_engine.remote(), timeout=_MEASURE_SECONDS)
+                return choice
             except RayTaskError as error:
                 if not may_be_host(error):
                     raise as_user_error(error) from error
@@ -294,7 +295,8 @@ class Pool:
     def progress(self, host: Host) -> tuple[int, float] | None:
         """As `ClientHost.progress`; None if the host does not answer."""
         try:
-            return ray.get(host.actor.progress.remote(), timeout=_ANSWER_SECONDS)
+            progress: tuple[int, float] = ray.get(host.actor.progress.remote(), timeout=_ANSWER_SECONDS)
+            return progress
         except RayError:
             return None
 

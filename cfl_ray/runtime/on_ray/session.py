@@ -20,7 +20,7 @@ from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress, publish
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.on_ray.ask import StopRequests
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
-from cfl_ray.runtime.on_ray.host_actor import runtime_env
+from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
 from cfl_ray.runtime.on_ray.placement import host_count
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.server_actor import server_actor_class
@@ -87,7 +87,7 @@ class RaySession:
             "namespace": NAMESPACE,
         }
         options["enable_task_events"] = False  # as for hosts
-        options["runtime_env"] = runtime_env(runtime.cpu_capability)
+        options["runtime_env"] = server_runtime_env(runtime.cpu_capability)
         self.actor = server_actor_class().options(**options).remote()
         self.started = self.actor.start.remote(
             [self.setup_ref], runtime, self.hosts, self.run_dir, self.name, self.last_fault

@@ -200,15 +200,14 @@ def test_totals_of_many_hosts_and_nodes_meet_in_groups():
         def __init__(self, host):
             self.host = host
 
-        def remote(self, verb, last, *totals):
-            assert verb == "combine"
+        def remote(self, last, *totals):
             calls.append((self.host, last, totals))
             return sum(totals)
 
     class Host:
         def __init__(self, number, node):
             self.number, self.node = number, node
-            self.actor = type("Actor", (), {"call": Combine(number)})
+            self.actor = type("Actor", (), {"combine": Combine(number)})
 
     nodes = ["a", "a", "a", "b", "b", "b", "c"]
     totals = [collect._Total(10**number, Host(number, node)) for number, node in enumerate(nodes)]

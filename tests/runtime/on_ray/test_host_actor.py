@@ -52,7 +52,7 @@ def test_instructions_are_given_where_the_cluster_was_started_with_others(monkey
         monkeypatch.delenv(host_actor._INHERITED, raising=False)
         if inherited is not None:
             monkeypatch.setenv(host_actor._INHERITED, inherited)
-        host, server = host_actor.runtime_env(wanted, host=True), host_actor.runtime_env(wanted)
+        host, server = host_actor.host_runtime_env(wanted), host_actor.server_runtime_env(wanted)
         assert (host is not None, server is not None) == (of_host, of_server)
         for given in (host, server):
             if given is not None:
