@@ -41,8 +41,11 @@ def test_a_cluster_that_does_not_start_is_an_error_of_the_run(monkeypatch):
     def fail(**options):
         raise Exception("The current node timed out during startup.")  # as Ray does after 30 s
 
+    shut_down = []
+    monkeypatch.setattr(connect.ray, "shutdown", lambda: shut_down.append(True))  # other tests share a cluster
     monkeypatch.setattr(connect.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(connect.ray, "init", fail)
     monkeypatch.setattr(connect, "cluster_address", lambda address: None)
     with pytest.raises(RunError, match="Ray does not start on this machine .The current node timed out.*try again"):
         connect.connect(None)
+    assert shut_down == [True], "what has started ends"
