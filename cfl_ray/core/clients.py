@@ -334,7 +334,8 @@ class Clients:
         )
         mixtures = MixtureUpdates(updates, count)
         scores = mixtures.local_scores_M2 if self.local_test_samples else None
-        self.stats.note_training(self.ids_M, mixtures.train_loss_M, scores, mixtures.valid_M)
+        loss_Mk = updates.outcome.arrays["train_loss"].reshape(-1, count)
+        self.stats.note_training(self.ids_M, np.nansum(loss_Mk, 1), scores, mixtures.valid_M)
         self.count_upload(mixture.upload_floats)  # the result of `mixture.upload`
         return mixtures
 

@@ -183,8 +183,8 @@ class MixtureUpdates:
 
     @property
     def train_loss_M(self) -> np.ndarray:
-        """Sum of the weighted losses of all models, float64 (M,), as `Updates.train_loss_M`."""
-        return np.nansum(self._by_client(self.updates.outcome.arrays["train_loss"]), 1)
+        """Sum of the weighted losses of all models, float64 (M,), and errors, as `Updates.train_loss_M`."""
+        return np.nansum(self._by_client(self.updates.train_loss_M), 1)
 
     @property
     def local_scores_M2(self) -> np.ndarray:
