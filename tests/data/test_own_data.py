@@ -399,7 +399,7 @@ def test_a_function_of_an_installed_package_is_named_without_a_file(monkeypatch)
         return x, (x[:, 0] > 0).astype(int)
 
     points = {"theirs": lambda kind: theirs}
-    for module in ("cfl_ray.plugins.registry", "cfl_ray.config.section"):
+    for module in ("cfl_ray.plugins.registry", "cfl_ray.config.part"):
         monkeypatch.setattr(f"{module}.entry_points_of", lambda group: points if group == "cfl_ray.datasets" else {})
     data = SOURCE_KINDS.of(source="theirs", options={"samples": 24}, partition={"clients": 3, "min_samples": 2})
     assert describe(data, 0).clients == 3
