@@ -208,13 +208,20 @@ def _with_recovery(run: MethodRun, result: MethodResult, changed: Mapping[int, s
     """The run with the mean scores of the clients whose data change, and the metrics of their recovery."""
     if not changed:
         return run
-    own = result.client_metrics(set().union(*changed.values()))
-    if score not in own:
-        return run
-    means = own.groupby("round")[score].mean().dropna()
-    scores = dict(zip(means.index.tolist(), means.tolist(), strict=True))
+    scores = {} if result.directory is None else _mean_scores(result.directory, set().union(*changed.values()), score)
     recovery = {name: result.summary[name] for name in RECOVERY_METRICS if name in result.summary}
     return replace(run, changed_scores=scores, recovery=recovery)
+
+
+def _mean_scores(directory: Path, ids: set[int], score: str) -> dict[int, float]:
+    """Mean score of these clients by evaluated round; a round at a time, since the file may be larger than memory."""
+    table, of_ids = read_client_metrics(RunDirectory(directory).client_metrics), np.array(sorted(ids))
+    means = {}
+    for batch in table.to_batches() if score in table.column_names else []:  # memory-mapped, each of a single round
+        score_S = batch[score].to_numpy(zero_copy_only=False)[np.isin(batch["client"].to_numpy(), of_ids)]
+        if np.isfinite(score_S).any():
+            means[batch["round"][0].as_py()] = float(np.nanmean(score_S, dtype=np.float64))
+    return means
 
 
 def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodRun:
