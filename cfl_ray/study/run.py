@@ -342,9 +342,8 @@ class _Launch:
             self.root, {run.folder(self.root) for of_trial in runs_of for run in of_trial}
         )
         if metric not in (present := comparison.metrics_of(run_metrics)):
-            present = comparison.metrics_of(
-                comparison.read_study(self.root)
-            )  # earlier trials may have it, such as rounds_to_target
+            # earlier trials may have it, such as rounds_to_target
+            present = comparison.metrics_of(comparison.read_study(self.root))
         if present and metric not in present:
             raise ConfigError(f"sweep.metric: no run has the metric {metric!r}{did_you_mean(metric, present)}")
         for parameters, of_trial in zip(trials, runs_of, strict=True):
