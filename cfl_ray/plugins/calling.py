@@ -11,7 +11,7 @@ from typing import Any
 from cfl_ray.errors import ConfigError, RunError, UserError, did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
-INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
+_INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
 
 
 # ---- in messages
@@ -82,7 +82,14 @@ def _definition(source: Any) -> tuple[Path | None, int]:
 
 def is_user_file(file: Path | None) -> bool:
     """Whether a file is the user's: neither part of this package nor of an installed package."""
-    return file is not None and not file.is_relative_to(_PACKAGE) and not INSTALLED & set(file.parts)
+    return file is not None and not file.is_relative_to(_PACKAGE) and not is_installed(file)
+
+
+def is_installed(file: Path) -> bool:
+    """Whether a file is part of an installed package, in an environment or in a folder (`pip install --target`)."""
+    if _INSTALLED & set(file.parts):
+        return True
+    return any(any(folder.glob("*.dist-info")) for folder in file.parents)
 
 
 # ---- in configs

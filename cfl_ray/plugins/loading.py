@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from cfl_ray.errors import ConfigError, did_you_mean
-from cfl_ray.plugins.calling import INSTALLED
+from cfl_ray.plugins.calling import is_installed
 
 PREFIX = "cfl_ray_plugin_"
 _NEIGHBOURS: dict[str, Path] = {}  # module -> folder, for modules that a user's file imported from its own folder
@@ -149,6 +149,6 @@ def _imported_from(folder: Path, before: set[str]) -> list[str]:
         if file is None or name.startswith(PREFIX) or name.partition(".")[0] == __name__.partition(".")[0]:
             continue
         path = Path(file).resolve()
-        if path.is_relative_to(folder) and not INSTALLED & set(path.parts):
+        if path.is_relative_to(folder) and not is_installed(path):
             names.append(name)
     return names

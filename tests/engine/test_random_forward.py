@@ -270,7 +270,7 @@ class TestFunctionalDropout:
         network = Network(factory, SHAPE)
         assert not network.random_forward and [layer.p for layer in network.dropouts.values()] == shares
         tasks = tasks_of(network)
-        for engine in (manual, vectorised):
+        for engine in (manual, vectorised) if network.device.type == "cpu" else (vectorised,):
             assert_same(network, tasks, engine)
         torch.manual_seed(5)
         again = Network(factory, SHAPE)

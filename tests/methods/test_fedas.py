@@ -83,12 +83,15 @@ def test_without_alignment_and_by_samples_it_is_fedper():
         assert torch.allclose(head.of(row_P), other.client_states[name, client], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("body", [nn.Identity(), nn.Linear(16, 16).requires_grad_(False)])
-def test_a_base_that_is_not_trained_is_not_aligned(body):
+@pytest.mark.parametrize("new_body", [nn.Identity, lambda: nn.Linear(16, 16).requires_grad_(False)])
+def test_a_base_that_is_not_trained_is_not_aligned(new_body):
     """The head is the only trained layer."""
+
+    def new_module():
+        return nn.Sequential(nn.Flatten(), new_body(), nn.Linear(16, 4))
+
     models = [
-        Stage(planted(), lambda: nn.Sequential(nn.Flatten(), body, nn.Linear(16, 4))).play(method, None, None).models_KP
-        for method in (FedAS(), FedAS(align_epochs=0))
+        Stage(planted(), new_module).play(method, None, None).models_KP for method in (FedAS(), FedAS(align_epochs=0))
     ]
     assert torch.equal(*models) and models[0].isfinite().all()
 

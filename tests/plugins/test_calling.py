@@ -1,4 +1,5 @@
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from cfl_ray.plugins.calling import (
     call_plugin,
     described,
     explained,
+    is_user_file,
     parse_choice,
     place_of,
     raised_at,
@@ -121,3 +123,11 @@ def test_values_are_described_by_type_and_shape():
     assert described(torch.zeros(4)) == "Tensor of float32 and shape (4,)"
     assert described(np.float32(0.5)) == "one number, 0.5"
     assert [described(value) for value in ([1, 2], None, 7)] == ["list of 2", "None", "int 7"]
+
+
+def test_packages_installed_into_a_folder_are_not_the_users(tmp_path):
+    """As by `pip install --target`, on machines without internet."""
+    installed, own = tmp_path / "libraries", tmp_path / "mine.py"
+    (installed / "library-1.0.dist-info").mkdir(parents=True)
+    assert not is_user_file(installed / "library" / "core.py") and is_user_file(own)
+    assert not is_user_file(Path(torch.__file__)) and not is_user_file(None)
