@@ -4,8 +4,8 @@
     python benchmarks/gpu.py W2 femnist --precision float32 --rounds 5
     python benchmarks/gpu.py --quick --device cpu             a trial anywhere, with small workloads
 
-Needs torch, NumPy and threadpoolctl alone. Workloads: W1, W2, W3, a round of the size of FEMNIST (3,597 clients, 180 a
-round), and rounds of two published set-ups, whose sizes and models are here with random samples:
+Needs torch and NumPy alone. Workloads: W1, W2, W3, a round of the size of FEMNIST (3,597 clients, 180 a round), and
+rounds of two published set-ups, whose sizes and models are here with random samples:
 
     flute   FEMNIST of FLUTE (arXiv:2203.13789): 10 of 3,400 clients a round; 1,500 rounds took 8:22, in FedML 5:49:52
     pfl     CIFAR-10 of pfl-research (arXiv:2404.06430): 50 of 1,000 clients of 50 samples a round, 1,500 rounds
@@ -30,6 +30,7 @@ import gc
 import itertools
 import json
 import multiprocessing
+import os
 import resource
 import statistics
 import sys
@@ -39,9 +40,10 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of NumPy, which reads it when it is imported
+
 import numpy as np
 import torch
-from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -256,12 +258,6 @@ class Bare:
         return [tensor.detach() for tensor in total]
 
 
-def _compute_with(threads: int) -> None:
-    """Limits the threads of PyTorch and NumPy, from now on."""
-    torch.set_num_threads(threads)
-    threadpool_limits(threads)
-
-
 # ---- several processes on the device
 
 
@@ -269,7 +265,7 @@ def _share_of(
     pipe: Connection, name: str, arguments: argparse.Namespace, precision: str, share: tuple[int, int]
 ) -> None:
     """A process with its share of the clients: receives a round's number and model, sends sums and peak memory."""
-    _compute_with(arguments.threads)
+    torch.set_num_threads(arguments.threads)
     try:
         with products_in(precision):
             case = Case(name, arguments, share)
@@ -436,7 +432,7 @@ def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="precisions of local training (default: all on a GPU, float32 on a CPU)",
     )
     parser.add_argument("--data", choices=["device", "host"], default="device", help="where the samples are kept")
-    parser.add_argument("--threads", type=int, default=1, help="threads of the CPU (default: 1, as on a client host)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch (default: 1, as on a client host)")
     arguments = parser.parse_args(given)
     if unknown := set(arguments.workloads) - set(names):
         parser.error(f"unknown workload {', '.join(sorted(unknown))}; valid: {', '.join(names)}")
@@ -457,7 +453,7 @@ def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = arguments_of()
-    _compute_with(arguments.threads)
+    torch.set_num_threads(arguments.threads)
     described, figures = facts(arguments), []
     print(", ".join(f"{name} {value}" for name, value in described.items()))
     print("workload  precision  way           most  stack  s / round  of bare    first   peak MB  distance")
