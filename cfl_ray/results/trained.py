@@ -407,7 +407,8 @@ def _without_labels(trained: TrainedMethod, x: Tensor) -> Newcomer:
         reason = method.untrained or "clients predict after a training on labels of their own"
         raise ConfigError(f"{trained.label}: {reason}; give labels: adapt(x, y)")
     rows = range(min(state.num_clusters, len(serving.models_KP)))
-    rows_K = [row for row in rows if state.members_K[row]] or list(rows)
+    others = [row for row in serving.row_M.tolist() if row >= state.num_clusters]  # before there are clusters
+    rows_K = [row for row in rows if state.members_K[row]] or others or list(rows)
     models = [trained.module(serving.models_KP[row], serving.frozen_P) for row in rows_K]
     if len(models) == 1:
         return Newcomer(cluster_of(serving, rows_K[0], state.num_clusters), _ONLY, models[0])
