@@ -82,7 +82,7 @@ def _mutual_information(count_GK: np.ndarray, group_G: np.ndarray, size_K: np.nd
 
 
 def _entropy(size_C: np.ndarray) -> float:
-    """As `sklearn.metrics.cluster.entropy`, from the sizes of at least two parts, not from the labels of all clients."""
+    """As `sklearn.metrics.cluster.entropy`, from the sizes of at least two parts instead of the labels of clients."""
     total = size_C.sum()
     share_C = size_C / total
     return float(-np.sum(share_C * (np.log(size_C) - math.log(total))))
