@@ -176,6 +176,8 @@ def _unsupported(place: str, name: str, reason: str) -> Unsupported:
 
 def graph_of(network: Network) -> Graph:
     """The graph of a network. Raises Unsupported."""
+    if network.side_effect:
+        raise Unsupported(network.side_effect)
     row_P, masks = network.row().clone(), [layer.mask for layer in network.dropouts.values()]
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
