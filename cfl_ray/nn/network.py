@@ -171,6 +171,12 @@ class Network:
             )
 
     @property
+    def constant_buffers(self) -> dict[str, Tensor]:
+        """The buffers outside the row that no forward pass changes, by name."""
+        outside = self._effects.changed.union(self.spec.names)
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in outside}
+
+    @property
     def frozen(self) -> dict[str, Tensor]:
         """The parameters that are not trained, by name, on the CPU; not copies."""
         return {name: p.detach().cpu() for name, p in self.module.named_parameters() if not p.requires_grad}
