@@ -330,7 +330,7 @@ class _Recorder(TorchFunctionMode):
         return self._known(part) if isinstance(part, Tensor) else part
 
     def _known(self, tensor: Tensor) -> "Parameter | Buffer | Mask | Derived | None":
-        """What stands for a tensor; None for other tensors, and for derived ones that were changed in place."""
+        """The reference to a tensor; None for other tensors, and for derived ones that were changed in place."""
         if self.versions.get(id(tensor), tensor._version) != tensor._version:
             return None
         return self.known.get(id(tensor))

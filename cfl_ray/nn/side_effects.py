@@ -1,4 +1,4 @@
-"""What a forward pass changes besides its output: its inputs, parameters and buffers.
+"""Side effects of a forward pass: what it changes besides its output, of its inputs, parameters and buffers.
 
 Layers with a constraint on their weights change parameters (`weight.data = torch.renorm(...)`), normalisation changes
 buffers, and `x.sub_(mean)` changes the samples. A forward pass shows it: PyTorch's operations declare which arguments
