@@ -1,5 +1,6 @@
 """Small experiments, the figures of their runs, and runs that are interrupted."""
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,30 @@ def figures(result: MethodResult) -> list[tuple[int, dict[str, float]]]:
     return list(zip((record.round for record in result.records), metrics_of(result), strict=True))
 
 
+class Reports(Watcher):
+    """Collects the report of every round, also by method."""
+
+    def __init__(self):
+        self.reports, self.of = [], defaultdict(list)
+
+    def round(self, label, report):
+        self.reports.append(report)
+        self.of[label].append(report)
+
+
 def simulate_until(round: int, experiment: Experiment, run_dir: Path, **options: Any) -> list[RoundReport]:
     """Simulates a run that is interrupted after this round, before the next one. Returns the reports of its rounds."""
-    reports = []
 
-    class Stopping(Watcher):
+    class Stopping(Reports):
         def round(self, label, report):
-            reports.append(report)
+            super().round(label, report)
             if report.round == round:
                 raise KeyboardInterrupt
 
+    watcher = Stopping()
     with pytest.raises(Interrupted):
-        simulate(experiment, run_dir, Stopping(), **options)
-    return reports
+        simulate(experiment, run_dir, watcher, **options)
+    return watcher.reports
 
 
 def interrupt_once(monkeypatch, in_round: int) -> list[Tensor]:

@@ -82,9 +82,7 @@ def _mutual_information(count_GK: np.ndarray, group_G: np.ndarray, size_K: np.nd
 
 
 def _entropy(size_C: np.ndarray) -> float:
-    """As `sklearn.metrics.cluster.entropy`, from the sizes of the parts instead of the labels of all clients."""
-    if len(size_C) == 1:
-        return 0.0
+    """As `sklearn.metrics.cluster.entropy`, from the sizes of at least two parts instead of the labels of clients."""
     total = size_C.sum()
     share_C = size_C / total
     return float(-np.sum(share_C * (np.log(size_C) - math.log(total))))

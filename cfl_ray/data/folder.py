@@ -181,10 +181,12 @@ def make_room(size: int) -> None:
     Files that were used in the last hour are kept, since a run may need them again. A process that has mapped a file
     can read it after its removal.
     """
-    limit = _cache_limit()
-    oldest_first = sorted(((file.stat(), file) for file in cache().glob("*.arrow")), key=lambda pair: pair[0].st_atime)
-    total = size + sum(status.st_size for status, _ in oldest_first)
-    for status, file in oldest_first:
+    limit, kept = _cache_limit(), []
+    for file in cache().glob("*.arrow"):
+        with suppress(FileNotFoundError):  # another process has just removed it
+            kept.append((file.stat(), file))
+    total = size + sum(status.st_size for status, _ in kept)
+    for status, file in sorted(kept, key=lambda pair: pair[0].st_atime):
         if total <= limit or status.st_atime > time.time() - _IN_USE_SECONDS:
             return
         file.unlink(missing_ok=True)

@@ -183,9 +183,7 @@ def _plane(values: np.ndarray) -> tuple[np.ndarray, float]:
     means = np.where(known, values, 0.0).sum(0, dtype=np.float64) / np.maximum(known.sum(0), 1)
     centred = np.where(known, values - means, 0.0)  # an undefined value is replaced by the mean of its column
     left, singular, _ = np.linalg.svd(centred, full_matrices=False)
-    points = (left * singular)[:, :2]
-    if points.shape[1] < 2:
-        points = np.pad(points, ((0, 0), (0, 2 - points.shape[1])))
+    points = np.pad(left * singular, ((0, 0), (0, 2)))[:, :2]  # there may be a single component
     total = float((singular**2).sum())
     return points, float((singular[:2] ** 2).sum()) / total if total else 1.0
 

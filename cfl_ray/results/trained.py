@@ -346,9 +346,18 @@ class _Joined:
         value = None if state is None else self.backend.client_state(state.name, self.client)
         return predicting_row(self.serving.models_KP[row], state, value)
 
+    @property
+    def cluster(self) -> int:
+        """The cluster whose model the client has; -1: none."""
+        return cluster_of(self.serving, int(self.serving.row_M[0]), self.state.num_clusters)
+
+    @property
+    def why(self) -> str:
+        """Reason for the client's model."""
+        return self.steps.method.placement if self.cluster >= 0 else self.steps.method.without_cluster
+
     def newcomer(self, row_P: Tensor, why: str) -> Newcomer:
-        cluster = cluster_of(self.serving, int(self.serving.row_M[0]), self.state.num_clusters)
-        return Newcomer(cluster, why, self.trained.module(row_P, self.serving.frozen_P))
+        return Newcomer(self.cluster, why, self.trained.module(row_P, self.serving.frozen_P))
 
 
 def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None) -> Newcomer:
@@ -370,8 +379,7 @@ def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
     if serving.tune is not None:
         row_P = trained.tuned(joined.client, row_P, serving.tune, joined.samples, serving.frozen_P)
         return joined.newcomer(row_P, "the model after the method's own training on x and y")
-    has_clusters = len(serving.models_KP) >= joined.state.num_clusters  # no, in the warm-up of IFCA-CAM
-    return joined.newcomer(row_P, method.placement if has_clusters else method.without_cluster)
+    return joined.newcomer(row_P, joined.why)
 
 
 def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
@@ -383,9 +391,7 @@ def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
         return joined.newcomer(joined.row(), "its own columns, trained by a round of the method")
     row_P = trained.tuned(joined.client, joined.row(), serving.tune or local, joined.samples, serving.frozen_P)
     how = "the method's own training" if serving.tune is not None else "the local training of a round"
-    of = trained.steps.method.placement
-    if serving.weight_MK is not None:
-        of = _LARGEST
+    of = joined.why if serving.weight_MK is None else _LARGEST
     return joined.newcomer(row_P, f"{of}, after {how}")
 
 
@@ -401,7 +407,8 @@ def _without_labels(trained: TrainedMethod, x: Tensor) -> Newcomer:
         reason = method.untrained or "clients predict after a training on labels of their own"
         raise ConfigError(f"{trained.label}: {reason}; give labels: adapt(x, y)")
     rows = range(min(state.num_clusters, len(serving.models_KP)))
-    rows_K = [row for row in rows if state.members_K[row]] or list(rows)
+    others = [row for row in serving.row_M.tolist() if row >= state.num_clusters]  # before there are clusters
+    rows_K = [row for row in rows if state.members_K[row]] or others or list(rows)
     models = [trained.module(serving.models_KP[row], serving.frozen_P) for row in rows_K]
     if len(models) == 1:
         return Newcomer(cluster_of(serving, rows_K[0], state.num_clusters), _ONLY, models[0])

@@ -175,6 +175,13 @@ def test_the_cache_has_a_limit_and_keeps_what_was_used_lately(cache, monkeypatch
     assert [path.name for path in cache.iterdir()] == ["a.arrow"], "used in the last hour"
 
 
+def test_room_is_made_while_another_process_removes_files(cache):
+    """A link without a target is as a file that is gone after its folder was listed."""
+    cache.mkdir()
+    (cache / "gone.arrow").symlink_to("nowhere")
+    folder_module.make_room(500)
+
+
 def test_a_limit_of_the_cache_that_is_no_number(monkeypatch):
     monkeypatch.setenv("CFL_RAY_CACHE_GB", "50 GB")
     with pytest.raises(DataError, match="CFL_RAY_CACHE_GB is '50 GB', expected a number of GB"):

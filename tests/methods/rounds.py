@@ -126,17 +126,6 @@ def floats(one: Stage) -> tuple[float, float]:
     return one.stats.traffic.down_bits / 32, one.stats.traffic.up_bits / 32
 
 
-def assert_finds_planted_groups(method: Method, clients: int, participation: float, rounds: int, samples=200, lr=0.5):
-    """Three groups, by all clients or by sampled cohorts: their clusters, and models that fit them."""
-    one = Stage(planted(clients, 3, samples=samples), mlp, LocalSGD(epochs=5, batch_size=40, lr=lr))
-    drawn = sampled(clients, participation, rounds)
-    state = one.play(method, *drawn)
-    seen = np.unique(np.concatenate(drawn))
-    assert len(seen) >= 0.9 * clients and state.num_clusters == 3
-    assert agreement(one.federation.group_N[seen], state.assign_N[seen])["ari"] == 1
-    assert accuracy(one, method, state, seen).mean() > 0.9
-
-
 def assert_local_model_is_of_the_cluster_training(method: Method, one: Stage, state: State, round: int, monkeypatch):
     """P-local and the train loss are those of theta_i, the first of the two trainings of a round."""
     losses, train = [], Clients.train

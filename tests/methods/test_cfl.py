@@ -15,7 +15,6 @@ from rounds import (
     floats,
     groups,
     mlp,
-    sampled,
 )
 from torch import nn
 
@@ -468,14 +467,6 @@ def test_batch_statistics_are_averaged(stale):
         expected = rows[torch.from_numpy(state.assign_N == leaf)].mean(0)
         assert torch.allclose(state.models_KP[leaf, trained:], expected[trained:], rtol=0, atol=1e-6)
         assert (state.models_KP[leaf, trained:] - other.model()[trained:]).abs().max() > 1e-2
-
-
-def test_planted_groups_are_found_by_sampled_cohorts():
-    one = Stage(planted(12, 3), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
-    method = CFL(relative=True, min_rounds=5, eps1=0.6, eps2=0.5)
-    state = one.play(method, *sampled(12, 0.3, 16))
-    assert state.num_clusters == 3 and agreement(one.federation.group_N, state.assign_N)["ari"] == 1
-    assert accuracy(one, method, state).mean() > 0.9
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,9 @@
 
 import pandas as pd
 import pytest
-from small_runs import PLANTED, merged
+from small_runs import PLANTED, Reports, merged
 
 import cfl_ray
-from cfl_ray.lifecycle.driver import Watcher
-
-
-class Notes(Watcher):
-    """Collects the notes of every round."""
-
-    def __init__(self):
-        self.notes = {}
-
-    def round(self, label, report):
-        self.notes[label, report.round] = list(report.notes)
 
 
 def experiment(methods, tmp_path, rounds=6, clients=12, **sections):
@@ -36,11 +25,11 @@ def test_newcomers_of_a_group_that_is_known_are_placed_with_it(name, options, tm
 def test_fedgroup_regroups_a_client_when_its_data_changed(regroup, tmp_path):
     """Clients 0 and 1 swap their data, and so their true groups; a static grouping is wrong for two of twelve."""
     swap = [{"round": 3, "change": [{"clients": [0, 1], "data_of": [1, 0]}]}]
-    watcher = Notes()
+    watcher = Reports()
     method = {"fedgroup": {"num_clusters": 2, "alpha": 10, "regroup": regroup}}
     records = cfl_ray.simulate(experiment([method], tmp_path, 4, schedule=swap), watcher=watcher)["fedgroup"].records
     aris = [record.metrics["ari"] for record in records]
-    assert aris[:2] == [1.0] * 2 and watcher.notes["fedgroup", 3] == ["data changed: clients 0-1"]
+    assert aris[:2] == [1.0] * 2 and watcher.of["fedgroup"][2].notes == ("data changed: clients 0-1",)
     assert aris[2:] == [1.0] * 2 if regroup else max(aris[2:]) < 0.6
 
 
@@ -72,9 +61,9 @@ def test_a_client_whose_data_changed_trains_and_is_tested_on_the_new_ones(tmp_pa
 def test_swapped_labels_are_a_concept_drift_with_new_true_groups(tmp_path):
     """Half of one group has other labels from round 3 on: three true groups instead of two, and IFCA must follow."""
     swap = [{"round": 3, "change": [{"clients": [0, 2, 4], "swap": [0, 1]}]}]
-    watcher = Notes()
+    watcher = Reports()
     result = cfl_ray.simulate(experiment(["ifca"], tmp_path, 4, schedule=swap), watcher=watcher)["ifca"]
-    assert watcher.notes["ifca", 3] == ["data changed: clients 0, 2, 4"]
+    assert watcher.of["ifca"][2].notes == ("data changed: clients 0, 2, 4",)
     now, before = (result.test(0, round=round)[1].tolist() for round in (3, 2))
     assert now == [{0: 1, 1: 0}.get(label, label) for label in before] and now != before
     groups = result.trained.federation.at(3).group_N
@@ -101,14 +90,12 @@ def test_without_a_shift_the_drift_makes_the_true_groups(tmp_path):
 def test_a_round_without_reachable_clients_changes_nothing(tmp_path):
     (tmp_path / "trace.csv").write_text("client,from,to\n0,1,2\n1,1,2\n5,5,6\n")
     availability = {"kind": "trace", "file": str(tmp_path / "trace.csv")}
-    watcher = Notes()
+    watcher = Reports()
     records = cfl_ray.simulate(
         experiment(["fedavg", "stocfl"], tmp_path, cohort={"fraction": 1.0, "availability": availability}),
         watcher=watcher,
     )["fedavg"].records
     losses = [record.metrics["test_loss"] for record in records]
     assert losses[1] == losses[2] == losses[3] != losses[4] and "train_loss" not in records[2].metrics
-    assert (
-        watcher.notes["fedavg", 3] == ["no client could be reached: a round without training"]
-        and watcher.notes["fedavg", 5] == []
-    )
+    notes = [report.notes for report in watcher.of["fedavg"]]
+    assert notes[2] == ("no client could be reached: a round without training",) and notes[4] == ()

@@ -11,7 +11,6 @@ from linear import ETA, assert_layers, data, deep_stage, layers
 from rounds import (
     EnginesAndCheckpoints,
     assert_equal,
-    assert_finds_planted_groups,
     assert_survives_an_interruption,
     floats,
     groups,
@@ -481,11 +480,6 @@ class TestEuclideanDistance:
 
     def test_continues_from_a_checkpoint(self, tmp_path):
         assert_survives_an_interruption(groups, FedAC(num_clusters=2, similarity="l2"), [None] * 3, tmp_path)
-
-
-@pytest.mark.parametrize("clients, participation, rounds", [(12, 1.0, 3), (30, 0.3, 10)])
-def test_planted_groups_are_found(clients, participation, rounds):
-    assert_finds_planted_groups(FedAC(num_clusters=3), clients, participation, rounds)
 
 
 class TestEngines(EnginesAndCheckpoints):

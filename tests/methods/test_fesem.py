@@ -5,7 +5,7 @@ import pytest
 import torch
 from federations import Stage, planted
 from linear import assert_close, matrix, mean, sgd, stage
-from rounds import Centres, EnginesAndCheckpoints, assert_finds_planted_groups, floats, groups
+from rounds import Centres, EnginesAndCheckpoints, floats, groups
 from torch import nn
 
 from cfl_ray.clustering.agreement import agreement
@@ -150,11 +150,6 @@ class TestReseed:
         method = FeSEM(num_clusters=3, reseed=True)
         joined = method.join(method.leave(state, np.array([1])), one.clients([1], round=2))
         assert joined.assign_N[1] in (0, 1) and torch.equal(joined.models_KP, state.models_KP)
-
-
-@pytest.mark.parametrize("clients, participation, rounds", [(9, 1.0, 2), (15, 0.4, 8)])
-def test_planted_groups_are_found(clients, participation, rounds):
-    assert_finds_planted_groups(FeSEM(num_clusters=3), clients, participation, rounds, samples=120)
 
 
 class TestOtherOptions(EnginesAndCheckpoints):

@@ -9,7 +9,6 @@ from rounds import (
     Centres,
     EnginesAndCheckpoints,
     assert_equal,
-    assert_finds_planted_groups,
     assert_local_model_is_of_the_cluster_training,
     floats,
     groups,
@@ -133,11 +132,6 @@ class TestClustering:
             mine = [client for client in (0, 2) if after.assign_N[client] == k]
             expected = after.signature_SF[mine].mean(0) if mine else swapped.models_KP[k]
             assert torch.allclose(after.models_KP[k], expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("clients, participation, rounds", [(9, 1.0, 3), (15, 0.4, 8)])
-def test_planted_groups_are_found(clients, participation, rounds):
-    assert_finds_planted_groups(FeSEMCAM(num_clusters=3), clients, participation, rounds, samples=120, lr=0.3)
 
 
 class TestOtherOptions(EnginesAndCheckpoints):

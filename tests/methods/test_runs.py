@@ -1,6 +1,5 @@
 """Whole runs in this process: every registered method with every engine, clients that join and leave, and resuming."""
 
-import collections
 import functools
 import re
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import pytest
 import torch
 from checksums import EARLY
 from federations import Spoiled
-from small_runs import PLANTED, figures, interrupt_once, merged
+from small_runs import PLANTED, Reports, figures, interrupt_once, merged
 
 import cfl_ray
 from cfl_ray.checkpoint.store import CheckpointStore
@@ -49,17 +48,6 @@ def make_experiment(output: Path, methods=("fedavg",), rounds=6, **sections) -> 
 @pytest.fixture
 def experiment(tmp_path):
     return lambda *arguments, **sections: make_experiment(tmp_path / "out", *arguments, **sections)
-
-
-class Reports(Watcher):
-    """Collects the report of every round, also by method."""
-
-    def __init__(self):
-        self.reports, self.of = [], collections.defaultdict(list)
-
-    def round(self, label, report):
-        self.reports.append(report)
-        self.of[label].append(report)
 
 
 class Crash(Watcher):

@@ -171,12 +171,14 @@ def test_assignments_say_who_serves_whom_and_why(results):
     assert set(results["fedper"].assignments()["why"]) == {own, "its private layers begin untrained"}
 
 
-def test_in_the_warm_up_of_ifca_cam_the_global_model_is_no_cluster(results):
-    result = cfl_ray.simulate(cfl_ray.Experiment(methods=["ifca_cam"], **SECTIONS | {"rounds": 1}))["ifca_cam"]
+@pytest.mark.parametrize("method, model", [("ifca_cam", "the global model"), ("fl_hc", "the model before clustering")])
+def test_before_there_are_clusters_the_only_model_is_that_of_no_cluster(method, model):
+    result = cfl_ray.simulate(cfl_ray.Experiment(methods=[method], **SECTIONS | {"rounds": 1}))[method]
     frame, (x, y) = result.assignments(), result.train(0)
-    assert set(frame["served_by"]) == {-1} and set(frame["why"]) == {"the global model"}
+    assert set(frame["served_by"]) == {-1} and set(frame["why"]) == {model}
     placed = [result.place(x, y), result.place(x)]
-    assert [(one.cluster, one.why) for one in placed] == [(-1, "the global model"), (-1, "the only model")]
+    assert [(one.cluster, one.why) for one in placed] == [(-1, model), (-1, "the only model")]
+    assert result.adapt(x, y).why == f"{model}, after the local training of a round"
 
 
 def test_the_only_model_serves_clients_without_a_cluster_as_cluster_0():
