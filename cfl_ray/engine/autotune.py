@@ -4,6 +4,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import CodeType, FunctionType
@@ -28,6 +29,7 @@ _CLIENTS, _STEPS = 4, 5  # size of the measurement, at least one chunk of client
 _TOGETHER = 256  # most clients of the measurement if the clients of several chunks are trained together
 _MARGIN = 1.05  # speed-up over the sequential engine from which another engine is chosen
 _BUDGET = 1.0  # seconds
+_TRIED = 1 << 25  # most numbers of a row with which `why_not` tries vectorised
 _SAMPLES_SHARE = 0.3  # of the free memory of a GPU, for the samples of the measurement
 
 
@@ -163,13 +165,33 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
 
 
 def why_not(engine: str, network: Network, federation: Federation, local: LocalSGD) -> str | None:
-    """Reason why an engine can train no client; None if it can train the client with the fewest samples."""
+    """Reason why an engine can train no client; None if it can train the client with the fewest samples.
+
+    vectorised is tried for a step of two clients, because vmap may not support an operation of the network.
+    """
     sizes = federation.num_samples_N[federation.num_samples_N > 0]
     size = int(sizes.min()) if len(sizes) else 1
     x = torch.zeros(1, *network.input_shape, dtype=network.dtype).expand(size, *network.input_shape)
     steps = int(local.steps_of(np.array([size]))[0])
     task = TrainingTask(0, network.flat, x, torch.zeros(size, dtype=torch.long), steps, local, Address(0, 0, 0))
-    return ENGINES[engine].why_not(network, [task])
+    reason = ENGINES[engine].why_not(network, [task])
+    if reason or ENGINES[engine].no_gain is None or network.spec.size > _TRIED:
+        return reason
+    with suppress(DataError):  # no client has valid data, which other checks find
+        samples = [(client, x[:size], y[:size]) for client, (x, y) in _valid_clients(federation, 2)]
+        return _trial_error(
+            ENGINES[engine], network, [replace(task, client=client, x=x, y=y) for client, x, y in samples]
+        )
+    return None
+
+
+def _trial_error(engine: Engine, network: Network, tasks: Sequence[TrainingTask]) -> str | None:
+    """The error of an engine in a step of two clients; None if it trains them."""
+    try:
+        list(engine.train(network, [replace(task, steps=1) for task in tasks[:2]]))
+    except Exception as error:  # under vmap, the user's code may raise any
+        return (str(error).splitlines() or [type(error).__name__])[0][:120]
+    return None
 
 
 def _why_not_timed(name: str, network: Network, seconds: float, tasks: Sequence[TrainingTask]) -> str | None:
@@ -179,12 +201,7 @@ def _why_not_timed(name: str, network: Network, seconds: float, tasks: Sequence[
     """
     engine, step = ENGINES[name], seconds / max(task.steps for task in tasks)
     reason = engine.why_not(network, tasks) or (engine.no_gain and engine.no_gain(network, step, len(tasks)))
-    if reason is None:
-        try:
-            list(engine.train(network, [replace(task, steps=1) for task in tasks[:2]]))
-        except RuntimeError as error:
-            return str(error).splitlines()[0][:120]
-    return reason
+    return reason or _trial_error(engine, network, tasks)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ class ExampleGradient(LocalGradient):
         frozen_bC = None if self.frozen_BC is None else self.frozen_BC[index_b]
         grad_of, loss_b = self.of_samples(params, of_layers, self.x[index_b], self.y[index_b], frozen_bC)
         grads = [grad_of[name] for name in self.names]
-        norm_b = torch.stack([grad_bX.flatten(1).double().square().sum(1) for grad_bX in grads]).sum(0).sqrt()
+        squares = [grad_bX.reshape(len(grad_bX), -1).double().square().sum(1) for grad_bX in grads]
+        norm_b = torch.stack(squares).sum(0).sqrt()
         factor_b = (self.settings.clip / norm_b.clamp(min=1e-300)).clamp(max=1.0)
         factor_b = torch.where(factor_b < 1, factor_b * (1 - 1e-6), factor_b)  # so that rounding cannot exceed the norm
         for grad_bX in grads:

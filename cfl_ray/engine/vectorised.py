@@ -47,6 +47,8 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         return "PyTorch has no batching rule for normalisation of bfloat16 activations"
     if network.random_forward:
         return "the forward pass draws random numbers besides dropout of activations, such as dropout of attention"
+    if network.side_effect:
+        return network.side_effect
     if tasks and (reason := _why_not_optimizer(tasks)):
         return reason
     if not network.batch_statistics:

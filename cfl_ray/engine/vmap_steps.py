@@ -323,4 +323,4 @@ class _Gradient:
         for name, buffer in self.buffers.items():
             buffer.copy_(updated[name])
         self.loss_m = loss_m if self.loss_m is None else self.loss_m
-        return torch.cat([g.flatten(1) for g in grads.values()], 1)
+        return torch.cat([g.reshape(len(g), -1) for g in grads.values()], 1)  # a number of a client has no axis 1

@@ -55,16 +55,28 @@ class Mask(_Numbered):
 
 @dataclass(frozen=True)
 class Buffer:
-    """A float buffer of the network's row, such as a running mean."""
+    """A buffer of the network: a float buffer of its row, such as a running mean, or one that no pass changes."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A function of parameters and buffers alone, such as a normalised weight. args, kwargs: as in `Call`."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+_CONSTANTS = Parameter | Buffer | Derived  # in a forward pass
 
 
 @dataclass(frozen=True)
 class Call:
     """An operation that returns an activation.
 
-    args, kwargs: arguments of the function, with `Value`, `Parameter`, `Buffer` and `Mask` in place of tensors.
+    args, kwargs: of the function; `Value`, `Parameter`, `Buffer`, `Mask` and `Derived` stand for tensors.
     """
 
     name: str  # of the function, without the underscore of an in-place function
@@ -82,10 +94,19 @@ class Call:
         def add(value: object) -> object:
             if isinstance(value, Value | Parameter | Buffer | Mask):
                 references.append(value)
+            elif isinstance(value, Derived):
+                replaced((value.args, value.kwargs), add)
             return value
 
         replaced((self.args, self.kwargs), add)
         return references
+
+    @property
+    def has_derived(self) -> bool:
+        """Whether a tensor among the arguments is a function of parameters or buffers."""
+        found: list[bool] = []
+        replaced((self.args, self.kwargs), lambda value: found.append(isinstance(value, Derived)))
+        return any(found)
 
     @property
     def inputs(self) -> list[int]:
@@ -93,8 +114,12 @@ class Call:
         return [reference.index for reference in self.references if isinstance(reference, Value)]
 
     def applied(self, fill: Callable[[Any], Any]) -> Tensor:
-        """The result of the function for other arguments: each one is replaced by `fill`."""
-        return self.function(*replaced(self.args, fill), **replaced(self.kwargs, fill))
+        """The result of the function for other arguments: `fill` replaces each one, in the order of `references`."""
+
+        def filled(value: Any) -> Any:
+            return _applied(value, filled) if isinstance(value, Derived) else fill(value)
+
+        return _applied(self, filled)
 
     def unsupported(self, reason: str) -> Unsupported:
         """The error that this operation is not supported."""
@@ -135,7 +160,7 @@ class Graph:
                 return None
             if call.name not in RESHAPES:
                 _, *parameters = call.references
-                is_linear = call.name == "linear" and len(self.shapes[value]) == 1
+                is_linear = call.name == "linear" and len(self.shapes[value]) == 1 and not call.has_derived
                 is_linear = is_linear and all(isinstance(reference, Parameter) for reference in parameters)
                 return call if is_linear and parameters[:1] == weights else None
             value = call.output
@@ -161,6 +186,10 @@ class Graph:
         return values[self.output]
 
 
+def _applied(call: Call | Derived, fill: Callable[[Any], Any]) -> Any:
+    return call.function(*replaced(call.args, fill), **replaced(call.kwargs, fill))
+
+
 def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
     """Nested tuples, lists and dictionaries with every element replaced."""
     if isinstance(value, tuple | list):
@@ -176,6 +205,8 @@ def _unsupported(place: str, name: str, reason: str) -> Unsupported:
 
 def graph_of(network: Network) -> Graph:
     """The graph of a network. Raises Unsupported."""
+    if network.side_effect:
+        raise Unsupported(network.side_effect)
     row_P, masks = network.row().clone(), [layer.mask for layer in network.dropouts.values()]
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -218,7 +249,10 @@ class _Recorder(TorchFunctionMode):
         self.values = {id(x): 0}  # activations by id of the tensor
         self.storages = {0: x.untyped_storage().data_ptr()}  # memory of each activation
         self.overwritten: set[int] = set()  # ids of tensors whose memory was overwritten
-        self.known: dict[int, Parameter | Buffer | Mask] = {id(p): Parameter(i) for i, p in enumerate(network.params)}
+        self.versions: dict[int, int] = {}  # of derived tensors, which grow when they are changed in place
+        self.known: dict[int, Parameter | Buffer | Mask | Derived] = {}
+        self.known |= {id(p): Parameter(i) for i, p in enumerate(network.params)}
+        self.known |= {id(b): Buffer(name) for name, b in network.constant_buffers.items()}
         self.known |= {id(b): Buffer(name) for name, b in network.module.named_buffers() if name in network.spec.names}
         self.known |= {id(layer.mask): Mask(i) for i, layer in enumerate(network.dropouts.values())}
         self.frozen = {id(p): name for name, p in network.module.named_parameters() if not p.requires_grad}
@@ -253,9 +287,15 @@ class _Recorder(TorchFunctionMode):
         if any(id(tensor) in self.overwritten for tensor in tensors):
             raise _unsupported(self.place, name, "uses an activation whose memory another operation has overwritten")
         if not any(id(tensor) in self.values for tensor in tensors):
-            if name.endswith("_") and any(isinstance(self.known.get(id(tensor)), Buffer) for tensor in tensors):
-                raise _unsupported(self.place, name, "changes a buffer")
-            return function(*args, **kwargs)
+            versions = [tensor._version for tensor in tensors]
+            before = torch.get_rng_state()
+            result = function(*args, **kwargs)
+            for tensor, version in zip(tensors, versions, strict=True):
+                if isinstance(self.known.get(id(tensor)), Buffer) and tensor._version != version:
+                    raise _unsupported(self.place, name, "changes a buffer")
+            if isinstance(result, Tensor) and torch.equal(before, torch.get_rng_state()):
+                self._derive(function, args, kwargs, tensors, result)
+            return result
         before = torch.get_rng_state()
         result = function(*args, **kwargs)
         if name in _QUERIES and not isinstance(result, Tensor):
@@ -273,8 +313,32 @@ class _Recorder(TorchFunctionMode):
         self._add(Call(name.strip("_"), function, arguments, options, len(self.shapes), self.place), result)
         return result
 
+    def _derive(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
+    ) -> None:
+        """Takes up the result of a function of parameters and buffers; not one in place, or without a gradient."""
+        known = tensors and all(isinstance(self._known(tensor), _CONSTANTS) for tensor in tensors)
+        is_new = not any(result is tensor for tensor in tensors)
+        passes = result.requires_grad == any(tensor.requires_grad for tensor in tensors) and torch.is_grad_enabled()
+        if known and is_new and passes:
+            args, kwargs = replaced((args, kwargs), self._constant)
+            self.known[id(result)] = Derived(function, args, kwargs)
+            self.versions[id(result)] = result._version
+            self.alive.append(result)
+
+    def _constant(self, part: Any) -> Any:
+        return self._known(part) if isinstance(part, Tensor) else part
+
+    def _known(self, tensor: Tensor) -> "Parameter | Buffer | Mask | Derived | None":
+        """The reference to a tensor; None for other tensors, and for derived ones that were changed in place."""
+        if self.versions.get(id(tensor), tensor._version) != tensor._version:
+            return None
+        return self.known.get(id(tensor))
+
     def _check(self, name: str, tensors: list[Tensor], result: Tensor) -> None:
         """Raises Unsupported for an operation on these tensors whose result is not an activation."""
+        if any(result is tensor for tensor in tensors) and id(result) not in self.values:
+            raise _unsupported(self.place, name, "changes a tensor in place that is no activation")
         if result.shape[:1] != (self.batch,):
             what = f"shape {tuple(result.shape)} for a batch of {self.batch} samples"
             raise _unsupported(self.place, name, f"gives {what}; the first axis has to be the batch")
@@ -297,13 +361,13 @@ class _Recorder(TorchFunctionMode):
         self.shapes.append(tuple(result.shape[1:]))
 
     def _reference(self, name: str, tensor: Any) -> Any:
-        """The `Value`, `Parameter`, `Buffer` or `Mask` that stands for a tensor; any other argument unchanged."""
+        """The `Value`, `Parameter`, `Buffer`, `Mask` or `Derived` of a tensor; any other argument unchanged."""
         if not isinstance(tensor, Tensor):
             return tensor
         if id(tensor) in self.values:
             return Value(self.values[id(tensor)])
-        if id(tensor) in self.known:
-            return self.known[id(tensor)]
+        if known := self._known(tensor):
+            return known
         if id(tensor) in self.frozen:
             raise _unsupported(self.place, name, f"uses the frozen parameter {self.frozen[id(tensor)]}")
         raise _unsupported(self.place, name, "uses a tensor that is neither an activation nor a trained parameter")

@@ -18,6 +18,7 @@ from cfl_ray.nn.functional_dropout import DropoutCall
 from cfl_ray.nn.layers import AddressedDropout, replace_layers
 from cfl_ray.nn.precision import autocast
 from cfl_ray.nn.shared import FrozenParameter
+from cfl_ray.nn.side_effects import SideEffects
 from cfl_ray.nn.splitmix import Keys, split
 
 _WIDE = 32  # channels from which oneDNN is faster channels-last (measured: 1.25 times on a CNN with 32 and 64)
@@ -47,6 +48,11 @@ def _laid_out(x: Tensor, channels_last: bool) -> Tensor:
 def _suits_channels_last(module: nn.Module) -> bool:
     """Whether a CPU computes the module's convolutions faster in channels-last layout."""
     return any(isinstance(m, nn.Conv2d) and m.out_channels >= _WIDE for m in module.modules())
+
+
+def _with_copies(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copies of the samples for a forward pass that writes to them."""
+    return tuple(x.clone() for x in inputs)
 
 
 def new_module(factory: Callable[[], nn.Module], seed: int, index: int) -> nn.Module:
@@ -109,9 +115,14 @@ class Network:
         self.module = self._new_module()
         self.spec = ParamSpec.of(self.module)
         row_P = self.spec.row_of(self.module)
-        # integer buffers are not part of a row: `load` resets them to these values
-        self.counters = {name: b.clone() for name, b in self.module.named_buffers() if not b.is_floating_point()}
+        rest = {name: b.clone() for name, b in self.module.named_buffers() if name not in self.spec.names}
         self._trial_forward()
+        # buffers that are not part of a row and may change in a forward pass: `load` resets them to these values
+        self.counters = {
+            name: initial
+            for name, initial in rest.items()
+            if not initial.is_floating_point() or name in self._effects.changed
+        }
         self.module.eval()
         self._check_layout(self.module, "after a forward pass")
         self.module.to(self.device)
@@ -120,8 +131,10 @@ class Network:
         self.flat = row_P.to(self.device)
         self.params: list[Tensor] = [p for p in self.module.parameters() if p.requires_grad]
         self.channels_last = self.device.type == "cpu" and _suits_channels_last(self.module)
-        # parameters in another memory layout, with their view into `flat`
+        # parameters in another memory layout or memory, with their view into `flat`
         self.reordered: list[tuple[nn.Parameter, Tensor]] = []
+        # float buffers that a forward pass replaces: module, name and view into `flat`
+        self._replaced: list[tuple[nn.Module, str, Tensor]] = []
         self._bind_to_flat()
         self.load(row_P)
 
@@ -158,6 +171,12 @@ class Network:
             )
 
     @property
+    def constant_buffers(self) -> dict[str, Tensor]:
+        """The buffers outside the row that no forward pass changes, by name."""
+        outside = self._effects.changed.union(self.spec.names)
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in outside}
+
+    @property
     def frozen(self) -> dict[str, Tensor]:
         """The parameters that are not trained, by name, on the CPU; not copies."""
         return {name: p.detach().cpu() for name, p in self.module.named_parameters() if not p.requires_grad}
@@ -172,7 +191,9 @@ class Network:
         random_forward:   whether a forward pass in training draws from PyTorch's global generator: dropout of attention
                           and recurrent layers, noise; also dropout that cannot have masks by sample, because the first
                           axis of its inputs is not the batch or the passes differ.
-        batch_statistics: whether the network has layers with batch statistics.
+        batch_statistics: whether outputs or float buffers depend on the other samples of a batch, as with BatchNorm.
+        side_effect:      reason why only the sequential engine can train the network: its forward pass changes
+                          parameters, or buffers in another way than BatchNorm; None if it does not.
         """
         layers, draws, calls = self._trial_passes()
         self._kept = {name for name, layer in layers.items() if not layer.regular(list(_TRIAL_BATCHES))}
@@ -186,7 +207,39 @@ class Network:
             self.dropout_calls = {f"call {number}": call.layer() for number, call in enumerate(calls[0])}
             self.dropouts |= self.dropout_calls
         self.random_forward = draws or len(calls[0]) > len(self.dropout_calls)
-        self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
+        effects = self._effects
+        self.batch_statistics = (
+            any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
+            or not effects.changed.isdisjoint(self.spec.names[self.spec.num_params :])
+            or (not effects.changed and self._mixes_samples())
+        )
+        self.side_effect = self._why_only_sequential()
+        if effects.inputs:
+            self.module.register_forward_pre_hook(_with_copies)
+
+    def _mixes_samples(self) -> bool:
+        """Whether the outputs of a forward pass in training depend on the other samples of the batch."""
+        if self.random_forward:
+            return False
+        x = self._others(_TRIAL_BATCHES[1])
+        other = x.clone()
+        other[-1] = 0
+        with torch.random.fork_rng(devices=[]), functional_dropout.Recording():
+            outputs, others = (self.module(part)[:-1] for part in (x, other))
+        return not torch.allclose(outputs, others, rtol=1e-3, atol=1e-5, equal_nan=True)
+
+    def _why_only_sequential(self) -> str | None:
+        changed = self._effects.changed
+        for name in self.spec.names[: self.spec.num_params]:
+            if name in changed:
+                return f"its forward pass changes the parameter {name}"
+        for name, _ in self.module.named_buffers():
+            replaced = name in self._effects.replaced
+            owner = self.module.get_submodule(name.rpartition(".")[0])
+            counts = isinstance(owner, nn.modules.batchnorm._NormBase)  # num_batches_tracked
+            if replaced or (name in changed and name not in self.spec.names and not counts):
+                return f"its forward pass {'replaces' if replaced else 'changes'} the buffer {name}"
+        return None
 
     def _trial_passes(self) -> tuple[dict[str, AddressedDropout], bool, list[list[DropoutCall]]]:
         """Forward passes without dropout, which set `output_shape`.
@@ -197,18 +250,20 @@ class Network:
         layers = {name: m for name, m in self.module.named_modules() if isinstance(m, AddressedDropout)}
         for layer in layers.values():
             layer.trial = []
-        frozen = {name: (p, p._version) for name, p in self.module.named_parameters() if not p.requires_grad}
+        frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
+        self._effects = SideEffects()
         draws, calls = False, list[list[DropoutCall]]()
         inputs = self._zeros(_TRIAL_BATCHES[0]), self._others(_TRIAL_BATCHES[1])
         for x in inputs:
             with torch.random.fork_rng(devices=[]), functional_dropout.Recording() as recording:
                 torch.default_generator.manual_seed(0)
                 before = torch.get_rng_state()
-                outputs = self.module.train()(x)
+                with self._effects.observed(self.module, x):
+                    outputs = self.module.train()(x)
                 draws |= not torch.equal(before, torch.get_rng_state())
             self.output_shape = tuple(outputs.shape[1:])
             calls.append(recording.calls)
-        if written := [name for name, (p, version) in frozen.items() if p._version != version]:
+        if written := [name for name in frozen if name in self._effects.changed]:
             raise ConfigError(f"the model writes to its frozen parameter {written[0]}, which all clients share")
         return layers, draws, calls
 
@@ -251,6 +306,9 @@ class Network:
             elif self.channels_last and parameter.ndim == 4:
                 parameter.data = _channels_last(views[name])
                 self.reordered.append((parameter, views[name]))
+            elif name in self._effects.replaced:
+                parameter.data = views[name].clone()
+                self.reordered.append((parameter, views[name]))
             else:
                 parameter.data = views[name]
         for path, module in self.module.named_modules():
@@ -258,15 +316,23 @@ class Network:
                 full = f"{path}.{name}" if path else name
                 if full in views:
                     module._buffers[name] = views[full]
+                    if full in self._effects.replaced:
+                        self._replaced.append((module, name, views[full]))
 
     @torch.no_grad()
     def load(self, row_P: Tensor) -> None:
-        """Copies a row (P,) into the parameters and buffers, and resets integer buffers."""
+        """Copies a row (P,) into the parameters and buffers, and resets buffers that are not part of a row."""
         self.flat.copy_(row_P)
         for parameter, view in self.reordered:
             parameter.copy_(view)
+        for module, name, view in self._replaced:
+            module._buffers[name] = view
         for name, initial in self.counters.items():
-            self.module.get_buffer(name).copy_(initial)
+            if name in self._effects.replaced:
+                path, _, own = name.rpartition(".")
+                self.module.get_submodule(path)._buffers[own] = initial.clone()
+            else:
+                self.module.get_buffer(name).copy_(initial)
 
     @torch.no_grad()
     def load_trained(self, trained: Tensor) -> None:
@@ -280,6 +346,10 @@ class Network:
         """The present row (P,) of the network, not a copy."""
         for parameter, view in self.reordered:
             view.copy_(parameter)
+        for module, name, view in self._replaced:
+            if module._buffers[name] is not view:
+                view.copy_(module.get_buffer(name))
+                module._buffers[name] = view
         return self.flat
 
     def views(self, row_P: Tensor) -> list[Tensor]:

@@ -225,7 +225,7 @@ class _Steps:
         self.steps: list[Step] = []
         self.w = [view.numpy() for view in network.views(row_P)]
         self.g = [view.numpy() for view in network.views(g_P)]
-        self.tensors = network.spec.tensors(row_P)
+        self.tensors = network.constant_buffers | network.spec.tensors(row_P)
         self.shapes, self.users = list(graph.shapes), graph.users
         self.trained = [False] * len(self.shapes)  # whether an activation depends on a parameter
         self.written: dict[int, list[Array]] = {}  # by number of a parameter: a gradient for each use

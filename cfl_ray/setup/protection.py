@@ -41,7 +41,8 @@ def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
     """The privacy of a method, planned by rounds without training. Raises ConfigError if it cannot be private."""
     if setup.network().batch_statistics:
         raise ConfigError(
-            "privacy: the model has BatchNorm, and noise makes its running variances negative; use GroupNorm"
+            "privacy: the model has statistics of batches, such as BatchNorm's; noise makes variances negative; use "
+            "GroupNorm"
         )
     _check_mean(setup, label, "be private", "privacy.clip")
     count = setup.federation.num_clients
@@ -61,7 +62,8 @@ def _examples_of(setup: Setup, label: str, config: ExamplesConfig) -> ExampleAcc
     """
     network, local = setup.network(), setup.local_of(label)
     obstacles = {
-        "BatchNorm mixes the samples of a batch; use GroupNorm": network.batch_statistics,
+        "statistics of batches, such as BatchNorm's, mix samples; use GroupNorm": network.batch_statistics,
+        f"{network.side_effect}": network.side_effect is not None,
         "its forward pass draws random numbers besides dropout of activations": network.random_forward,
     }
     if reason := next((reason for reason, holds in obstacles.items() if holds), None):

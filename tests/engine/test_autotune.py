@@ -244,3 +244,38 @@ def test_only_samples_that_fit_are_on_the_device(monkeypatch):
     monkeypatch.delitem(ENGINES, "vectorised")
     autotune.measure(network, federation, LocalSGD(batch_size=4), 0, CHUNKS)
     assert len(seen) == 4 and moved.count((10, 36)) == 2
+
+
+class Step(torch.autograd.Function):
+    """A function that vmap does not support, since it has no `setup_context`."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Binary(nn.Module):
+    def __init__(self, error=None):
+        super().__init__()
+        self.first, self.head, self.error = nn.Linear(36, 8), nn.Linear(8, 3), error
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.error and torch._C._functorch.is_functorch_wrapped_tensor(h):
+            raise self.error
+        return self.head(h if self.error else Step.apply(h))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("error, reason", [(None, "an autograd.Function"), (IndexError("of the user"), "of the user")])
+def test_a_network_that_vmap_does_not_support_is_a_reason(error, reason, monkeypatch):
+    network, federation = Network(lambda: Binary(error), (36,)), uneven([9] * 12, (36,))
+    assert reason in autotune.why_not("vectorised", network, federation, LocalSGD(batch_size=4))
+    assert autotune.why_not("vectorised", Network(mlp(), (36,)), federation, LocalSGD(batch_size=4)) is None
+    monkeypatch.setattr(autotune, "_seconds", lambda runs, *_: dict.fromkeys(runs, 4e-4))
+    choice = autotune.measure(network, federation, LocalSGD(epochs=2, batch_size=9), 0, autotune.Division(200))
+    assert choice.engine == "sequential" and reason in choice.reason.partition("not vectorised: ")[2]

@@ -27,6 +27,17 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 4))
 
 
+class Scaled(nn.Module):
+    """Has a trained number, without axes."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.scale = nn.Linear(6, 3), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.head(x) * self.scale
+
+
 def with_dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 3))
 
@@ -44,7 +55,7 @@ def change(network, task) -> torch.Tensor:
     return result.row_P.cpu().clone() - task.start_P
 
 
-@pytest.mark.parametrize("factory, shape, classes", [(flat, (6,), 3), (convolutions, (1, 4, 4), 4)])
+@pytest.mark.parametrize("factory, shape, classes", [(flat, (6,), 3), (convolutions, (1, 4, 4), 4), (Scaled, (6,), 3)])
 @pytest.mark.parametrize("at_once", [1, 5, 10**6])
 def test_is_the_mean_of_clipped_gradients_of_single_samples(factory, shape, classes, at_once, monkeypatch):
     """- sum_j g_j min(1, C / |g_j|) / n, each g_j by autograd on a batch of one sample."""

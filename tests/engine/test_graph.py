@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from training_tasks import ADDRESS, FLAT, assert_same
 
 from cfl_ray.core.local_sgd import LocalSGD
@@ -299,6 +300,62 @@ class Normalised(nn.Module):
         return self.head(F.leaky_relu(self.fc(x), 0.1))
 
 
+class WeightNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.utils.parametrizations.weight_norm(nn.Linear(6, CLASSES))
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def pruned():
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+    prune.l1_unstructured(network[0], "weight", amount=0.5)
+    return network
+
+
+class WeightStandardised(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, width, 3), nn.Linear(width, CLASSES)
+
+    def forward(self, x):
+        w = self.conv.weight
+        w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
+        return self.head(F.conv2d(x, w, self.conv.bias).relu().mean((2, 3)))
+
+
+class Cosine(nn.Module):
+    """A head of normalised weights, and one matrix in two uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.head = nn.Linear(6, 6), nn.Linear(6, CLASSES, bias=False)
+
+    def forward(self, x):
+        symmetric = self.fc.weight + self.fc.weight.T
+        x = F.linear(x, symmetric, self.fc.bias).tanh() + x @ symmetric
+        return F.linear(F.normalize(x), F.normalize(self.head.weight))
+
+
+class Positions(nn.Module):
+    """Attention with encodings of positions in a buffer, of which the first are used."""
+
+    def __init__(self, persistent=True):
+        super().__init__()
+        self.words, self.qk, self.v = nn.Embedding(WORDS, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, CLASSES)
+        self.register_buffer("positions", torch.randn(1, 20, 6), persistent=persistent)
+
+    def forward(self, tokens):
+        x = self.words(tokens) + self.positions[:, : tokens.size(1)]
+        q = self.qk(x).view(len(x), -1, 2, 3).transpose(1, 2)
+        weights = (q @ q.transpose(-2, -1)).softmax(-1)
+        v = self.v(x).view(len(x), -1, 2, 3).transpose(1, 2)
+        return self.head((x + (weights @ v).transpose(1, 2).reshape(x.shape)).mean(1))
+
+
 def tied():
     """Two layers with one weight."""
     network = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, CLASSES))
@@ -353,6 +410,13 @@ NETWORKS = {
     "bag of words": (BagOfWords, TOKENS),
     "EmbeddingBag": (EmbeddingBag, TOKENS),
     "text CNN": (TextCNN, TOKENS),
+    "weight normalisation": (WeightNorm, FLAT),
+    "pruned": (pruned, FLAT),
+    "weight standardisation": (WeightStandardised, COLOUR),
+    "weight standardisation, wide": (lambda: WeightStandardised(32), COLOUR),
+    "functions of weights": (Cosine, FLAT),
+    "positions": (Positions, TOKENS),
+    "positions outside the row": (lambda: Positions(persistent=False), TOKENS),
     "an output after an activation": (lambda: nn.Sequential(nn.Linear(6, CLASSES), nn.Sigmoid()), FLAT),
 }
 
@@ -496,13 +560,29 @@ class Overwritten(nn.Module):
         return self.head(flat)
 
 
-class WeightNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.utils.parametrizations.weight_norm(nn.Linear(6, CLASSES))
+class WithoutGradient(ResidualMLP):
+    """Its weights are normalised without a gradient."""
 
     def forward(self, x):
-        return self.fc(x)
+        with torch.no_grad():
+            scale = self.head.weight.norm()
+        return super().forward(x) / scale
+
+
+class ChangedInPlace(WeightStandardised):
+    def forward(self, x):
+        w = self.conv.weight * 2
+        w[0].mul_(0.5)
+        return self.head(F.conv2d(x, w).mean((2, 3)))
+
+
+class Broadcast(ResidualMLP):
+    """A parameter for each sample of the batch."""
+
+    def forward(self, x):
+        start = self.head.bias[:1].expand(len(x), 6).clone()
+        start += x
+        return super().forward(start)
 
 
 def frozen_layer():
@@ -525,7 +605,9 @@ OTHERS = {
         SMALL,
         "an activation whose memory another operation has overwritten",
     ),
-    "weight normalisation": (WeightNorm, FLAT, "module fc: linear uses a tensor that is neither"),
+    "a function of weights without a gradient": (WithoutGradient, FLAT, "div uses a tensor that is neither"),
+    "weights changed in place": (ChangedInPlace, COLOUR, "conv2d uses a tensor that is neither"),
+    "a tensor of the batch changed in place": (Broadcast, FLAT, "changes a tensor in place that is no activation"),
     "a frozen layer": (frozen_layer, FLAT, "module 0: linear uses the frozen parameter 0.weight"),
 }
 

@@ -162,7 +162,7 @@ def test_sums_may_have_noise_beside_it_and_be_secure():
         ({"local": {"drop_last": True, "batch_size": 9}}, "draws every sample by itself; fedavg has local.drop_last"),
         (
             {"model": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))},
-            "the model has none: BatchNorm mixes the samples of a batch; use GroupNorm",
+            "the model has none: statistics of batches, such as BatchNorm's, mix samples; use GroupNorm",
         ),
         ({"runtime": {"engine": "vectorised"}}, "vectorised cannot train these clients: only sequential clips"),
     ],

@@ -165,7 +165,8 @@ def test_every_checkpoint_has_the_vectors_released_so_far(last, tmp_path):
         ),
         (
             {"model": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))},
-            "privacy: the model has BatchNorm, and noise makes its running variances negative; use GroupNorm",
+            "privacy: the model has statistics of batches, such as BatchNorm's; noise makes variances negative; use "
+            "GroupNorm",
         ),
     ],
 )

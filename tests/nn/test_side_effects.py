@@ -1,0 +1,240 @@
+"""Forward passes that change their inputs, parameters or buffers are trained as by a plain loop."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from training_tasks import rows, tasks_of
+
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.engine import manual, sequential, span, vectorised
+from cfl_ray.engine.engines import ENGINES
+from cfl_ray.errors import ConfigError
+from cfl_ray.nn.network import Network
+
+pytestmark = pytest.mark.cpu
+
+LOCAL = LocalSGD(epochs=2, batch_size=4, lr=0.5)
+OTHERS = {"manual": manual, "vectorised": vectorised, "span": span}
+INPUTS, CLASSES = 6, 3
+
+
+class Constrained(nn.Module):
+    """The norm of each column of the weights is at most 0.2 (as in EEGNet)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(INPUTS, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x):
+        self.constrain(self.head.weight)
+        return self.head(self.first(x).relu())
+
+    def constrain(self, weight):
+        weight.data = torch.renorm(weight.data, 2, 1, 0.2)
+
+
+class ConstrainedInPlace(Constrained):
+    def constrain(self, weight):
+        with torch.no_grad():
+            weight.copy_(torch.renorm(weight, 2, 1, 0.2))
+
+
+class Clamped(Constrained):
+    def constrain(self, weight):
+        weight.data.clamp_(-0.6, 0.6)  # without an effect on the first weights
+
+
+class Average(nn.Module):
+    """Subtracts a moving average of its activations."""
+
+    persistent = True
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(INPUTS, CLASSES)
+        self.register_buffer("average", torch.zeros(CLASSES), persistent=self.persistent)
+
+    def forward(self, x):
+        h = self.head(x)
+        if self.training:
+            self.update(h.detach().mean(0))
+        return h - self.average
+
+    def update(self, mean):
+        self.average.mul_(0.9).add_(0.1 * mean)
+
+
+class AverageReplaced(Average):
+    def update(self, mean):
+        self.average = 0.9 * self.average + 0.1 * mean
+
+
+class AverageOutsideTheRow(Average):
+    persistent = False
+
+
+class AverageReplacedOutsideTheRow(AverageReplaced):
+    persistent = False
+
+
+class Steps(nn.Module):
+    """Activations are scaled by the number of the step, an integer buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(INPUTS, CLASSES)
+        self.register_buffer("step", torch.tensor(0))
+
+    def forward(self, x):
+        if self.training:
+            self.step += 1
+        return self.head(x) / (1 + self.step)
+
+
+class Standardised(nn.Module):
+    """Standardises its inputs in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(INPUTS, CLASSES)
+
+    def forward(self, x):
+        return self.head(x.sub_(0.5).div_(2.0))
+
+
+class FunctionalBatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(INPUTS, 5), nn.Linear(5, CLASSES)
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("var", torch.ones(5))
+
+    def forward(self, x):
+        return self.head(F.batch_norm(self.first(x), self.mean, self.var, training=self.training).relu())
+
+
+class InstanceNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.InstanceNorm1d(2, track_running_stats=True), nn.Linear(INPUTS, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.norm(x.view(-1, 2, 3)).flatten(1))
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(INPUTS, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.head((h - h.mean(0)).tanh())
+
+
+class Scaled(nn.Module):
+    """A trained number, without axes."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.scale = nn.Linear(INPUTS, CLASSES), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.head(x) * self.scale
+
+
+# the reason why only the sequential engine trains it; None: others train it too
+NETWORKS = {
+    Constrained: "its forward pass changes the parameter head.weight",
+    ConstrainedInPlace: "its forward pass changes the parameter head.weight",
+    Clamped: "its forward pass changes the parameter head.weight",
+    Average: None,
+    AverageReplaced: "its forward pass replaces the buffer average",
+    AverageOutsideTheRow: "its forward pass changes the buffer average",
+    AverageReplacedOutsideTheRow: "its forward pass replaces the buffer average",
+    Steps: "its forward pass changes the buffer step",
+    Standardised: None,
+    FunctionalBatchNorm: None,
+    InstanceNorm: None,
+    Centred: None,
+    Scaled: None,
+}
+SIZES = {"equal batches": [8, 8, 8], "unequal batches": [11, 7, 3], "full batches": [3, 3]}
+
+
+def plain_row(factory, network, task):
+    """The row of a plain PyTorch loop."""
+    module = copy.deepcopy(factory()).train()
+    for name, tensor in network.spec.tensors(task.start_P.clone()).items():
+        if name in dict(module.named_parameters()):
+            module.get_parameter(name).data = tensor
+        else:
+            module.get_buffer(name).copy_(tensor)
+    optimizer = torch.optim.SGD(module.parameters(), task.local.lr)
+    for _, batch in zip(range(task.steps), task.batches(), strict=False):
+        index = np.arange(len(task.y)) if batch is None else batch
+        optimizer.zero_grad()
+        F.cross_entropy(module(task.x[index].clone()), task.y[index]).backward()
+        optimizer.step()
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return torch.cat([tensors[name].detach().reshape(-1) for name in network.spec.names])
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("factory", NETWORKS)
+def test_all_engines_train_as_a_plain_loop(factory, sizes):
+    network = Network(factory, (INPUTS,))
+    local = replace(LOCAL, batch_size=None) if sizes == SIZES["full batches"] else LOCAL
+    tasks = tasks_of(network, sizes, local, start_P=network.new_model(0, 0))
+    samples = [task.x.clone() for task in tasks]
+    expected = torch.stack([plain_row(factory, network, task) for task in tasks])
+    torch.testing.assert_close(rows(sequential, network, tasks), expected)
+    for engine in OTHERS:
+        reason = ENGINES[engine].why_not(network, tasks)
+        if NETWORKS[factory] and engine != "span":
+            assert reason == NETWORKS[factory]
+        if not reason:
+            torch.testing.assert_close(rows(OTHERS[engine], network, tasks), expected, msg=engine)
+    assert all(torch.equal(task.x, x) for task, x in zip(tasks, samples, strict=True)), "samples are not changed"
+
+
+@pytest.mark.parametrize("factory", NETWORKS)
+def test_a_model_answers_the_same_whatever_was_trained_before(factory):
+    network, other = Network(factory, (INPUTS,)), Network(factory, (INPUTS,))
+    tasks = tasks_of(network, [8, 8], LOCAL, start_P=network.new_model(0, 0))
+    rows(sequential, network, tasks)
+    x, row_P = torch.rand(5, INPUTS), network.new_model(3, 0)
+    before = x.clone()
+    assert torch.equal(network.logits_of(row_P, x), other.logits_of(row_P, x))
+    assert torch.equal(x, before)
+
+
+def test_statistics_of_a_batch_are_seen():
+    mixing = {Average, AverageReplaced, FunctionalBatchNorm, InstanceNorm, Centred}
+    for factory in NETWORKS:
+        assert Network(factory, (INPUTS,)).batch_statistics == (factory in mixing), factory
+    reason = "batch statistics need batches of one size and equal steps"
+    for factory in (FunctionalBatchNorm, InstanceNorm, Centred, Average):
+        network = Network(factory, (INPUTS,))
+        assert vectorised.why_not(network, tasks_of(network, SIZES["unequal batches"], LOCAL)) == reason
+
+
+def test_frozen_parameters_are_not_written_to():
+    class Decayed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.head = nn.Linear(INPUTS, 5).requires_grad_(False), nn.Linear(5, CLASSES)
+
+        def forward(self, x):
+            self.base.weight.data.mul_(0.99)
+            return self.head(self.base(x))
+
+    with pytest.raises(ConfigError, match=r"writes to its frozen parameter base\.weight"):
+        Network(Decayed, (INPUTS,))
