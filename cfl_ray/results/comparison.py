@@ -24,7 +24,7 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import tested_in_words, with_spread
 from cfl_ray.report.report_data import Comparison
-from cfl_ray.results.load import FoundRun, open_run, recorded_methods, recorded_result
+from cfl_ray.results.load import FoundRun, lost_method, open_run, recorded_methods, recorded_result
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
 from cfl_ray.run_directory import RunDirectory
@@ -191,18 +191,21 @@ def runs_frame(run_metrics: RunMetrics) -> pd.DataFrame:
 def read_study(folder: str | Path, only: Collection[Path] | None = None) -> RunMetrics:
     """The metrics of the finished runs of a study, of the last evaluation and of the whole run, read from its folder.
 
-    only: folders of the runs to read; None: all. Raises DataError for a finished run whose metrics are missing or
-    damaged.
+    only: folders of the runs to read; None: all. Raises DataError for a finished run whose method or metrics are
+    missing or damaged.
     """
     run_metrics: RunMetrics = {}
     for setting, method, run in run_folders(folder):
         if only is not None and run not in only:
             continue
-        for directory in sorted(path for path in run.iterdir() if path.is_dir()):
-            if is_finished(directory):
-                result = recorded_result(method, directory)
-                if result.final:
-                    run_metrics.setdefault((setting, method), {})[seed_of(run)] = values_of(result)
+        directories = sorted(path for path in run.iterdir() if path.is_dir())
+        finished = [path for path in directories if is_finished(path)]
+        if not finished and is_finished(run):
+            raise lost_method(run / method)
+        for directory in finished:
+            result = recorded_result(method, directory)
+            if result.final:
+                run_metrics.setdefault((setting, method), {})[seed_of(run)] = values_of(result)
     return run_metrics
 
 

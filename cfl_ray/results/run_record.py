@@ -13,7 +13,7 @@ from cfl_ray.config.paths import recorded_in
 from cfl_ray.config.unused import not_default, unused_keys
 from cfl_ray.errors import ConfigError, DataError, command
 from cfl_ray.errors.redaction import redact
-from cfl_ray.results.trust import sign_record
+from cfl_ray.results.trust import record_text, sign_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.directory import FORMAT
 from cfl_ray.security.credentials import remember_credentials
@@ -39,7 +39,7 @@ def write_config(directory: Path, experiment: Experiment, run_dir: Path | None =
 
 def recorded_hash(directory: RunDirectory) -> str:
     """The config hash of a run directory, which also covers objects made in Python that config.yaml cannot express."""
-    first = (read_text(directory.config) or "").partition("\n")[0]
+    first = record_text(directory.path).partition("\n")[0]
     return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(directory.config).config_hash
 
 

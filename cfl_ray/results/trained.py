@@ -116,6 +116,11 @@ class TrainedMethod:
     def _row(self, cluster: int | None) -> int:
         if cluster is None and self.num_clusters == 1:
             return 0
+        if not self.num_clusters:
+            raise ConfigError(
+                f"{self.label} has no cluster after round {self.round}; give the number of a client for the model that it "
+                "predicts with"
+            )
         if cluster is None or not 0 <= cluster < self.num_clusters:
             raise ConfigError(
                 f"{self.label} has clusters 0 .. {self.num_clusters - 1}, got "
@@ -346,9 +351,19 @@ class _Joined:
         value = None if state is None else self.backend.client_state(state.name, self.client)
         return predicting_row(self.serving.models_KP[row], state, value)
 
+    @property
+    def cluster(self) -> int:
+        """The cluster of the client's model; -1: none."""
+        return cluster_of(self.serving, int(self.serving.row_M[0]), self.state.num_clusters)
+
+    @property
+    def rule(self) -> str:
+        """The method's reason for the client's model."""
+        method = self.steps.method
+        return method.placement if self.cluster >= 0 else method.without_cluster
+
     def newcomer(self, row_P: Tensor, why: str) -> Newcomer:
-        cluster = cluster_of(self.serving, int(self.serving.row_M[0]), self.state.num_clusters)
-        return Newcomer(cluster, why, self.trained.module(row_P, self.serving.frozen_P))
+        return Newcomer(self.cluster, why, self.trained.module(row_P, self.serving.frozen_P))
 
 
 def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None) -> Newcomer:
@@ -370,8 +385,7 @@ def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
     if serving.tune is not None:
         row_P = trained.tuned(joined.client, row_P, serving.tune, joined.samples, serving.frozen_P)
         return joined.newcomer(row_P, "the model after the method's own training on x and y")
-    has_clusters = len(serving.models_KP) >= joined.state.num_clusters  # no, in the warm-up of IFCA-CAM
-    return joined.newcomer(row_P, method.placement if has_clusters else method.without_cluster)
+    return joined.newcomer(row_P, joined.rule)
 
 
 def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
@@ -383,9 +397,7 @@ def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
         return joined.newcomer(joined.row(), "its own columns, trained by a round of the method")
     row_P = trained.tuned(joined.client, joined.row(), serving.tune or local, joined.samples, serving.frozen_P)
     how = "the method's own training" if serving.tune is not None else "the local training of a round"
-    of = trained.steps.method.placement
-    if serving.weight_MK is not None:
-        of = _LARGEST
+    of = joined.rule if serving.weight_MK is None else _LARGEST
     return joined.newcomer(row_P, f"{of}, after {how}")
 
 

@@ -160,6 +160,7 @@ def test_a_run_that_was_stopped_has_what_was_saved(kept, tmp_path):
     import shutil
 
     shutil.copytree(kept, tmp_path / "run", ignore=shutil.ignore_patterns("ditto", "000003.json"))
+    (tmp_path / "run/end.json").unlink()
     with pytest.raises(DataError, match="the checkpoint of round 3, the last one, is missing or damaged"):
         cfl_ray.load_run(tmp_path / "run", trust=True)["ifca"].trained  # noqa: B018
     (tmp_path / "run" / "ifca" / "end.json").unlink()

@@ -179,6 +179,20 @@ def test_in_the_warm_up_of_ifca_cam_the_global_model_is_no_cluster(results):
     assert [(one.cluster, one.why) for one in placed] == [(-1, "the global model"), (-1, "the only model")]
 
 
+def test_before_there_are_clusters_the_reason_is_that_of_clients_without_a_cluster():
+    """No client meets the deadline, so that no cluster forms."""
+    clock = {"kind": "constant", "seconds_per_sample": 1, "deadline": 0.001}
+    sections = SECTIONS | {"rounds": 1, "clock": clock, "methods": ["pacfl", "fl_hc"]}
+    results = cfl_ray.simulate(cfl_ray.Experiment(**sections))
+    for name, why in (("pacfl", "the first model"), ("fl_hc", "the model before clustering")):
+        result = results[name]
+        placed, adapted = result.place(*result.train(0)), result.adapt(*result.train(0))
+        assert set(result.assignments()["why"]) == {why} and (placed.cluster, placed.why) == (-1, why)
+        assert adapted.why == f"{why}, after the local training of a round"
+    with pytest.raises(ConfigError, match="pacfl has no cluster after round 1; give the number of a client"):
+        results["pacfl"].model(0)
+
+
 def test_the_only_model_serves_clients_without_a_cluster_as_cluster_0():
     sections = SECTIONS | {"cohort": {"clients": 2}, "rounds": 1}
     result = cfl_ray.simulate(cfl_ray.Experiment(methods=["feddrift"], **sections))["feddrift"]
