@@ -118,8 +118,8 @@ class TrainedMethod:
             return 0
         if not self.num_clusters:
             raise ConfigError(
-                f"{self.label} has no cluster after round {self.round}; give the number of a client for the model that it "
-                "predicts with"
+                f"{self.label} has no cluster after round {self.round}; give the number of a client for the model that "
+                "it predicts with"
             )
         if cluster is None or not 0 <= cluster < self.num_clusters:
             raise ConfigError(
