@@ -79,6 +79,9 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     Raises ConfigError for a metric that no run has. If `accuracy` is in the table, the metric `accuracy_std` has the
     column `accuracy_std_over_clients`.
     """
+    for name, given in (("runs", runs), ("metrics", metrics)):
+        if isinstance(given, str | Path):
+            raise ConfigError(f"compare_runs takes a list of {name}, got {str(given)!r}; write [{str(given)!r}]")
     run_metrics: RunMetrics = {}
     studies = _names_of_studies([Path(run) for run in runs if RunDirectory(run).is_study])
     for study, study_name in studies.items():

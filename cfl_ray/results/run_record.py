@@ -120,6 +120,12 @@ def _short(value: str, other: str) -> str:
     return f"{'...' * (start > 0)}{part}{'...' * (start + _SHOWN < len(value))}"
 
 
+def check_is_of_run(directory: RunDirectory, experiment: Experiment) -> None:
+    """Raises ConfigError if the run began with another experiment than this one, which was passed for it."""
+    if recorded_hash(directory) != experiment.config_hash:
+        raise ConfigError(f"{directory.path} belongs to another config: {differences(directory, experiment)}")
+
+
 def check_not_edited(directory: RunDirectory, experiment: Experiment) -> None:
     """Raises ConfigError if config.yaml, which is this experiment, or a file of it was edited after the run began."""
     if recorded_hash(directory) == experiment.config_hash or not (changed := _changed(directory, experiment)):
