@@ -40,7 +40,12 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
         set_key(values, key, value, f"override {override!r}")
     if file is None and not any(override.startswith("schedule") for override in overrides):
         values["schedule"] = _events_for(values["schedule"], values["data"])
-    return Experiment(**values)._from_record(written, moved)
+    try:
+        return Experiment(**values)._from_record(written, moved)
+    except ConfigError as error:
+        if file is None or overrides:  # an override may be the cause
+            raise
+        raise type(error)(f"{file}: {error}") from error
 
 
 def _located(values: dict[str, Any], file: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:

@@ -30,7 +30,12 @@ def invalid_data_reason(x: Tensor, y: Tensor, shape: DataShape, least: int = 1) 
         return None
     if reason := _invalid_target_reason(y, shape):
         return reason
-    if shape.vocabulary is None:
+    return invalid_input_reason(x, shape)
+
+
+def invalid_input_reason(x: Tensor, shape: DataShape) -> str | None:
+    """Reason why the values of inputs are not valid, to follow "its data have"; None if they are valid."""
+    if shape.vocabulary is None or not x.numel():
         return invalid_value_reason(x, INPUT_POWER)
     low, high = (int(value) for value in torch.aminmax(x))
     return (

@@ -21,6 +21,7 @@ from cfl_ray.results.load import finished_results
 from cfl_ray.results.results import Results
 from cfl_ray.results.run_record import (
     check_hash_of_run,
+    check_is_of_run,
     check_not_edited,
     differences,
     how_to_resume,
@@ -107,9 +108,9 @@ def resume(
     """
     directory = RunDirectory(run_dir)
     directory.require_run()
-    if experiment is not None and recorded_hash(directory) != experiment.config_hash:
-        raise ConfigError(f"{run_dir} belongs to another config: {differences(directory, experiment)}")
-    if experiment is None:
+    if experiment is not None:
+        check_is_of_run(directory, experiment)
+    else:
         experiment = load_record(Path(run_dir), trust)
         check_not_edited(directory, experiment)
     open_trained = opener(Path(run_dir).absolute(), partial(prepare, experiment))

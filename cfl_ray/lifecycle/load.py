@@ -9,6 +9,7 @@ from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.results.load import recorded_run
 from cfl_ray.results.results import Results
+from cfl_ray.results.run_record import check_is_of_run
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.results.trust import load_record
 from cfl_ray.run_directory import RunDirectory
@@ -25,10 +26,12 @@ def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: b
     experiment: the experiment of the run, required if it has objects made in Python (a Federation, a model, a method).
     trust: True imports the Python files that the run names, even if this user did not start it on this machine; False
         raises ConfigError for such files.
-    Raises ConfigError if `run_dir` holds no run. Data are read when a model is requested.
+    Raises ConfigError if `run_dir` holds no run, or that of another experiment. Data are read when a model is needed.
     """
     directory = Path(run_dir).absolute()
     RunDirectory(run_dir).require_run()
+    if experiment is not None:
+        check_is_of_run(RunDirectory(run_dir), experiment)
     of_run = experiment or load_record(directory, trust, connects=False)
 
     def setup() -> Setup:

@@ -24,7 +24,7 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import tested_in_words, with_spread
 from cfl_ray.report.report_data import Comparison
-from cfl_ray.results.load import FoundRun, open_run, recorded_methods, recorded_result
+from cfl_ray.results.load import FoundRun, lost_method, open_run, recorded_methods, recorded_result
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
 from cfl_ray.run_directory import RunDirectory
@@ -79,6 +79,9 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     Raises ConfigError for a metric that no run has. If `accuracy` is in the table, the metric `accuracy_std` has the
     column `accuracy_std_over_clients`.
     """
+    for name, given in (("runs", runs), ("metrics", metrics)):
+        if isinstance(given, str | Path):
+            raise ConfigError(f"compare_runs takes a list of {name}, got {str(given)!r}; write [{str(given)!r}]")
     run_metrics: RunMetrics = {}
     studies = _names_of_studies([Path(run) for run in runs if RunDirectory(run).is_study])
     for study, study_name in studies.items():
@@ -191,18 +194,21 @@ def runs_frame(run_metrics: RunMetrics) -> pd.DataFrame:
 def read_study(folder: str | Path, only: Collection[Path] | None = None) -> RunMetrics:
     """The metrics of the finished runs of a study, of the last evaluation and of the whole run, read from its folder.
 
-    only: folders of the runs to read; None: all. Raises DataError for a finished run whose metrics are missing or
-    damaged.
+    only: folders of the runs to read; None: all. Raises DataError for a finished run whose method or metrics are
+    missing or damaged.
     """
     run_metrics: RunMetrics = {}
     for setting, method, run in run_folders(folder):
         if only is not None and run not in only:
             continue
-        for directory in sorted(path for path in run.iterdir() if path.is_dir()):
-            if is_finished(directory):
-                result = recorded_result(method, directory)
-                if result.final:
-                    run_metrics.setdefault((setting, method), {})[seed_of(run)] = values_of(result)
+        directories = sorted(path for path in run.iterdir() if path.is_dir())
+        finished = [path for path in directories if is_finished(path)]
+        if not finished and is_finished(run):
+            raise lost_method(run / method)
+        for directory in finished:
+            result = recorded_result(method, directory)
+            if result.final:
+                run_metrics.setdefault((setting, method), {})[seed_of(run)] = values_of(result)
     return run_metrics
 
 

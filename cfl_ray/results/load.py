@@ -9,7 +9,7 @@ from typing import Any
 
 from cfl_ray.config import Experiment
 from cfl_ray.core.method import Method
-from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.errors import ConfigError, DataError, command
 from cfl_ray.methods import resolve
 from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.results.study_folder import is_finished, run_folders
@@ -22,12 +22,17 @@ from cfl_ray.tracking import read_end, read_info, read_records, redact, resolve_
 def recorded_run(
     run_dir: Path, experiment: Experiment, open_trained: Callable[[str], TrainedMethod] | None = None
 ) -> Results:
-    """The results of a run, read from its files. open_trained: opens the trained method with a label."""
+    """The results of a run, read from its files. open_trained: opens the trained method with a label.
+
+    Raises DataError if the run is finished and the folder of a method is missing, and as `recorded_result`.
+    """
     methods = {}
     for label in recorded_methods(run_dir, experiment):
         directory = RunDirectory(run_dir).method(label).path
         if directory.is_dir():
             methods[label] = recorded_result(label, directory, open_trained and partial(open_trained, label))
+        elif is_finished(run_dir):
+            raise lost_method(directory)
         else:
             methods[label] = MethodResult(label, [], {}, directory)
     return Results(methods, run_dir)
@@ -59,6 +64,14 @@ def finished_results(
         return None
     uri = resolve_uri(experiment.tracking, experiment.output) if experiment.tracking.uses_mlflow else None
     return replace(recorded_run(run.path, experiment, open_trained), tracking=redact(uri) if uri else None)
+
+
+def lost_method(directory: Path) -> DataError:
+    """The error for the folder of a method that a finished run lacks."""
+    return DataError(
+        f"{directory} is missing, although the run has finished; restore it, or repeat the method: "
+        + command("resume", directory.parent)
+    )
 
 
 def recorded_result(label: str, directory: Path, trained: Callable[[], TrainedMethod] | None = None) -> MethodResult:

@@ -100,7 +100,7 @@ def _backward_transfer(
             scores = zip(diagnostic.labels[0].tolist(), diagnostic.value.tolist(), strict=True)
             now |= {client: value for client, value in scores if client in ids - again}
     differences = [value - before[client] for client, value in now.items() if client in before.index]
-    return float(np.nanmean(differences)) if differences else float("nan")
+    return float("nan") if np.isnan(differences).all() else float(np.nanmean(differences))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from cfl_ray.config.paths import recorded_in
 from cfl_ray.config.unused import not_default, unused_keys
 from cfl_ray.errors import ConfigError, DataError, command
 from cfl_ray.errors.redaction import redact
-from cfl_ray.results.trust import sign_record
+from cfl_ray.results.trust import record_text, sign_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.directory import FORMAT
 from cfl_ray.security.credentials import remember_credentials
@@ -39,7 +39,7 @@ def write_config(directory: Path, experiment: Experiment, run_dir: Path | None =
 
 def recorded_hash(directory: RunDirectory) -> str:
     """The config hash of a run directory, which also covers objects made in Python that config.yaml cannot express."""
-    first = (read_text(directory.config) or "").partition("\n")[0]
+    first = record_text(directory.path).partition("\n")[0]
     return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(directory.config).config_hash
 
 
@@ -118,6 +118,12 @@ def _short(value: str, other: str) -> str:
     start = max(len(os.path.commonprefix([value, other])) - _SHOWN // 2, 0)
     part = value[start : start + _SHOWN]
     return f"{'...' * (start > 0)}{part}{'...' * (start + _SHOWN < len(value))}"
+
+
+def check_is_of_run(directory: RunDirectory, experiment: Experiment) -> None:
+    """Raises ConfigError if the run began with another experiment than this one, which was passed for it."""
+    if recorded_hash(directory) != experiment.config_hash:
+        raise ConfigError(f"{directory.path} belongs to another config: {differences(directory, experiment)}")
 
 
 def check_not_edited(directory: RunDirectory, experiment: Experiment) -> None:

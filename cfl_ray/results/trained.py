@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.scoring import mixed
 from cfl_ray.engine.task import TrainingTask
-from cfl_ray.engine.validation import INPUT_POWER, invalid_data_reason, invalid_value_reason
+from cfl_ray.engine.validation import invalid_data_reason, invalid_input_reason
 from cfl_ray.engine.worker import Worker
-from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.errors import ConfigError, DataError, shown
 from cfl_ray.models import ModelRecipe
 
 if TYPE_CHECKING:
@@ -116,11 +116,16 @@ class TrainedMethod:
     def _row(self, cluster: int | None) -> int:
         if cluster is None and self.num_clusters == 1:
             return 0
-        if cluster is None or not 0 <= cluster < self.num_clusters:
+        if not self.num_clusters:
+            raise ConfigError(
+                f"{self.label} has no cluster after round {self.round}; give the number of a client for the model that "
+                "it predicts with"
+            )
+        if not is_whole(cluster) or not 0 <= cluster < self.num_clusters:
             raise ConfigError(
                 f"{self.label} has clusters 0 .. {self.num_clusters - 1}, got "
-                f"{'no number' if cluster is None else cluster}; give the number of a cluster, or of a client for the "
-                "model that it predicts with"
+                f"{'no number' if cluster is None else shown(cluster)}; give the number of a cluster, or of a client "
+                "for the model that it predicts with"
             )
         return cluster
 
@@ -137,8 +142,8 @@ class TrainedMethod:
     def present(self, round: int | None = None) -> Federation:
         """The federation in a round; None: in the last round."""
         last = max(self.round, 1)
-        if round is not None and not 1 <= round <= last:
-            raise ConfigError(f"{self.label} has rounds 1 .. {last}, got {round}")
+        if round is not None and not (is_whole(round) and 1 <= round <= last):
+            raise ConfigError(f"{self.label} has rounds 1 .. {last}, got {shown(round)}")
         return self.federation.at(last if round is None else round)
 
     def personal_model(self, client: int) -> nn.Module:
@@ -164,16 +169,20 @@ class TrainedMethod:
     def inputs(self, x: Tensor | np.ndarray) -> Tensor:
         """Normalised inputs as a tensor; uint8, as images are stored, is divided by the scale and normalised.
 
-        Raises DataError for another shape than that of the federation's samples.
+        Raises DataError for another shape than that of the federation's samples, and for values that these cannot have.
         """
-        federation, x = self.federation, torch.as_tensor(x)
+        federation, x = self.federation, as_tensor(x, "inputs")
         if x.dtype == torch.uint8 and federation.shape.vocabulary is None:
             x = Scaling(federation.scale, federation.normalize).to_tensor(x.numpy())
-        x = x.to(federation.shape.dtype)
+        given, x = x, x.to(federation.shape.dtype)
+        if not _keeps(given, x):
+            raise DataError("the inputs have tokens that are not whole numbers")
         if tuple(x.shape[1:]) != federation.shape.input:
             raise DataError(
                 f"inputs have shape {tuple(x.shape)}, expected (n, {', '.join(map(str, federation.shape.input))})"
             )
+        if reason := invalid_input_reason(x, federation.shape):
+            raise DataError(f"the inputs have {reason}")
         return x
 
     def outputs(self, client: int | Newcomer, x: Tensor | np.ndarray) -> Tensor:
@@ -251,8 +260,8 @@ class TrainedMethod:
         return self.backend.worker.network.task
 
     def _known(self, client: Any) -> int:
-        if not isinstance(client, int | np.integer):
-            raise ConfigError(f"a client is named by its number, from 0, got {client!r}")
+        if not is_whole(client):
+            raise ConfigError(f"a client is named by its number, from 0, got {shown(client)}")
         if not 0 <= client < self.federation.num_clients:
             raise ConfigError(
                 f"client {client} does not exist; the federation has clients 0 .. {self.federation.num_clients - 1}"
@@ -283,6 +292,24 @@ class TrainedMethod:
         module.load_state_dict(self._named(row_P), strict=False)  # integer buffers keep their initial values
         module.eval()
         return module if frozen_P is None else AdditiveModel(module, self.module(frozen_P)).eval()
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether a value is a whole number; a bool, such as an element of a mask, is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def as_tensor(values: Any, what: str) -> Tensor:
+    """Values that a user gives, as a tensor. Raises DataError, which calls them `what`, if they are no numbers."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{what} must be an array of numbers, got {shown(values)}: {error}") from error
+
+
+def _keeps(given: Tensor, converted: Tensor) -> bool:
+    """Whether a conversion to whole numbers, if it is one, keeps the values."""
+    return not given.is_floating_point() or converted.is_floating_point() or torch.equal(converted.to(given), given)
 
 
 def cluster_of(serving: Serving, row: int, num_clusters: int) -> int:
@@ -348,13 +375,14 @@ class _Joined:
 
     @property
     def cluster(self) -> int:
-        """The cluster whose model the client has; -1: none."""
+        """The cluster of the client's model; -1: none."""
         return cluster_of(self.serving, int(self.serving.row_M[0]), self.state.num_clusters)
 
     @property
-    def why(self) -> str:
-        """Reason for the client's model."""
-        return self.steps.method.placement if self.cluster >= 0 else self.steps.method.without_cluster
+    def rule(self) -> str:
+        """The method's reason for the client's model."""
+        method = self.steps.method
+        return method.placement if self.cluster >= 0 else method.without_cluster
 
     def newcomer(self, row_P: Tensor, why: str) -> Newcomer:
         return Newcomer(self.cluster, why, self.trained.module(row_P, self.serving.frozen_P))
@@ -366,8 +394,6 @@ def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
         inputs = trained.inputs(x)
         if not len(inputs):
             raise DataError("no inputs are given, expected at least 1")
-        if inputs.is_floating_point() and (reason := invalid_value_reason(inputs, INPUT_POWER)):
-            raise DataError(f"the inputs have {reason}")
         return _without_labels(trained, inputs)
     joined, method = _Joined(trained, _samples(trained, x, y)), trained.steps.method
     serving = joined.serving
@@ -379,7 +405,7 @@ def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
     if serving.tune is not None:
         row_P = trained.tuned(joined.client, row_P, serving.tune, joined.samples, serving.frozen_P)
         return joined.newcomer(row_P, "the model after the method's own training on x and y")
-    return joined.newcomer(row_P, joined.why)
+    return joined.newcomer(row_P, joined.rule)
 
 
 def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
@@ -391,7 +417,7 @@ def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
         return joined.newcomer(joined.row(), "its own columns, trained by a round of the method")
     row_P = trained.tuned(joined.client, joined.row(), serving.tune or local, joined.samples, serving.frozen_P)
     how = "the method's own training" if serving.tune is not None else "the local training of a round"
-    of = joined.why if serving.weight_MK is None else _LARGEST
+    of = joined.rule if serving.weight_MK is None else _LARGEST
     return joined.newcomer(row_P, f"{of}, after {how}")
 
 
@@ -432,9 +458,9 @@ def _samples(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndar
         raise DataError(
             f"the samples have labels as words ({str(values.flat[0])!r}), expected numbers: places in `class_names`"
         )
-    given = torch.as_tensor(y)
+    given = as_tensor(y, "labels" if shape.targets == "class" else "targets")
     inputs, targets = trained.inputs(x), given.to(shape.target_dtype)
-    if given.is_floating_point() and not targets.is_floating_point() and not torch.equal(targets.to(given), given):
+    if not _keeps(given, targets):
         raise DataError("the samples have labels that are not whole numbers")
     if reason := invalid_data_reason(inputs, targets, shape):
         raise DataError(f"the samples have {reason}")

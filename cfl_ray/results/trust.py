@@ -38,6 +38,14 @@ _TRACKERS_OF_FILES = ("mlflow", "csv", "tensorboard")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
+def record_text(run_dir: Path) -> str:
+    """The text of the record of a run. Raises DataError if it is empty."""
+    text = read_text(RunDirectory(run_dir).config) or ""
+    if not text.strip():
+        raise DataError(f"{RunDirectory(run_dir).config} is empty, so it is not known what this run is; restore it")
+    return text
+
+
 def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Experiment:
     """The experiment in the record of a run. Imports nothing.
 
@@ -45,8 +53,7 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
     Raises UntrustedError, unless `trust`, for names in the record that this user did not sign on this machine, and
     DataError for an empty record, which would mean the experiment with all defaults.
     """
-    if not (read_text(RunDirectory(run_dir).config) or "").strip():
-        raise DataError(f"{RunDirectory(run_dir).config} is empty, so it is not known what this run is; restore it")
+    record_text(run_dir)
     experiment = config.load(RunDirectory(run_dir).config)
     if not trust:
         names = _code_in(experiment)

@@ -82,6 +82,42 @@ def test_a_finished_run_that_lost_its_last_rounds_or_all_is_named(capsys):
     is_named("is missing or empty")
 
 
+def test_a_finished_run_that_lost_its_method_is_named_and_repeated(capsys):
+    """Its table would have a seed less without a word."""
+    file = write(seeds=[0, 1])
+    assert call(capsys, "compare", file)[0] == 0
+
+    def table() -> list[list[str]]:
+        """Method, runs and accuracy."""
+        printed = call(capsys, "table", "runs/small", "--metric", "accuracy")[1]
+        return [line.split("|")[1:4] for line in printed.splitlines()]
+
+    expected = table()
+    lost = next(Path("runs/small").glob("*/fedavg/seed-0/fedavg"))
+    shutil.rmtree(lost)
+    for command in (["table", "runs/small"], ["table", str(lost.parent)], ["report", "runs/small"]):
+        status, _, message = call(capsys, *command)
+        assert status == 2 and f"{lost} is missing, although the run has finished" in message, message
+        assert message.rstrip().endswith(f"{lost.parent}") and "repeat the method: cfl-ray resume" in message
+    assert call(capsys, "compare", file)[0] == 0
+    assert table() == expected and " 2 " in expected[-1]
+
+
+def test_the_record_of_a_run_that_cannot_be_read_is_named(capsys):
+    """One of many runs, of a version with other keys, or torn."""
+    file = write(seeds=[0])
+    assert call(capsys, "compare", file)[0] == 0
+    record = next(Path("runs/small").glob("*/fedavg/seed-0/config.yaml"))
+    whole = record.read_text()
+    record.write_text(f"{whole}future: 1\n")
+    for command in (["report", "runs/small"], ["table", str(record.parent)], ["resume", str(record.parent)]):
+        status, _, message = call(capsys, *command)
+        assert status == 2 and f"{record}: unknown key 'future'" in message, message
+    record.write_text("")
+    status, _, message = call(capsys, "compare", file)
+    assert status == 2 and f"{record} is empty, so it is not known what this run is" in message
+
+
 def test_a_part_of_a_study_is_checked_alone(capsys):
     """A setting whose data are not at hand does not stop the others."""
     file = write(seeds=[0, 1], settings={"a": {}, "gone": {"data": {"source": "csv", "train_files": ["gone.csv"]}}})

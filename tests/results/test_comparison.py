@@ -2,6 +2,7 @@
 
 import io
 import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -230,3 +231,12 @@ def test_small_values_keep_their_digits():
     assert mean_and_spread(1.34e-5, 1.41e-6) == "1.3e-05 ± 1.4e-06" and mean_and_spread(-2e-4, np.nan) == "-0.0002"
     assert mean_and_spread(1234.56, 0.25) == "1234.6 ± 0.2" and with_spread(1234.56, 0.25) == "1,234.6 ±\u00a00.2"
     assert mean_and_spread(0.0, 0.0) == "0.000 ± 0.000" and mean_and_spread(1e-5, 0.1) == "0.000 ± 0.100"
+
+
+def test_a_single_folder_or_metric_is_named_in_a_list():
+    """A text is a sequence of letters, and the first of a path is the folder /."""
+    for run in ("runs/one", Path("runs/one")):
+        with pytest.raises(ConfigError, match=r"takes a list of runs, got 'runs/one'; write \['runs/one'\]"):
+            cfl_ray.compare_runs(run)
+    with pytest.raises(ConfigError, match="takes a list of metrics, got 'accuracy'"):
+        cfl_ray.compare_runs(["runs/one"], "accuracy")

@@ -106,6 +106,20 @@ def test_what_does_not_exist_is_named(run, tmp_path):
         run["fedavg"].predict(0, np.zeros((3, 9, 9)))
     with pytest.raises(ConfigError, match="holds no run"):
         cfl_ray.load_run(tmp_path)
+    for wrong in ("1", 0.5, True):
+        with pytest.raises(ConfigError, match=rf"ifca has clusters 0 .. 3, got {wrong!r}"):
+            run["ifca"].model(wrong)
+        with pytest.raises(ConfigError, match=rf"ifca has rounds 1 .. 3, got {wrong!r}"):
+            run["ifca"].test(0, wrong)
+        with pytest.raises(ConfigError, match=rf"a client is named by its number, from 0, got {wrong!r}"):
+            run["ifca"].train(wrong)
+
+
+def test_a_run_is_opened_with_its_own_experiment_alone(kept, experiment_):
+    """With the seed of another run, clients would have other samples, and the models other predictions."""
+    assert cfl_ray.load_run(kept, experiment_)["fedavg"].assignments() is not None
+    with pytest.raises(ConfigError, match=r"run belongs to another config: seed \(0 there, 1 here\)"):
+        cfl_ray.load_run(kept, experiment_.model_copy(update={"seed": 1}))
 
 
 def test_samples_are_those_of_the_last_round_or_of_a_given_one(experiment_):
@@ -160,6 +174,7 @@ def test_a_run_that_was_stopped_has_what_was_saved(kept, tmp_path):
     import shutil
 
     shutil.copytree(kept, tmp_path / "run", ignore=shutil.ignore_patterns("ditto", "000003.json"))
+    (tmp_path / "run/end.json").unlink()
     with pytest.raises(DataError, match="the checkpoint of round 3, the last one, is missing or damaged"):
         cfl_ray.load_run(tmp_path / "run", trust=True)["ifca"].trained  # noqa: B018
     (tmp_path / "run" / "ifca" / "end.json").unlink()

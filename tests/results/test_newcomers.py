@@ -181,6 +181,20 @@ def test_before_there_are_clusters_the_only_model_is_that_of_no_cluster(method, 
     assert result.adapt(x, y).why == f"{model}, after the local training of a round"
 
 
+def test_before_there_are_clusters_the_reason_is_that_of_clients_without_a_cluster():
+    """No client meets the deadline, so that no cluster forms."""
+    clock = {"kind": "constant", "seconds_per_sample": 1, "deadline": 0.001}
+    sections = SECTIONS | {"rounds": 1, "clock": clock, "methods": ["pacfl", "fl_hc"]}
+    results = cfl_ray.simulate(cfl_ray.Experiment(**sections))
+    for name, why in (("pacfl", "the first model"), ("fl_hc", "the model before clustering")):
+        result = results[name]
+        placed, adapted = result.place(*result.train(0)), result.adapt(*result.train(0))
+        assert set(result.assignments()["why"]) == {why} and (placed.cluster, placed.why) == (-1, why)
+        assert adapted.why == f"{why}, after the local training of a round"
+    with pytest.raises(ConfigError, match="pacfl has no cluster after round 1; give the number of a client"):
+        results["pacfl"].model(0)
+
+
 def test_the_only_model_serves_clients_without_a_cluster_as_cluster_0():
     sections = SECTIONS | {"cohort": {"clients": 2}, "rounds": 1}
     result = cfl_ray.simulate(cfl_ray.Experiment(methods=["feddrift"], **sections))["feddrift"]
@@ -208,7 +222,7 @@ def test_what_does_not_fit_is_named(results):
         for act in (result.place, result.adapt):
             with pytest.raises(DataError, match="the samples have labels .* expected"):
                 act(x, torch.full_like(y, 10))
-            with pytest.raises(DataError, match="the samples have values that are not finite"):
+            with pytest.raises(DataError, match="the inputs have values that are not finite"):
                 act(broken, y)
             with pytest.raises(DataError, match="labels that are not whole numbers"):
                 act(x, y + 0.5)
@@ -218,6 +232,26 @@ def test_what_does_not_fit_is_named(results):
         results["ifca"].place(broken)
     with pytest.raises(ConfigError, match="a client is named by its number, from 0, got 'a'"):
         results["ifca"].predict(x, like="a")
+    with pytest.raises(DataError, match="the inputs have values that are not finite"):
+        results["ifca"].predict(broken, like=0)
+    for wrong in (None, "a", np.array([None, 1.0])):
+        with pytest.raises(DataError, match="inputs must be an array of numbers, got"):
+            results["ifca"].predict(wrong, like=0)
+    with pytest.raises(DataError, match="labels must be an array of numbers, got"):
+        results["ifca"].place(x, np.array([None] * len(y)))
+
+
+def test_tokens_are_in_the_vocabulary():
+    tokens = np.random.default_rng(0).integers(0, 6, (40, 3))
+    data = cfl_ray.federation_from_arrays(tokens, tokens[:, 0] // 3, np.arange(40) // 10, vocabulary=6)
+    model = torch.nn.Sequential(torch.nn.Embedding(6, 4), torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    sections = {"rounds": 1, "data": data, "model": lambda: model, "tracking": {"enabled": False}}
+    result = cfl_ray.simulate(cfl_ray.Experiment(methods=["fedavg"], **sections))["fedavg"]
+    assert result.predict(tokens, like=0).shape == (40,)
+    with pytest.raises(DataError, match=r"the inputs have tokens 6 .. 11, expected 0 .. 5"):
+        result.predict(tokens + 6, like=0)
+    with pytest.raises(DataError, match="the inputs have tokens that are not whole numbers"):
+        result.predict(tokens + 0.5, like=0)
 
 
 def test_without_labels_several_models_need_classes():

@@ -57,6 +57,15 @@ def test_backward_transfer_is_of_each_client_until_its_next_change():
     assert found["backward_transfer"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.filterwarnings("error")
+def test_clients_without_a_model_after_the_change_have_no_backward_transfer():
+    """FedGroup groups clients again after a change; until then they have no model, and their past score is NaN."""
+    past = Diagnostic(np.array([np.nan, np.nan], np.float32), ("clients",), (np.array([0, 1]),))
+    scores = {3: [0.9, 0.8], 4: [np.nan, np.nan]}
+    found = recovery_frame(frame(scores), {4: [0, 1]}, 0.02, past_scores={4: past})
+    assert found["backward_transfer"].isna().all() and recovery_metrics(found) == {}
+
+
 def test_the_metrics_of_a_run_are_means_over_its_changes():
     scores = {3: [0.9, 0.8], 4: [0.3, 0.8], 5: [0.9, 0.8], 6: [0.9, 0.1], 7: [0.9, 0.5], 8: [0.9, 0.8]}
     changed = {1: [0], 4: [0], 6: [1], 9: [0]}  # the first and the last are not measured
