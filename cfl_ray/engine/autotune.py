@@ -3,6 +3,7 @@
 import hashlib
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -188,7 +189,8 @@ def why_not(engine: str, network: Network, federation: Federation, local: LocalS
 def _trial_error(engine: Engine, network: Network, tasks: Sequence[TrainingTask]) -> str | None:
     """The error of an engine in a step of two clients; None if it trains them."""
     try:
-        list(engine.train(network, [replace(task, steps=1) for task in tasks[:2]]))
+        with warnings.catch_warnings(action="ignore"):  # of functorch, about speed, which is measured
+            list(engine.train(network, [replace(task, steps=1) for task in tasks[:2]]))
     except Exception as error:  # under vmap, the user's code may raise any
         return (str(error).splitlines() or [type(error).__name__])[0][:120]
     return None
