@@ -28,10 +28,10 @@ def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: b
         raises ConfigError for such files.
     Raises ConfigError if `run_dir` holds no run, or that of another experiment. Data are read when a model is needed.
     """
-    directory = Path(run_dir).absolute()
-    RunDirectory(run_dir).require_run()
+    directory, run_directory = Path(run_dir).absolute(), RunDirectory(run_dir)
+    run_directory.require_run()
     if experiment is not None:
-        check_is_of_run(RunDirectory(run_dir), experiment)
+        check_is_of_run(run_directory, experiment)
     of_run = experiment or load_record(directory, trust, connects=False)
 
     def setup() -> Setup:

@@ -4,7 +4,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,14 @@ def is_installed(file: Path) -> bool:
     """Whether a file is part of an installed package, in an environment or in a folder (`pip install --target`)."""
     if _INSTALLED & set(file.parts):
         return True
-    return any(any(folder.glob("*.dist-info")) for folder in file.parents)
+    return any(file.relative_to(folder).as_posix() in _installed_in(folder) for folder in file.parents)
+
+
+@cache
+def _installed_in(folder: Path) -> frozenset[str]:
+    """Relative paths of the files of packages that are installed into a folder, which may also have the user's."""
+    records = (record.read_text(errors="replace") for record in folder.glob("*.dist-info/RECORD"))
+    return frozenset(line.partition(",")[0] for record in records for line in record.splitlines())
 
 
 # ---- in configs

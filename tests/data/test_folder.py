@@ -175,11 +175,15 @@ def test_the_cache_has_a_limit_and_keeps_what_was_used_lately(cache, monkeypatch
     assert [path.name for path in cache.iterdir()] == ["a.arrow"], "used in the last hour"
 
 
-def test_room_is_made_while_another_process_removes_files(cache):
+def test_room_is_made_while_another_process_removes_files(cache, monkeypatch):
     """A link without a target is as a file that is gone after its folder was listed."""
+    monkeypatch.setenv("CFL_RAY_CACHE_GB", "0")
     cache.mkdir()
     (cache / "gone.arrow").symlink_to("nowhere")
+    (cache / "old.arrow").write_bytes(bytes(1000))
+    os.utime(cache / "old.arrow", (0, 0))
     folder_module.make_room(500)
+    assert not (cache / "old.arrow").exists()
 
 
 def test_a_limit_of_the_cache_that_is_no_number(monkeypatch):

@@ -126,8 +126,9 @@ def test_values_are_described_by_type_and_shape():
 
 
 def test_packages_installed_into_a_folder_are_not_the_users(tmp_path):
-    """As by `pip install --target`, on machines without internet."""
-    installed, own = tmp_path / "libraries", tmp_path / "mine.py"
-    (installed / "library-1.0.dist-info").mkdir(parents=True)
-    assert not is_user_file(installed / "library" / "core.py") and is_user_file(own)
+    """As by `pip install --target`, on machines without internet; also into the folder of the user's own files."""
+    (tmp_path / "library-1.0.dist-info").mkdir()
+    (tmp_path / "library-1.0.dist-info" / "RECORD").write_text("library/core.py,sha256=abc,10\n")
+    assert not is_user_file(tmp_path / "library" / "core.py")
+    assert is_user_file(tmp_path / "mine.py") and is_user_file(tmp_path / "library" / "mine.py")
     assert not is_user_file(Path(torch.__file__)) and not is_user_file(None)
