@@ -23,7 +23,7 @@ ALLOWED = {  # package -> packages of ours that its modules may import, beside t
     "plugins": {"errors"},
     "system": {"errors"},
     "security": {"errors", "system"},
-    "core": {"errors", "plugins"},
+    "core": {"errors", "plugins", "system"},
     "population": {"errors", "plugins", "core"},
     "clustering": {"errors", "system", "core"},
     "methods": {"errors", "plugins", "core", "clustering"},

@@ -12,6 +12,9 @@ from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
+from cfl_ray.system.mapped import mapped_array
+
+_IN_MEMORY = 1 << 20  # bytes of mixture weights; more are in a temporary file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +43,9 @@ class MixtureState(State):
     def with_weights(self, clients: Clients, weight_MK: np.ndarray, **changes: Any) -> Self:
         """The next state, with these mixture weights; clients with NaN keep theirs. Reports them as diagnostics."""
         known_M = np.isfinite(weight_MK).all(1)
-        ids_m, weight_mK, weight_NK = clients.ids_M[known_M], weight_MK[known_M], self.weight_NK.copy()
-        weight_NK[ids_m] = weight_mK
+        ids_m, weight_mK = clients.ids_M[known_M], weight_MK[known_M]
         assign_N = self.place(ids_m, weight_mK.argmax(1))
-        after = self.advance(weight_NK=weight_NK, assign_N=assign_N, **changes)
+        after = self.advance(weight_NK=self.replaced(ids_m, weight_mK), assign_N=assign_N, **changes)
         if len(ids_m):
             clients.record("mixture_entropy", float(entropy(weight_mK).mean()))
             clients.record(MIXTURE_WEIGHTS, weight_mK, (CLIENTS, CLUSTERS), ids=ids_m)
@@ -51,9 +53,14 @@ class MixtureState(State):
         return after
 
     def forget(self, ids: np.ndarray) -> Self:
-        weight_NK = self.weight_NK.copy()
-        weight_NK[ids] = 0
-        return super().forget(ids).advance(weight_NK=weight_NK)
+        return super().forget(ids).advance(weight_NK=self.replaced(ids, 0))
+
+    def replaced(self, ids_m: np.ndarray, weight_mK: np.ndarray | int) -> np.ndarray:
+        """A copy of `weight_NK` with these weights of the clients `ids_m`; of many clients, in a temporary file."""
+        weight_NK = mapped_array(self.weight_NK.shape, np.float32, _IN_MEMORY)
+        weight_NK[:] = self.weight_NK
+        weight_NK[ids_m] = weight_mK
+        return weight_NK
 
 
 S = TypeVar("S", bound=MixtureState)

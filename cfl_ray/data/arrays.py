@@ -9,9 +9,10 @@ import torch
 
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.federation import DataShape, Federation, Index, IndexedFederation, Scaling, StoredSamples
-from cfl_ray.data.images import Images, mapped_array
+from cfl_ray.data.images import Images
 from cfl_ray.data.plan import split_rows
 from cfl_ray.errors import DataError, did_you_mean
+from cfl_ray.system.mapped import mapped_array
 
 Array = np.ndarray | torch.Tensor | Sequence[Any]
 

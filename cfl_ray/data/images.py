@@ -4,9 +4,7 @@ Arrays of samples may be larger than memory.
 """
 
 import io
-import math
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +16,8 @@ from cfl_ray.config import DataConfig
 from cfl_ray.config.data import FilesDataConfig
 from cfl_ray.data.federation import DataShape
 from cfl_ray.errors import DataError
+from cfl_ray.system.mapped import mapped_array
 
-_IN_MEMORY = 64 << 20  # bytes of an array; larger ones are in a file
 Progress = Callable[[str, int, int], None]  # (name of the task, number done, number in all)
 
 
@@ -126,25 +124,6 @@ def find(data: DataConfig, subfolders: list[str], patterns: list[str], name: str
 
 
 Encoded = bytes | Path | None  # content or path of a PNG or JPEG file; None: missing
-
-
-def mapped_array(shape: tuple[int, ...], dtype: np.dtype | type[np.generic] = np.uint8) -> np.ndarray:
-    """A new array; if larger than 64 MB, in a temporary file that is removed with it, so that pages can leave memory.
-
-    The file is in `TMPDIR`. Raises DataError if there is no room.
-    """
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size <= _IN_MEMORY:
-        return np.empty(shape, dtype)
-    with tempfile.TemporaryFile(prefix="cfl_ray-") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk later would end the process without a message
-        except OSError as error:
-            raise DataError(
-                f"the samples need {size / 1e9:.2f} GB in {tempfile.gettempdir()} ({error.strerror}); set "
-                "TMPDIR to a folder with room"
-            ) from error
-        return np.asarray(np.memmap(file, dtype, "r+", shape=shape))
 
 
 def decoded(

@@ -1,4 +1,4 @@
-"""Arrays of samples that do not fit into memory are in a file."""
+"""Arrays that do not fit into memory are in a file."""
 
 import errno
 import os
@@ -6,14 +6,16 @@ import os
 import numpy as np
 import pytest
 
-from cfl_ray.data import arrays, images
+from cfl_ray.data import arrays
 from cfl_ray.errors import DataError
+from cfl_ray.system import mapped
+from cfl_ray.system.mapped import mapped_array
 
 
 @pytest.fixture
 def small_memory(monkeypatch):
     """Arrays of more than 100 bytes are in a file."""
-    monkeypatch.setattr(images, "_IN_MEMORY", 100)
+    monkeypatch.setattr(mapped, "IN_MEMORY", 100)
 
 
 def memory_maps() -> str:
@@ -25,7 +27,7 @@ def memory_maps() -> str:
 def test_a_large_array_is_in_a_file_that_has_no_name(small_memory, tmp_path, monkeypatch, dtype):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = memory_maps().count(str(tmp_path))
-    large, small = images.mapped_array((50, 3), dtype), images.mapped_array((4, 3), dtype)
+    large, small = mapped_array((50, 3), dtype), mapped_array((4, 3), dtype)
     assert memory_maps().count(str(tmp_path)) == before + 1 and not any(tmp_path.iterdir())
     assert (large.shape, large.dtype, small.shape) == ((50, 3), dtype, (4, 3))
     large[:] = np.arange(150).reshape(50, 3)
@@ -34,13 +36,13 @@ def test_a_large_array_is_in_a_file_that_has_no_name(small_memory, tmp_path, mon
     assert memory_maps().count(str(tmp_path)) == before
 
 
-def test_a_full_disk_is_named_before_the_samples_are_read(small_memory, monkeypatch):
+def test_a_full_disk_is_named_before_the_array_is_used(small_memory, monkeypatch):
     def full(descriptor, offset, size):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(DataError, match=r"need 0.00 GB in .* \(No space left on device\); set TMPDIR"):
-        images.mapped_array((50, 3))
+    with pytest.raises(DataError, match=r"0.00 GB has no room in .* \(No space left on device\); set TMPDIR"):
+        mapped_array((50, 3))
 
 
 def test_a_dataset_is_read_into_it(small_memory):
