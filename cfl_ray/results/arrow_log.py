@@ -9,6 +9,7 @@ Without a directory the batches are in memory. An incomplete last batch is remov
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -85,11 +86,26 @@ def whole_batches(file: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | No
             while True:
                 batches.append(reader.read_next_batch())
                 end = source.tell()
-        except (StopIteration, pa.ArrowInvalid, OSError):
-            return batches, end, schema
-        # damaged before the end: the file is left as it is
+        except (StopIteration, pa.ArrowInvalid, OSError) as error:
+            source.seek(end)
+            if not _has_batch(source.read_buffer()):
+                return batches, end, schema
+            damage: Exception = error
         except (pa.ArrowException, ValueError, OverflowError) as error:
-            raise DataError(f"{file} is damaged ({error}); remove it: what it has recorded so far is lost") from error
+            damage = error
+        # damaged before the end: the file is left as it is
+        reason = str(damage) or f"batch {len(batches) + 1} is missing, and others follow"
+        raise DataError(f"{file} is damaged ({reason}); remove it: what it has recorded so far is lost") from damage
+
+
+def _has_batch(rest: pa.Buffer) -> bool:
+    """Whether a complete batch begins in what follows the last batch that could be read."""
+    words = np.frombuffer(rest, "<u4", count=rest.size // 8 * 2)[::2]
+    for start in np.flatnonzero(words == 0xFFFFFFFF) * 8:  # messages begin so, at multiples of 8
+        with suppress(pa.ArrowException, ValueError, OSError, EOFError):
+            if pa.ipc.read_message(rest.slice(start)).type == "record batch":
+                return True
+    return False
 
 
 # ---- metrics of clients

@@ -128,6 +128,21 @@ def test_reassignments_that_no_round_has_are_damage(tmp_path, columns, reason):
             read(tmp_path)
 
 
+@pytest.mark.parametrize("byte", [0, 4, 8])
+def test_damage_before_the_last_batch_is_not_cut_off(tmp_path, byte):
+    log = ArrowLog(tmp_path / "reassignments.arrow", SCHEMA)
+    begins = []
+    for round in (1, 2, 3):
+        begins.append(log.file.stat().st_size if round > 1 else SCHEMA.serialize().size)
+        log.append(pa.record_batch([pa.array([value], pa.int32()) for value in (round, 0, -1)], schema=SCHEMA))
+    whole = bytearray(log.file.read_bytes())
+    whole[begins[1] + byte] ^= 255
+    log.file.write_bytes(whole)
+    with pytest.raises(DataError, match="reassignments.arrow is damaged"):
+        Reassignments(tmp_path)
+    assert log.file.read_bytes() == whole
+
+
 def test_a_million_reassignments_cost_a_few_bytes_each(tmp_path):
     """In the file, of the process that writes it, and of one that reads it; Python objects would cost a hundred."""
     count = 1_000_000
