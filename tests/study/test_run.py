@@ -425,3 +425,13 @@ def test_the_metrics_of_a_study_are_means(study, inline):
     first, second = read_records(results.root)
     assert second.round == first.round + 1
     assert second.metrics["all/fedavg/accuracy_std"] == pytest.approx(frame["accuracy_std"].mean())
+
+
+def test_settings_whose_names_differ_in_signs_alone_have_metrics_of_their_own(study, inline):
+    settings = {"lr=0.1": {}, "lr+0.1": {"local": {"lr": 0.5}}}
+    root = run_study(study(seeds=[0], settings=settings, experiment={"rounds": 1, "methods": ["fedavg"]})).root
+    (record,) = read_records(root)
+    assert {name for name in record.metrics if name.endswith("/accuracy")} == {
+        "lr_0.1/fedavg/accuracy",
+        "lr_0.1_2/fedavg/accuracy",
+    }
