@@ -4,7 +4,6 @@ The end of a method (figures, tables, and records that MLflow lacks) is written 
 """
 
 import logging
-import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ from cfl_ray.runtime.session import Session
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import raise_interrupt
 from cfl_ray.tracking import RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
-from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, primary_of
+from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, metric_names, primary_of
 
 _logger = logging.getLogger(__name__)
 
@@ -249,13 +248,14 @@ def params_of(experiment: Experiment) -> dict[str, str]:
 
 def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:
     """Metrics of the parent run, LABEL/METRIC: the last evaluation of every method."""
-    comparison: dict[str, float] = {}
+    comparison, names = dict[str, float](), metric_names(results)
     for label, result in results.items():
         if final := result.final:
             primary = primary_of(final)
             scores = [primary, f"{primary}_local", *(["macro_f1"] if primary == "accuracy" else [])]
-            first = re.sub(r"[^A-Za-z0-9_.-]", "_", label)
-            comparison |= {f"{first}/{name}": final[name] for name in (*scores, "num_clusters", "ari") if name in final}
+            comparison |= {
+                f"{names[label]}/{name}": final[name] for name in (*scores, "num_clusters", "ari") if name in final
+            }
     return comparison
 
 

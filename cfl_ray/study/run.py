@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
@@ -44,7 +42,7 @@ from cfl_ray.tracking import (
     redact,
     resolve_uri,
 )
-from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord, mean_of_runs
+from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord, mean_of_runs, metric_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -388,7 +386,7 @@ class _Launch:
             report_at_the_end(self.root, lambda: find_runs([self.root], trust=True), self.watcher.warn)
         means = [name for name in table.columns if f"{name}_std" in table.columns]  # without the spreads over the seeds
         names = [name for name in means if metric_of[name] in METRICS or metric_of[name] in self.of_task]
-        settings, methods = _plain_names(table["experiment"]), _plain_names(table["method"])
+        settings, methods = metric_names(table["experiment"]), metric_names(table["method"])
         return {
             f"{settings[row['experiment']]}/{methods[row['method']]}/{metric_of[name]}": float(row[name])
             for _, row in table.iterrows()
@@ -405,7 +403,7 @@ class _Launch:
             for end in run.glob(f"*/{RunDirectory.end.name}"):
                 if is_finished(end.parent):
                     records_of.setdefault(setting, {}).setdefault(method, []).append(list(read_records(end.parent)))
-        plain = _plain_names(records_of)
+        plain = metric_names(records_of)
         for setting, of_methods in list(records_of.items())[:_DRAWN]:
             prefix = f"{plain[setting]}_" if len(records_of) > 1 else ""
             write_figures(folder, {method: mean_of_runs(runs) for method, runs in of_methods.items()}, prefix)
@@ -422,13 +420,3 @@ def _check_runtime(runs: Sequence[StudyRun]) -> None:
                     f"runtime.{key} is the same in all runs of a study, got {others!r} in {first.setting} and {mine!r} "
                     f"in {run.setting}"
                 )
-
-
-def _plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Each name in characters that metrics of MLflow and files may have; names that become equal get a number."""
-    plain: dict[str, str] = {}
-    for name in sorted(set(names)):
-        first = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
-        numbered = (first if number == 1 else f"{first}_{number}" for number in count(1))
-        plain[name] = next(candidate for candidate in numbered if candidate not in plain.values())
-    return plain

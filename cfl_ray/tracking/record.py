@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -215,6 +216,16 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns a nested config as {"local.epochs": "5", ...}; lists become JSON, None becomes "null"."""
     leaves = leaves_of(config).items()
     return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in leaves}
+
+
+def metric_names(names: Iterable[str]) -> dict[str, str]:
+    """Each name in characters that a metric of MLflow or a file may have; names that become equal get a number."""
+    plain: dict[str, str] = {}
+    for name in sorted(set(names)):
+        first = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+        numbered = (first if number == 1 else f"{first}_{number}" for number in count(1))
+        plain[name] = next(candidate for candidate in numbered if candidate not in plain.values())
+    return plain
 
 
 # ---- files of `RunLog`
