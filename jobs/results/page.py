@@ -55,7 +55,9 @@ _VALUES: tuple[Callable[[Compared], float], ...] = (  # published, here, here by
 )
 _COLOURS = dict(zip(OWN, ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#e69f00"), strict=True))
 _LINES = ((0, 0, 100, 100, ""), (2, 0, 100, 98, "3"), (0, 2, 98, 100, "3"), (0, 0, 100, 0, ""), (0, 0, 0, 100, ""))
+_Pair = tuple[Compared, list[Compared]]  # a cell of a paper's own method and those of its rivals
 _ENDS = ("accuracy_low", "accuracy_high")  # least and greatest of the last quarter of the rounds
+_TESTED = 6  # fewest cells of a sign test: with fewer, its p-value is above 0.05 whatever the signs
 _LONG = 150  # characters of a text from which on it is not repeated
 _KINDS = {"```": "Commands: ", "Recipe: ": "Recipe: ", "Assumed: ": "Assumed: ", "Open: ": "Open: ", "": "Remark: "}
 _RANGE = "accuracy in the last quarter of the rounds"
@@ -79,9 +81,10 @@ def page(cells: list[Compared]) -> str:
         "missing, add `data.download=true`. Minutes are those of one core; many runs had other work beside them.",
         "",
         "In evaluation a personal model, or the model that a client holds (P-local), is tested on 500 images, and",
-        "IFCA chooses on 256, unless a recipe says otherwise; the recipes of FedClust use all. Numbers are those of",
-        "the last round. PACFL's code, on which FedClust is probably built, prints the best round so far, so the mean",
-        "of the last ten rounds and the best tested round are shown beside the last one, for runs that have them.",
+        "IFCA chooses on 256, unless a recipe says otherwise; those of AutoCFL, CAM, FedAC, FedClust and StoCFL use",
+        "all. Numbers are those of the last round. PACFL's code, on which FedClust is probably built, prints the best",
+        "round so far, so the mean of the last ten rounds and the best tested round are shown beside the last one,",
+        "for runs that have them.",
         "",
         "## Coverage",
         "",
@@ -342,25 +345,33 @@ def _conclusions(cells: list[Compared]) -> list[str]:
         "two-sided p-value of a sign test (with fewer, it cannot be below 0.05). *The best other*: of those that were",
         "run, also in the published column. *As compared*: with the metric that each published number is taken to",
         "have, which mixes P-local and P-server in FedClust's tables. *P-server*: all by the model that the server",
-        "would give each client.",
+        "would give each client. *All*: the cells of all papers, against a method with six cells or more; cells of a",
+        "paper have data in common, so these p-values are too small.",
         "",
     ]
-    lead = [["paper", "own method", "against", "cells", "published", "here, as compared", "here, P-server"]]
+    head = ["paper", "own method", "against", "cells", "published", "here, as compared", "here, P-server"]
+    lead, total = [head], dict[str, list[_Pair]]()
     for paper, methods in OWN.items():
         at = {(cell.table, cell.column, cell.row): cell for cell in cells if cell.paper == paper and _is_accuracy(cell)}
         others = list(dict.fromkeys(row for _, _, row in at if row not in methods))
         for own, rows in product(methods, [others, *([other] for other in others)]):
-            pairs = []  # of a cell and its rivals
+            pairs: list[_Pair] = []
             for (table, column, row), cell in at.items():
                 rivals = [rival for other in rows if (rival := at.get((table, column, other)))]
                 rivals = [rival for rival in rivals if set(rival.runs["rounds"]) == set(cell.runs["rounds"])]
                 if row == own and rivals:
                     pairs.append((cell, rivals))
             if pairs:
-                shown = [_signs([of(cell) - max(map(of, rivals)) for cell, rivals in pairs]) for of in _VALUES]
                 name = "the best other" if rows is others else rows[0]
-                lead.append([paper, own, name, str(len(pairs)), *shown])
+                lead.append([paper, own, name, *_leads(pairs)])
+                total.setdefault(name, []).extend(pairs)
+    lead += [["all", "its own", name, *_leads(pairs)] for name, pairs in total.items() if len(pairs) >= _TESTED]
     return lines + markdown(*lead)[:-1]
+
+
+def _leads(pairs: list[_Pair]) -> list[str]:
+    """The number of cells, and by each of `_VALUES` in how many a cell is above the best of its rivals."""
+    return [str(len(pairs)), *(_signs([of(cell) - max(map(of, rivals)) for cell, rivals in pairs]) for of in _VALUES)]
 
 
 def _is_accuracy(cell: Compared) -> bool:
@@ -370,7 +381,7 @@ def _is_accuracy(cell: Compared) -> bool:
 def _signs(gaps: list[float]) -> str:
     """In how many cells a difference is above zero, its mean, and, of six or more, a sign test without ties."""
     above, below = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
-    tested = f" (p = {binomtest(above, above + below).pvalue:.2g})" if above + below >= 6 else ""
+    tested = f" (p = {binomtest(above, above + below).pvalue:.2g})" if above + below >= _TESTED else ""
     return f"{above} of {len(gaps)}, {fmean(gaps):+.1f}{tested}"
 
 

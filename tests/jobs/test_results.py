@@ -1,6 +1,7 @@
 """The page of results: made from the figures of runs and the published numbers, and up to date."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,6 +118,20 @@ def test_conclusions_compare_with_the_best_other_method_of_the_same_rounds(monke
             ("b", "1 of 1, +5.0", "1 of 1, +10.0"),
         )
     ]
+
+
+def test_conclusions_have_a_sign_test_over_the_cells_of_all_papers(monkeypatch):
+    monkeypatch.setattr(results_page, "OWN", {"paper": ("own",), "other": ("own",)})
+    cells = []
+    for paper, columns in (("paper", 2), ("other", 4)):
+        for column, (row, mean, here) in product(range(columns), (("own", 70.0, 0.6), ("a", 60.0, 0.7))):
+            run = {"accuracy": here, "rounds": 9, "of_rounds": 9}
+            cells.append(replace(compared(mean, [run]), paper=paper, row=row, column=str(column)))
+    published, here = "6 of 6, +10.0 (p = 0.031)", "0 of 6, -10.0 (p = 0.031)"  # 2 / 2^6
+    of_all = [f"| all | its own | {other} | 6 | {published} | {here} | {here} |" for other in ("the best other", "a")]
+    assert [row for row in results_page._conclusions(cells) if row.startswith("| all |")] == of_all
+    fewer = [cell for cell in cells if cell.column != "3"]
+    assert not any(row.startswith("| all |") for row in results_page._conclusions(fewer))
 
 
 def test_the_figure_has_a_point_for_each_accuracy_that_was_run(cells):
