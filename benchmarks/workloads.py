@@ -56,7 +56,7 @@ def samples_of(work: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     draw = np.random.default_rng(0)
     total = work.clients * work.samples
     return (
-        draw.integers(0, 256, (total, *INPUT), dtype=np.uint8),
+        draw.integers(0, 256, (total, *work.input), dtype=np.uint8),
         draw.integers(0, work.classes, total),
         np.repeat(np.arange(work.clients), work.samples),
     )

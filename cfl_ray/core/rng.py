@@ -51,23 +51,33 @@ def uniforms(seed: int, round: int, exchange: int, clients: np.ndarray, purpose:
 
 def _philox(key: np.ndarray, client_M: np.ndarray) -> np.ndarray:
     """The first word of Philox4x64-10 (J. Salmon et al., SC 2011) for each counter, as that of NumPy's generator."""
-    zero = np.zeros(1, np.uint64)
+    zero, (first, second) = np.zeros(1, np.uint64), map(np.uint64, _FACTORS)
     counter = [zero + np.uint64(1), client_M, zero, zero]
-    for round in range(10):
+    for round in range(8):
         key0, key1 = key + np.uint64(round) * _WEYL  # modulo 2^64
-        (high0, low0), (high1, low1) = _product(counter[0], _FACTORS[0]), _product(counter[2], _FACTORS[1])
-        counter = [high1 ^ counter[1] ^ key0, low1, high0 ^ counter[3] ^ key1, low0]
-    return counter[0]
+        high0, high1 = _high(counter[0], _FACTORS[0]), _high(counter[2], _FACTORS[1])
+        counter = [high1 ^ counter[1] ^ key0, counter[2] * second, high0 ^ counter[3] ^ key1, counter[0] * first]
+    # of the last two rounds, what the first word depends on
+    last = _high(counter[0], _FACTORS[0]) ^ counter[3] ^ (key + np.uint64(8) * _WEYL)[1]
+    return _high(last, _FACTORS[1]) ^ counter[2] * second ^ (key + np.uint64(9) * _WEYL)[0]
 
 
-def _product(a: np.ndarray, factor: int) -> tuple[np.ndarray, np.ndarray]:
-    """The high and the low 64 bits of a product."""
-    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
-    b_low, b_high = np.uint64(factor & 0xFFFFFFFF), np.uint64(factor >> 32)
-    a_low, a_high = a & low, a >> half
-    middle = a_high * b_low + (a_low * b_low >> half)
-    other = a_low * b_high + (middle & low)
-    return a_high * b_high + (middle >> half) + (other >> half), a * np.uint64(factor)
+def _high(a: np.ndarray, factor: int) -> np.ndarray:
+    """The high 64 bits of a product."""
+    mask, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    factor_low, factor_high = np.uint64(factor & 0xFFFFFFFF), np.uint64(factor >> 32)
+    low, high = a & mask, a >> half
+    middle = low * factor_low
+    middle >>= half
+    middle += high * factor_low
+    low *= factor_high
+    low += middle & mask
+    low >>= half
+    middle >>= half
+    high *= factor_high
+    high += middle
+    high += low
+    return high
 
 
 def torch_stream(seed: int, round: int, exchange: int, client: int, purpose: str) -> torch.Generator:

@@ -347,6 +347,86 @@ class Activation(Layer):
         return grad
 
 
+class GroupNorm(Layer):
+    """Group normalisation of images.
+
+    The mean is subtracted first, so that variances of values far from zero keep their digits. Sums are over lines of an
+    image, then over columns, and factors are repeated for each column, so that passes have long contiguous runs.
+
+    weight, bias: each with its gradient; None: 1 and 0.
+    wide: whether activations are images in the layout (B, H, W, C).
+    in_place: whether the output of the operation before is overwritten.
+    """
+
+    def __init__(
+        self, groups: int, weight: tuple[Array, Array] | None, bias: tuple[Array, Array] | None, eps: float, wide: bool
+    ):
+        super().__init__()
+        self.groups, self.eps, self.wide, self.in_place = groups, np.float32(eps), wide, False
+        self.trained = weight, bias
+        self.weight = np.ones(1, np.float32) if weight is None else weight[0]
+        self.bias = np.zeros(1, np.float32) if bias is None else bias[0]
+
+    def forward(self, x: Array) -> Array:
+        outer, height, width, inner = self.shape = x.shape
+        self.count = np.float32(height * width * (inner if self.wide else outer) // self.groups)
+        x = x.reshape(outer, height, width * inner)
+        mean_BC = self._group_sums(self._sums(np.add.reduce(x, 1))) / self.count
+        self.x = x if self.in_place else self.buffers.get("centred", x.shape)
+        torch.sub(torch.from_numpy(x), torch.from_numpy(self._repeated("mean", mean_BC)), out=torch.from_numpy(self.x))
+        variance_BC = self._group_sums(self._sums(_dots(self.x, self.x))) / self.count
+        self.scale_BC = 1 / np.sqrt(variance_BC + self.eps)
+        bias, factor = np.broadcast_to(self.bias, mean_BC.shape), self.scale_BC * self.weight
+        self.factor, out = self._repeated("factor", factor), self.buffers.get("out", x.shape)
+        _add_product(self._repeated("bias", bias), self.x, self.factor, out)
+        return out.reshape(self.shape)
+
+    def backward(self, grad: Array, needs_input: bool) -> Array:
+        grad = grad.reshape(self.x.shape)
+        sum_BC, dot_BC = self._sums(np.add.reduce(grad, 1)), self._sums(_dots(grad, self.x)) * self.scale_BC
+        for pair, gradient_BC in zip(self.trained, (dot_BC, sum_BC), strict=True):
+            if pair is not None:
+                np.sum(gradient_BC, 0, out=pair[1])
+        if not needs_input:
+            return grad.reshape(self.shape)
+        # scale (weight grad - its mean - x scale * the mean of weight grad * x scale), with x centred
+        scale_BC = -self.scale_BC / self.count
+        shift_BC = self._group_sums(sum_BC * self.weight) * scale_BC
+        slope_BC = self._group_sums(dot_BC * self.weight) * scale_BC * self.scale_BC
+        grad_x = torch.empty(self.x.shape).numpy()
+        _add_product(self._repeated("shift", shift_BC), grad, self.factor, grad_x)
+        _add_product(grad_x, self.x, self._repeated("slope", slope_BC), grad_x)
+        return grad_x.reshape(self.shape)
+
+    def _sums(self, columns: Array) -> Array:
+        """(B, C) of sums of lines, (B, W x C) or (C, W x B)."""
+        outer, _, width, inner = self.shape
+        sums = np.add.reduce(columns.reshape(outer, width, inner), 1)
+        return sums if self.wide else sums.T
+
+    def _group_sums(self, values_BC: Array) -> Array:
+        """The sums of each group, for each of its channels."""
+        grouped = values_BC.reshape(len(values_BC), self.groups, -1)
+        return np.repeat(np.add.reduce(grouped, 2), grouped.shape[2], 1)
+
+    def _repeated(self, name: str, values_BC: Array) -> Array:
+        """The values of samples and channels for each column: (B, 1, W x C) or (C, 1, W x B)."""
+        outer, _, width, inner = self.shape
+        repeated = self.buffers.get(name, (outer, 1, width * inner))
+        np.copyto(repeated.reshape(outer, width, inner), (values_BC if self.wide else values_BC.T)[:, None])
+        return repeated
+
+
+def _dots(a: Array, b: Array) -> Array:
+    """Sums of products over axis 1."""
+    return np.einsum("ohi,ohi->oi", a, b)
+
+
+def _add_product(a: Array, b: Array, c: Array, out: Array) -> None:
+    """Sets out to a + b * c, in one pass."""
+    torch.addcmul(torch.from_numpy(a), torch.from_numpy(b), torch.from_numpy(c), out=torch.from_numpy(out))
+
+
 class MaxPool(Layer):
     """Max pooling with kernel and stride 2 along axes 1 and 2.
 

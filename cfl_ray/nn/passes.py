@@ -29,6 +29,7 @@ from cfl_ray.nn.operations import (
     Concatenation,
     Differentiated,
     Dropout,
+    GroupNorm,
     Join,
     Layer,
     Linear,
@@ -196,7 +197,7 @@ class Passes:
         grads[self.output] = grad
         for back in plan:
             step = back.step
-            grad = grads[step.output]
+            grad, grads[step.output] = grads[step.output], None
             if back.copies:
                 copy = self.buffers.get(f"copy {step.output}", grad.shape)
                 np.copyto(copy, grad)
@@ -344,7 +345,7 @@ class _Steps:
     def _choose_in_place(self) -> None:
         for step in self.steps:
             match step.operation:
-                case Activation():
+                case Activation() | GroupNorm():
                     step.operation.in_place = self.may_overwrite(step.inputs[0])
                 case Add():
                     free = [place for place, index in enumerate(step.inputs) if self.may_overwrite(index)]
@@ -441,6 +442,21 @@ def _avg_pool2d(
     return [AvgPool(_pair(kernel_size))] if plain else None
 
 
+def _group_norm(
+    steps: _Steps,
+    input: Value,
+    num_groups: int,
+    weight: object = None,
+    bias: object = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Sequence[Layer] | None:
+    if len(steps.shapes[input.index]) != 3 or not all(isinstance(part, Parameter | None) for part in (weight, bias)):
+        return None
+    w, b = (None if part is None else steps.parameter(part) for part in (weight, bias))
+    return [GroupNorm(num_groups, w, b, eps, steps.wide(input.index))]
+
+
 def _activation(kind: str, steps: _Steps, input: Value, inplace: bool = False) -> Sequence[Layer]:
     return [Activation(kind)]
 
@@ -474,6 +490,7 @@ _WRITTEN_OUT: Mapping[str, _WrittenOut] = {
     "conv2d": _conv2d,
     "max_pool2d": _max_pool2d,
     "avg_pool2d": _avg_pool2d,
+    "group_norm": _group_norm,
     "relu": partial(_activation, "relu"),
     "tanh": partial(_activation, "tanh"),
     "sigmoid": partial(_activation, "sigmoid"),

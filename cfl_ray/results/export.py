@@ -27,8 +27,10 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
         .onnx         the network with its parameters; needs the packages onnx and onnxscript
 
     The tensors of a mixture of K models are `models.0.NAME` and so on, and their weights `weight_K`, float64 (K,).
-    A safetensors file names method, cluster or client, round, input shape, scale and normalisation of inputs, and
-    the names of the classes if the data set has them, in its metadata.
+    Frozen parameters of several models are written once; a safetensors file has them under their first name, and
+    `shared` in its metadata maps the other names to the first.
+    The metadata of a safetensors file also name method, cluster or client, round, input shape, scale and normalisation
+    of inputs, and the names of the classes if the data set has them.
     Raises ConfigError for another ending, and for a cluster or client that does not exist.
     """
     if path.suffix not in _ENDINGS:
@@ -57,7 +59,11 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
             torch.save(tensors, content)
             draft.write_bytes(content.getbuffer())
         else:
-            draft.write_bytes(save(tensors, metadata))
+            first = {(tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(tensors.items())}
+            shared = {name: first[tensor.data_ptr(), tensor.shape] for name, tensor in tensors.items()}
+            shared = {name: kept for name, kept in shared.items() if kept != name and tensors[name].numel()}
+            metadata |= {"shared": json.dumps(shared)} if shared else {}
+            draft.write_bytes(save({name: part for name, part in tensors.items() if name not in shared}, metadata))
     return f"{trained.label}, {whose}, after round {trained.round}: {path}"
 
 

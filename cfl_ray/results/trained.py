@@ -1,6 +1,6 @@
 """Trained methods: the models of their clusters, and those that clients, also newcomers, predict with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -36,11 +36,13 @@ _EXCHANGE = -1  # exchange number in the random keys of local training before pr
 
 
 class AdditiveModel(nn.Module):
-    """The sum of the outputs of two models (CAM: a cluster model and the frozen global model)."""
+    """The sum of the outputs of two models (CAM: a cluster model and the frozen global model); see `MixtureModel`."""
 
     def __init__(self, model: nn.Module, frozen: nn.Module):
         super().__init__()
         self.model, self.frozen = model, frozen
+        share_frozen(model, frozen)
+        self.register_load_state_dict_pre_hook(_with_shared)
 
     def forward(self, x: Tensor) -> Tensor:
         total: Tensor = self.model(x) + self.frozen(x)
@@ -48,17 +50,43 @@ class AdditiveModel(nn.Module):
 
 
 class MixtureModel(nn.Module):
-    """The logarithm of the weighted mean of the models' class probabilities; a soft vote if the weights are equal."""
+    """The logarithm of the weighted mean of the models' class probabilities; a soft vote if the weights are equal.
+
+    The frozen parameters of the models are the same tensors; a state dictionary that lacks those of the second and
+    further models can be loaded.
+    """
 
     weight_K: Tensor  # float64 (K,), a buffer, so that files of the model have it
 
-    def __init__(self, models: list[nn.Module], weight_K: np.ndarray):
+    def __init__(self, models: Iterable[nn.Module], weight_K: np.ndarray):
         super().__init__()
-        self.models = nn.ModuleList(models)
+        self.models = nn.ModuleList()
+        for model in models:
+            if self.models:
+                share_frozen(self.models[0], model)
+            self.models.append(model)
+        self.register_load_state_dict_pre_hook(_with_shared)
         self.register_buffer("weight_K", torch.tensor(weight_K, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         return mixed(torch.stack([model(x).log_softmax(-1) for model in self.models]), self.weight_K)
+
+
+def share_frozen(module: nn.Module, other: nn.Module) -> None:
+    """Makes the frozen parameters of a module those of another module of the same network, which are equal."""
+    for path, part in other.named_modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and not parameter.requires_grad:
+                part._parameters[name] = module.get_parameter(f"{path}.{name}" if path else name)
+
+
+def _with_shared(whole: nn.Module, tensors: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Adds the names of shared parameters that a state dictionary lacks."""
+    first: dict[int, str] = {}
+    for name, parameter in whole.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known in tensors:
+            tensors.setdefault(name, tensors[known])
 
 
 @dataclass(frozen=True)
@@ -284,7 +312,7 @@ class TrainedMethod:
 
     def mixture(self, models_KP: Tensor, weight_K: np.ndarray) -> nn.Module:
         """The mixture of models with these weights, in evaluation mode."""
-        return MixtureModel([self.module(row_P) for row_P in models_KP], weight_K).eval()
+        return MixtureModel(map(self.module, models_KP), weight_K).eval()
 
     def module(self, row_P: Tensor, frozen_P: Tensor | None = None) -> nn.Module:
         """The network with this row, in evaluation mode; with a frozen row, the sum of the outputs of both."""

@@ -80,10 +80,18 @@ def cpu_seconds(step: Callable[[], object]) -> float:
 
 
 def compare(
-    name: str, steps: tuple[Callable[[], object], Callable[[], object]], labels: tuple[str, str], rounds: int
+    name: str, steps: tuple[Callable[[], float], Callable[[], float]], labels: tuple[str, str], rounds: int
 ) -> None:
-    """Prints the medians of two steps that are run in turn, and of their ratio, after one warm-up."""
-    pairs = [tuple(map(cpu_seconds, steps)) for _ in range(rounds + 1)][1:]
-    first, second = (statistics.median(column) for column in zip(*pairs, strict=True))
+    """Prints the least and the median CPU seconds of two steps that are run in turn, and their ratio, after a warm-up.
+
+    steps: return the CPU seconds that they took.
+    """
+    pairs = [tuple(step() for step in steps) for _ in range(rounds + 1)][1:]
+    first, second = zip(*pairs, strict=True)
+    (least, median), (other_least, other) = ((min(times), statistics.median(times)) for times in (first, second))
     ratio = statistics.median(b / a for a, b in pairs)
-    print(f"{name}: {labels[0]} {first:.2f} s, {labels[1]} {second:.2f} s, ratio {ratio:.2f}", flush=True)
+    print(
+        f"{name}: {labels[0]} {least:.3f} s, median {median:.3f}; {labels[1]} {other_least:.3f} s, median {other:.3f}; "
+        f"ratio {other_least / least:.2f}, median {ratio:.2f}",
+        flush=True,
+    )

@@ -5,10 +5,11 @@ no server, no validation and no records: they show how much of the ratio is due 
 """
 
 from dataclasses import replace
+from functools import partial
 
 from benchmarks.workloads import Workload
 from cfl_ray.system.threads import one_thread
-from jobs.benchmarks.in_process import PlainLoop, compare, our_round
+from jobs.benchmarks.in_process import PlainLoop, compare, cpu_seconds, our_round
 
 MODELS = 3
 WORK = Workload("LeNet-5, 10 clients of 600, batch 32", "lenet5", {}, 10, 10, 600, 32, 1)
@@ -23,9 +24,10 @@ def mixtures(rounds: int) -> None:
     for epochs in EPOCHS:
         work = replace(WORK, epochs=epochs)
         with one_thread():
-            loops = PlainLoop(work, 1).round, PlainLoop(work, MODELS).round
+            loops = tuple(partial(cpu_seconds, PlainLoop(work, models).round) for models in (1, MODELS))
             compare(f"{epochs} local epochs, plain loop", loops, METHODS, rounds)
         for engine in ENGINES:
             fedem = {"fedem": {"num_models": MODELS}}
             with our_round(work, "fedavg", engine) as one, our_round(work, fedem, engine) as other:
-                compare(f"{epochs} local epochs, {engine}", (one, other), METHODS, rounds)
+                steps = partial(cpu_seconds, one), partial(cpu_seconds, other)
+                compare(f"{epochs} local epochs, {engine}", steps, METHODS, rounds)

@@ -1,9 +1,14 @@
 """CPU seconds of FedAvg rounds with own modules, beside a plain loop: `python -m jobs.benchmarks modules`.
 
-Both run in this process with one thread, in turn. The plain loop has no server, no validation and no records.
+Both have one thread and take turns, each in a process of its own: cfl_ray's keeps freed memory, as hosts do, the plain
+loop's has PyTorch's and the C library's settings. The plain loop has no server, no validation and no records.
 """
 
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,8 +16,9 @@ from torch import Tensor, nn
 from benchmarks.models import MODELS
 from benchmarks.workloads import Workload
 from cfl_ray.errors import ConfigError
+from cfl_ray.system.allocator import keep_freed_memory
 from cfl_ray.system.threads import one_thread
-from jobs.benchmarks.in_process import PlainLoop, compare, our_round
+from jobs.benchmarks.in_process import PlainLoop, compare, cpu_seconds, our_round
 
 ENGINES = ("manual", "sequential")
 
@@ -38,14 +44,14 @@ class DropoutMLP(nn.Module):
 class ResNet8(nn.Module):
     """Three residual blocks of 16, 32 and 64 channels, with GroupNorm."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, classes: int, channels: int = 1) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.GroupNorm(8, 16), nn.ReLU())
+        self.first = nn.Sequential(nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.GroupNorm(8, 16), nn.ReLU())
         self.blocks = nn.Sequential(_Block(16, 16, 1), _Block(16, 32, 2), _Block(32, 64, 2))
         self.fc = nn.Linear(64, classes)
 
     def forward(self, x_B: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, 1, 28, 28)."""
+        """Logits (B, classes) of images (B, channels, H, W)."""
         return self.fc(self.blocks(self.first(x_B)).mean((2, 3)))
 
 
@@ -101,6 +107,7 @@ CASES = [
     Workload("MLP with F.dropout", "dropout_mlp", {"functional": True}, 10, 10, 600, 32, 1),
     Workload("CNN with dropout", "small_cnn", {"channels": 1, "side": 28, "dropout": True}, 62, 5, 100, 20, 1),
     Workload("ResNet-8 with GroupNorm", "resnet8", {}, 10, 5, 200, 32, 1),
+    Workload("ResNet-8, 3x32x32", "resnet8", {"channels": 3}, 10, 5, 200, 32, 1, input=(3, 32, 32)),
     Workload("LSTM", "lstm", {}, 10, 10, 300, 32, 1),
     Workload("Transformer", "transformer", {"dropout": 0.0}, 10, 5, 200, 32, 1),
     Workload("Transformer with dropout", "transformer", {"dropout": 0.1}, 10, 5, 200, 32, 1),
@@ -109,14 +116,44 @@ CASES = [
 
 def modules(rounds: int) -> None:
     """Prints CPU seconds per round of the plain loop and of each engine that trains the module, and their ratio."""
-    print(f"CPU seconds of one thread per round of FedAvg, median of {rounds}, in turn")
+    print(f"CPU seconds of one thread per round of FedAvg, least and median of {rounds}, in turn")
     MODELS.update(OWN)
+    keep_freed_memory()
     for work in CASES:
-        for engine in ENGINES:
-            with one_thread():
-                loop = PlainLoop(work, 1)
-            try:
-                with our_round(work, "fedavg", engine) as ours:
-                    compare(f"{work.description}, {engine}", (loop.round, ours), ("loop", "cfl_ray"), rounds)
-            except ConfigError as error:
-                print(f"{work.description}: {error}", flush=True)
+        with _plain_loop(work) as loop:
+            for engine in ENGINES:
+                try:
+                    with our_round(work, "fedavg", engine) as ours:
+                        steps = loop, partial(cpu_seconds, ours)
+                        compare(f"{work.description}, {engine}", steps, ("loop", "cfl_ray"), rounds)
+                except ConfigError as error:
+                    print(f"{work.description}: {error}", flush=True)
+
+
+@contextmanager
+def _plain_loop(work: Workload) -> Iterator[Callable[[], float]]:
+    """A function that runs a round of the plain loop in another process and returns its CPU seconds."""
+    context = multiprocessing.get_context("spawn")
+    pipe, end = context.Pipe()
+    process = context.Process(target=_rounds_of_loop, args=(end, work), daemon=True)
+    process.start()
+
+    def round_of_loop() -> float:
+        pipe.send(True)
+        seconds: float = pipe.recv()
+        return seconds
+
+    try:
+        yield round_of_loop
+    finally:
+        pipe.send(False)
+        process.join()
+
+
+def _rounds_of_loop(pipe: Connection, work: Workload) -> None:
+    """Runs a round of the plain loop for each True that arrives, and sends its CPU seconds."""
+    MODELS.update(OWN)
+    with one_thread():
+        loop = PlainLoop(work, 1)
+        while pipe.recv():
+            pipe.send(cpu_seconds(loop.round))

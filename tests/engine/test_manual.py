@@ -8,7 +8,7 @@ import pytest
 import torch
 from federations import Stage, uneven
 from torch import nn
-from torch.nn.functional import max_pool2d
+from torch.nn.functional import group_norm, max_pool2d
 from training_tasks import FLAT, assert_same, mlp, rows, tasks_of
 
 from cfl_ray.core.local_sgd import LocalSGD
@@ -16,7 +16,7 @@ from cfl_ray.engine import manual, sequential
 from cfl_ray.models import REGISTRY, recipe
 from cfl_ray.nn import operations
 from cfl_ray.nn.network import Network
-from cfl_ray.nn.operations import MaxPool, PatchConvolution
+from cfl_ray.nn.operations import GroupNorm, MaxPool, PatchConvolution
 from cfl_ray.nn.passes import passes_of
 
 pytestmark = pytest.mark.cpu
@@ -207,6 +207,42 @@ class TestMaxPool:
         network = Network(small_cnn, IMAGE)
         kinds = [type(step.operation).__name__ for step in passes_of(network).steps]
         assert kinds[:4] == ["PatchConvolution", "MaxPool", "Bias", "Activation"]
+
+
+class TestGroupNorm:
+    @pytest.mark.parametrize("groups", [1, 3, 6])
+    @pytest.mark.parametrize("centre", [0, 100])
+    @pytest.mark.parametrize("affine", [True, False])
+    def test_is_that_of_pytorch_in_float64(self, groups, centre, affine):
+        """In both layouts; with values far from zero too, of which a mean of squares would lose the variance."""
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(4, 6, 5, 7, generator=draw) + centre
+        weight, bias, grad = (torch.randn(shape, generator=draw) for shape in (6, 6, x.shape))
+        leaves = [part.double().requires_grad_() for part in ([x, weight, bias] if affine else [x])]
+        out = group_norm(leaves[0], groups, *leaves[1:], eps=1e-3)
+        expected = [out, *torch.autograd.grad(out, leaves, grad.double())]
+        for order in ((1, 2, 3, 0), (0, 2, 3, 1)):  # (C, H, W, B) and (B, H, W, C)
+            pairs = [(part.numpy(), np.empty(6, np.float32)) if affine else None for part in (weight, bias)]
+            norm, back = GroupNorm(groups, *pairs, 1e-3, wide=order[0] == 0), tuple(np.argsort(order))
+            found = [torch.from_numpy(norm.forward(x.permute(order).contiguous().numpy())).permute(back)]
+            found += [torch.from_numpy(norm.backward(grad.permute(order).contiguous().numpy(), True)).permute(back)]
+            found += [torch.from_numpy(pair[1]) for pair in pairs if pair]
+            for value, other in zip(found, expected, strict=True):
+                assert torch.allclose(value.double(), other, rtol=1e-4, atol=1e-4 if centre else 1e-5)
+
+    @pytest.mark.parametrize("channels", [4, 32])
+    def test_is_written_out(self, channels):
+        network = Network(
+            lambda: nn.Sequential(
+                nn.Conv2d(3, channels, 3),
+                nn.GroupNorm(2, channels),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(channels * 210, 3),
+            ),
+            COLOUR,
+        )
+        assert "GroupNorm" in [type(step.operation).__name__ for step in passes_of(network).steps]
 
 
 def test_a_result_does_not_depend_on_earlier_ones():

@@ -1,10 +1,12 @@
 """Networks of which a part is frozen: rows, traffic and client states hold what is trained; models are whole."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -100,6 +102,36 @@ def test_models_of_clusters_and_clients_are_whole(results, tmp_path):
     x = results["ifca"].trained.federation.test(0)[0][:4]
     with torch.no_grad():
         assert again.eval()(x).equal(results["ifca"].trained.model(1)(x))
+
+
+def test_frozen_parameters_of_a_mixture_are_held_once(tmp_path):
+    """In memory and in files; files that have them once for each model, as before, can be loaded too."""
+    result = cfl_ray.simulate(experiment(tmp_path, methods=[{"fedem": {"num_models": 3}}]), tmp_path / "run")["fedem"]
+    x = result.trained.federation.test(2)[0][:4]
+    model = result.personal_model(2)
+    assert len({part.body.weight.data_ptr() for part in model.models}) == 1
+    assert len({part.head.weight.data_ptr() for part in model.models}) == 3
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.save(plain, tmp_path / "plain.pt")
+    sizes = []
+    for name in ("model.pt", "model.safetensors", "plain.pt"):
+        if name != "plain.pt":
+            export_model(result.trained, tmp_path / name, client=2)
+        sizes.append((tmp_path / name).stat().st_size)
+        tensors = load_file(tmp_path / name) if name.endswith("safetensors") else torch.load(tmp_path / name)
+        other = result.personal_model(5)
+        with torch.no_grad():
+            assert not other(x).equal(model(x))
+            other.load_state_dict(tensors)
+            assert other(x).equal(model(x))
+    once = 4 * 64 * 32  # bytes of the largest frozen parameter
+    assert max(sizes[:2]) < sizes[2] - 2 * once
+    with safe_open(tmp_path / "model.safetensors", "pt") as content:
+        shared = json.loads(content.metadata()["shared"])
+        found = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+    assert shared["models.2.body.weight"] == "models.0.body.weight" and "models.2.head.weight" not in shared
+    restored = found | {name: found[kept] for name, kept in shared.items()}
+    assert restored.keys() == plain.keys() and all(restored[name].equal(plain[name]) for name in plain)
 
 
 def test_a_run_goes_on_with_the_same_frozen_part_or_not_at_all(tmp_path, monkeypatch):
