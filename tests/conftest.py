@@ -10,9 +10,8 @@ import tempfile
 import pytest
 from waiting import until
 
-from cfl_ray.system.threads import one_thread
-
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  on all clusters; Ray's default gives way to all other tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start: each core has a test
 # The user's own folder; processes that tests start use it too.
 OWN_HOME = None if "CFL_RAY_HOME" in os.environ else tempfile.mkdtemp(prefix="cfl_ray_home-")
@@ -33,6 +32,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items if config.getoption("--device") == "cuda" else []:
         if item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip(reason="about what happens on a CPU"))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Without slow tests, a file is not imported for `-m slow`."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    if config.option.markexpr == "slow" and is_test and "mark.slow" not in collection_path.read_text():
+        return True
+    return None  # other rules decide
 
 
 gc.disable()  # until all tests are collected: what is imported and collected until then stays
@@ -73,6 +80,8 @@ def single_thread():
     """One, as hosts have it: with several, sums in this process have other last bits."""
     import sklearn.cluster  # noqa: F401  loads an OpenMP of its own; only libraries that are loaded are limited
 
+    from cfl_ray.system.threads import one_thread  # imports torch, which the process without tests does not need
+
     with one_thread():
         yield
 
@@ -108,7 +117,7 @@ def one_mlflow_store(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def drawing():
-    """Runs draw no figures and no page, which take longer than they do, unless `with drawing()`."""
+    """Runs draw no figures and no page, which take longer than they do, unless `with drawing()`; of some modules."""
     from cfl_ray.lifecycle import driver, recorder
     from cfl_ray.study import run
 
@@ -116,10 +125,11 @@ def drawing():
     functions = [(module, name, getattr(module, name)) for module, name in (*places, (run, "report_at_the_end"))]
 
     @contextlib.contextmanager
-    def drawing():
+    def drawing(*modules):
         with pytest.MonkeyPatch.context() as patch:
             for module, name, function in functions:
-                patch.setattr(module, name, function)
+                if not modules or module in modules:
+                    patch.setattr(module, name, function)
             yield
 
     with pytest.MonkeyPatch.context() as patch:

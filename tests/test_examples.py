@@ -14,6 +14,11 @@ from cfl_ray.setup.prepare import prepare
 KINDS = ("method", "aggregation", "shift", "partition", "attack", "availability", "tracker", "backend")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = ("first_run", "own_data_and_method", "compare_over_seeds")
+WITHOUT_FIGURES = """
+from cfl_ray.lifecycle import driver, recorder
+
+driver.write_figures = driver.report_at_the_end = recorder.write_figures = lambda *_: None
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +112,7 @@ def test_a_loss_and_a_metric_of_ones_own():
     reference = str(EXAMPLES / "regression.py")
     task = f"task={{loss: '{reference}:pinball', targets: real, metrics: [mae, '{reference}:share_below']}}"
     overrides = [task, "tracking.enabled=false", "evaluation.target=null", "runtime.engine=vectorised", "rounds=20"]
+    overrides += ["methods=[{ifca: {num_clusters: 2}}]"]
     final = simulate(load(EXAMPLES / "regression.yaml", overrides))["ifca"].final
     assert "mse" not in final and final["mae"] > 0
     assert abs(final["share_below"] - 0.9) < 0.1, "about half of the readings lie below a mean"
@@ -128,13 +134,14 @@ def notebooks(tmp_path_factory):
     """Cells of each notebook as stored and as they are after a run, of all in one process, which imports once.
 
     The engine is the fastest for their networks; the others give the same figures up to rounding. Two seeds are enough.
+    Runs draw no figures and no page beside those of the cells, as in all tests.
     """
     nbclient = pytest.importorskip("nbclient", reason="notebooks need nbclient: pip install -e .[test]")
     import nbformat
 
     stored = {name: nbformat.read(EXAMPLES / f"{name}.ipynb", 4) for name in NOTEBOOKS}
     together, ran = copy.deepcopy(stored[NOTEBOOKS[0]]), {}
-    together.cells = []
+    together.cells = [nbformat.v4.new_code_cell(WITHOUT_FIGURES)]
     for name, book in stored.items():
         cells = ran[name] = copy.deepcopy(book.cells)
         for cell in cells:

@@ -98,16 +98,16 @@ class TestAClusterOfItsOwn:
             "import ray; from ray._private import ray_constants; ray_constants.ENABLE_RAY_CLUSTER = False\n"
             f"ray.init(address='127.0.0.1:{port}', log_to_driver=False); print('connected')"
         )
-        found = []
-        for token in (
+        tokens = (
             {"RAY_AUTH_MODE": "token"},
             {"RAY_AUTH_MODE": "disabled"},
             {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
-        ):
-            environment = os.environ | token | {"RAY_gcs_server_port_wait_time_s": "1"}
-            command = [sys.executable, "-c", script]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-            found.append(("connected" in done.stdout, bool(re.search("(?i)authenticat|token", done.stderr))))
+        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        environments = [os.environ | token | {"RAY_gcs_server_port_wait_time_s": "1"} for token in tokens]
+        drivers = [subprocess.Popen([sys.executable, "-c", script], env=one, **pipes) for one in environments]
+        printed = [driver.communicate(timeout=400) for driver in drivers]
+        found = [("connected" in out, bool(re.search("(?i)authenticat|token", error))) for out, error in printed]
         assert found == [(True, False), (False, True), (False, True)]
 
 

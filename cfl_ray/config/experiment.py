@@ -11,7 +11,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
 from cfl_ray.config.attack import ATTACK_KINDS, AttackConfig
@@ -28,6 +27,7 @@ from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.config.unused import unused_warnings
+from cfl_ray.config.yaml_text import yaml_of
 from cfl_ray.errors import ConfigError
 from cfl_ray.security.credentials import redact_values
 from cfl_ray.system.files import sha256_once
@@ -195,7 +195,7 @@ class Experiment(WholeConfig):
     def to_yaml(self, credentials: bool = True) -> str:
         """The resolved config; loading it gives an equal experiment if it has the credentials of its URIs."""
         values = self.to_dict() if credentials else redact_values(self.to_dict())
-        return yaml.safe_dump(values, sort_keys=False, width=120)
+        return yaml_of(values)
 
     def to_dict_as_written(self) -> dict[str, Any]:
         """Every key with its value; paths that the record of a run made absolute are as they were written."""
@@ -210,7 +210,7 @@ class Experiment(WholeConfig):
         Loading it gives an experiment of the same hash.
         """
         line, values = to_record(redact_values(self.to_dict()), self._written, Experiment)
-        return line + yaml.safe_dump(values, sort_keys=False, width=120)
+        return line + yaml_of(values)
 
     def _from_record(self, written: dict[str, str], moved: dict[str, str]) -> "Experiment":
         self._written = self.data._written = written

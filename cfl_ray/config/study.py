@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-import yaml
 from pydantic import (
     ConfigDict,
     Field,
@@ -29,6 +28,7 @@ from cfl_ray.config.explanation import WholeConfig, explain
 from cfl_ray.config.paths import from_record, paths_as_written, record_line, resolved_in, root_resolved_in
 from cfl_ray.config.reading import PARTS, read_yaml, set_key, split_override
 from cfl_ray.config.section import ConfigSection
+from cfl_ray.config.yaml_text import yaml_of
 from cfl_ray.errors import ConfigError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import redact_values, with_known_credentials
@@ -246,8 +246,7 @@ class Study(WholeConfig):
         credentials: False leaves them out; `load_study` inserts those that this user has used before.
         """
         values = self.model_dump(mode="json", by_alias=True)
-        text = yaml.safe_dump(values if credentials else redact_values(values), sort_keys=False, width=120)
-        return record_line(self._written) + text
+        return record_line(self._written) + yaml_of(values if credentials else redact_values(values))
 
     def located(self, base: Path | None = None) -> "Study":
         """The study with `output`, and paths relative to the working directory, as absolute paths.

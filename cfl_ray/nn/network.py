@@ -58,8 +58,14 @@ def _with_copies(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 def new_module(factory: Callable[[], nn.Module], seed: int, index: int) -> nn.Module:
     """The `index`-th independent initialisation under `seed`."""
     with torch.random.fork_rng(devices=[]):  # initialisers of torch.nn draw from the global generator
-        torch.manual_seed(torch_stream(seed, -1, -1, index, "init").initial_seed())
+        _seed_global_generators(torch_stream(seed, -1, -1, index, "init").initial_seed(), torch.cuda.is_available())
         return factory()
+
+
+def _seed_global_generators(seed: int, on_gpu: bool) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats tracebacks for CUDA, for 0.8 ms
+    if on_gpu:
+        torch.cuda.manual_seed_all(seed)
 
 
 def template_of(factory: Callable[[], nn.Module], seed: int) -> nn.Module | None:
@@ -404,9 +410,7 @@ class Network:
         """Context in which PyTorch's global generators have this seed; their states are restored at its end."""
         on_gpu = self.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.device] if on_gpu else []), self.without_cudnn():
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for CUDA, for 0.8 ms
-            if on_gpu:
-                torch.cuda.manual_seed_all(seed)
+            _seed_global_generators(seed, on_gpu)
             yield
 
     @contextmanager

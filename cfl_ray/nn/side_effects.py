@@ -39,7 +39,16 @@ class SideEffects:
                 self.changed.add(name)
 
 
-class _Writes(TorchDispatchMode):
+class ObservingMode(TorchDispatchMode):
+    """A mode that looks at operations and carries them out as they are."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: to skip it, PyTorch imports its compiler at the first operation, which takes 1.5 s in each process."""
+        return False
+
+
+class _Writes(ObservingMode):
     """Records the memory that operations write to."""
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from string import Formatter
 from types import SimpleNamespace
 
 import pandas as pd
@@ -532,13 +533,19 @@ def _with_figures(cell: Compared) -> str:
     """The reason why a cell differs, with {METRIC} of its runs and {METHOD.METRIC} of another method's filled in."""
     if "{" not in cell.because.text:
         return cell.because.text
-    others = {str(method): SimpleNamespace(**_means(runs)) for method, runs in cell.others.groupby("method")}
-    return cell.because.text.format(**others, **_means(cell.runs))
+    named = {name for _, name, _, _ in Formatter().parse(cell.because.text) if name}
+    wanted = {name.rpartition(".")[2] for name in named}
+    others = {
+        str(method): SimpleNamespace(**_means(runs, wanted))
+        for method, runs in cell.others.groupby("method")
+        if any(name.startswith(f"{method}.") for name in named)
+    }
+    return cell.because.text.format(**others, **_means(cell.runs, wanted))
 
 
-def _means(runs: pd.DataFrame) -> dict[str, str]:
-    """The mean of every metric, in its unit."""
-    means = {str(name): _mean_and_std(runs[name])[0] for name in runs.select_dtypes("number")}
+def _means(runs: pd.DataFrame, names: set[str]) -> dict[str, str]:
+    """The mean of each of these metrics that the runs have, in its unit."""
+    means = {name: _mean_and_std(runs[name])[0] for name in runs.select_dtypes("number") if name in names}
     return {name: _number(mean, None, _unit(name)) for name, mean in means.items()}
 
 

@@ -34,7 +34,7 @@ def write(name: str = "study.yaml", **changes) -> str:
     return name
 
 
-def test_a_study_from_check_to_resume(capsys, drawn):
+def test_a_study_from_check_to_resume(capsys, drawing):
     file = write(seeds=[0], settings={"a": {}, "b": {"local": {"lr": 0.5}}})
     status, printed, _ = call(capsys, "check", file)
     assert status == 0 and "setting a:" in printed and "4 runs: 4 with each of 1 seed" in printed
@@ -47,7 +47,8 @@ def test_a_study_from_check_to_resume(capsys, drawn):
     assert "a, two, seed 0: finished" in dry and "a, fedavg, seed 0" in dry
     status, printed, _ = call(capsys, "status", "runs/small")
     assert "2 of 4 finished, 2 left" in printed and "cfl-ray resume runs/small" in printed
-    status, printed, _ = call(capsys, "resume", "runs/small")
+    with drawing(run):  # the page of the study
+        status, printed, _ = call(capsys, "resume", "runs/small")
     assert status == 0 and "4 runs, 2 finished before" in printed and len(InlinePool.done) == 4
     assert re.search(r"method .*a .*b ", printed)
     assert "(report.html, results.csv, table.md in artifacts/)" in printed

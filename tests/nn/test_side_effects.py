@@ -1,6 +1,8 @@
 """Forward passes that change their inputs, parameters or buffers are trained as by a plain loop."""
 
 import copy
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -238,3 +240,18 @@ def test_frozen_parameters_are_not_written_to():
 
     with pytest.raises(ConfigError, match=r"writes to its frozen parameter base\.weight"):
         Network(Decayed, (INPUTS,))
+
+
+def test_looking_at_a_pass_does_not_import_the_compiler_of_pytorch():
+    """It would take each process of a run longer to start than PyTorch itself."""
+    program = (
+        "import sys\n"
+        "from torch import nn\n"
+        "from cfl_ray.nn.functional_dropout import repeated_backwards\n"
+        "from cfl_ray.nn.network import Network\n"
+        "network = Network(lambda: nn.Linear(2, 2), (2,))\n"
+        "assert not repeated_backwards(network.module, network.flat.new_ones(1, 2))\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

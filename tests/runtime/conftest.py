@@ -29,17 +29,18 @@ def cluster():
     """Address of the Ray started for these tests; every `run` in this process joins it."""
     import ray
 
-    # as of a run's own cluster; Ray's default gives way to all other tests
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    ray.init(
-        address="local",
-        num_cpus=CPUS,
-        num_gpus=GPUS,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        log_to_driver=False,
-        logging_level="error",
-    )
+    from cfl_ray.runtime.on_ray.host_actor import host_environment
+
+    with host_environment(None):  # as a run's own cluster is started
+        ray.init(
+            address="local",
+            num_cpus=CPUS,
+            num_gpus=GPUS,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=False,
+            logging_level="error",
+        )
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
 
@@ -50,7 +51,7 @@ def two_hosts(cluster):
     import ray
 
     from cfl_ray.runtime.on_ray.backend import RayBackend
-    from cfl_ray.runtime.on_ray.host_actor import start_host
+    from cfl_ray.runtime.on_ray.host_actor import host_environment, start_host
     from cfl_ray.runtime.on_ray.pool import Pool
 
     pools = []
@@ -58,7 +59,9 @@ def two_hosts(cluster):
     def start(setup) -> RayBackend:
         setup_ref = ray.put(setup)
         pools.append(Pool(setup))
-        pools[-1].start([start_host(setup.experiment.runtime, setup_ref) for _ in range(2)], setup_ref)
+        with host_environment(None):  # that of the cluster
+            hosts = [start_host(setup.experiment.runtime, setup_ref) for _ in range(2)]
+        pools[-1].start(hosts, setup_ref)
         pools[-1].nodes()
         return RayBackend(pools[-1])
 

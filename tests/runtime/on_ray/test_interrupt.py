@@ -28,9 +28,10 @@ class Run:
         (folder / "small.yaml").write_text(experiment.to_yaml())
         self.mark, self.output = f"CFL_TEST={uuid.uuid4().hex}", []
         name, _, value = self.mark.partition("=")
+        users = {key: word for key, word in os.environ.items() if key != "RAY_worker_niceness"}  # set for tests
         self.process = subprocess.Popen(
             [COMMAND, "run", folder / "small.yaml", "--run-dir", folder / "run"],
-            env=os.environ | {name: value},
+            env=users | {name: value},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
