@@ -5,9 +5,10 @@ buffers, and `x.sub_(mean)` changes the samples. A forward pass shows it: PyTorc
 they write to, and a tensor that is replaced has another memory afterwards.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +41,24 @@ class SideEffects:
 
 
 class ObservingMode(TorchDispatchMode):
-    """A mode that looks at operations and carries them out as they are."""
+    """A mode that looks at operations and carries them out as they are, also in modules that are compiled.
+
+    PyTorch's compiler must not compile it. By default PyTorch imports the compiler to tell it so, at the first
+    operation: a second and 80 MB in each process of a run. Here a compiler that is in use is told.
+    """
+
+    _is_told = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: to skip it, PyTorch imports its compiler at the first operation, which takes 1.5 s in each process."""
         return False
+
+    def __enter__(self) -> Self:
+        kind = type(self)
+        if "torch._dynamo" in sys.modules and not kind._is_told:
+            kind.__torch_dispatch__ = torch.compiler.disable(kind.__torch_dispatch__)  # type: ignore[method-assign]
+            kind._is_told = True
+        return super().__enter__()
 
 
 class _Writes(ObservingMode):

@@ -255,3 +255,20 @@ def test_looking_at_a_pass_does_not_import_the_compiler_of_pytorch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.filterwarnings("error:Dynamo does not know:UserWarning")
+def test_a_compiled_model_has_the_same_effects():
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(INPUTS, CLASSES)
+            self.register_buffer("passes", torch.zeros(1))
+            self.drop = torch.compile(lambda x: F.dropout(x, 0.5, self.training), backend="eager")
+
+        def forward(self, x):
+            self.passes += 1
+            return self.head(self.drop(x))
+
+    network = Network(Compiled, (INPUTS,))
+    assert network._effects.changed == {"passes"} and list(network.dropouts) == ["call 0"]
