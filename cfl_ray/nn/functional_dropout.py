@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfl_ray.errors import RunError
 from cfl_ray.nn.layers import AddressedDropout
+from cfl_ray.nn.side_effects import Watching
 
 # function -> number of axes of an argument with which PyTorch drops whole channels of each sample; None: single values
 _CHANNELS: dict[Callable[..., Any], tuple[int, ...] | None] = {
@@ -145,7 +145,7 @@ def repeated_backwards(module: nn.Module, x: Tensor) -> bool:
     return operations.any
 
 
-class _RandomOperations(TorchDispatchMode):
+class _RandomOperations(Watching):
     """Whether any operation draws random numbers; unlike a function mode, it sees those of a backward pass."""
 
     any = False

@@ -5,9 +5,10 @@ buffers, and `x.sub_(mean)` changes the samples. A forward pass shows it: PyTorc
 they write to, and a tensor that is replaced has another memory afterwards.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,28 @@ class SideEffects:
                 self.changed.add(name)
 
 
-class _Writes(TorchDispatchMode):
+class Watching(TorchDispatchMode):
+    """Base of contexts that look at PyTorch's operations, in passes that PyTorch's compiler must not compile.
+
+    By default PyTorch excludes them from its compiler when they are used first, and imports it: a second and 80 MB in
+    each process of a run. Here only a compiler that is in use excludes them.
+    """
+
+    _excluded = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __enter__(self) -> Self:
+        kind = type(self)
+        if "torch._dynamo" in sys.modules and not kind._excluded:
+            kind.__torch_dispatch__ = torch.compiler.disable(kind.__torch_dispatch__)  # type: ignore[method-assign]
+            kind._excluded = True
+        return super().__enter__()
+
+
+class _Writes(Watching):
     """Records the memory that operations write to."""
 
     def __init__(self) -> None:

@@ -1,6 +1,8 @@
 """Forward passes that change their inputs, parameters or buffers are trained as by a plain loop."""
 
 import copy
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -238,3 +240,29 @@ def test_frozen_parameters_are_not_written_to():
 
     with pytest.raises(ConfigError, match=r"writes to its frozen parameter base\.weight"):
         Network(Decayed, (INPUTS,))
+
+
+def test_the_passes_before_a_run_do_not_import_the_compiler():
+    code = (
+        "import sys; from torch import nn; from cfl_ray.nn.network import Network; "
+        "Network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), (6,)); print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.filterwarnings("error:Dynamo does not know:UserWarning")
+def test_a_compiled_model_has_the_same_effects():
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(INPUTS, CLASSES)
+            self.register_buffer("passes", torch.zeros(1))
+            self.drop = torch.compile(lambda x: F.dropout(x, 0.5, self.training), backend="eager")
+
+        def forward(self, x):
+            self.passes += 1
+            return self.head(self.drop(x))
+
+    network = Network(Compiled, (INPUTS,))
+    assert network._effects.changed == {"passes"} and list(network.dropouts) == ["call 0"]
