@@ -1,6 +1,7 @@
 """Clusters that a run starts: the folder of their sessions, and one that does not start."""
 
 import pytest
+from ray._private import node
 
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.runtime.on_ray import connect
@@ -35,6 +36,16 @@ def test_a_cluster_of_a_run_has_its_session_there(monkeypatch):
     monkeypatch.setattr(connect, "cluster_address", lambda address: None)
     assert connect.connect(None)
     assert started["_temp_dir"] == str(connect.session_folder())
+
+
+def test_a_cluster_of_a_run_has_no_processes_that_no_run_uses(monkeypatch):
+    of_ray, heads = node.Node, []
+    monkeypatch.setattr(connect.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connect.ray, "init", lambda **options: heads.append(node.Node))
+    monkeypatch.setattr(connect, "cluster_address", lambda address: None)
+    assert connect.connect(None) and node.Node is of_ray, "other clusters have Ray's own head"
+    left_out = {name for name in vars(heads[0]) if name.startswith("start_")}
+    assert left_out == {"start_api_server", "start_monitor", "start_log_monitor"} <= set(vars(of_ray))
 
 
 def test_a_cluster_that_does_not_start_is_an_error_of_the_run(monkeypatch):
