@@ -5,7 +5,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from ray.exceptions import RayError, RayTaskError
 from cfl_ray.engine.failure import ClientFailure, may_be_machine
 from cfl_ray.errors import ConfigError, RunError, UserError
 from cfl_ray.run_directory.session_file import cluster_address
+from cfl_ray.runtime.on_ray.fork_server import SOCKET_VARIABLE, WORKER_PROGRAM, fork_server
 from cfl_ray.runtime.on_ray.host_actor import environment, host_environment
 from cfl_ray.system.machine import usable_cpus
 from cfl_ray.system.signals import interrupt_held
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
 _CONNECT_SECONDS = 10
+_of_cluster = ExitStack()  # what ends with the cluster that was started
 # how often Ray tries to reach a cluster: 20 times by default, each up to 40 s
 _WAIT_VARIABLE = "RAY_gcs_server_port_wait_time_s"
 
@@ -36,22 +38,13 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
         return False
     address = cluster_address(address)
     if address is None:
-        cpus, folder = max(hosts or 0, usable_cpus()), session_folder()
         try:
-            with _loopback_only(), _small_head(), host_environment(instructions), interrupt_held():
-                ray.init(
-                    address="local",
-                    num_cpus=cpus,
-                    include_dashboard=False,
-                    _node_ip_address="127.0.0.1",
-                    _temp_dir=str(folder),
-                    **_QUIET,
-                )
+            _start_cluster(max(hosts or 0, usable_cpus()), instructions)
         except KeyboardInterrupt:
-            ray.shutdown()
+            end_cluster()
             raise
         except Exception as error:  # of no class of its own, for example after 30 s on a machine that is too busy
-            ray.shutdown()
+            end_cluster()
             raise RunError(
                 f"Ray does not start on this machine ({short_reason(error)}); if it is busy, try again later"
             ) from error
@@ -65,6 +58,31 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
             "or leave out runtime.address and RAY_ADDRESS to run on this machine"
         ) from error
     return False
+
+
+def _start_cluster(cpus: int, instructions: str | None) -> None:
+    folder = session_folder()
+    with (
+        _loopback_only(),
+        _small_head(),
+        interrupt_held(),
+        host_environment(instructions),
+        environment(_of_cluster.enter_context(fork_server(folder.parent))),
+    ):
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+            **_QUIET,
+        )
+
+
+def end_cluster() -> None:
+    """Ends the cluster that `connect` has started."""
+    ray.shutdown()
+    _of_cluster.close()
 
 
 def session_folder() -> Path:
@@ -98,6 +116,11 @@ class _SmallHead(node.Node):
 
     They serve the dashboard's pages, ask clouds for machines and copy the output of processes to drivers.
     """
+
+    def __init__(self, ray_params: Any, *arguments: Any, **options: Any) -> None:
+        if SOCKET_VARIABLE in os.environ:
+            ray_params.setup_worker_path = WORKER_PROGRAM
+        super().__init__(ray_params, *arguments, **options)
 
     def start_api_server(self, **options: object) -> None:
         self._webui_url = ""  # as of include_dashboard=False, which starts a process without pages

@@ -19,7 +19,7 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.on_ray.ask import StopRequests
-from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
+from cfl_ray.runtime.on_ray.connect import as_user_error, connect, end_cluster, short_reason
 from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
 from cfl_ray.runtime.on_ray.placement import host_count
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
@@ -131,7 +131,7 @@ class RaySession:
             ray.kill(self.actor)
         self.requests.close()
         if self.started_here:
-            ray.shutdown()
+            end_cluster()
         self.signals.close()
 
     def _ask(self, verb: str, *arguments: Any) -> Any:
