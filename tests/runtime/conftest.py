@@ -29,20 +29,11 @@ def cluster():
     """Address of the Ray started for these tests; every `run` in this process joins it."""
     import ray
 
-    from cfl_ray.runtime.on_ray.host_actor import host_environment
+    from cfl_ray.runtime.on_ray.connect import end_cluster, start_cluster
 
-    with host_environment(None):  # as a run's own cluster is started
-        ray.init(
-            address="local",
-            num_cpus=CPUS,
-            num_gpus=GPUS,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            log_to_driver=False,
-            logging_level="error",
-        )
+    start_cluster(CPUS, gpus=GPUS)
     yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
+    end_cluster()
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
     address = cluster_address(address)
     if address is None:
         try:
-            _start_cluster(max(hosts or 0, usable_cpus()), instructions)
+            start_cluster(max(hosts or 0, usable_cpus()), instructions)
         except KeyboardInterrupt:
             end_cluster()
             raise
@@ -60,7 +60,8 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
     return False
 
 
-def _start_cluster(cpus: int, instructions: str | None) -> None:
+def start_cluster(cpus: int, instructions: str | None = None, gpus: int | None = None) -> None:
+    """Starts a cluster on loopback and joins it; `end_cluster` ends it. gpus: None: those of this machine."""
     folder = session_folder()
     with (
         _loopback_only(),
@@ -72,6 +73,7 @@ def _start_cluster(cpus: int, instructions: str | None) -> None:
         ray.init(
             address="local",
             num_cpus=cpus,
+            num_gpus=gpus,
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
@@ -80,7 +82,7 @@ def _start_cluster(cpus: int, instructions: str | None) -> None:
 
 
 def end_cluster() -> None:
-    """Ends the cluster that `connect` has started."""
+    """Ends the cluster that this process has started."""
     ray.shutdown()
     _of_cluster.close()
 

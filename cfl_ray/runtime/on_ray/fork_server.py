@@ -91,17 +91,19 @@ class _Forks:
                 return None
             with suppress(OSError), listening.accept()[0] as connection:  # otherwise Ray's worker starts as usual
                 connection.settimeout(_SECONDS)
-                if (worker := self._wanted(connection)) is not None:
-                    if os.fork() == 0:
-                        listening.close()
-                        return worker
+                message, files, _, _ = socket.recv_fds(connection, _LARGEST_MESSAGE, 3)
+                worker = self._wanted(message, files)
+                child = None if worker is None else os.fork()
+                if child == 0:
+                    listening.close()
+                    return worker
+                for file in files:
+                    os.close(file)
+                if child is not None:
                     connection.send(b"forked")
-                    for file in worker.files:
-                        os.close(file)
 
-    def _wanted(self, connection: socket.socket) -> _Worker | None:
-        """The worker that a connection asks for; None if it cannot be a fork of this process."""
-        message, files, _, _ = socket.recv_fds(connection, _LARGEST_MESSAGE, 3)
+    def _wanted(self, message: bytes, files: list[int]) -> _Worker | None:
+        """The worker that a message asks for; None if it cannot be a fork of this process."""
         if not message:
             return None
         arguments, environment = json.loads(message)

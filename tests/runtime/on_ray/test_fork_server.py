@@ -1,0 +1,133 @@
+"""Workers that are forked from a process which has imported PyTorch, and workers that cannot be."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import ray
+from ray._private.runtime_env.context import RuntimeEnvContext
+
+from cfl_ray import run
+from cfl_ray.runtime.on_ray import fork_server
+from cfl_ray.runtime.on_ray.fork_server import WORKER_PROGRAM
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
+
+ABOUT = """
+import json, os, sys
+imported = [name for name in ("torch", "ray", "cfl_ray.methods") if name in sys.modules]
+import numpy, random
+print(json.dumps({
+    "imported": imported, "name": __name__, "arguments": sys.argv, "path": sys.path, "parent": os.getppid(),
+    "own group": os.getpgid(0) == os.getpid(), "job": os.environ["RAY_JOB_ID"], "read": sys.stdin.read(),
+    "draws": [numpy.random.rand(), random.random()],
+}))
+"""
+NEW = "import json, sys; print(json.dumps({'imported': 'anew', 'arguments': sys.argv[1:]}))"  # as Ray's setup_worker.py
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """The folder of the programs that Ray starts, and the environment of its cluster."""
+    folder = tmp_path_factory.mktemp("workers")
+    (folder / "about.py").write_text(ABOUT)
+    (folder / "setup_worker.py").write_text(NEW)
+    with fork_server.fork_server(folder) as variables:
+        yield folder, os.environ | variables | {"RAY_JOB_ID": "ffffffff"}
+
+
+def fork_servers():
+    """Those of this process, the oldest first."""
+    return [child for child in psutil.Process().children() if fork_server.__file__ in child.cmdline()]
+
+
+def worker(started, *arguments, language="PYTHON", **variables):
+    """What a worker tells of itself that Ray starts with these arguments and environment variables."""
+    folder, environment = started
+    command = [sys.executable, WORKER_PROGRAM, str(folder / "about.py"), *arguments, f"--language={language}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment | variables, **pipes)
+    return json.loads(process.communicate("given", timeout=60)[0])
+
+
+def test_a_worker_is_forked_and_is_as_a_new_program(started):
+    folder, environment = started
+    first, second = worker(started, "--node-id=5"), worker(started, "--node-id=6", RAY_JOB_ID="01000000")
+    assert first["imported"] == ["torch", "ray", "cfl_ray.methods"]
+    assert (first["name"], first["read"]) == ("__main__", "given")
+    assert first["arguments"] == [str(folder / "about.py"), "--node-id=5"] and second["arguments"][1] == "--node-id=6"
+    usual = subprocess.check_output([sys.executable, folder / "about.py"], env=environment, stdin=subprocess.DEVNULL)
+    assert first["path"] == second["path"] == json.loads(usual)["path"]
+    assert (first["job"], second["job"]) == (ray.JobID.nil().hex(), "01000000")
+    assert first["own group"] and first["parent"] == second["parent"] != os.getpid()
+    assert not set(first["draws"]) & set(second["draws"])
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"OMP_NUM_THREADS": "7"},
+        {"language": "JAVA"},
+        {"environment": RuntimeEnvContext(env_vars={"OMP_NUM_THREADS": "7"})},
+        {"environment": RuntimeEnvContext(command_prefix=["nice"])},
+        {"environment": RuntimeEnvContext(py_executable="/other/python")},
+    ],
+    ids=str,
+)
+def test_a_worker_with_another_environment_is_a_new_program(started, wanted):
+    assert worker(started)["imported"] != "anew"
+    context = wanted.pop("environment", None)
+    arguments = [] if context is None else [f"--serialized-runtime-env-context={context.serialize()}"]
+    told = worker(started, *arguments, **wanted)
+    assert told["imported"] == "anew" and told["arguments"][1:] == [
+        *arguments,
+        f"--language={wanted.get('language', 'PYTHON')}",
+    ]
+
+
+def test_a_worker_needs_no_fork_server(started, tmp_path):
+    folder, environment = started
+    nowhere = environment | {fork_server.SOCKET_VARIABLE: str(tmp_path / "gone")}
+    assert worker((folder, nowhere))["imported"] == "anew"
+    with fork_server.fork_server(tmp_path) as variables:
+        server = fork_servers()[-1]
+        assert worker((folder, environment | variables))["parent"] == server.pid
+        server.kill()
+        server.wait()
+        assert worker((folder, environment | variables))["imported"] == "anew"
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_ends_with_its_driver_and_leaves_no_file(tmp_path):
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER.format(folder=str(tmp_path))], stdout=subprocess.PIPE, text=True
+    )
+    server = psutil.Process(int(driver.stdout.readline()))
+    assert list(tmp_path.iterdir())
+    driver.send_signal(signal.SIGKILL)
+    driver.communicate()
+    server.wait(60)
+    assert not list(tmp_path.iterdir())
+
+
+DRIVER = """
+import pathlib, psutil, time
+from cfl_ray.runtime.on_ray.fork_server import fork_server
+with fork_server(pathlib.Path({folder!r})):
+    print(psutil.Process().children()[0].pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_hosts_and_server_of_a_run_are_forked(cluster, experiment, actors, notes, tmp_path):
+    parents = set()
+
+    def look(round):
+        parents.update(psutil.Process(pid).ppid() for kind in ("ClientHost", "ServerActor") for pid in actors(kind))
+
+    run(experiment(runtime={"hosts": 2}), tmp_path / "run", notes(look))
+    assert len(parents) == 1 and parents <= {server.pid for server in fork_servers()}
