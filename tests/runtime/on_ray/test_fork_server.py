@@ -68,25 +68,20 @@ def test_a_worker_is_forked_and_is_as_a_new_program(started):
 
 
 @pytest.mark.parametrize(
-    "wanted",
-    [
-        {"OMP_NUM_THREADS": "7"},
-        {"language": "JAVA"},
-        {"environment": RuntimeEnvContext(env_vars={"OMP_NUM_THREADS": "7"})},
-        {"environment": RuntimeEnvContext(command_prefix=["nice"])},
-        {"environment": RuntimeEnvContext(py_executable="/other/python")},
-    ],
-    ids=str,
+    "context",
+    [{"env_vars": {"OMP_NUM_THREADS": "7"}}, {"command_prefix": ["nice"]}, {"py_executable": "/other/python"}],
+    ids=["variable", "prefix", "python"],
 )
-def test_a_worker_with_another_environment_is_a_new_program(started, wanted):
+def test_a_worker_with_a_runtime_environment_is_a_new_program(started, context):
+    wanted = f"--serialized-runtime-env-context={RuntimeEnvContext(**context).serialize()}"
+    told = worker(started, wanted)
+    assert told["imported"] == "anew" and told["arguments"][1:] == [wanted, "--language=PYTHON"]
+
+
+def test_a_worker_with_another_environment_or_language_is_a_new_program(started):
     assert worker(started)["imported"] != "anew"
-    context = wanted.pop("environment", None)
-    arguments = [] if context is None else [f"--serialized-runtime-env-context={context.serialize()}"]
-    told = worker(started, *arguments, **wanted)
-    assert told["imported"] == "anew" and told["arguments"][1:] == [
-        *arguments,
-        f"--language={wanted.get('language', 'PYTHON')}",
-    ]
+    assert worker(started, OMP_NUM_THREADS="7")["imported"] == "anew"
+    assert worker(started, language="JAVA")["arguments"][1:] == ["--language=JAVA"]
 
 
 def test_a_worker_needs_no_fork_server(started, tmp_path):
