@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 SOCKET_VARIABLE = "CFL_RAY_FORK_SERVER"  # the environment variable with the path of the socket
 WORKER_PROGRAM = str(Path(__file__).with_name("fork_worker.py"))
+_KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, with its files
 _LARGEST_MESSAGE = 1 << 20  # bytes: the arguments and the environment of a worker
 _SECONDS = 10.0  # for a message
 _MODULES = "cfl_ray.engine.worker", "cfl_ray.methods", "cfl_ray.runtime.round_loop"
@@ -65,9 +66,6 @@ def fork_server(folder: Path) -> Iterator[dict[str, str]]:
         finally:
             process.kill()
             process.communicate()  # also closes its stdin
-
-
-_KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, with its files
 
 
 class _Worker(NamedTuple):
