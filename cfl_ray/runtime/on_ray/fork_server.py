@@ -137,8 +137,6 @@ def _program(arguments: list[str]) -> list[str] | None:
 
 def _become(worker: _Worker, import_path: list[str]) -> None:
     """Runs the worker's program as a new process would."""
-    import numpy as np
-
     os.setsid()  # Ray kills the process groups of workers that have ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     warnings.resetwarnings()
@@ -146,7 +144,6 @@ def _become(worker: _Worker, import_path: list[str]) -> None:
         os.dup2(file, place)
         os.close(file)
     os.environ.update(worker.environment)
-    np.random.seed()  # all forks would draw the same
     sys.argv, sys.path[:] = worker.program, [os.path.dirname(worker.program[0]), *import_path]
     runpy.run_path(worker.program[0], run_name="__main__")
 
