@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -107,8 +107,7 @@ class _Forks:
         arguments, environment = json.loads(message)
         if self.environment is None:
             self.environment = environment | _ANY_JOB
-            os.environ.clear()
-            os.environ.update(self.environment)
+            _change_environment(self.environment)
             _import(_RAY_MODULES)
         program = _program(arguments)
         if program is None or environment | _ANY_JOB != self.environment:
@@ -123,6 +122,13 @@ def _import(modules: Sequence[str]) -> None:
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
+
+
+def _change_environment(wanted: Mapping[str, str]) -> None:
+    """Gives this process an environment. What stays is not written: Ray finds the title of the process beside it."""
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})
 
 
 def _program(arguments: list[str]) -> list[str] | None:
@@ -143,7 +149,7 @@ def _become(worker: _Worker, import_path: list[str]) -> None:
     for place, file in enumerate(worker.files):
         os.dup2(file, place)
         os.close(file)
-    os.environ.update(worker.environment)
+    _change_environment(worker.environment)
     sys.argv, sys.path[:] = worker.program, [os.path.dirname(worker.program[0]), *import_path]
     runpy.run_path(worker.program[0], run_name="__main__")
 
