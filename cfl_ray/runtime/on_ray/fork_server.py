@@ -91,7 +91,7 @@ class _Forks:
                 connection.settimeout(_SECONDS)
                 message, files, _, _ = socket.recv_fds(connection, _LARGEST_MESSAGE, 3)
                 worker = self._wanted(message, files)
-                child = None if worker is None else os.fork()
+                child = None if worker is None else _fork()
                 if child == 0:
                     listening.close()
                     return worker
@@ -124,6 +124,12 @@ def _import(modules: Sequence[str]) -> None:
     gc.enable()
 
 
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: libraries end and restart theirs
+        return os.fork()
+
+
 def _change_environment(wanted: Mapping[str, str]) -> None:
     """Gives this process an environment. What stays is not written: Ray finds the title of the process beside it."""
     for name in os.environ.keys() - wanted.keys():
@@ -145,7 +151,6 @@ def _become(worker: _Worker, import_path: list[str]) -> None:
     """Runs the worker's program as a new process would."""
     os.setsid()  # Ray kills the process groups of workers that have ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    warnings.resetwarnings()
     for place, file in enumerate(worker.files):
         os.dup2(file, place)
         os.close(file)
@@ -159,7 +164,6 @@ def _main() -> None:
     sys.path[:] = json.loads(sys.argv[2])
     _import(_MODULES)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the forks
-    warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about threads of libraries, which survive a fork
     worker = _Forks().serve(listening)
     if worker is None:
         shutil.rmtree(Path(listening.getsockname()).parent, ignore_errors=True)

@@ -14,7 +14,7 @@ if __name__ == "__main__":
     sys.path.pop(0)
     program = sys.argv[1]
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.connect(os.environ["CFL_RAY_FORK_SERVER"])
+        connection.connect(os.environ.get("CFL_RAY_FORK_SERVER", ""))
         socket.send_fds(connection, [json.dumps([sys.argv[1:], dict(os.environ)]).encode()], [0, 1, 2])
         if connection.recv(16):
             sys.exit()
