@@ -39,7 +39,8 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
     address = cluster_address(address)
     if address is None:
         try:
-            start_cluster(max(hosts or 0, usable_cpus()), instructions)
+            with _loopback_only():
+                start_cluster(max(hosts or 0, usable_cpus()), instructions)
         except KeyboardInterrupt:
             end_cluster()
             raise
@@ -61,10 +62,9 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
 
 
 def start_cluster(cpus: int, instructions: str | None = None, gpus: int | None = None) -> None:
-    """Starts a cluster on loopback and joins it; `end_cluster` ends it. gpus: None: those of this machine."""
+    """Starts a cluster and joins it; `end_cluster` ends it. gpus: None: those of this machine."""
     folder = session_folder()
     with (
-        _loopback_only(),
         _small_head(),
         interrupt_held(),
         host_environment(instructions),
