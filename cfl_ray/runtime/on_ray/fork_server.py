@@ -77,28 +77,47 @@ class _Worker(NamedTuple):
 
 
 class _Forks:
-    """The forks of this process; all have the environment of the first worker, which Ray has read in its import."""
+    """The forks of this process; all have the environment of the first worker, which Ray has read in its import.
 
-    environment: dict[str, str] | None = None
+    Ray knows only the program that it has started, which lives as long as its fork: each ends when the other does.
+    """
+
+    def __init__(self) -> None:
+        self.environment: dict[str, str] | None = None
+        self.pids: dict[int, int] = {}  # of the forks, by the end of a pipe whose other end Ray's program has
 
     def serve(self, listening: socket.socket) -> _Worker | None:
         """Forks for each connection. Returns the worker in a process that was forked, None when stdin has ended."""
         while True:
-            ready, _, _ = select.select([listening, sys.stdin], [], [])
+            ready, _, _ = select.select([listening, sys.stdin, *self.pids], [], [])
             if sys.stdin in ready:
                 return None
+            for ended in self.pids.keys() & set(ready):
+                self._end(ended)
+            if listening not in ready:
+                continue
             with suppress(OSError), listening.accept()[0] as connection:  # otherwise Ray's worker starts as usual
                 connection.settimeout(_SECONDS)
-                message, files, _, _ = socket.recv_fds(connection, _LARGEST_MESSAGE, 3)
-                worker = self._wanted(message, files)
+                message, files, _, _ = socket.recv_fds(connection, _LARGEST_MESSAGE, 4)
+                worker = self._wanted(message, files[1:])
                 child = None if worker is None else _fork()
                 if child == 0:
                     listening.close()
+                    connection.detach()  # stays open until this process ends
                     return worker
-                for file in files:
+                for file in files[1:] if child else files:
                     os.close(file)
-                if child is not None:
+                if child:
+                    self.pids[files[0]] = child
                     connection.send(b"forked")
+
+    def _end(self, pipe: int) -> None:
+        """Ends a fork, and what it has started, after Ray's program."""
+        pid = self.pids.pop(pipe)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(pipe)
 
     def _wanted(self, message: bytes, files: list[int]) -> _Worker | None:
         """The worker that a message asks for; None if it cannot be a fork of this process."""
@@ -149,8 +168,7 @@ def _program(arguments: list[str]) -> list[str] | None:
 
 def _become(worker: _Worker, import_path: list[str]) -> None:
     """Runs the worker's program as a new process would."""
-    os.setsid()  # Ray kills the process groups of workers that have ended
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
     for place, file in enumerate(worker.files):
         os.dup2(file, place)
         os.close(file)
@@ -163,7 +181,6 @@ def _main() -> None:
     listening, worker_path = socket.socket(*_KIND, fileno=int(sys.argv[1])), sys.path[1:]
     sys.path[:] = json.loads(sys.argv[2])
     _import(_MODULES)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the forks
     worker = _Forks().serve(listening)
     if worker is None:
         shutil.rmtree(Path(listening.getsockname()).parent, ignore_errors=True)

@@ -1,5 +1,6 @@
 """The program that Ray starts for a worker: asks `fork_server` for a fork, or else starts the worker itself.
 
+Ray ends a worker by ending this process.
 Imports nothing but a few modules of Python.
 """
 
@@ -15,7 +16,10 @@ if __name__ == "__main__":
     program = sys.argv[1]
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ.get("CFL_RAY_FORK_SERVER", ""))
-        socket.send_fds(connection, [json.dumps([sys.argv[1:], dict(os.environ)]).encode()], [0, 1, 2])
+        ends_with_this, _ = os.pipe()
+        message = json.dumps([sys.argv[1:], dict(os.environ)]).encode()
+        socket.send_fds(connection, [message], [ends_with_this, 0, 1, 2])
         if connection.recv(16):
+            connection.recv(1)  # returns when the worker has ended
             sys.exit()
     os.execv(sys.executable, [sys.executable, str(Path(program).with_name("setup_worker.py")), *sys.argv[1:]])

@@ -97,6 +97,23 @@ def test_a_worker_needs_no_fork_server(started, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_fork_ends_with_the_program_of_ray_even_if_it_is_halted_and_the_program_with_it(started):
+    folder, environment = started
+    (folder / "waits.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    command = [sys.executable, WORKER_PROGRAM, str(folder / "waits.py"), "--language=PYTHON"]
+    for kill_fork in (False, True):
+        program = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        fork = psutil.Process(int(program.stdout.readline()))
+        if kill_fork:
+            fork.kill()
+            program.wait(60)
+        else:
+            fork.suspend()
+            program.kill()
+        fork.wait(60)
+        program.communicate()
+
+
 def test_it_ends_with_its_driver_and_leaves_no_file(tmp_path):
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER.format(folder=str(tmp_path))], stdout=subprocess.PIPE, text=True
