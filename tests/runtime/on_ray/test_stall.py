@@ -181,6 +181,7 @@ class Stuck(FedAvg, name="stuck"):
 @pytest.mark.parametrize("hang", ["a process that halts", "a round that never ends"])
 def test_stop_ends_a_run_whose_server_hangs(hang, experiment, cluster, notes, actors, tmp_path, until, monkeypatch):
     """Asked on another machine: without the request the run would wait for ever."""
+    until(lambda: not actors("ServerActor"), 60)  # Ray kills the halted server of the test before after 5 s
     elsewhere = classmethod(
         lambda cls, address, actor, loopback: cls(address, actor, "token", loopback, "elsewhere", 7)
     )
