@@ -26,7 +26,7 @@ SOCKET_VARIABLE = "CFL_RAY_FORK_SERVER"  # the environment variable with the pat
 WORKER_PROGRAM = str(Path(__file__).with_name("fork_worker.py"))
 _KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, with its files
 _LARGEST_MESSAGE = 1 << 20  # bytes: the arguments and the environment of a worker
-_SECONDS = 10.0  # for a message
+_SECONDS = 10.0  # for a message, and for the end of the process
 _MODULES = "cfl_ray.engine.worker", "cfl_ray.methods", "cfl_ray.runtime.round_loop"
 _ANY_JOB = {"RAY_JOB_ID": "ffffffff"}  # of workers that Ray starts before there is a job
 # imported in the environment of the first worker, since Ray reads it in its import
@@ -41,7 +41,7 @@ _RAY_MODULES = (
 def fork_server(folder: Path) -> Iterator[dict[str, str]]:
     """Context with such a process. Returns the environment variables of a cluster that uses it.
 
-    The process ends at the end of the context, or when this process dies; the workers, as others of Ray, with Ray.
+    The process and its forks end at the end of the context, or when this process dies.
 
     folder: of the socket; only this user can enter it, and its path is short.
     """
@@ -64,8 +64,10 @@ def fork_server(folder: Path) -> Iterator[dict[str, str]]:
         try:
             yield {SOCKET_VARIABLE: path}
         finally:
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_SECONDS)  # closes its stdin
             process.kill()
-            process.communicate()  # also closes its stdin
+            process.wait()
 
 
 class _Worker(NamedTuple):
@@ -90,10 +92,11 @@ class _Forks:
         """Forks for each connection. Returns the worker in a process that was forked, None when stdin has ended."""
         while True:
             ready, _, _ = select.select([listening, sys.stdin, *self.pids], [], [])
+            for pipe in list(self.pids):
+                if pipe in ready or sys.stdin in ready:
+                    self._end(pipe)
             if sys.stdin in ready:
                 return None
-            for ended in self.pids.keys() & set(ready):
-                self._end(ended)
             if listening not in ready:
                 continue
             with suppress(OSError), listening.accept()[0] as connection:  # otherwise Ray's worker starts as usual

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -114,25 +113,36 @@ def test_a_fork_ends_with_the_program_of_ray_even_if_it_is_halted_and_the_progra
         program.communicate()
 
 
-def test_it_ends_with_its_driver_and_leaves_no_file(tmp_path):
+DRIVER = f"""
+import os, pathlib, signal, subprocess, sys, time
+from cfl_ray.runtime.on_ray.fork_server import fork_server
+folder = pathlib.Path(sys.argv[1])
+with fork_server(folder / "sockets") as variables:
+    command = [sys.executable, {WORKER_PROGRAM!r}, str(folder / "waits.py"), "--language=PYTHON"]
+    program = subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+    fork = int(program.stdout.readline())
+    os.kill(fork, signal.SIGSTOP)
+    print(fork, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_it_ends_with_its_driver_and_leaves_no_file_and_no_fork(killed, tmp_path):
+    (tmp_path / "waits.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    (sockets := tmp_path / "sockets").mkdir()
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER.format(folder=str(tmp_path))], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    server = psutil.Process(int(driver.stdout.readline()))
-    assert list(tmp_path.iterdir())
-    driver.send_signal(signal.SIGKILL)
+    fork = psutil.Process(int(driver.stdout.readline()))
+    server = fork.parent()
+    assert list(sockets.iterdir())
+    if killed:
+        driver.kill()
     driver.communicate()
     server.wait(60)
-    assert not list(tmp_path.iterdir())
-
-
-DRIVER = """
-import pathlib, psutil, time
-from cfl_ray.runtime.on_ray.fork_server import fork_server
-with fork_server(pathlib.Path({folder!r})):
-    print(psutil.Process().children()[0].pid, flush=True)
-    time.sleep(600)
-"""
+    fork.wait(60)
+    assert not list(sockets.iterdir())
 
 
 def test_hosts_and_server_of_a_run_are_forked(cluster, experiment, actors, notes, tmp_path):
