@@ -23,7 +23,7 @@ from cfl_ray.system.signals import interrupt_held
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
 _CONNECT_SECONDS = 10
-_of_cluster = ExitStack()  # what ends with the cluster that was started
+_fork_server = ExitStack()  # of the cluster that this process has started
 # how often Ray tries to reach a cluster: 20 times by default, each up to 40 s
 _WAIT_VARIABLE = "RAY_gcs_server_port_wait_time_s"
 
@@ -41,7 +41,7 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
         try:
             with _loopback_only():
                 start_cluster(max(hosts or 0, usable_cpus()), instructions)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, UserError):
             end_cluster()
             raise
         except Exception as error:  # of no class of its own, for example after 30 s on a machine that is too busy
@@ -62,13 +62,16 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
 
 
 def start_cluster(cpus: int, instructions: str | None = None, gpus: int | None = None) -> None:
-    """Starts a cluster and joins it; `end_cluster` ends it. gpus: None: those of this machine."""
+    """Starts a cluster and joins it; `end_cluster` ends it. Raises ConfigError if others can enter its folder.
+
+    gpus: None: those of this machine.
+    """
     folder = session_folder()
     with (
         _small_head(),
         interrupt_held(),
         host_environment(instructions),
-        environment(_of_cluster.enter_context(fork_server(folder.parent))),
+        environment(_fork_server.enter_context(fork_server(folder.parent))),
     ):
         ray.init(
             address="local",
@@ -84,7 +87,7 @@ def start_cluster(cpus: int, instructions: str | None = None, gpus: int | None =
 def end_cluster() -> None:
     """Ends the cluster that this process has started."""
     ray.shutdown()
-    _of_cluster.close()
+    _fork_server.close()
 
 
 def session_folder() -> Path:

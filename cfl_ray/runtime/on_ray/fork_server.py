@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-SOCKET_VARIABLE = "CFL_RAY_FORK_SERVER"  # the environment variable with the path of the socket
+SOCKET_VARIABLE = "CFL_RAY_FORK_SERVER"  # the environment variable with the path of the socket; also in fork_worker
 WORKER_PROGRAM = str(Path(__file__).with_name("fork_worker.py"))
 _KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, with its files
 _LARGEST_MESSAGE = 1 << 20  # bytes: the arguments and the environment of a worker
@@ -117,8 +117,9 @@ class _Forks:
     def _end(self, pipe: int) -> None:
         """Ends a fork, and what it has started, after Ray's program."""
         pid = self.pids.pop(pipe)
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        for kill in os.killpg, os.kill:  # it may not have its process group yet
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(pipe)
 
@@ -146,10 +147,12 @@ def _import(modules: Sequence[str]) -> None:
     gc.enable()
 
 
-def _fork() -> int:
-    with warnings.catch_warnings():
+def _fork() -> int | None:
+    """As os.fork; None if the system has no room for another process."""
+    with warnings.catch_warnings(), suppress(OSError):
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: libraries end and restart theirs
         return os.fork()
+    return None
 
 
 def _change_environment(wanted: Mapping[str, str]) -> None:

@@ -1,10 +1,20 @@
 """Clusters that a run starts: the folder of their sessions, and one that does not start."""
 
+from contextlib import ExitStack
+
 import pytest
 from ray._private import node
 
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.runtime.on_ray import connect
+
+
+@pytest.fixture(autouse=True)
+def own_fork_server(monkeypatch):
+    """Other tests of this process share a cluster, whose fork server stays."""
+    with ExitStack() as started:
+        monkeypatch.setattr(connect, "_fork_server", started)
+        yield
 
 
 def test_the_session_folder_is_the_users_alone(tmp_path, monkeypatch):
@@ -27,6 +37,16 @@ def test_the_session_folder_is_the_users_alone(tmp_path, monkeypatch):
     folder.symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="is not a folder that only you can enter"):
         connect.session_folder()
+
+
+def test_a_folder_that_others_can_enter_is_an_error_of_the_input(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(connect.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connect.ray, "shutdown", lambda: None)  # other tests share a cluster
+    monkeypatch.setattr(connect, "cluster_address", lambda address: None)
+    connect.session_folder().parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="is not a folder that only you can enter"):
+        connect.connect(None)
 
 
 def test_a_cluster_of_a_run_has_its_session_there(monkeypatch):

@@ -26,7 +26,8 @@ print(json.dumps({
     "draw": random.random(),
 }))
 """
-NEW = "import json, sys; print(json.dumps({'imported': 'anew', 'arguments': sys.argv[1:]}))"  # as Ray's setup_worker.py
+# in the place of Ray's setup_worker.py
+NEW = "import json, sys; print(json.dumps({'imported': 'nothing', 'arguments': sys.argv[1:]}))"
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,8 @@ def fork_servers():
     return [child for child in psutil.Process().children() if fork_server.__file__ in child.cmdline()]
 
 
-def worker(started, *arguments, language="PYTHON", **variables):
-    """What a worker tells of itself that Ray starts with these arguments and environment variables."""
+def output_of_worker(started, *arguments, language="PYTHON", **variables):
+    """What about.py, or setup_worker.py in its place, prints as the worker of a Ray that passes these arguments."""
     folder, environment = started
     command = [sys.executable, WORKER_PROGRAM, str(folder / "about.py"), *arguments, f"--language={language}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -55,7 +56,10 @@ def worker(started, *arguments, language="PYTHON", **variables):
 
 def test_a_worker_is_forked_and_is_as_a_new_program(started):
     folder, environment = started
-    first, second = worker(started, "--node-id=5"), worker(started, "--node-id=6", RAY_JOB_ID="01000000")
+    first, second = (
+        output_of_worker(started, "--node-id=5"),
+        output_of_worker(started, "--node-id=6", RAY_JOB_ID="01000000"),
+    )
     assert first["imported"] == ["torch", "ray", "cfl_ray.methods"]
     assert (first["name"], first["read"]) == ("__main__", "given")
     assert first["arguments"] == [str(folder / "about.py"), "--node-id=5"] and second["arguments"][1] == "--node-id=6"
@@ -73,44 +77,52 @@ def test_a_worker_is_forked_and_is_as_a_new_program(started):
 )
 def test_a_worker_with_a_runtime_environment_is_a_new_program(started, context):
     wanted = f"--serialized-runtime-env-context={RuntimeEnvContext(**context).serialize()}"
-    told = worker(started, wanted)
-    assert told["imported"] == "anew" and told["arguments"][1:] == [wanted, "--language=PYTHON"]
+    output = output_of_worker(started, wanted)
+    assert output["imported"] == "nothing" and output["arguments"][1:] == [wanted, "--language=PYTHON"]
 
 
 def test_a_worker_with_another_environment_or_language_is_a_new_program(started):
-    assert worker(started)["imported"] != "anew"
-    assert worker(started, OMP_NUM_THREADS="7")["imported"] == "anew"
-    assert worker(started, language="JAVA")["arguments"][1:] == ["--language=JAVA"]
+    assert output_of_worker(started)["imported"] != "nothing"
+    assert output_of_worker(started, OMP_NUM_THREADS="7")["imported"] == "nothing"
+    assert output_of_worker(started, language="JAVA")["arguments"][1:] == ["--language=JAVA"]
 
 
 def test_a_worker_needs_no_fork_server(started, tmp_path):
     folder, environment = started
     nowhere = environment | {fork_server.SOCKET_VARIABLE: str(tmp_path / "gone")}
-    assert worker((folder, nowhere))["imported"] == "anew"
+    assert output_of_worker((folder, nowhere))["imported"] == "nothing"
     with fork_server.fork_server(tmp_path) as variables:
         server = fork_servers()[-1]
-        assert worker((folder, environment | variables))["parent"] == server.pid
+        assert output_of_worker((folder, environment | variables))["parent"] == server.pid
         server.kill()
         server.wait()
-        assert worker((folder, environment | variables))["imported"] == "anew"
+        assert output_of_worker((folder, environment | variables))["imported"] == "nothing"
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fork_ends_with_the_program_of_ray_even_if_it_is_halted_and_the_program_with_it(started):
+@pytest.fixture
+def waiting(started):
+    """A worker that sleeps: the process that Ray started, and its fork."""
     folder, environment = started
     (folder / "waits.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     command = [sys.executable, WORKER_PROGRAM, str(folder / "waits.py"), "--language=PYTHON"]
-    for kill_fork in (False, True):
-        program = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as program:
         fork = psutil.Process(int(program.stdout.readline()))
-        if kill_fork:
-            fork.kill()
-            program.wait(60)
-        else:
-            fork.suspend()
-            program.kill()
-        fork.wait(60)
-        program.communicate()
+        yield program, fork
+        program.kill()
+
+
+def test_a_halted_fork_ends_with_the_process_that_ray_started(waiting, until):
+    program, fork = waiting
+    fork.suspend()
+    program.kill()
+    until(lambda: not fork.is_running())
+
+
+def test_the_process_that_ray_started_ends_with_its_fork(waiting):
+    program, fork = waiting
+    fork.kill()
+    assert program.wait(60) == 0
 
 
 DRIVER = f"""
