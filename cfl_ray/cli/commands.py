@@ -3,6 +3,7 @@
 Exit status: 0 success, 1 failed run, 2 invalid input, 3 a method diverged, 130 interrupted.
 """
 
+import atexit
 import gc
 import io
 import os
@@ -72,6 +73,7 @@ def _version(wanted: bool) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line. Every error becomes a message and an exit status."""
     gc.set_threshold(_OBJECTS)
+    atexit.register(gc.freeze)  # Python would look for cycles once more, for a second
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for characters that the terminal lacks, such as ±

@@ -8,6 +8,7 @@ import typer
 from cfl_ray.cli import inputs
 from cfl_ray.cli.console import counted, out, say
 from cfl_ray.errors import ConfigError, RunError, command
+from cfl_ray.runtime.on_ray.fork_server import forkable_imports
 from cfl_ray.system.imports import uncollected
 
 if TYPE_CHECKING:  # the help text does not wait for torch
@@ -39,7 +40,7 @@ def run(
     ] = None,
 ) -> None:
     """Run an experiment: all its methods, with live progress and a table of results at the end."""
-    with uncollected():
+    with uncollected() if in_process else forkable_imports():
         from cfl_ray.cli.progress import Display
         from cfl_ray.lifecycle import launch
 

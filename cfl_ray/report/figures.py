@@ -22,6 +22,8 @@ STYLES = ("-", "--", ":")
 DPI = 100  # 750 pixels: as wide as the description of a run in MLflow, which cuts wider ones off
 WIDTH_INCHES, MIN_HEIGHT_INCHES = 7.5, 4.2
 LEGEND_INCHES = 0.22  # height of a method in the legend
+# fixed, because `layout="constrained"` draws all texts twice to measure them
+_LEFT_INCHES, _RIGHT_INCHES, _TOP_INCHES, _BOTTOM_INCHES, _BETWEEN_INCHES = 0.55, 0.15, 0.3, 0.5, 0.4
 
 Records = Sequence[RoundRecord]
 Points = list[tuple[float, float]]  # x, y
@@ -65,7 +67,7 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
         return None
     height = max(MIN_HEIGHT_INCHES, len(records_by_method) * LEGEND_INCHES)
     size = WIDTH_INCHES, height * (1 if len(drawn) == 1 else 1.6)
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    figure = Figure(figsize=size, dpi=DPI)
     all_axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
     styles = {
         method: {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[place // len(COLOURS) % len(STYLES)]}
@@ -76,10 +78,24 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
         line_of |= _draw(axes, panel, lines, styles)
     all_axes[-1].set_xlabel(_X_TITLES.get(panels[0].x_of, "round"))
     methods = [method for method in records_by_method if method in line_of]
-    figure.legend([line_of[method] for method in methods], methods, loc="outside right upper", frameon=False)
+    legend = figure.legend([line_of[method] for method in methods], methods, loc="upper right", frameon=False)
+    _set_margins(figure, size, len(drawn), legend.get_window_extent().width / DPI)
     with drafted(path) as draft:
         figure.savefig(draft)
     return path
+
+
+def _set_margins(figure: Figure, size: tuple[float, float], panels: int, legend_inches: float) -> None:
+    """Leaves room for ticks and titles, and right of the panels for the legend, at most three quarters of the width."""
+    width, height = size
+    panel_inches = (height - _TOP_INCHES - _BOTTOM_INCHES - (panels - 1) * _BETWEEN_INCHES) / panels
+    figure.subplots_adjust(
+        left=_LEFT_INCHES / width,
+        right=1 - (_RIGHT_INCHES + min(legend_inches, width * 3 / 4)) / width,
+        top=1 - _TOP_INCHES / height,
+        bottom=_BOTTOM_INCHES / height,
+        hspace=_BETWEEN_INCHES / panel_inches,
+    )
 
 
 def _lines(records_by_method: Mapping[str, Records], panel: Panel) -> dict[str, Points]:

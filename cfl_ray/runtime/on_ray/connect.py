@@ -17,9 +17,10 @@ from cfl_ray.engine.failure import ClientFailure, may_be_machine
 from cfl_ray.errors import ConfigError, RunError, UserError
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.on_ray.fork_server import SOCKET_VARIABLE, WORKER_PROGRAM, fork_server
-from cfl_ray.runtime.on_ray.host_actor import environment, host_environment
+from cfl_ray.runtime.on_ray.host_actor import host_environment
 from cfl_ray.system.machine import usable_cpus
 from cfl_ray.system.signals import interrupt_held
+from cfl_ray.system.variables import environment
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
 _CONNECT_SECONDS = 10

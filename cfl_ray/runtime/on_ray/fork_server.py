@@ -2,8 +2,10 @@
 
 An import of PyTorch takes two seconds of CPU and 0.3 GB, which a forked process shares. Ray starts each worker as a
 new program, and lets its cluster choose this program: `fork_worker.py`, which asks this process for a fork.
+The process is itself a fork of a program that has just begun (`forkable_imports`), or else a new program.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -13,28 +15,111 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
+import threading
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
+
+from cfl_ray.system.imports import uncollected
+from cfl_ray.system.variables import ONE_THREAD, environment
 
 SOCKET_VARIABLE = "CFL_RAY_FORK_SERVER"  # the environment variable with the path of the socket; also in fork_worker
 WORKER_PROGRAM = str(Path(__file__).with_name("fork_worker.py"))
 _KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, with its files
 _LARGEST_MESSAGE = 1 << 20  # bytes: the arguments and the environment of a worker
+_STDIN = 0
 _SECONDS = 10.0  # for a message, and for the end of the process
 _MODULES = "cfl_ray.engine.worker", "cfl_ray.methods", "cfl_ray.runtime.round_loop"
+_MODULES_OF_SOME_METHODS = ("sklearn.decomposition",)  # of the server, which imports them in a round; takes a second
 _ANY_JOB = {"RAY_JOB_ID": "ffffffff"}  # of workers that Ray starts before there is a job
+# variables that may change after the imports of a program: libraries that compute do not read them
+_READ_LATER = "RAY_", "CFL_RAY_", "MLFLOW_", "GIT_"
 # imported in the environment of the first worker, since Ray reads it in its import
 _RAY_MODULES = (
     "cfl_ray.runtime.on_ray.host_process",
     "cfl_ray.runtime.on_ray.server_process",
     "ray._private.workers.default_worker",
 )
+
+
+class _Process(NamedTuple):
+    """The process as its driver sees it."""
+
+    control: socket.socket  # our end of a pair; the other end is the stdin of the process
+    pid: int
+    environment: dict[str, str]
+
+    def end(self) -> None:
+        """Asks it to end its forks and itself, and waits for it."""
+        self.control.settimeout(_SECONDS)
+        with self.control, suppress(OSError):
+            self.control.shutdown(socket.SHUT_WR)
+            self.control.recv(1)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+_forked: list[_Process] = []  # forked from this program, and not in use yet
+
+
+@contextmanager
+def forkable_imports() -> Iterator[None]:
+    """Context of the imports with which a program begins. Forks the process for a later `fork_server` at its end.
+
+    Does not fork a program that may have other threads, which a fork would not have: if it has imported PyTorch before.
+    """
+    if sys.platform != "linux" or "torch" in sys.modules or threading.active_count() > 1 or "RAY_ADDRESS" in os.environ:
+        with uncollected():
+            yield
+        return
+    with environment(ONE_THREAD):  # as in hosts
+        with uncollected():
+            yield
+        _import(_MODULES)
+        imported_in = dict(os.environ)
+    ours, theirs = socket.socketpair(*_KIND)
+    with theirs:
+        pid = _fork()
+        if pid == 0:
+            os.setsid()
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for place, file in enumerate([theirs.fileno(), nowhere, nowhere]):
+                os.dup2(file, place)
+            for opened in (ours.fileno(), theirs.fileno(), nowhere):
+                os.close(opened)
+            _serve(sys.path[not sys.flags.safe_path :])
+    if pid:
+        _forked.append(_Process(ours, pid, imported_in))
+    else:
+        ours.close()
+
+
+def _new_program() -> _Process:
+    """The process as a new program."""
+    ours, theirs = socket.socketpair(*_KIND)
+    with theirs:
+        files = [
+            (os.POSIX_SPAWN_DUP2, theirs.fileno(), 0),
+            *((os.POSIX_SPAWN_OPEN, place, os.devnull, os.O_WRONLY, 0) for place in (1, 2)),
+        ]
+        command = [sys.executable, __file__, json.dumps([str(entry) for entry in sys.path])]
+        pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=files, setsid=True)
+    return _Process(ours, pid, dict(os.environ))
+
+
+def _process() -> _Process:
+    """The fork of this program if a new program would import the libraries in the same way now, else a new program."""
+    while _forked:
+        process = _forked.pop()
+        if all(name.startswith(_READ_LATER) for name in _differences(process.environment, os.environ)):
+            return process
+        process.end()
+    return _new_program()
 
 
 @contextmanager
@@ -48,26 +133,17 @@ def fork_server(folder: Path) -> Iterator[dict[str, str]]:
     if sys.platform != "linux":  # elsewhere libraries that are loaded do not survive a fork
         yield {}
         return
-    with TemporaryDirectory(prefix="fork-", dir=folder) as own_folder, socket.socket(*_KIND) as listening:
-        path = str(Path(own_folder, "socket"))
-        listening.bind(path)
-        listening.listen()
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(listening.fileno()), json.dumps([str(entry) for entry in sys.path])],
-            stdin=subprocess.PIPE,  # ends with this process
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[listening.fileno()],
-            start_new_session=True,
-        )
-        listening.close()
-        try:
+    process = _process()
+    try:
+        with TemporaryDirectory(prefix="fork-", dir=folder) as own_folder:
+            path = str(Path(own_folder, "socket"))
+            with socket.socket(*_KIND) as listening:
+                listening.bind(path)
+                listening.listen()
+                socket.send_fds(process.control, [b"listen"], [listening.fileno()])
             yield {SOCKET_VARIABLE: path}
-        finally:
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_SECONDS)  # closes its stdin
-            process.kill()
-            process.wait()
+    finally:
+        process.end()
 
 
 class _Worker(NamedTuple):
@@ -91,13 +167,13 @@ class _Forks:
     def serve(self, listening: socket.socket) -> _Worker | None:
         """Forks for each connection. Returns the worker in a process that was forked, None when stdin has ended."""
         while True:
-            ready, _, _ = select.select([listening, sys.stdin, *self.pids], [], [])
+            ready, _, _ = select.select([listening.fileno(), _STDIN, *self.pids], [], [])
             for pipe in list(self.pids):
-                if pipe in ready or sys.stdin in ready:
+                if pipe in ready or _STDIN in ready:
                     self._end(pipe)
-            if sys.stdin in ready:
+            if _STDIN in ready:
                 return None
-            if listening not in ready:
+            if listening.fileno() not in ready:
                 continue
             with suppress(OSError), listening.accept()[0] as connection:  # otherwise Ray's worker starts as usual
                 connection.settimeout(_SECONDS)
@@ -130,7 +206,7 @@ class _Forks:
         arguments, environment = json.loads(message)
         if self.environment is None:
             self.environment = environment | _ANY_JOB
-            _change_environment(self.environment)
+            _change_environment(_differences(os.environ, self.environment))
             _import(_RAY_MODULES)
         program = _program(arguments)
         if program is None or environment | _ANY_JOB != self.environment:
@@ -155,11 +231,18 @@ def _fork() -> int | None:
     return None
 
 
-def _change_environment(wanted: Mapping[str, str]) -> None:
-    """Gives this process an environment. What stays is not written: Ray finds the title of the process beside it."""
-    for name in os.environ.keys() - wanted.keys():
-        del os.environ[name]
-    os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})
+def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables with another value than before; None: not set any more."""
+    return {name: now.get(name) for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+
+
+def _change_environment(changes: Mapping[str, str | None]) -> None:
+    """Sets these variables, and deletes those whose value is None."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _program(arguments: list[str]) -> list[str] | None:
@@ -172,26 +255,56 @@ def _program(arguments: list[str]) -> list[str] | None:
     return program if options.language == "PYTHON" and vars(context) == vars(RuntimeEnvContext()) else None
 
 
-def _become(worker: _Worker, import_path: list[str]) -> None:
-    """Runs the worker's program as a new process would."""
+def _serve(worker_path: list[str]) -> NoReturn:
+    """The whole life of the process, and of its forks. Its stdin is a socket, which gives it the socket of the workers.
+
+    worker_path: `sys.path` of a new program, without the folder of the program.
+    """
+    try:
+        _import(_MODULES_OF_SOME_METHODS)
+        control = socket.socket(*_KIND, fileno=_STDIN)
+        message, files, _, _ = socket.recv_fds(control, 16, 1)
+        control.detach()
+        if not message:  # the driver has ended
+            os._exit(0)
+        listening = socket.socket(*_KIND, fileno=files[0])
+        worker = _Forks().serve(listening)
+        if worker is None:
+            shutil.rmtree(Path(listening.getsockname()).parent, ignore_errors=True)
+            os._exit(0)
+        os._exit(_become(worker, worker_path))
+    finally:
+        os._exit(1)  # the program that was forked does not go on here
+
+
+def _become(worker: _Worker, import_path: list[str]) -> int:
+    """Runs the worker's program as a new process would. Returns its exit status."""
     os.setsid()
     for place, file in enumerate(worker.files):
         os.dup2(file, place)
         os.close(file)
-    _change_environment(worker.environment)
+    # what stays is not written: Ray finds the title of the process beside it
+    _change_environment(_differences(os.environ, worker.environment))
     sys.argv, sys.path[:] = worker.program, [os.path.dirname(worker.program[0]), *import_path]
-    runpy.run_path(worker.program[0], run_name="__main__")
+    status = 0
+    try:
+        runpy.run_path(worker.program[0], run_name="__main__")
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return status
 
 
-def _main() -> None:
-    listening, worker_path = socket.socket(*_KIND, fileno=int(sys.argv[1])), sys.path[1:]
-    sys.path[:] = json.loads(sys.argv[2])
+def _main() -> NoReturn:
+    worker_path = sys.path[1:]
+    sys.path[:] = json.loads(sys.argv[1])
     _import(_MODULES)
-    worker = _Forks().serve(listening)
-    if worker is None:
-        shutil.rmtree(Path(listening.getsockname()).parent, ignore_errors=True)
-        os._exit(0)
-    _become(worker, worker_path)
+    _serve(worker_path)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ import ray
 
 from cfl_ray.system.cpu import instructions_environment
 from cfl_ray.system.imports import uncollected
+from cfl_ray.system.variables import ONE_THREAD, environment
 
 if TYPE_CHECKING:
     from cfl_ray.checkpoint.lease import SharedDirectory
@@ -26,30 +26,10 @@ if TYPE_CHECKING:
     from cfl_ray.runtime.on_ray.host_process import HostProcess
     from cfl_ray.runtime.on_ray.stored import Place
 
-_HOST_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",  # of NumPy
-}
 _LIVE = "live"  # the concurrency group of calls that are answered while work is in progress
 _PRIORITY = {"RAY_worker_niceness": "0"}  # as other processes of the user; Ray's default, 15, gives way to all of them
 # set in processes of a cluster that was started with this environment: its instructions; "": not set
 _INHERITED = "CFL_RAY_HOST_ENVIRONMENT"
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Context in which these environment variables are set."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def host_environment(instructions: str | None) -> AbstractContextManager[None]:
@@ -59,14 +39,14 @@ def host_environment(instructions: str | None) -> AbstractContextManager[None]:
     for its agent that makes environments, and cannot use the processes that it has started already.
     """
     own = {_INHERITED: instructions or ""}
-    return environment(_HOST_ENVIRONMENT | instructions_environment(instructions) | own | _PRIORITY)
+    return environment(ONE_THREAD | instructions_environment(instructions) | own | _PRIORITY)
 
 
 def host_runtime_env(instructions: str | None) -> dict[str, Any] | None:
     """Ray's runtime environment of a host with these instructions; None if its cluster was started with them."""
     if os.environ.get(_INHERITED) == (instructions or ""):
         return None
-    return {"env_vars": _HOST_ENVIRONMENT | instructions_environment(instructions)}
+    return {"env_vars": ONE_THREAD | instructions_environment(instructions)}
 
 
 def server_runtime_env(instructions: str | None) -> dict[str, Any] | None:

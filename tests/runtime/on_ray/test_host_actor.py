@@ -37,7 +37,7 @@ def test_hosts_get_an_environment_where_they_inherit_none(inherited, monkeypatch
         monkeypatch.setenv(host_actor._INHERITED, "")
     with pytest.raises(Started):
         host_actor.start_host(RuntimeConfig(), None)
-    assert given == [None if inherited else {"env_vars": host_actor._HOST_ENVIRONMENT}]
+    assert given == [None if inherited else {"env_vars": host_actor.ONE_THREAD}]
 
 
 def test_instructions_are_given_where_the_cluster_was_started_with_others(monkeypatch):
