@@ -55,10 +55,11 @@ def resume(run_dir: inputs.RunDir, trust: inputs.Trust = False, in_process: inpu
 
     RUN may be the folder of a study: its unfinished runs continue, and failed runs are repeated.
     """
-    from cfl_ray.cli.progress import Display
-    from cfl_ray.lifecycle import launch
-    from cfl_ray.results.trust import load_record, load_study_record
-    from cfl_ray.run_directory import RunDirectory
+    with uncollected() if in_process else forkable_imports():
+        from cfl_ray.cli.progress import Display
+        from cfl_ray.lifecycle import launch
+        from cfl_ray.results.trust import load_record, load_study_record
+        from cfl_ray.run_directory import RunDirectory
 
     if RunDirectory(run_dir).is_study:
         if in_process:

@@ -60,8 +60,9 @@ class _Process(NamedTuple):
         with self.control, suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)
             self.control.recv(1)
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
 
 
 _forked: list[_Process] = []  # forked from this program, and not in use yet

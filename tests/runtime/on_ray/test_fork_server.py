@@ -23,7 +23,8 @@ import random
 print(json.dumps({
     "imported": imported, "name": __name__, "arguments": sys.argv, "path": sys.path, "parent": os.getppid(),
     "own group": os.getpgid(0) == os.getpid(), "job": os.environ["RAY_JOB_ID"], "read": sys.stdin.read(),
-    "draw": random.random(),
+    "draw": random.random(), "threads": os.environ.get("OMP_NUM_THREADS"),
+    "parent's command": open(f"/proc/{os.getppid()}/cmdline").read().split("\\0"),
 }))
 """
 # in the place of Ray's setup_worker.py
@@ -139,22 +140,72 @@ with fork_server(folder / "sockets") as variables:
 """
 
 
+FORKED = """
+import os
+from cfl_ray.system.variables import ONE_THREAD
+from cfl_ray.runtime.on_ray.fork_server import forkable_imports
+before = dict(os.environ)
+with forkable_imports():
+    import cfl_ray.lifecycle.launch
+assert os.environ == before
+os.environ |= ONE_THREAD
+"""
+
+
 @pytest.mark.parametrize("killed", [True, False])
-def test_it_ends_with_its_driver_and_leaves_no_file_and_no_fork(killed, tmp_path):
+@pytest.mark.parametrize("begins", ["", FORKED], ids=["new program", "forked from the driver"])
+def test_it_ends_with_its_driver_and_leaves_no_file_and_no_fork(begins, killed, tmp_path):
     (tmp_path / "waits.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     (sockets := tmp_path / "sockets").mkdir()
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", begins + DRIVER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     fork = psutil.Process(int(driver.stdout.readline()))
     server = fork.parent()
     assert list(sockets.iterdir())
+    assert (server.cmdline()[1] == "-c") == bool(begins)
     if killed:
         driver.kill()
     driver.communicate()
     server.wait(60)
     fork.wait(60)
     assert not list(sockets.iterdir())
+
+
+FORKED_DRIVER = f"""
+{FORKED}
+import json, os, pathlib, subprocess, sys
+from cfl_ray.runtime.on_ray.fork_server import fork_server
+folder = pathlib.Path(sys.argv[1])
+os.environ |= json.loads(sys.argv[2])
+with fork_server(folder) as variables:
+    for _ in range(2):
+        command = [sys.executable, {WORKER_PROGRAM!r}, str(folder / "about.py"), "--node-id=5", "--language=PYTHON"]
+        subprocess.run(command, env=os.environ | variables | {{"RAY_JOB_ID": "ffffffff"}}, stdin=subprocess.DEVNULL)
+print(json.dumps(os.getpid()))
+"""
+
+
+@pytest.mark.parametrize(
+    "changes, is_fork",
+    [({"RAY_AUTH_MODE": "token", "MLFLOW_TRACKING_URI": ""}, True), ({"OPENBLAS_CORETYPE": "Haswell"}, False)],
+)
+def test_a_program_that_begins_is_forked_unless_libraries_would_be_imported_in_another_way(changes, is_fork, tmp_path):
+    (tmp_path / "about.py").write_text(ABOUT)
+    environment = {name: value for name, value in os.environ.items() if "THREADS" not in name}
+    output = subprocess.check_output(
+        [sys.executable, "-c", FORKED_DRIVER, tmp_path, json.dumps(changes)], env=environment, text=True, timeout=100
+    )
+    first, second, _ = map(json.loads, output.splitlines())
+    usual = subprocess.check_output(
+        [sys.executable, tmp_path / "about.py"], env=environment | {"RAY_JOB_ID": ""}, stdin=subprocess.DEVNULL
+    )
+    for worker in (first, second):
+        assert worker["imported"] == ["torch", "ray", "cfl_ray.methods"] and worker["name"] == "__main__"
+        assert worker["path"] == json.loads(usual)["path"] and worker["threads"] == "1"
+        assert ("-c" in worker["parent's command"]) == is_fork
+        assert worker["own group"] and worker["arguments"] == [str(tmp_path / "about.py"), "--node-id=5"]
+    assert first["draw"] != second["draw"]
 
 
 def test_hosts_and_server_of_a_run_are_forked(cluster, experiment, actors, notes, tmp_path):
