@@ -10,6 +10,8 @@ import tempfile
 import pytest
 from waiting import until
 
+from cfl_ray.system.imports import skip_last_collections
+
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  on all clusters; Ray's default gives way to all other tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start: each core has a test
@@ -46,13 +48,14 @@ gc.disable()  # until all tests are collected: what is imported and collected un
 
 
 def pytest_collection_finish():
-    gc.collect()
     gc.freeze()  # so that no later collection walks through it
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_unconfigure():
-    gc.unfreeze()  # libraries report what is left when the interpreter ends
+    gc.unfreeze()
+    skip_last_collections()
     if OWN_HOME:
         shutil.rmtree(OWN_HOME, ignore_errors=True)
 

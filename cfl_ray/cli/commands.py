@@ -21,6 +21,7 @@ from cfl_ray.cli.console import err, say
 from cfl_ray.errors import Interrupted, RunStopped, UserError, says_where
 from cfl_ray.errors.redaction import redact
 from cfl_ray.plugins.calling import is_user_file
+from cfl_ray.system.imports import skip_last_collections
 
 # new objects until the garbage collector looks for cycles; with Python's 700 it takes a fifth of the time of imports
 _OBJECTS = 50_000
@@ -73,7 +74,7 @@ def _version(wanted: bool) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line. Every error becomes a message and an exit status."""
     gc.set_threshold(_OBJECTS)
-    atexit.register(gc.freeze)  # Python would look for cycles once more, for a second
+    atexit.register(skip_last_collections)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for characters that the terminal lacks, such as ±

@@ -1,4 +1,4 @@
-"""Names that a package imports when they are first used, and imports without Python's cyclic garbage collector."""
+"""Names that a package imports when they are first used, and imports and exits without Python's garbage collector."""
 
 import gc
 import importlib
@@ -42,3 +42,9 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def skip_last_collections() -> None:
+    """Lets Python end without looking for cycles among all objects, which takes a second."""
+    if "triton" not in sys.modules:  # which prints what is left
+        gc.freeze()

@@ -10,7 +10,6 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import TensorDataset
-from torchvision.transforms.functional import rotate
 
 from jobs.official import runs
 from jobs.official.page import table
@@ -25,6 +24,8 @@ SEEDS = range(2)
 
 def rotated(seed: int) -> Data:
     """The images of `PER_ANGLE` clients for each of their angles."""
+    from torchvision.transforms.functional import rotate  # here, because it takes two seconds
+
     data = runs.rotated_mnist(seed, [0] * CLIENTS, TRAIN, TEST)
 
     def turned(x: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from cfl_ray import Experiment, UserError, data, load, models
 from cfl_ray.errors import DataError
@@ -231,6 +230,8 @@ def _operations(experiment: Experiment) -> float | None:
         summary = data.describe(experiment.data, experiment.seed, experiment.targets)
     except DataError:
         return None
+    from torch.utils.flop_counter import FlopCounterMode  # here, because it takes a second
+
     shape, local = summary.shape, experiment.local
     network = models.recipe(experiment.model.name, experiment.model.options, shape.input, shape.num_classes)()
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from torchvision.transforms import functional
 
 from cfl_ray.data.federation import Scaling
 from cfl_ray.errors import DataError
@@ -10,6 +9,8 @@ MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]
 
 
 def test_scaling_is_torchvisions_bit_for_bit():
+    from torchvision.transforms import functional  # here, because it takes two seconds
+
     x = np.random.default_rng(0).integers(0, 256, (7, 3, 5, 5), dtype=np.uint8)
     expected = torch.stack([functional.normalize(functional.to_tensor(one.transpose(1, 2, 0)), MEAN, STD) for one in x])
     assert torch.equal(Scaling(255, [MEAN, STD]).to_tensor(x), expected)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.ndimage import gaussian_filter
-from torchvision.transforms import functional
 
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.config.shift import SHIFT_KINDS
@@ -20,6 +19,8 @@ def groups(images, other=None, natural=True, **shift):
 
 
 def test_rotation_is_numpys_and_torchvisions(toy):
+    from torchvision.transforms import functional  # here, because it takes two seconds
+
     images = toy(shape=(3, 6, 6))
     rows = np.arange(5, 25)
     for angle, group in zip((0, 90, 180, 270), groups(images, kind="rotated"), strict=True):
@@ -96,6 +97,8 @@ def test_values_that_do_not_fit(toy, kind, values, message):
 
 class TestAnyAngle:
     def test_is_bilinear_as_torchvisions_and_rounded(self, toy):
+        from torchvision.transforms import functional
+
         images = toy(shape=(1, 6, 6))
         rows = np.arange(3, 9)
         x = groups(images, kind="rotated", angles=[0, 37.5])[1].variant.train(rows)[0]

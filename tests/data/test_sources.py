@@ -11,7 +11,6 @@ import pytest
 import scipy.io
 import sklearn.datasets
 from PIL import Image
-from torchvision import datasets
 
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import sources
@@ -44,6 +43,8 @@ def test_digits():
 
 @pytest.mark.parametrize("name, kind", [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
 def test_torchvision_sets_are_what_torchvision_reads(data_root, name, kind):
+    from torchvision import datasets  # here, because it takes two seconds
+
     images = read(name, root=str(data_root))
     expected = getattr(datasets, kind)(data_root / "torchvision", train=False)
     assert images.train_x.shape == (60_000, 1, 28, 28) and images.train_x.dtype == np.uint8
@@ -234,7 +235,7 @@ def test_a_download_from_a_server_that_hangs_ends(tmp_path, monkeypatch, sent):
     monkeypatch.setattr(sources, "_SILENCE_SECONDS", 0.3)
     monkeypatch.setenv("no_proxy", "*")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr(datasets.MNIST, "mirrors", [f"http://127.0.0.1:{server.getsockname()[1]}/"])
+        monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", [f"http://127.0.0.1:{server.getsockname()[1]}/"])
         connections = []
 
         def accept():
@@ -258,7 +259,7 @@ def test_download_happens_only_where_it_is_wanted_and_needed(tmp_path, monkeypat
         asked.append((root, download))
         raise OSError("no route to host")
 
-    monkeypatch.setattr(datasets, "MNIST", fetch)
+    monkeypatch.setattr("torchvision.datasets.MNIST", fetch)
     with pytest.raises(DataError, match="not found"):
         locate("mnist", SOURCE_KINDS.of(root=str(tmp_path)))
     assert asked == []

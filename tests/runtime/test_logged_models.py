@@ -1,9 +1,7 @@
 """Models of the end in MLflow: they load again without the code that made them, and survive an unreachable server."""
 
-import mlflow.pytorch
 import pytest
 import torch
-from mlflow import MlflowClient
 
 from cfl_ray import simulate
 from cfl_ray.errors import ConfigError
@@ -41,6 +39,8 @@ def own(tmp_path):
 @pytest.fixture
 def tracked(experiment, tmp_path, monkeypatch):
     """Makes an experiment whose runs are in an SQLite store."""
+    import mlflow  # here, because it takes two seconds
+
     for name in DEFAULTS:  # set and deleted, so that what a run sets is undone after the test
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -66,6 +66,8 @@ def figures(results):
 
 def models_in(uri, label):
     """The models of the run of a method, by name."""
+    from mlflow import MlflowClient
+
     client = MlflowClient(uri)
     (experiment,) = [one for one in client.search_experiments() if one.name == "cfl_ray"]
     (run,) = client.search_runs([experiment.experiment_id], f"tags.label = '{label}'")
@@ -78,6 +80,8 @@ def models_in(uri, label):
 
 
 def test_the_model_of_each_cluster_loads_again_and_predicts_the_same(tracked, own, tmp_path):
+    import mlflow  # here, because it takes two seconds
+
     methods = [{"ifca": {"num_clusters": 2}}, "ifca_cam"]
     changes = {"methods": methods, "model": {"name": f"{own}:Net", "options": {}}}
     results = simulate(tracked(**changes), tmp_path / "run")
@@ -113,6 +117,8 @@ def test_a_model_that_cannot_be_exported_is_named_and_the_run_goes_on(tracked, o
 
 
 def test_models_are_delivered_once_by_a_later_command(tracked, tmp_path, monkeypatch):
+    import mlflow  # here, because it takes two seconds
+
     with monkeypatch.context() as unreachable:
         unreachable.setattr(mlflow_tracker, "accepts_connection", lambda uri: False)
         results = simulate(tracked(methods=["fedavg"]), tmp_path / "run")
@@ -121,7 +127,7 @@ def test_models_are_delivered_once_by_a_later_command(tracked, tmp_path, monkeyp
         def fail(client, *arguments):
             raise ConnectionError("lost")
 
-        broken.setattr(MlflowClient, "finalize_logged_model", fail)
+        broken.setattr(mlflow.MlflowClient, "finalize_logged_model", fail)
         assert [run_dir.name for run_dir in deliver_pending(tmp_path, seconds=60)] == ["run"], "the parent"
     assert [run_dir.name for run_dir in deliver_pending(tmp_path, seconds=60)] == ["fedavg"]
     assert deliver_pending(tmp_path, seconds=60) == {}
