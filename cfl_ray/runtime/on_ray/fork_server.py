@@ -141,7 +141,8 @@ def fork_server(folder: Path) -> Iterator[dict[str, str]]:
             with socket.socket(*_KIND) as listening:
                 listening.bind(path)
                 listening.listen()
-                socket.send_fds(process.control, [b"listen"], [listening.fileno()])
+                with suppress(OSError):  # it has died: workers start as usual
+                    socket.send_fds(process.control, [b"listen"], [listening.fileno()])
             yield {SOCKET_VARIABLE: path}
     finally:
         process.end()
@@ -296,7 +297,7 @@ def _become(worker: _Worker, import_path: list[str]) -> int:
         traceback.print_exc()
         status = 1
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: was closed
         stream.flush()
     return status
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -101,6 +103,16 @@ def test_a_worker_needs_no_fork_server(started, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_fork_server_that_dies_before_its_use_is_not_needed(started, tmp_path, monkeypatch):
+    folder, environment = started
+    process = fork_server._new_program()
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitpid(process.pid, 0)
+    monkeypatch.setattr(fork_server, "_process", lambda: process)
+    with fork_server.fork_server(tmp_path) as variables:
+        assert output_of_worker((folder, environment | variables))["imported"] == "nothing"
+
+
 @pytest.fixture
 def waiting(started):
     """A worker that sleeps: the process that Ray started, and its fork."""
@@ -152,8 +164,7 @@ os.environ |= ONE_THREAD
 """
 
 
-@pytest.mark.parametrize("killed", [True, False])
-@pytest.mark.parametrize("begins", ["", FORKED], ids=["new program", "forked from the driver"])
+@pytest.mark.parametrize("begins, killed", [("", True), ("", False), (FORKED, True)])
 def test_it_ends_with_its_driver_and_leaves_no_file_and_no_fork(begins, killed, tmp_path):
     (tmp_path / "waits.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     (sockets := tmp_path / "sockets").mkdir()
@@ -174,38 +185,60 @@ def test_it_ends_with_its_driver_and_leaves_no_file_and_no_fork(begins, killed, 
 
 FORKED_DRIVER = f"""
 {FORKED}
-import json, os, pathlib, subprocess, sys
+import pathlib, subprocess, sys
 from cfl_ray.runtime.on_ray.fork_server import fork_server
 folder = pathlib.Path(sys.argv[1])
-os.environ |= json.loads(sys.argv[2])
+os.environ |= {{"RAY_AUTH_MODE": "token", "MLFLOW_TRACKING_URI": ""}}
 with fork_server(folder) as variables:
     for _ in range(2):
         command = [sys.executable, {WORKER_PROGRAM!r}, str(folder / "about.py"), "--node-id=5", "--language=PYTHON"]
         subprocess.run(command, env=os.environ | variables | {{"RAY_JOB_ID": "ffffffff"}}, stdin=subprocess.DEVNULL)
-print(json.dumps(os.getpid()))
 """
 
 
-@pytest.mark.parametrize(
-    "changes, is_fork",
-    [({"RAY_AUTH_MODE": "token", "MLFLOW_TRACKING_URI": ""}, True), ({"OPENBLAS_CORETYPE": "Haswell"}, False)],
-)
-def test_a_program_that_begins_is_forked_unless_libraries_would_be_imported_in_another_way(changes, is_fork, tmp_path):
+def test_a_program_that_begins_is_forked(tmp_path):
     (tmp_path / "about.py").write_text(ABOUT)
     environment = {name: value for name, value in os.environ.items() if "THREADS" not in name}
-    output = subprocess.check_output(
-        [sys.executable, "-c", FORKED_DRIVER, tmp_path, json.dumps(changes)], env=environment, text=True, timeout=100
-    )
-    first, second, _ = map(json.loads, output.splitlines())
+    command = [sys.executable, "-c", FORKED_DRIVER, tmp_path]
+    first, second = map(json.loads, subprocess.check_output(command, env=environment, timeout=100).splitlines())
     usual = subprocess.check_output(
         [sys.executable, tmp_path / "about.py"], env=environment | {"RAY_JOB_ID": ""}, stdin=subprocess.DEVNULL
     )
     for worker in (first, second):
         assert worker["imported"] == ["torch", "ray", "cfl_ray.methods"] and worker["name"] == "__main__"
         assert worker["path"] == json.loads(usual)["path"] and worker["threads"] == "1"
-        assert ("-c" in worker["parent's command"]) == is_fork
         assert worker["own group"] and worker["arguments"] == [str(tmp_path / "about.py"), "--node-id=5"]
+        assert "-c" in worker["parent's command"], "the fork server is a fork of the program"
     assert first["draw"] != second["draw"]
+    assert [path.name for path in tmp_path.iterdir()] == ["about.py"]
+
+
+@pytest.mark.parametrize(
+    "changes, fits",
+    [
+        ({}, True),
+        ({"RAY_AUTH_MODE": "token", "CFL_RAY_HOME": "/", "MLFLOW_TRACKING_URI": "", "GIT_PYTHON_REFRESH": ""}, True),
+        ({"OPENBLAS_CORETYPE": "Haswell"}, False),
+        ({"OMP_NUM_THREADS": "7"}, False),
+        ({"CUDA_VISIBLE_DEVICES": ""}, False),
+    ],
+)
+def test_a_fork_is_used_unless_libraries_would_be_imported_in_another_way(changes, fits, monkeypatch):
+    ended, new = [], object()
+
+    class Waiting(NamedTuple):
+        environment: dict
+
+        def end(self):
+            ended.append(self)
+
+    forked = Waiting(dict(os.environ))
+    monkeypatch.setattr(fork_server, "_forked", [forked])
+    monkeypatch.setattr(fork_server, "_new_program", lambda: new)
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    assert fork_server._process() is (forked if fits else new)
+    assert ended == ([] if fits else [forked]) and not fork_server._forked
 
 
 def test_hosts_and_server_of_a_run_are_forked(cluster, experiment, actors, notes, tmp_path):
