@@ -30,6 +30,7 @@ _CLIENTS, _STEPS = 4, 5  # size of the measurement, at least one chunk of client
 _TOGETHER = 256  # most clients of the measurement if the clients of several chunks are trained together
 _MARGIN = 1.05  # speed-up over the sequential engine from which another engine is chosen
 _BUDGET = 1.0  # seconds
+_FAR, _CLOSE = 1.5, 1.15  # multiples of the least time up to which a run is timed again; _CLOSE after the budget
 _TRIED = 1 << 25  # most numbers of a row with which `why_not` tries vectorised
 _SAMPLES_SHARE = 0.3  # of the free memory of a GPU, for the samples of the measurement
 
@@ -259,7 +260,8 @@ def _seconds(runs: Mapping[str, _Run], tasks: Sequence[TrainingTask], network: N
     """Least seconds per client of each run, after a warm-up chunk. Runs are interleaved, so that all have equal load.
 
     Runs that do not fit into the memory of the device are left out; if the sequential engine does not fit, the error is
-    raised. Runs that are clearly slower than the fastest are timed once; after `_BUDGET` seconds, no run is repeated.
+    raised. Runs are repeated twice while another one is about as fast: after `_BUDGET` seconds only those that noise
+    could exchange, after three times as many none.
     """
     began = time.perf_counter()
     clock = time.perf_counter if network.device.type == "cuda" else time.thread_time  # other processes do not count
@@ -273,13 +275,14 @@ def _seconds(runs: Mapping[str, _Run], tasks: Sequence[TrainingTask], network: N
             del seconds[name]
     _synchronise(network)
     for repetition in range(3):
-        least = min(seconds.values())
-        for name in seconds:
-            run = runs[name]
-            if repetition and (seconds[name] > 1.5 * least or time.perf_counter() - began > _BUDGET):
-                continue
+        spent, least = time.perf_counter() - began, min(seconds.values())
+        limit = _FAR if spent <= _BUDGET else _CLOSE if spent <= 3 * _BUDGET else 0
+        timed = [name for name in seconds if not repetition or seconds[name] <= limit * least]
+        if repetition and len(timed) == 1:
+            break
+        for name in timed:
             start = clock()
-            run(tasks)
+            runs[name](tasks)
             _synchronise(network)
             seconds[name] = min(seconds[name], (clock() - start) / len(tasks))
     return seconds

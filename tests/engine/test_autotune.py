@@ -279,3 +279,34 @@ def test_a_network_that_vmap_does_not_support_is_a_reason(error, reason, monkeyp
     monkeypatch.setattr(autotune, "_seconds", lambda runs, *_: dict.fromkeys(runs, 4e-4))
     choice = autotune.measure(network, federation, LocalSGD(epochs=2, batch_size=9), 0, autotune.Division(200))
     assert choice.engine == "sequential" and reason in choice.reason.partition("not vectorised: ")[2]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "seconds, repeated",
+    [
+        ((0.1, 0.2), (1, 1)),  # no noise makes the second the faster one
+        ((0.1, 0.12), (3, 3)),
+        ((0.05, 0.06, 0.1), (3, 3, 1)),
+        ((0.5, 0.6), (1, 1)),  # the budget of a second is used up
+        ((0.5, 0.55), (2, 2)),  # until three seconds, as close as that
+        ((0.1,), (1,)),
+    ],
+)
+def test_engines_are_timed_again_if_noise_may_decide(seconds, repeated, monkeypatch):
+    clock, calls = [0.0], []
+    monkeypatch.setattr(autotune.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(autotune.time, "thread_time", lambda: clock[0])
+
+    def run_of(place):
+        def run(tasks):
+            clock[0] += seconds[place]
+            calls.append(place)
+
+        return autotune._Run(len(tasks), run)
+
+    tasks = ["task"]
+    network = SimpleNamespace(device=torch.device("cpu"))
+    found = autotune._seconds({place: run_of(place) for place in range(len(seconds))}, tasks, network)
+    assert found == pytest.approx(dict(enumerate(seconds)))
+    assert tuple(calls.count(place) - 1 for place in range(len(seconds))) == repeated, "after the warm-up"
