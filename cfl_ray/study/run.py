@@ -30,7 +30,7 @@ from cfl_ray.study.plan import ALL, Selection, StudyRun, metric_warnings, plan, 
 from cfl_ray.study.sweep import RankedTrial, Trials, best_of, rank, to_frame, trials_of
 from cfl_ray.study.worker_pool import END_SECONDS, Resources, RunOutcome, WorkerPool, check_main, resources_for
 from cfl_ray.system.files import write_text
-from cfl_ray.system.signals import sigterm_interrupts
+from cfl_ray.system.signals import interrupts_noted, sigterm_interrupts
 from cfl_ray.tracking import (
     Mlflow,
     RunInfo,
@@ -204,7 +204,7 @@ class _Launch:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = RunDirectory(self.root).study_lock
         lock.touch()
-        with hold(lock), sigterm_interrupts():
+        with hold(lock), interrupts_noted(), sigterm_interrupts():
             self._check_runs()
             remember_credentials(self.study.model_dump(mode="json", by_alias=True))
             sign_study(self.root, self.study)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
+from types import FrameType
+from typing import Literal
 
 from cfl_ray.config import RuntimeConfig
 from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserError
@@ -24,6 +25,7 @@ from cfl_ray.setup.setup import Setup
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.system.files import write_text
 from cfl_ray.system.machine import available_memory, usable_cpus
+from cfl_ray.system.signals import repeats_later
 
 _MOST_AT_ONCE = 64
 _RUN_BYTES = 1e9  # available memory per process; torch alone takes 0.5 GB
@@ -341,7 +343,7 @@ def _become_worker(parent: int) -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def _interrupt(*_: Any) -> None:
-    if _AtWork.now:
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _AtWork.now and not repeats_later(number, frame):
         _AtWork.now = False  # once: the end of the run is not interrupted
         raise KeyboardInterrupt

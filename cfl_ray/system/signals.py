@@ -1,8 +1,10 @@
 """Signals that end a run or a study."""
 
+import _thread
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -10,6 +12,7 @@ from types import FrameType
 # not a threading.Event, see `Flag`
 _interrupted = False
 _held = False
+_IMPORTS = "<frozen importlib._bootstrap>"  # the file of the code with the locks of imports
 
 
 @contextmanager
@@ -65,8 +68,32 @@ def raise_interrupt() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     global _interrupted
+    if repeats_later(number, frame):
+        return
     again, _interrupted = _interrupted, True
     if again or not _held:
+        signal.default_int_handler(number, frame)
+
+
+def repeats_later(number: int, frame: FrameType | None) -> bool:
+    """For a handler that raises KeyboardInterrupt: whether it must not do so now, and is called again in 10 ms.
+
+    Python is about to acquire or release a lock of an import, which an exception would leave held: from then on all
+    other threads would wait in their imports for ever.
+    """
+    if frame is None or frame.f_code.co_filename != _IMPORTS:
+        return False
+    _thread.start_new_thread(_repeat, (number,))
+    return True
+
+
+def _repeat(number: int) -> None:
+    time.sleep(0.01)
+    _thread.interrupt_main(signal.Signals(number))
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    if not repeats_later(number, frame):
         signal.default_int_handler(number, frame)
 
 
@@ -76,7 +103,7 @@ def sigterm_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:

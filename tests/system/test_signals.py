@@ -1,9 +1,12 @@
 """SIGTERM ends a run as Ctrl-C does, and no Ctrl-C is lost."""
 
+import _imp
+import importlib
 import os
 import signal
 import sys
 import threading
+import time
 
 import pytest
 
@@ -168,3 +171,29 @@ def test_a_flag_wakes_a_thread_as_often_as_it_is_set():
         said.release()
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("context, number", [(interrupts_noted, signal.SIGINT), (sigterm_interrupts, signal.SIGTERM)])
+def test_an_interrupt_leaves_no_lock_of_imports_held(context, number, tmp_path, monkeypatch):
+    """Another thread holds the lock as the main thread imports a module, and meanwhile the signal comes."""
+    (tmp_path / "imported_in_the_test.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    held = threading.Event()
+
+    def hold_and_interrupt():
+        _imp.acquire_lock()
+        held.set()
+        time.sleep(0.1)  # the main thread waits for the lock
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
+        _imp.release_lock()
+
+    thread = threading.Thread(target=hold_and_interrupt)
+    with pytest.raises(KeyboardInterrupt), context():
+        thread.start()
+        held.wait()
+        importlib.import_module("imported_in_the_test")
+        time.sleep(10)
+    thread.join()
+    assert not _imp.lock_held()
+    assert sys.modules.pop("imported_in_the_test")
