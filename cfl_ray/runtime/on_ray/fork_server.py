@@ -76,9 +76,11 @@ _forked: list[_Process] = []  # forked from this program, and not in use yet
 def forkable_imports() -> Iterator[None]:
     """Context of the imports with which a program begins. Forks the process for a later `fork_server` at its end.
 
-    Does not fork a program that may have other threads, which a fork would not have: if it has imported PyTorch before.
+    Does not fork a program that may have other threads, which a fork would not have: if it has imported PyTorch before;
+    or that has imported Ray, which reads the environment of a cluster in its import.
     """
-    if sys.platform != "linux" or "torch" in sys.modules or threading.active_count() > 1 or "RAY_ADDRESS" in os.environ:
+    begins = sys.platform == "linux" and not {"torch", "ray"} & sys.modules.keys() and threading.active_count() == 1
+    if not begins or "RAY_ADDRESS" in os.environ:
         with uncollected():
             yield
         return

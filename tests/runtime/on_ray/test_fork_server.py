@@ -223,6 +223,18 @@ def test_a_program_that_begins_is_forked(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["about.py"]
 
 
+@pytest.mark.parametrize("earlier", ["torch", "ray"])
+def test_a_program_that_has_imported_a_library_is_not_forked(earlier, monkeypatch):
+    monkeypatch.setattr(
+        sys, "modules", {name: sys.modules[name] for name in sys.modules if name not in ("torch", "ray")}
+    )
+    monkeypatch.setitem(sys.modules, earlier, None)
+    monkeypatch.setattr(fork_server.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(fork_server, "_fork", lambda: pytest.fail("forked"))
+    with fork_server.forkable_imports():
+        pass
+
+
 @pytest.mark.parametrize(
     "changes, fits",
     [
