@@ -75,6 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line. Every error becomes a message and an exit status."""
     gc.set_threshold(_OBJECTS)
     atexit.register(skip_last_collections)
+    _open_standard_files()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for characters that the terminal lacks, such as ±
@@ -100,6 +101,13 @@ def main(arguments: list[str] | None = None) -> None:
         location = "" if says_where(error) else f" ({Path(frame.filename).name}, line {frame.lineno})"
         notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []))
         _fail(f"{type(error).__name__}: {error}{location}{notes}; set CFL_RAY_DEBUG=1 for the whole traceback", 1)
+
+
+def _open_standard_files() -> None:
+    """Opens /dev/null in the place of a closed stdin, stdout or stderr, which the next socket would take."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))  # has the lowest number that is free
 
 
 def _message_of_interruption(error: BaseException | None) -> str | None:

@@ -23,7 +23,8 @@ DPI = 100  # 750 pixels: as wide as the description of a run in MLflow, which cu
 WIDTH_INCHES, MIN_HEIGHT_INCHES = 7.5, 4.2
 LEGEND_INCHES = 0.22  # height of a method in the legend
 # fixed, because `layout="constrained"` draws all texts twice to measure them
-_LEFT_INCHES, _RIGHT_INCHES, _TOP_INCHES, _BOTTOM_INCHES, _BETWEEN_INCHES = 0.55, 0.15, 0.3, 0.5, 0.4
+_LEFT_INCHES, _RIGHT_INCHES, _TOP_INCHES, _BOTTOM_INCHES, _BETWEEN_INCHES = 0.55, 0.15, 0.36, 0.5, 0.4
+_TICK_INCHES, _CHARACTER_INCHES = 0.15, 0.09  # left of the panels: the ticks, and a character of their labels at most
 
 Records = Sequence[RoundRecord]
 Points = list[tuple[float, float]]  # x, y
@@ -79,18 +80,22 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
     all_axes[-1].set_xlabel(_X_TITLES.get(panels[0].x_of, "round"))
     methods = [method for method in records_by_method if method in line_of]
     legend = figure.legend([line_of[method] for method in methods], methods, loc="upper right", frameon=False)
-    _set_margins(figure, size, len(drawn), legend.get_window_extent().width / DPI)
+    _set_margins(figure, size, list(all_axes), legend.get_window_extent().width / DPI)
     with drafted(path) as draft:
         figure.savefig(draft)
     return path
 
 
-def _set_margins(figure: Figure, size: tuple[float, float], panels: int, legend_inches: float) -> None:
+def _set_margins(figure: Figure, size: tuple[float, float], all_axes: Sequence[Axes], legend_inches: float) -> None:
     """Leaves room for ticks and titles, and right of the panels for the legend, at most three quarters of the width."""
-    width, height = size
+    (width, height), panels = size, len(all_axes)
+    labels = (
+        label for axes in all_axes for label in axes.yaxis.get_major_formatter().format_ticks(list(axes.get_yticks()))
+    )
+    left_inches = max(_LEFT_INCHES, _TICK_INCHES + _CHARACTER_INCHES * max(map(len, labels), default=0))
     panel_inches = (height - _TOP_INCHES - _BOTTOM_INCHES - (panels - 1) * _BETWEEN_INCHES) / panels
     figure.subplots_adjust(
-        left=_LEFT_INCHES / width,
+        left=left_inches / width,
         right=1 - (_RIGHT_INCHES + min(legend_inches, width * 3 / 4)) / width,
         top=1 - _TOP_INCHES / height,
         bottom=_BOTTOM_INCHES / height,

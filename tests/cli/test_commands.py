@@ -202,6 +202,22 @@ def test_a_character_that_the_terminal_lacks_ends_no_command():
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, b"0.5 ? 0.1\n", b"")
 
 
+def test_closed_standard_files_are_open_for_what_a_command_starts(tmp_path):
+    """Otherwise a socket takes the place of one of them, and forks of the process lack `sys.stdout`."""
+    program = """
+import os, pathlib, sys
+from cfl_ray.cli import main
+try:
+    main(["--version"])
+finally:
+    files, nowhere = [stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)], os.stat(os.devnull)
+    pathlib.Path(sys.argv[1]).write_text(str([(file, os.path.samestat(os.fstat(file), nowhere)) for file in files]))
+"""
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program, tmp_path / "files"]
+    subprocess.run(closed, check=True, timeout=300)
+    assert (tmp_path / "files").read_text() == "[(0, True), (1, True), (2, True)]"
+
+
 def test_an_interruption_while_the_command_line_is_imported_shows_no_traceback(monkeypatch, capsys):
     class Interrupting:
         def find_spec(self, name, *_):

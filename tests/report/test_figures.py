@@ -2,6 +2,7 @@ import math
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -74,3 +75,12 @@ def test_ticks_are_at_whole_rounds(rounds, tmp_path, plotted):
 def test_a_diverged_run_and_a_single_round_do_not_stop_the_drawing(tmp_path):
     diverged = [RoundRecord(1, {"accuracy": 0.1}), RoundRecord(2, {"accuracy": math.nan})]
     assert write_figures(tmp_path, {"diverged": diverged, "single": [RoundRecord(1, {"accuracy": 0.3})]})
+
+
+def test_labels_of_ticks_are_not_cut_off(tmp_path, plotted):
+    """Also long ones, and those with a power of ten above the panel."""
+    for scores in (0.9986, 0.9994), (-500_000.0, 1.0), (0.0, 1e30):
+        write_figures(tmp_path, {"fedavg": [RoundRecord(round, {"accuracy": y}) for round, y in enumerate(scores)]})
+    for figure in plotted:
+        drawn = figure.axes[0].get_tightbbox(FigureCanvasAgg(figure).get_renderer())
+        assert figure.bbox.count_contains(drawn.get_points()) == 2, figure.axes[0].get_yticklabels()

@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import select
 import shutil
@@ -36,9 +37,12 @@ _STDIN = 0
 _SECONDS = 10.0  # for a message, and for the end of the process
 _MODULES = "cfl_ray.engine.worker", "cfl_ray.methods", "cfl_ray.runtime.round_loop"
 _MODULES_OF_SOME_METHODS = ("sklearn.decomposition",)  # of the server, which imports them in a round; takes a second
+_FILES = 65536  # a process may have open, as Ray sets it in its own
+_GC_THRESHOLD = gc.get_threshold()  # before a program has changed it
 _ANY_JOB = {"RAY_JOB_ID": "ffffffff"}  # of workers that Ray starts before there is a job
-# variables that may change after the imports of a program: libraries that compute do not read them
-_READ_LATER = "RAY_", "CFL_RAY_", "MLFLOW_", "GIT_"
+# variables that may change after the imports of a program: libraries that compute do not read them; KMP_: scikit-learn
+# sets these two in its import, which the process does, too
+_READ_LATER = "RAY_", "CFL_RAY_", "MLFLOW_", "GIT_", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"
 # imported in the environment of the first worker, since Ray reads it in its import
 _RAY_MODULES = (
     "cfl_ray.runtime.on_ray.host_process",
@@ -72,9 +76,11 @@ _forked: list[_Process] = []  # forked from this program, and not in use yet
 def forkable_imports() -> Iterator[None]:
     """Context of the imports with which a program begins. Forks the process for a later `fork_server` at its end.
 
-    Does not fork a program that may have other threads, which a fork would not have: if it has imported PyTorch before.
+    Does not fork a program that may have other threads, which a fork would not have: if it has imported PyTorch before;
+    or that has imported Ray, which reads the environment of a cluster in its import.
     """
-    if sys.platform != "linux" or "torch" in sys.modules or threading.active_count() > 1 or "RAY_ADDRESS" in os.environ:
+    begins = sys.platform == "linux" and not {"torch", "ray"} & sys.modules.keys() and threading.active_count() == 1
+    if not begins or "RAY_ADDRESS" in os.environ:
         with uncollected():
             yield
         return
@@ -263,7 +269,11 @@ def _serve(worker_path: list[str]) -> NoReturn:
     worker_path: `sys.path` of a new program, without the folder of the program.
     """
     try:
-        _import(_MODULES_OF_SOME_METHODS)
+        with environment(ONE_THREAD):
+            _import(_MODULES_OF_SOME_METHODS)
+        gc.set_threshold(*_GC_THRESHOLD)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _FILES)), hard))
         control = socket.socket(*_KIND, fileno=_STDIN)
         message, files, _, _ = socket.recv_fds(control, 16, 1)
         control.detach()

@@ -1,5 +1,6 @@
 """Workers that are forked from a process which has imported PyTorch, and workers that cannot be."""
 
+import gc
 import json
 import os
 import signal
@@ -19,13 +20,16 @@ from cfl_ray.runtime.on_ray.fork_server import WORKER_PROGRAM
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
 
 ABOUT = """
-import json, os, sys
+import gc, json, os, resource, sys
+from threadpoolctl import threadpool_info
 imported = [name for name in ("torch", "ray", "cfl_ray.methods") if name in sys.modules]
 import random
 print(json.dumps({
     "imported": imported, "name": __name__, "arguments": sys.argv, "path": sys.path, "parent": os.getppid(),
     "own group": os.getpgid(0) == os.getpid(), "job": os.environ["RAY_JOB_ID"], "read": sys.stdin.read(),
-    "draw": random.random(), "threads": os.environ.get("OMP_NUM_THREADS"),
+    "draw": random.random(), "threads": os.environ.get("OMP_NUM_THREADS"), "gc": gc.get_threshold(),
+    "most threads": max((pool["num_threads"] for pool in threadpool_info()), default=0),
+    "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     "parent's command": open(f"/proc/{os.getppid()}/cmdline").read().split("\\0"),
 }))
 """
@@ -184,6 +188,10 @@ def test_it_ends_with_its_driver_and_leaves_no_file_and_no_fork(begins, killed, 
 
 
 FORKED_DRIVER = f"""
+import gc, resource
+import cfl_ray.cli.run_commands
+gc.set_threshold(50_000)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 {FORKED}
 import pathlib, subprocess, sys
 from cfl_ray.runtime.on_ray.fork_server import fork_server
@@ -207,10 +215,24 @@ def test_a_program_that_begins_is_forked(tmp_path):
     for worker in (first, second):
         assert worker["imported"] == ["torch", "ray", "cfl_ray.methods"] and worker["name"] == "__main__"
         assert worker["path"] == json.loads(usual)["path"] and worker["threads"] == "1"
+        assert worker["most threads"] == 1, "in all libraries that compute"
+        assert worker["gc"] == list(gc.get_threshold()) and worker["files"] > 256
         assert worker["own group"] and worker["arguments"] == [str(tmp_path / "about.py"), "--node-id=5"]
         assert "-c" in worker["parent's command"], "the fork server is a fork of the program"
     assert first["draw"] != second["draw"]
     assert [path.name for path in tmp_path.iterdir()] == ["about.py"]
+
+
+@pytest.mark.parametrize("earlier", ["torch", "ray"])
+def test_a_program_that_has_imported_a_library_is_not_forked(earlier, monkeypatch):
+    monkeypatch.setattr(
+        sys, "modules", {name: sys.modules[name] for name in sys.modules if name not in ("torch", "ray")}
+    )
+    monkeypatch.setitem(sys.modules, earlier, None)
+    monkeypatch.setattr(fork_server.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(fork_server, "_fork", lambda: pytest.fail("forked"))
+    with fork_server.forkable_imports():
+        pass
 
 
 @pytest.mark.parametrize(
@@ -218,6 +240,7 @@ def test_a_program_that_begins_is_forked(tmp_path):
     [
         ({}, True),
         ({"RAY_AUTH_MODE": "token", "CFL_RAY_HOME": "/", "MLFLOW_TRACKING_URI": "", "GIT_PYTHON_REFRESH": ""}, True),
+        ({"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}, True),  # an import of scikit-learn
         ({"OPENBLAS_CORETYPE": "Haswell"}, False),
         ({"OMP_NUM_THREADS": "7"}, False),
         ({"CUDA_VISIBLE_DEVICES": ""}, False),
@@ -232,7 +255,7 @@ def test_a_fork_is_used_unless_libraries_would_be_imported_in_another_way(change
         def end(self):
             ended.append(self)
 
-    forked = Waiting(dict(os.environ))
+    forked = Waiting({name: value for name, value in os.environ.items() if not name.startswith("KMP_")})
     monkeypatch.setattr(fork_server, "_forked", [forked])
     monkeypatch.setattr(fork_server, "_new_program", lambda: new)
     for name, value in changes.items():
