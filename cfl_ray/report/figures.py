@@ -87,12 +87,13 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
 
 
 def _set_margins(figure: Figure, size: tuple[float, float], all_axes: Sequence[Axes], legend_inches: float) -> None:
-    """Leaves room for ticks and titles, and right of the panels for the legend, at most three quarters of the width."""
+    """Leaves room for titles, for ticks (a fifth of the width at most) and for the legend (three quarters at most)."""
     (width, height), panels = size, len(all_axes)
     labels = (
         label for axes in all_axes for label in axes.yaxis.get_major_formatter().format_ticks(list(axes.get_yticks()))
     )
-    left_inches = max(_LEFT_INCHES, _TICK_INCHES + _CHARACTER_INCHES * max(map(len, labels), default=0))
+    label_inches = _TICK_INCHES + _CHARACTER_INCHES * max(map(len, labels), default=0)
+    left_inches = min(max(_LEFT_INCHES, label_inches), width / 5)
     panel_inches = (height - _TOP_INCHES - _BOTTOM_INCHES - (panels - 1) * _BETWEEN_INCHES) / panels
     figure.subplots_adjust(
         left=left_inches / width,
