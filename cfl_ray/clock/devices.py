@@ -86,12 +86,16 @@ def own(clients: np.ndarray, *, function: Callable[..., Any], num_clients: int, 
     everyone = np.arange(max(num_clients, int(clients.max(initial=-1)) + 1))
     result = call_plugin("clock", function, everyone, stream(seed, -1, -1, -1, "own clock"))
     parts = [np.asarray(part, np.float64) for part in result] if isinstance(result, tuple) else []
-    valid = len(parts) == 3 and all(part.shape == everyone.shape for part in parts)
-    if not valid or not (parts[0] >= 0).all() or not all((part > 0).all() for part in parts[1:]):
+    if len(parts) != 3 or any(part.shape != everyone.shape for part in parts):
         raise RunError(
             f"clock {place_of(function)} returned {described(result)}, expected (seconds per sample >= 0, "
             f"bit/s down > 0, bit/s up > 0), an array of shape ({len(everyone)},) each"
         )
+    valid = ((parts[0] >= 0) & np.isfinite(parts[0]), parts[1] > 0, parts[2] > 0)
+    names = ("seconds per sample, expected a finite number >= 0", "bit/s down, expected > 0", "bit/s up, expected > 0")
+    for part, valid_N, name in zip(parts, valid, names, strict=True):
+        if len(bad := np.flatnonzero(~valid_N)):
+            raise RunError(f"clock {place_of(function)} gave client {bad[0]} {part[bad[0]]:g} {name}")
     return Speed(*parts).take(clients)
 
 

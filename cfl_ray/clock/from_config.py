@@ -100,9 +100,14 @@ def own_staleness(tau_M: np.ndarray, *, function: Callable[..., Any]) -> np.ndar
     """
     result = call_plugin("staleness", function, tau_M)
     weights = np.asarray(result, np.float64)
-    if weights.shape != tau_M.shape or not ((weights > 0) & np.isfinite(weights)).all():
+    if weights.shape != tau_M.shape:
         raise RunError(
             f"staleness {place_of(function)} returned {described(result)}, "
             f"expected a weight > 0 for each update: shape ({len(tau_M)},)"
         )
+    for weight, tau in zip(weights, tau_M, strict=True):
+        if not 0 < weight < np.inf:
+            raise RunError(
+                f"staleness {place_of(function)} returned {weight:g} for {tau:g}, expected a finite weight > 0"
+            )
     return weights

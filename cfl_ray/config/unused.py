@@ -54,6 +54,8 @@ def _rules(experiment: "Experiment") -> Iterator[tuple[str, Iterable[str], str]]
         yield "asynchronous.staleness", _keys(asynchronous.staleness), reason
     if getattr(experiment.attack, "clients", None) is not None:
         yield "attack", ["fraction"], "attack.clients names them"
+    if (first := getattr(experiment.attack, "from_round", 1)) > experiment.rounds:
+        yield "attack", ["kind"], f"attack.from_round is {first}, the last round is {experiment.rounds}"
     if privacy and not privacy.of_clients:
         keys = ("delta", "clip", "clipping", "quantile", "clip_lr", "count_noise", "signatures", "extrapolate")
         yield "privacy", keys, "privacy has neither target_epsilon nor noise_multiplier"

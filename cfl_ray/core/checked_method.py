@@ -98,6 +98,13 @@ def _check_state(state: Any, hook: Callable[..., Any], state_type: type[State], 
             f"expected a whole number for each of the {num_clients} clients: an int32 array of shape ({num_clients},)"
         )
     _check_rows(where, "assign_N", assign_N, len(models_KP), "the cluster of client", UNASSIGNED)
+    if unsaved := state.unsaved():
+        name, value = unsaved
+        raise RunError(
+            f"{where} a state whose {name} is {described(value)} ({type(value).__name__}), which a checkpoint does not "
+            "keep; expected a tensor without gradient, an array of numbers in a field annotated as np.ndarray, or a "
+            "plain value: None, bool, int, float, str, or a list, or a dict with keys of type str, of such values"
+        )
 
 
 def _check_phase(

@@ -27,8 +27,8 @@ _AXES = re.compile(r"_([A-Z][A-Z0-9]*)$")  # axis letters at the end of a field'
 class State:
     """Everything that the server of a method keeps between rounds.
 
-    Fields are tensors, arrays and scalars only, so that any state can be saved. A method that needs more fields uses a
-    subclass: `class StoCFL(Method[StoCFLState], name="stocfl")`.
+    Fields are tensors, arrays and plain values (`unsaved`) only, so that any state can be saved. A method that needs
+    more fields uses a subclass: `class StoCFL(Method[StoCFLState], name="stocfl")`.
     """
 
     models_KP: Tensor  # float32 (K, P): the cluster models
@@ -92,6 +92,18 @@ class State:
             if isinstance(value, Tensor | np.ndarray) and axes and letter in axes[1]:
                 yield item.name, value, [place for place, axis in enumerate(axes[1]) if axis == letter]
 
+    def unsaved(self) -> tuple[str, Any] | None:
+        """The name and the value of a field that would be another value after a checkpoint; None: there is none."""
+        for item in fields(self):
+            value, is_array = getattr(self, item.name), "ndarray" in str(item.type)
+            if isinstance(value, Tensor):
+                kept = not is_array and value.layout == torch.strided and not value.requires_grad
+            else:
+                kept = is_array and value.dtype.kind in "biuf" if isinstance(value, np.ndarray) else _is_plain(value)
+            if not kept:
+                return item.name, value
+        return None
+
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, scalars) by field name, in the form that a checkpoint stores."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -110,6 +122,13 @@ class State:
 def no_numbers() -> np.ndarray:
     """The first value of a field of int64 numbers with an axis that begins empty."""
     return np.zeros(0, np.int64)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON returns this value as it is."""
+    if isinstance(value, dict):
+        return all(type(key) is str for key in value) and _is_plain(list(value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
 
 
 def _longer(value: Array, places: Sequence[int], more: int, fill: int = 0) -> Array:

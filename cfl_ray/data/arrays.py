@@ -83,7 +83,8 @@ def federation_from_arrays(
         parts_N = [(rows, len(x_) + own) for rows, own in zip(rows_N, own_N, strict=True)]
         x_, y_, test = np.concatenate([x_, test[0]]), np.concatenate([y_, test[1]]), None
     elif 0 < holdout < 1:
-        parts_N = [split_rows(rows, holdout, n, str(names[n]), seed) for n, rows in enumerate(rows_N)]
+        remedy = "leave its sample out, or give x_test and y_test"
+        parts_N = [split_rows(rows, holdout, n, str(names[n]), seed, remedy) for n, rows in enumerate(rows_N)]
     else:
         raise DataError(f"holdout is a share between 0 and 1, got {holdout}")
     samples, index = _by_client(x_, y_, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)

@@ -200,7 +200,8 @@ def _split(client: ClientRows, number: int, keep: float, data: DataConfig, seed:
     """A client's training and held-out rows; if the view is hold-out, at least one of each."""
     rows, held_out = client.rows, client.rows[:0]
     if data.test.view == "holdout":
-        rows, held_out = split_rows(rows, data.test.fraction, number, client.name, seed)
+        remedy = "leave it out (data.partition.min_samples: 2)"
+        rows, held_out = split_rows(rows, data.test.fraction, number, client.name, seed, remedy)
     limit = len(rows) if data.partition.samples is None else min(data.partition.samples, len(rows))
     limit = max(round(keep * limit), 1)
     if len(rows) > limit:
@@ -209,13 +210,12 @@ def _split(client: ClientRows, number: int, keep: float, data: DataConfig, seed:
     return rows, held_out
 
 
-def split_rows(rows: np.ndarray, fraction: float, client: int, name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_rows(
+    rows: np.ndarray, fraction: float, client: int, name: str, seed: int, remedy: str
+) -> tuple[np.ndarray, np.ndarray]:
     """The training and the held-out rows of a client, ascending. Raises DataError for fewer than two rows."""
     if len(rows) < 2:
-        raise DataError(
-            f"client {name!r} has {len(rows)} sample; holding out a part needs 2; leave it out "
-            "(data.partition.min_samples: 2)"
-        )
+        raise DataError(f"client {name!r} has {len(rows)} sample; holding out a part needs 2; {remedy}")
     count = min(max(round(fraction * len(rows)), 1), len(rows) - 1)
     shuffled = stream(seed, -1, -1, client, "data/holdout").permutation(rows)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])

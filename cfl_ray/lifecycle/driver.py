@@ -32,6 +32,7 @@ from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import Session
+from cfl_ray.setup.schedule import ignored_events
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import raise_interrupt
 from cfl_ray.tracking import RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
@@ -49,7 +50,8 @@ class Watcher:
 
     def started(self, setup: Setup, run_dir: Path | None, run_info: dict[str, str]) -> None:
         """The run begins. run_info: hosts, device, engine, CPU and PyTorch."""
-        for warning in setup.warnings + setup.federation.warnings:
+        ignored = [text] if (text := ignored_events(setup.experiment)) else []
+        for warning in setup.warnings + setup.federation.warnings + ignored:
             self.warn(warning)
 
     def method(self, label: str, report: RoundReport) -> None:

@@ -114,7 +114,7 @@ class TrainedMethod:
     spec: ParamSpec
     frozen: Mapping[str, Tensor]  # the network's parameters that are not trained, by name
     steps: CheckedMethod
-    clients_of: Callable[[np.ndarray], Clients]  # these clients, in the last round
+    clients_of: Callable[[np.ndarray], Clients]  # these clients, as in the evaluation of the last round
     online: np.ndarray  # ids of the clients online
     backend: InProcessBackend  # with the state of the clients
 
@@ -378,7 +378,7 @@ class _Joined:
         self.client = federation.num_clients - 1
         self.backend = InProcessBackend(Worker(worker.network, federation, worker.engine))
         step = self.steps.method.server_step
-        self.clients = replace(
+        evaluated = replace(
             trained.clients_of(np.zeros(1, np.int64)),
             ids_M=np.array([self.client]),
             num_samples_M=np.array([len(samples[1])]),
@@ -387,8 +387,9 @@ class _Joined:
             reachable=None,
             server_moments=None if step is None else ServerMoments(step),
         )
+        self.clients = replace(evaluated, evaluated=False, choice_samples=None)
         self.state = self.steps.join(trained.state.grown(federation.num_clients), self.clients)
-        self.serving: Serving = self.steps.serve(self.state, self.clients)
+        self.serving: Serving = self.steps.serve(self.state, evaluated)
 
     def row(self) -> Tensor:
         """The row (P,) of the client's model, with the columns that it keeps. Raises ConfigError if it has no model."""

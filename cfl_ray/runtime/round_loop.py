@@ -177,7 +177,11 @@ class RoundLoop:
             spec=self.network.spec,
             frozen=self.network.frozen,
             steps=self.steps,
-            clients_of=lambda ids: self.clients_of(ids, max(round, 1), RoundStats()),
+            clients_of=lambda ids: replace(
+                self.clients_of(ids, max(round, 1), RoundStats()),
+                evaluated=True,
+                choice_samples=self.experiment.evaluation.choice_samples,
+            ),
             online=self.membership.population.online,
             backend=backend,
         )

@@ -92,11 +92,12 @@ def dry_rounds(
     rounds: int = 2,
     secure: SecureAggregation | None = None,
     size: int = 1,
+    latecomers: bool = False,
 ) -> Iterator[tuple[State, RoundStats]]:
     """Yields the state and statistics after each round of a method without training.
 
     The whole method is called: first state, rounds, and the models that clients predict with. Raises RunError for a
-    result of the wrong type or shape. size: samples of every client.
+    result of the wrong type or shape. size: samples of every client. latecomers: try a client that joins after them.
     """
     spec, shape = backend.spec, backend.shape
     steps = CheckedMethod(method, spec.size)
@@ -120,6 +121,11 @@ def dry_rounds(
     if private is not None or secure is not None or local.examples is not None:
         # a round after a change of data may read other uploads
         steps.round(steps.drift(state, clients), clients, Draws(0, rounds))
+    if latecomers:
+        late = replace(clients, ids_M=np.array([num_clients - 1]), num_samples_M=np.array([size]))
+        absent = steps.leave(state, late.ids_M)
+        for before in (absent, steps.join(absent, late)):
+            steps.round(before, late, Draws(0, rounds))
     steps.serve(state, replace(clients, evaluated=True, stats=RoundStats()))
 
 

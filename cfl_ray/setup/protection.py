@@ -120,7 +120,16 @@ def _tried(setup: Setup, label: str, private: PrivateRun | None = None, size: in
         min(setup.experiment.rounds, max(2, _DRY_FLOATS // spec.size)),
         setup.secure,
         size,
+        setup.local_of(label).examples is not None and _latecomers(setup),
     )
+
+
+def _latecomers(setup: Setup) -> bool:
+    """Whether a client may take part for the first time when the others have clusters."""
+    cohort, joins = setup.experiment.cohort, any(event.join for event in setup.experiment.schedule)
+    late = setup.clock is not None and setup.clock.deadline is not None
+    partial = setup.division.cohort < setup.federation.num_clients or cohort.dropout > 0
+    return partial or joins or late or cohort.availability.kind != "always"
 
 
 def _most_masked(setup: Setup) -> int:

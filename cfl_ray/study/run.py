@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,10 +52,12 @@ _PACKED = ("backend", "address", "hosts", "clients_per_host", "gpus_per_host", "
 _DRAWN = 8  # number of settings with figures in MLflow; the report has figures of all settings
 _MORE_SECONDS = 5.0  # added to END_SECONDS in the wait for runs whose study was killed
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass
 class StudyWatcher:
-    """Receives the events of a study; the methods of this class do nothing."""
+    """Receives the events of a study; the default logs warnings and runs that fail, and ignores the rest."""
 
     def planned(self, runs: Sequence[StudyRun], finished: Sequence[StudyRun], resources: Resources, root: Path) -> None:
         """Runs to execute, and runs that are finished already. Called several times in a sweep that learns."""
@@ -64,9 +67,14 @@ class StudyWatcher:
 
     def ended(self, outcome: RunOutcome) -> None:
         """A run has ended."""
+        for warning in outcome.warnings:
+            self.warn(f"{outcome.run.name}: {warning}")
+        if outcome.status != "finished":
+            self.warn(f"{outcome.run.name} {outcome.status}: {outcome.reason}")
 
     def warn(self, text: str) -> None:
         """A warning about a problem that does not end the study."""
+        _logger.warning("%s", text)
 
 
 @dataclass(frozen=True)

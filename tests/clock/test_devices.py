@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cfl_ray.clock.devices import Clock, Load, Speed, lognormal, measured, normals, of_classes, own
+from cfl_ray.clock.from_config import own_staleness
 from cfl_ray.errors import RunError
 
 IDS = np.arange(4000)
@@ -72,7 +73,31 @@ def test_own_devices_depend_on_ids_alone():
     assert np.array_equal(few.seconds_M, all_of_them.seconds_M[[3, 40]]) and few.up_M.tolist() == [5.0, 42.0]
 
 
-@pytest.mark.parametrize("result", [3, (1, 2), (np.ones(2), np.ones(2), np.zeros(2))])
+@pytest.mark.parametrize("result", [3, (1, 2), (np.ones(2), np.ones(2), np.zeros(3))])
 def test_own_devices_of_another_form_are_named(result):
     with pytest.raises(RunError, match=r"expected \(seconds per sample >= 0, bit/s down > 0, bit/s up > 0\)"):
         own(np.arange(2), function=lambda clients, draw: result, num_clients=2, seed=0)
+
+
+@pytest.mark.parametrize(
+    "result, message",
+    [
+        (
+            (np.array([1, -2]), np.ones(2), np.ones(2)),
+            "gave client 1 -2 seconds per sample, expected a finite number >= 0",
+        ),
+        ((np.array([np.inf, 1]), np.ones(2), np.ones(2)), "gave client 0 inf seconds per sample"),
+        ((np.ones(2), np.array([1, np.nan]), np.ones(2)), "gave client 1 nan bit/s down, expected > 0"),
+        ((np.ones(2), np.ones(2), np.zeros(2)), "gave client 0 0 bit/s up, expected > 0"),
+    ],
+)
+def test_a_speed_that_no_device_has_is_named(result, message):
+    with pytest.raises(RunError, match=message):
+        own(np.arange(2), function=lambda clients, draw: result, num_clients=2, seed=0)
+
+
+def test_a_weight_of_own_staleness_that_is_not_above_0_is_named():
+    with pytest.raises(RunError, match="returned 0 for 2, expected a finite weight > 0"):
+        own_staleness(np.array([0.0, 2.0]), function=lambda tau: 1 - tau / 2)
+    with pytest.raises(RunError, match=r"expected a weight > 0 for each update: shape \(2,\)"):
+        own_staleness(np.array([0.0, 2.0]), function=lambda tau: 1.0)

@@ -811,6 +811,8 @@ cohort: {fraction: 0.2, clients: 3}
     cohort.fraction (0.2) has no effect: cohort.clients is 3
 attack: {kind: sign_flip, fraction: 0.2, clients: [3]}
     attack.fraction (0.2) has no effect: attack.clients names them
+{rounds: 5, attack: {kind: sign_flip, from_round: 6}}
+    attack.kind (sign_flip) has no effect: attack.from_round is 6, the last round is 5
 asynchronous: {staleness: {kind: polynomial}}
     asynchronous.staleness.kind (polynomial) has no effect: asynchronous.buffer is null
 data: {source: csv, root: x, columns: {image: a}, test: {view: holdout}}

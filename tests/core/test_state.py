@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from cfl_ray.core.checked_method import _check_state
 from cfl_ray.core.method import Start
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.state import UNASSIGNED, OwnModelsState, State
+from cfl_ray.errors import RunError
 from cfl_ray.methods import REGISTRY
 
 SPEC = ParamSpec.of(torch.nn.Linear(3, 2))
@@ -123,3 +125,29 @@ def test_models_of_clients_are_kept_replaced_and_forgotten():
     assert left.seen_S.tolist() == [1, 3] and left.own_SP[:, 0].tolist() == [3, 4] and left.assign_N[4] == UNASSIGNED
     again = left.grown(8).with_values(np.array([7]), own_SP=rows[:1])
     assert again.rows_of(np.array([7, 4])).tolist() == [3, 0] and len(empty.own_SP) == 0 and len(left.own_SP) == 2
+
+
+@dataclass(frozen=True)
+class OwnState(State):
+    table: object = None
+    more_S: np.ndarray | None = None
+
+
+@pytest.mark.parametrize("value", [None, True, 2.5, "a", [1, [None]], {"a": {"b": [1]}}, torch.zeros(2).bfloat16()])
+def test_plain_values_and_tensors_are_kept(value):
+    state = OwnState(torch.zeros(1, 8), np.zeros(5, np.int32), table=value, more_S=np.zeros(3, bool))
+    assert state.unsaved() is None
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        *[("table", value) for value in ((1,), {1: 2}, [np.int64(1)], {1, 2}, 1j, {"a": torch.zeros(1)})],
+        *[("table", value) for value in (np.zeros(2), torch.eye(2).to_sparse(), torch.zeros(1, requires_grad=True))],
+        *[("more_S", value) for value in (np.array(["a"]), np.array([None]), torch.zeros(1))],
+    ],
+)
+def test_a_value_that_a_checkpoint_would_change_is_refused(field, value):
+    state = replace(OwnState(torch.zeros(1, 8), np.zeros(5, np.int32)), **{field: value})
+    with pytest.raises(RunError, match=rf"a state whose {field} is .*, which a checkpoint does not keep"):
+        _check_state(state, State.advance, OwnState, 5, 8)

@@ -109,7 +109,7 @@ def nan_in_row_7():
         ({"clients": np.array(["a", 1] * 20, object)}, "clients must be all integers or all strings, got int, str"),
         ({"clients": np.array([object()] * 40)}, "got object"),
         ({"clients": np.linspace(0, 1, 40)}, "clients must be integers or strings of shape"),
-        ({"clients": np.arange(40)}, "client '0' has 1 sample; holding out a part needs 2"),
+        ({"clients": np.arange(40)}, "client '0' has 1 sample; holding out a part needs 2; leave its sample out, or"),
         ({"holdout": 1.0}, "holdout is a share between 0 and 1, got 1.0"),
         ({"x_test": X}, "x_test and y_test belong together"),
         ({"x_test": X, "y_test": Y[:3]}, "y_test has 3 entries, x_test has 40"),

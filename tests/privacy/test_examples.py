@@ -137,6 +137,18 @@ def test_every_method_is_allowed_or_refused():
             prepare(experiment(methods=[name], cohort={"fraction": 1.0}))
 
 
+LATE = [{"cohort": {"fraction": 0.5}}, {"schedule": [{"round": 2, "join": [5]}]}, {"cohort": {"dropout": 0.1}}]
+
+
+@pytest.mark.parametrize("sections", LATE)
+def test_clients_without_a_cluster_that_come_late_are_tried_before_the_run(sections):
+    """Those of CFL-GP choose by the loss; those of the other methods do not."""
+    whole = {"cohort": {"fraction": 1.0} | sections.get("cohort", {})}
+    with pytest.raises(ConfigError, match="cflgp cannot protect single samples: its server reads the choice"):
+        prepare(experiment(methods=["cflgp"], **sections | whole))
+    prepare(experiment(methods=[name for name in ALLOWED.split() if name != "cflgp"], **sections | whole))
+
+
 @pytest.mark.parametrize("noise", ["secret", "reproducible"])
 def test_a_resumed_run_has_the_same_noise_and_account(noise, tmp_path, monkeypatch):
     private = PRIVATE | {"noise": noise}

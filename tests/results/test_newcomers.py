@@ -9,8 +9,10 @@ import torch
 
 import cfl_ray
 from cfl_ray.core.method import VOTE, Method
+from cfl_ray.core.serving import Serving
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import REGISTRY
+from cfl_ray.methods.ifca import IFCA
 from cfl_ray.results import trained as newcomers
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "newcomers.md"
@@ -31,6 +33,13 @@ OPTIONS = {
     "fl_hc": {"cluster_round": 1},
     "ifca_cam": {"warmup_rounds": 1},
 }
+
+
+class ByLoss(IFCA, name="by_loss"):
+    """IFCA whose `serve` compares losses."""
+
+    def serve(self, state, clients):
+        return Serving(state.models_KP, clients.losses(clients.known_models(state.models_KP)).argmin(1))
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +165,17 @@ def test_samples_of_a_member_are_placed_with_it(results):
         served = result.assignments().set_index("client")["served_by"]
         for client in range(8):
             assert result.place(*result.train(client)).cluster == served[client]
+
+
+def test_predictions_are_by_the_models_of_the_last_evaluation():
+    """Clients choose on `choice_samples` samples, and by losses that a server of a secure run does not read."""
+    for sections in ({"evaluation": {"choice_samples": 1}}, {"secure_aggregation": {}, "cohort": {"fraction": 1.0}}):
+        result = cfl_ray.simulate(cfl_ray.Experiment(methods=[ByLoss()], **SECTIONS | sections))["by_loss"]
+        recorded = result.client_metrics().query("round == 3").set_index("client")["accuracy"]
+        for client in range(8):
+            x, y = result.test(client)
+            assert np.mean(result.predict(x, like=client) == y.numpy()) == pytest.approx(recorded[client])
+        assert result.place(*result.train(0)).cluster >= 0
 
 
 def test_assignments_say_who_serves_whom_and_why(results):

@@ -30,6 +30,11 @@ def test_what_is_no_experiment_is_named():
             start({"rounds": 1})
 
 
+def test_events_after_the_last_round_are_worth_a_warning_in_python(experiment, caplog):
+    simulate(experiment(rounds=1, schedule=[{"round": 5, "leave": [1]}]))
+    assert "the events of the schedule in round 5 are ignored: the last round is 1" in caplog.messages
+
+
 def test_a_long_value_is_shown_where_it_differs():
     one, other = f"{'a' * 70}1{'b' * 70}", f"{'a' * 70}2"
     assert _short(one, other) == f"...{'a' * 30}1{'b' * 29}..." and _short(other, one) == f"...{'a' * 30}2"

@@ -164,7 +164,7 @@ def test_a_selection_and_the_rest_later(study, inline):
     assert study_status(results.root).state == "finished"
 
 
-def test_a_run_that_fails_does_not_end_the_others(study, inline, tmp_path):
+def test_a_run_that_fails_does_not_end_the_others(study, inline, tmp_path, caplog):
     (tmp_path / "rule.py").write_text(
         "class Rule:\n    def weigh(self, squared_nn, weight_n):\n        if len(weight_n) == 5:\n"
         "            raise ValueError('five clients')\n        return weight_n\n"
@@ -177,6 +177,7 @@ def test_a_run_that_fails_does_not_end_the_others(study, inline, tmp_path):
     assert inline == [f"{s}, {m}, seed 0" for s in ("five", "six") for m in ("fedavg", "local")]
     (failed,) = results.failed
     assert failed.status == "failed" and failed.run.name == "five, fedavg, seed 0" and "five clients" in failed.reason
+    assert f"five, fedavg, seed 0 failed: {failed.reason}" in caplog.messages
     found = study_status(results.root)
     assert found.finished == 3 and list(found.failed) == ["five, fedavg, seed 0"]
     assert "five clients" in found.failed["five, fedavg, seed 0"]
