@@ -143,7 +143,7 @@ def notes_on(setup: "Setup", network: "Network", most: int) -> list[str]:
     """
     from cfl_ray.setup.schedule import ignored_events
 
-    notes = [ignored] if (ignored := ignored_events(setup.experiment)) else []
+    notes = ignored_events(setup.experiment)
     if network.batch_statistics and network.spec.size > network.spec.trained:
         notes.append(
             "BatchNorm: the running means and variances of clients are averaged like weights, without the variance "

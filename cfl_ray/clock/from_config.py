@@ -105,9 +105,9 @@ def own_staleness(tau_M: np.ndarray, *, function: Callable[..., Any]) -> np.ndar
             f"staleness {place_of(function)} returned {described(result)}, "
             f"expected a weight > 0 for each update: shape ({len(tau_M)},)"
         )
-    for weight, tau in zip(weights, tau_M, strict=True):
-        if not 0 < weight < np.inf:
-            raise RunError(
-                f"staleness {place_of(function)} returned {weight:g} for {tau:g}, expected a finite weight > 0"
-            )
+    if len(bad := np.flatnonzero(~((weights > 0) & np.isfinite(weights)))):
+        raise RunError(
+            f"staleness {place_of(function)} returned {weights[bad[0]]:g} for {tau_M[bad[0]]:g}, "
+            "expected a finite weight > 0"
+        )
     return weights

@@ -50,8 +50,7 @@ class Watcher:
 
     def started(self, setup: Setup, run_dir: Path | None, run_info: dict[str, str]) -> None:
         """The run begins. run_info: hosts, device, engine, CPU and PyTorch."""
-        ignored = [text] if (text := ignored_events(setup.experiment)) else []
-        for warning in setup.warnings + setup.federation.warnings + ignored:
+        for warning in setup.warnings + setup.federation.warnings + ignored_events(setup.experiment):
             self.warn(warning)
 
     def method(self, label: str, report: RoundReport) -> None:

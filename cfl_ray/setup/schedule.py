@@ -29,9 +29,9 @@ def data_changes(experiment: Experiment) -> list[DataChange]:
     ]
 
 
-def ignored_events(experiment: Experiment) -> str | None:
-    """Text that names the events of the schedule that have no effect; None if all have an effect."""
+def ignored_events(experiment: Experiment) -> list[str]:
+    """A text that names the events of the schedule that have no effect; empty if all have an effect."""
     if late := sorted({event.round for event in experiment.events if event.round > experiment.rounds}):
         rounds = f"round{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
-        return f"the events of the schedule in {rounds} are ignored: the last round is {experiment.rounds}"
-    return None
+        return [f"the events of the schedule in {rounds} are ignored: the last round is {experiment.rounds}"]
+    return []

@@ -53,7 +53,7 @@ def fork_servers():
 
 
 def output_of_worker(started, *arguments, language="PYTHON", **variables):
-    """What about.py, or setup_worker.py in its place, prints as the worker of a Ray that passes these arguments."""
+    """The output of about.py as a worker that Ray starts with these arguments; of setup_worker.py if it is no fork."""
     folder, environment = started
     command = [sys.executable, WORKER_PROGRAM, str(folder / "about.py"), *arguments, f"--language={language}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
