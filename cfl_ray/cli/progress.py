@@ -217,7 +217,8 @@ class Display(Watcher):
 
     def _notes(self, label: str, report: RoundReport) -> None:
         events = [event.text for event in report.events]
-        for what, notes in (("events of clusters", events), ("notes", report.notes)):
+        # in the order of the round: clients join and leave before the training, in which clusters change
+        for what, notes in (("notes", report.notes), ("events of clusters", events)):
             more = [f"and {len(notes) - MAX_NOTES} more {what}"] if len(notes) > MAX_NOTES else []
             for note in [*notes[:MAX_NOTES], *more]:
                 self._line(f"{label} round {report.round}: {note}")

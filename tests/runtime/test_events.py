@@ -106,11 +106,15 @@ def test_after_a_fault_every_event_is_there_once(tmp_path, lost):
 
 def test_clients_that_leave_may_take_their_cluster_along():
     leave = [{"round": 3, "leave": [1, 3, 5, 7]}]
-    result = simulate(planted(methods=["stocfl"], rounds=3, schedule=leave))["stocfl"]
+    console = Console(record=True, width=120, file=io.StringIO())
+    with Display(console, 3) as display:
+        result = simulate(planted(methods=["stocfl"], rounds=3, schedule=leave), watcher=display)["stocfl"]
     birth, death = result.events
     assert (birth.event, birth.into) == ("birth", (0, 1)) and birth.because["cosine"] < birth.because["tau"] == 0.5
     assert (death.event, death.round, death.cluster) == ("death", 3, 1)
     assert death.because == {"members_before": 4, "clients_left": 4}
+    shown = [line.partition(": ")[2] for line in console.export_text().splitlines() if "stocfl round 3:" in line]
+    assert shown == ["left: clients 1, 3, 5, 7", death.text]
 
 
 def test_the_commands_show_phases_and_events():
