@@ -40,7 +40,7 @@ _GOING_BACK = 5  # times that a server goes back to the same checkpoint
 class ServerProcess:
     """Rounds on the hosts, and answers to requests meanwhile.
 
-    packed: the reference of the setup, in a list. session: names the driver's session.
+    packed: the reference of the setup, in a list, which Ray does not resolve. session: names the driver's session.
     fault: time and cause of the last server's death; None: this is the first one.
     """
 
