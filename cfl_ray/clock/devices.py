@@ -105,7 +105,7 @@ class Load:
 
     down_bits: float
     up_bits: float
-    trainings: float = 1.0  # in units of the experiment's local training: its epochs on the client's samples
+    trainings: float = 1.0  # in units of the method's local training: its epochs on the client's samples
     tests: float = 0.0  # forward passes over its samples, e.g. K if it compares K models
 
 
