@@ -26,7 +26,6 @@ from cfl_ray.config.privacy import PrivacyConfig, SecureAggregationConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.tracking import TrackingConfig
-from cfl_ray.config.unused import unused_warnings
 from cfl_ray.config.yaml_text import yaml_of
 from cfl_ray.errors import ConfigError
 from cfl_ray.security.credentials import redact_values
@@ -228,11 +227,6 @@ class Experiment(WholeConfig):
     def moved(self) -> Mapping[str, str]:
         """New paths by recorded path, if this is the record of a run whose folder has moved."""
         return self._moved
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings of valid keys without effect, or whose effect is probably not intended."""
-        return [*(self.data.warnings if self.data.federation is None else []), *unused_warnings(self)]
 
     @property
     def contents(self) -> dict[str, str]:

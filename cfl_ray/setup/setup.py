@@ -11,6 +11,7 @@ from cfl_ray.clock.devices import Clock
 from cfl_ray.clock.virtual_time import Asynchrony, VirtualTime
 from cfl_ray.config import Experiment
 from cfl_ray.config.attack import AttackersConfig
+from cfl_ray.config.unused import warnings_of
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.params import ParamSpec
@@ -107,7 +108,7 @@ class Setup:
         """A line for each key that is valid but has no effect, or probably another effect than intended."""
         clients, cohort = self.federation.num_clients, self.division.cohort
         of_methods = {label: method.warning(clients, cohort) for label, method in self.methods.items()}
-        return self.experiment.warnings + [f"{label}: {text}" for label, text in of_methods.items() if text]
+        return warnings_of(self.experiment) + [f"{label}: {text}" for label, text in of_methods.items() if text]
 
     @property
     def attack(self) -> Attack:

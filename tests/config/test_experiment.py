@@ -14,6 +14,7 @@ import cfl_ray
 from cfl_ray.config import ConfigSection, Experiment, load
 from cfl_ray.config.paths import recorded_in
 from cfl_ray.config.reading import QUICKSTART
+from cfl_ray.config.unused import warnings_of
 from cfl_ray.core.method import Method
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.errors import ConfigError, DataError
@@ -822,7 +823,7 @@ data: {source: csv, root: x, columns: {image: a}, test: {view: holdout}}
 
 @pytest.mark.parametrize("values, warning", zip(WITHOUT_EFFECT[::2], WITHOUT_EFFECT[1::2], strict=True))
 def test_a_key_without_effect_is_worth_a_warning(values, warning):
-    assert Experiment(**yaml.safe_load(values)).warnings == [warning.strip()]
+    assert warnings_of(Experiment(**yaml.safe_load(values))) == [warning.strip()]
 
 
 @pytest.mark.parametrize(
@@ -844,7 +845,7 @@ def test_a_key_without_effect_is_worth_a_warning(values, warning):
     ],
 )
 def test_a_key_with_an_effect_is_worth_no_warning(values):
-    assert Experiment(**values).warnings == []
+    assert warnings_of(Experiment(**values)) == []
 
 
 class TestKinds:
@@ -861,7 +862,7 @@ class TestKinds:
 
 
 def test_a_federation_from_python_has_no_warnings(federation):
-    assert Experiment(data=federation).warnings == []
+    assert warnings_of(Experiment(data=federation)) == []
 
 
 def test_paths_of_a_file_are_relative_to_its_folder(tmp_path, monkeypatch):

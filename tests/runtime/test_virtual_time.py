@@ -13,6 +13,7 @@ from cfl_ray.clock.devices import Clock, Load, Speed
 from cfl_ray.clock.from_config import hinge_staleness, polynomial_staleness
 from cfl_ray.clock.virtual_time import Asynchrony, Flights, VirtualTime
 from cfl_ray.config.clock import AsynchronousConfig
+from cfl_ray.config.unused import warnings_of
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.state import State
@@ -337,7 +338,7 @@ def test_impossible_combinations_are_refused(timed, changes, message):
 
 
 def test_keys_without_effect_are_named():
-    warnings = Experiment(asynchronous={"concurrency": 4, "per_cluster": True}).warnings
+    warnings = warnings_of(Experiment(asynchronous={"concurrency": 4, "per_cluster": True}))
     assert [line.partition(" (")[0] for line in warnings] == ["asynchronous.concurrency", "asynchronous.per_cluster"]
 
 
