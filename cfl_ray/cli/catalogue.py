@@ -111,7 +111,7 @@ def _first_line(part: Any) -> str:
     return (inspect.getdoc(part) or "").split("\n")[0]
 
 
-# A line per kind: all other facts about a kind are in its registry.
+# A line per kind: everything else about a kind is in its registry.
 KINDS: Mapping[str, PartKind] = {
     "methods": PartKind(METHODS, "a subclass of cfl_ray.Method", "methods: [my.py:MyMethod]", "extend/method"),
     "models": PartKind(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # importing mlflow takes a second or two
     import mlflow
     from mlflow import MlflowClient
 
-IDENTICAL = "identical: metrics, moves, models, client states; every round once in metrics.jsonl and in MLflow"
+IDENTICAL = "identical: metrics, reassignments, models, client states; every round once in metrics.jsonl and in MLflow"
 
 
 def chaos_experiment(methods: Sequence[str], rounds: int, output: Path, **runtime: int) -> Experiment:
