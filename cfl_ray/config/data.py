@@ -19,7 +19,7 @@ class TestDataConfig(ConfigSection):
     view: Literal["cluster", "label", "all", "holdout"] | None = Field(
         None,
         description="cluster: the official test set, shifted like the client's group | label: its images of the "
-        "client's labels | all: the whole of it, also where the client's group has some labels only, shifted like the "
+        "client's labels | all: the whole of it, also if the client's group has some labels only, shifted like the "
         "group | holdout: a share of the client's own samples | null: the view with the client's own distribution: "
         "label for partitions by classes or unequal sizes; holdout for dirichlet, writer and sources without test "
         "data; cluster otherwise",

@@ -17,7 +17,7 @@ PHASES = {  # of the methods of this package; a user's method may have others
     "warmup": "training before clients have clusters of their own",
     "adjust": "training of one model, in which each client's epochs follow its progress, until clients are clustered",
     "cluster": "the clients are compared, and the first clusters are made",
-    "federate": "training, in clusters where the method has several",
+    "federate": "training, in clusters if the method has several",
 }
 
 

@@ -133,14 +133,14 @@ class Method(ABC, Generic[S]):
     )
     local: dict[str, Any] | None = option(
         None,
-        "local training of this method where it differs from the section `local`, e.g. {momentum: 0.9}; "
+        "local training of this method if it differs from the section `local`, e.g. {momentum: 0.9}; "
         "null: no difference",
         source="papers that tune each method",
         kw_only=True,
     )
     label: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.=-]*$")] = option(
         None,
-        "name of the method in results and of its folder; null: its name, with its options where it occurs twice",
+        "name of the method in results and of its folder; null: its name, with its options if it occurs twice",
         source="ours",
         kw_only=True,
     )
