@@ -137,7 +137,7 @@ def _format(name: str, value: float) -> str:
 
 
 def notes_on(setup: "Setup", network: "Network", most: int) -> list[str]:
-    """Returns what else is to be known of a valid run: ignored events, averaged statistics, and how models are chosen.
+    """Notes on a valid run: ignored events, averaged statistics of BatchNorm, and how models are chosen.
 
     most: number of training samples of the largest client.
     """

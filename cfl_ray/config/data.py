@@ -94,7 +94,7 @@ class DataConfig(ConfigSection):
         "or any URI that pyarrow knows; null: below `output`",
     )
     federation: Any = Field(None, exclude=True, description="a Federation made in Python, instead of a source")
-    # in the record of a run: the paths as written, by absolute path
+    # as in `Experiment`
     _written: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")

@@ -91,7 +91,8 @@ class Experiment(WholeConfig):
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
     output: str = Field("runs", description="folder of run directories, shards and the local MLflow store")
-    # in the record of a run: the paths as written, by absolute path; if the run has moved, new paths by recorded path
+    # of an experiment that was loaded from the record of a run: by absolute path, the path as the user wrote it; and if
+    # the run directory has moved, by recorded path, the new path
     _written: dict[str, str] = PrivateAttr(default_factory=dict)
     _moved: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -215,6 +216,7 @@ class Experiment(WholeConfig):
         return line + yaml_of(values)
 
     def _from_record(self, written: dict[str, str], moved: dict[str, str]) -> "Experiment":
+        """This experiment, loaded from a record with these paths."""
         self._written = self.data._written = written
         self._moved = moved
         return self

@@ -33,9 +33,9 @@ class Sent:
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Objective and steps of local training in one exchange; by default, the experiment's SGD on the client's loss."""
+    """Objective and steps of local training in one exchange; by default, `Clients.local` on the client's loss."""
 
-    sgd: LocalSGD | None = None  # None: the experiment's
+    sgd: LocalSGD | None = None  # None: `Clients.local`
     steps_M: np.ndarray | None = None  # local steps of each client; None: as `sgd` gives for its number of samples
     proximal: Sequence[Proximal[Sent]] = ()
     frozen_model: Sent | None = None  # its logits are added to those of the trained model (additive models, CAM)

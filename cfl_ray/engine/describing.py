@@ -94,7 +94,7 @@ class ClientView:
     y: Tensor  # (n, *target_shape)
     network: Network
     address: Address
-    local: LocalSGD  # the experiment's
+    local: LocalSGD  # of the method in this round
     train_one: Callable[[TrainingTask], TrainingResult]
 
     @property

@@ -74,7 +74,7 @@ class RoundEvaluation:
         self.taken = taken_names([metric.name for metric in self.task.metrics])
         self.label_counts = LabelCounts(setup.federation.shape.num_classes)
 
-    def no_diagnostics(self) -> Diagnostics:
+    def new_diagnostics(self) -> Diagnostics:
         """An empty collection, for a round or an evaluation."""
         return Diagnostics(self.label, self.taken, self.seed)
 
@@ -87,7 +87,7 @@ class RoundEvaluation:
         """
         online, present = self.membership.population.online, self.membership.present
         self.evaluator.federation = present
-        stats = RoundStats(diagnostics=self.no_diagnostics())
+        stats = RoundStats(diagnostics=self.new_diagnostics())
         clients = replace(
             self.clients_of(self.evaluator.chosen(online), draft.round, stats),
             evaluated=True,

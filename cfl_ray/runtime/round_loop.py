@@ -114,7 +114,7 @@ class RoundLoop:
         """
         yield self.restored
         while self.status == "running":
-            stats = RoundStats(traffic=self.traffic, diagnostics=self.evaluation.no_diagnostics())
+            stats = RoundStats(traffic=self.traffic, diagnostics=self.evaluation.new_diagnostics())
             draft = RoundDraft(self.round, self.state.phase, stats)
             with self._failing():
                 self._change_membership(draft)

@@ -81,7 +81,7 @@ class Mlflow:
 
     @property
     def needs_open(self) -> bool:
-        """True after a failure: opening the run again shows the effect of the last request."""
+        """True after a failed request: `open` then finds out what MLflow has of the run."""
         return self._run is None
 
     def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
@@ -114,7 +114,7 @@ class Mlflow:
 
     @contextmanager
     def _opened(self) -> Iterator[MlflowRun]:
-        """Context with the run, which has to be opened again after an error."""
+        """Context with the run; after an error in it, `needs_open` is true."""
         run, self._run = self._run, None
         assert run is not None, "open() makes the run"
         yield run
