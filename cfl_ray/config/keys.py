@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.part import Kinds, kinds_of
 from cfl_ray.config.section import FILE, ConfigSection, as_yaml
-from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.errors import ConfigError, command, did_you_mean
 
 _TYPES = {int: "whole number", float: "number", str: "text", Any: "value", dict: "mapping"}
 _LIMITS = {
@@ -102,6 +102,9 @@ def find(name: str) -> list[KeySection]:
             return [KeySection(section.name, section.meaning, tuple(matching)), *inside]
     if inside:
         return inside
+    if wanted.startswith("methods."):  # as in an override
+        values = command("methods", wanted.split(".")[1])
+        raise ConfigError(f"unknown key {name!r}: it is an option of a method; its values: {values}")
     from cfl_ray.core.method import SHARED_OPTIONS  # imports torch, which takes seconds
 
     if wanted in SHARED_OPTIONS:

@@ -47,7 +47,7 @@ class ClusterEvent:
 
     @classmethod
     def from_fields(cls, fields: Any) -> "ClusterEvent":
-        """The inverse. Raises ValueError for anything else."""
+        """The event that `to_fields` returned. Raises ValueError for anything else."""
         return _EVENT.validate_python(fields)
 
     @property

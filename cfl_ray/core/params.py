@@ -44,7 +44,7 @@ class Columns:
             at += stop - start
 
     def within(self, first: int, stop: int) -> "Columns":
-        """Those of these columns that are in first .. stop - 1."""
+        """The columns of this set that are in first .. stop - 1."""
         cut = ((max(start, first), min(end, stop)) for start, end in self.ranges)
         return Columns(tuple((start, end) for start, end in cut if start < end))
 

@@ -164,7 +164,7 @@ class SeenState(State):
         return state
 
     def subset(self, stay_S: np.ndarray) -> Self:
-        """This state with the values of only those of the S clients for which `stay_S`, bool (S,), is true."""
+        """This state with the values of only those of the S clients that `stay_S`, bool (S,), selects."""
         stay, changes = np.flatnonzero(stay_S), dict[str, Array]()
         for name, value, places in self.with_axis("S"):
             array = np.asarray(value)

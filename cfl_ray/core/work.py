@@ -82,7 +82,7 @@ class Proximal(Generic[Anchor]):
         return self.follow > 0 and ((step + 1) % self.every == 0 or step + 1 == steps)
 
     def with_anchor(self, anchor: OtherAnchor) -> "Proximal[OtherAnchor]":
-        """The same term with the anchor in another form."""
+        """The term with its anchor in another form."""
         return Proximal(self.weight, anchor, self.columns, self.follow, self.every, self.factor_M)
 
     def of_client(self, index: int, anchor: OtherAnchor) -> "Proximal[OtherAnchor]":

@@ -162,7 +162,7 @@ class ShardFederation(IndexedFederation):
 
     @property
     def warnings(self) -> list[str]:
-        """As in the base class; of files elsewhere none, since these are read only if used."""
+        """As in the base class; none for remote files, which are read only if they are used."""
         return super().warnings if self._folder.local is not None else []
 
     def client_name(self, client: int) -> str:

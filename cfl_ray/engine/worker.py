@@ -35,7 +35,7 @@ from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
 
 # the work of a chunk, its positions in the exchange, and client states, or deferred results, by position
-Cut = tuple[Work, np.ndarray, Stored]
+ChunkInput = tuple[Work, np.ndarray, Stored]
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Worker:
         self.samples, self._sampled = SampleCache(self.network.memory), self.federation
 
     def run_all(
-        self, cuts: Iterable[Cut], row: RowLookup, sums: HostSums
+        self, inputs: Iterable[ChunkInput], row: RowLookup, sums: HostSums
     ) -> Iterator[tuple[ChunkResult, KeptByClients]]:
         """Carries out the chunks of an exchange in order, and adds weighted sums to `sums`.
 
@@ -65,7 +65,7 @@ class Worker:
             self.samples.clear()
             self._sampled = self.federation
         device_row = DeviceRows(self.network.device, row)
-        chunks = ((self._open(work, row, device_row, stored), index_m) for work, index_m, stored in cuts)
+        chunks = ((self._open(work, row, device_row, stored), index_m) for work, index_m, stored in inputs)
         together = None
         if mixes_chunks(self.engine, self.network):
             listed = list(chunks)

@@ -303,7 +303,10 @@ class RoundLoop:
             is_due = round == self.last_round or self.stops_after(round) or self.interval.is_due(round)
             is_due |= self.backend.client_states.unsaved > self.experiment.runtime.state_budget
             store = self.store if is_due else None
-            self._enter("saving", round) if store else self._close(round)
+            if store:
+                self._enter("saving", round)
+            else:
+                self._close(round)
         if store:
             self._save(draft, store)
             with self.requests.lock:

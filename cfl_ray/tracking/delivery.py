@@ -27,7 +27,7 @@ BATCH_METRICS = 900  # with phases and tags below MLflow's limit of 1,000 per re
 LOCK_SECONDS = 5.0
 # Pause after a successful delivery (faster rounds are delivered together), after 1 failure in a row, after 2, ...
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-# the same once the run has written its last record; only the first pause if the tracker was failing before
+# after 1, 2, ... failures once the run has written its last record; only the first if the tracker failed before
 PAUSES_AT_END_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 

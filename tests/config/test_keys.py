@@ -90,9 +90,11 @@ def test_an_unknown_key_that_is_near_to_none():
         keys.find("zzz")
 
 
-@pytest.mark.parametrize("name", ["aggregation", "server_optimizer"])
-def test_options_of_methods_are_no_keys(name):
-    with pytest.raises(ConfigError, match=rf"unknown key '{name}': it is an option of .*: cfl-ray methods fedavg$"):
+@pytest.mark.parametrize(
+    ("name", "method"), [("aggregation", "fedavg"), ("server_optimizer", "fedavg"), ("methods.stocfl.tau", "stocfl")]
+)
+def test_options_of_methods_are_no_keys(name, method):
+    with pytest.raises(ConfigError, match=rf"unknown key '{name}': it is an option of .*: cfl-ray methods {method}$"):
         keys.find(name)
 
 

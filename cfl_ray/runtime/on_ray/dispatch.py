@@ -67,7 +67,7 @@ class Dispatch:
     schedule: Schedule
     exchange: Calls
     in_progress: dict[ray.ObjectRef[Any], _Call] = field(default_factory=dict)  # by first return
-    of_host: dict[int, deque[_Call]] = field(default_factory=dict)  # the same by host number, in their order
+    of_host: dict[int, deque[_Call]] = field(default_factory=dict)  # calls in progress by host number, in their order
     done: dict[int, list[int]] = field(default_factory=dict)  # chunks by number of the host that has done them
     failed: dict[int, list[int]] = field(default_factory=dict)  # by chunk: numbers of the hosts that it failed on
     _known: int = -1  # `pool.changes` when `_hosts` was made

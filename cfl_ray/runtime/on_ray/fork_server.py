@@ -78,7 +78,7 @@ def forkable_imports() -> Iterator[None]:
     """Context of the imports with which a program begins. At its end, forks the fork server that a run will use.
 
     Does not fork a program that has imported PyTorch before, and so may have threads, which a fork would not have; nor
-    one that has imported Ray, which reads the environment of a cluster in its import.
+    a program that has imported Ray, which reads the environment of a cluster in its import.
     """
     begins = sys.platform == "linux" and not {"torch", "ray"} & sys.modules.keys() and threading.active_count() == 1
     if not begins or "RAY_ADDRESS" in os.environ:

@@ -50,7 +50,7 @@ def host_runtime_env(instructions: str | None) -> dict[str, Any] | None:
 
 
 def server_runtime_env(instructions: str | None) -> dict[str, Any] | None:
-    """The same of the server, which has no limit of threads."""
+    """Ray's runtime environment of the server, which has no limit of threads; None as for a host."""
     if instructions is None or os.environ.get(_INHERITED) == instructions:
         return None
     return {"env_vars": instructions_environment(instructions)}

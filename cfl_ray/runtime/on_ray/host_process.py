@@ -111,8 +111,8 @@ class HostProcess:
         self.chunks_done = 0
         results, states, deferred = [], {}, {}
         parts = np.split(np.arange(len(index_m)), cuts)
-        chunks = ((work.take(part), part, _stored_of(work, part, places, stored)) for part in parts)
-        for result, kept in self.worker.run_all(chunks, lambda table, row: self._row(models, table, row), sums):
+        inputs = ((work.take(part), part, _stored_of(work, part, places, stored)) for part in parts)
+        for result, kept in self.worker.run_all(inputs, lambda table, row: self._row(models, table, row), sums):
             results.append(result)
             self.chunks_done = len(results)
             states.update({int(result.index_m[i]): value for i, value in kept.states.items()})

@@ -97,7 +97,7 @@ class ProgressWatch:
         )
 
     def stops(self, now: float, asked: bool = False) -> bool:
-        """Whether a request to stop, also one that the server has not answered, ends the run: it makes no progress."""
+        """Whether a request to stop ends the run now, since there is no progress. asked: it may still be unanswered."""
         asked = asked or (self.last is not None and self.last.stop_asked)
         return asked and now - self.since > STOP_SECONDS
 
