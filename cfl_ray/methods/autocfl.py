@@ -101,7 +101,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     phases = {"adjust": ("federate",), "federate": ()}
 
     alpha: float = option(
-        0.5, "alpha: how fast clients with few samples get more epochs; 0: not at all", source="paper", low=0
+        0.5, "alpha: how fast clients with few samples get more epochs; 0: not at all", source="paper", low=0, high=1000
     )
     clustering: str = option(
         "voting",

@@ -57,6 +57,7 @@ def test_values_in_range_are_accepted(cls, good):
         ({"count": None}, "example.count: Input should be a valid integer, got None"),
         ({"most": 2.5}, "example.most: Input should be a valid integer, got 2.5"),
         ({"most": 0}, "example.most: Input should be greater than or equal to 1, got 0"),
+        ({"most": 10**30}, "example.most: a number is at most 9.223e+18, got 1e+30"),
         ({"kind": "c"}, "example.kind: Input should be 'a' or 'b', got 'c'"),
     ],
 )
