@@ -30,7 +30,7 @@ from cfl_ray.population.availability import ALWAYS, Availability
 from cfl_ray.population.population import count_of
 from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.plan import PrivacyPlan
-from cfl_ray.setup.dry_rounds import traffic
+from cfl_ray.setup.dry_rounds import load_of
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Setup:
         """The virtual time of a method, before round 1. sizes_of: n_i of clients in the present round."""
         if self.clock is None:
             return None
-        size, local = self.federation.num_clients, self.local_of(label)
-        shape, cohort = self.federation.shape, self.division.cohort
-        estimate = traffic(self.methods[label], size, cohort, spec, local, shape, self.secure)
-        return VirtualTime(self.clock, estimate.load, local, sizes_of)
+        local, shape, rounds = self.local_of(label), self.federation.shape, self.experiment.rounds
+        size = max(round(float(np.mean(self.federation.num_samples_N))), 1)
+        load = load_of(self.methods[label], self.division.cohort, size, spec, local, shape, self.secure, rounds)
+        return VirtualTime(self.clock, load, local, sizes_of)
 
     def network(self, device: str = "cpu") -> Network:
         """A new network that any model of the experiment can be loaded into."""
