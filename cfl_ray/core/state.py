@@ -1,6 +1,8 @@
 """State of a method between rounds."""
 
+import pickle
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
@@ -103,6 +105,14 @@ class State:
             if not kept:
                 return item.name, value
         return None
+
+    def fingerprint(self) -> dict[str, int]:
+        """A number for each field, another one after its value was modified in place."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {
+            name: value._version if isinstance(value, Tensor) else zlib.crc32(pickle.dumps(value))
+            for name, value in values.items()
+        }
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, scalars) by field name, in the form that a checkpoint stores."""
