@@ -1,6 +1,5 @@
 """State of a method between rounds."""
 
-import pickle
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -108,11 +107,7 @@ class State:
 
     def fingerprint(self) -> dict[str, int]:
         """A number for each field, another one after its value was modified in place."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {
-            name: value._version if isinstance(value, Tensor) else zlib.crc32(pickle.dumps(value))
-            for name, value in values.items()
-        }
+        return {item.name: _fingerprint(getattr(self, item.name)) for item in fields(self)}
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, scalars) by field name, in the form that a checkpoint stores."""
@@ -127,6 +122,12 @@ class State:
         arrays = {item.name for item in fields(cls) if "ndarray" in str(item.type)}
         values: dict[str, Any] = {name: value.numpy() if name in arrays else value for name, value in tensors.items()}
         return cls(**values, **scalars)
+
+
+def _fingerprint(value: Any) -> int:
+    if isinstance(value, Tensor):  # the number of its changes in place, which tensors of inference mode do not count
+        return 0 if value.is_inference() else value._version
+    return zlib.crc32(np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else repr(value).encode())
 
 
 def no_numbers() -> np.ndarray:
