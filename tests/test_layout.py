@@ -97,12 +97,6 @@ def modules() -> dict[str, ast.AST]:
     return {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for name, tree in trees.items()}
 
 
-def without_type_checking(tree: ast.Module) -> ast.Module:
-    """The tree without what only type checkers import."""
-    kept = [one for one in tree.body if not (isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING")]
-    return ast.Module(kept, [])
-
-
 def test_the_walk_sees_the_package():
     """The rules below hold for something: these modules exist and import what they are known to."""
     assert {"core/clients.py", "engine/worker.py", "runtime/on_ray/backend.py", "methods/stocfl.py"} <= SOURCES.keys()
@@ -131,14 +125,14 @@ def test_no_package_circles():
 
 
 def test_no_import_circles():
-    """Also through imports inside functions; in jobs and benchmarks, whose modules have one name each, as well."""
+    """Also for type checkers and inside functions; jobs and benchmarks, whose modules have one name each, too."""
     trees = modules()
     assert {"jobs.chaos.network", "benchmarks.peers.bare"} <= trees.keys()
     for module in trees:
         if module.startswith(("jobs.", "benchmarks.")):
             stems = {path.stem for path in (ROOT / module.replace(".", "/")).parent.glob("*.py")}
             assert not stems & imports(trees[module]), f"{module} imports a neighbour without its package"
-    uses = {module: modules_used(without_type_checking(tree), trees) - {module} for module, tree in trees.items()}
+    uses = {module: modules_used(tree, trees) - {module} for module, tree in trees.items()}
     while leaves := [module for module, used in uses.items() if not used & uses.keys()]:
         for module in leaves:
             del uses[module]

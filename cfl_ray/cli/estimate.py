@@ -127,7 +127,14 @@ def estimate(experiment: Experiment, summary: FederationSummary | None = None) -
     }
     sent = {
         label: traffic(
-            method, summary.clients, cohort, network.spec, setup.local_of(label), summary.shape, setup.secure
+            method,
+            summary.clients,
+            cohort,
+            network.spec,
+            setup.local_of(label),
+            summary.shape,
+            setup.secure,
+            experiment.rounds,
         )
         for label, method in setup.methods.items()
     }
@@ -315,7 +322,10 @@ def _show_sizes(estimate: Estimate, console: Console) -> None:
         console,
     )
     rounds = f"{estimate.setup.experiment.rounds} {_step_name(estimate)}s"
-    say(f"a {_step_name(estimate)}: {estimate.cohort} clients, about {steps} steps each; {rounds}", console)
+    batches = f"about {steps} {'step' if steps == 1 else 'steps'} each"
+    if estimate.setup.local.batch_size is None:
+        batches += ", with all samples of a client in one batch (local.batch_size: null)"
+    say(f"a {_step_name(estimate)}: {estimate.cohort} clients, {batches}; {rounds}", console)
 
 
 def _step_name(estimate: Estimate) -> str:
@@ -335,14 +345,12 @@ def _estimate_table(rows: dict[str, tuple[Estimate, str]]) -> Table:
     table = number_table("expected", headings)
     for name, (estimate, label) in rows.items():
         sent = estimate.traffic[label]
-        first_down, first_up = sent.first_round
-        later_down, later_up = sent.later_round
-        total = sum(sent.first_round) + (estimate.setup.experiment.rounds - 1) * sum(sent.later_round)
+        (first_down, first_up), *_, (later_down, later_up) = sent.rounds
         table.add_row(
             escape(name),
             f"{first_down:.3f}, {first_up:.3f}",
             f"{later_down:.3f}, {later_up:.3f}",
-            f"{total:.1f}",
+            f"{sent.total(estimate.setup.experiment.rounds):.1f}",
             f"{estimate.server_bytes(label, sent) / 1e6:.0f}",
             f"{estimate.host_bytes(sent) / 1e6:.0f}",
             decimal(4 * sum(sent.kept.values())) if sent.kept else "-",

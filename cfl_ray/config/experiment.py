@@ -13,20 +13,22 @@ from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
+from cfl_ray.config.asynchronous import AsynchronousConfig
 from cfl_ray.config.attack import ATTACK_KINDS, AttackConfig
-from cfl_ray.config.clock import CLOCK_KINDS, AsynchronousConfig, ClockConfig, RunningClockConfig, TraceClockConfig
+from cfl_ray.config.clock import CLOCK_KINDS, ClockConfig, RunningClockConfig, TraceClockConfig
 from cfl_ray.config.cohort import CohortConfig, TraceConfig
 from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, ArraysConfig, DataConfig, OfficialDataConfig
 from cfl_ray.config.evaluation import EvaluationConfig
 from cfl_ray.config.explanation import WholeConfig, explain
 from cfl_ray.config.local import LocalConfig
-from cfl_ray.config.model import ModelConfig, StartConfig
+from cfl_ray.config.model import ModelConfig
 from cfl_ray.config.paths import to_record, with_replaced
-from cfl_ray.config.privacy import PrivacyConfig, SecureAggregationConfig
+from cfl_ray.config.privacy import PrivacyConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
+from cfl_ray.config.secure_aggregation import SecureAggregationConfig
+from cfl_ray.config.start import StartConfig
 from cfl_ray.config.tracking import TrackingConfig
-from cfl_ray.config.unused import unused_warnings
 from cfl_ray.config.yaml_text import yaml_of
 from cfl_ray.errors import ConfigError
 from cfl_ray.security.credentials import redact_values
@@ -230,11 +232,6 @@ class Experiment(WholeConfig):
     def moved(self) -> Mapping[str, str]:
         """New paths by recorded path, if this is the record of a run whose folder has moved."""
         return self._moved
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings of valid keys without effect, or whose effect is probably not intended."""
-        return [*(self.data.warnings if self.data.federation is None else []), *unused_warnings(self)]
 
     @property
     def contents(self) -> dict[str, str]:

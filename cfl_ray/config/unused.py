@@ -2,32 +2,30 @@
 
 from collections.abc import Iterable, Iterator
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cfl_ray.config.data import ColumnsDataConfig, DataConfig
+from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.partition import LabelSkewConfig
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.plugins.calling import reference_of
 
-if TYPE_CHECKING:
-    from cfl_ray.config.experiment import Experiment
 
-
-def unused_keys(experiment: "Experiment") -> dict[str, str]:
+def unused_keys(experiment: Experiment) -> dict[str, str]:
     """The keys without effect, dotted, each with the reason."""
     return {f"{section}.{key}": reason for section, keys, reason in _rules(experiment) for key in keys}
 
 
-def unused_warnings(experiment: "Experiment") -> list[str]:
-    """Warnings of unused keys whose value is not the default."""
-    unused = unused_keys(experiment)
-    return [
+def warnings_of(experiment: Experiment) -> list[str]:
+    """Warnings of keys whose value is not the default and has no effect, or probably not the intended effect."""
+    data, unused = experiment.data, unused_keys(experiment)
+    return (data.warnings if data.federation is None else []) + [
         f"{key} ({reference_of(value) if key.endswith('.kind') else value}) has no effect: {unused[key]}"
         for key, value in not_default(experiment, unused).items()
     ]
 
 
-def not_default(experiment: "Experiment", keys: Iterable[str]) -> dict[str, Any]:
+def not_default(experiment: Experiment, keys: Iterable[str]) -> dict[str, Any]:
     """The dotted keys whose value is not the default, with their values."""
     values = {}
     for key in keys:
@@ -38,7 +36,7 @@ def not_default(experiment: "Experiment", keys: Iterable[str]) -> dict[str, Any]
     return values
 
 
-def _rules(experiment: "Experiment") -> Iterator[tuple[str, Iterable[str], str]]:
+def _rules(experiment: Experiment) -> Iterator[tuple[str, Iterable[str], str]]:
     """Yields (section, keys in it, the reason why they have no effect)."""
     local, cohort, asynchronous = experiment.local, experiment.cohort, experiment.asynchronous
     privacy = experiment.privacy
@@ -65,6 +63,8 @@ def _rules(experiment: "Experiment") -> Iterator[tuple[str, Iterable[str], str]]
         yield "secure_aggregation", ["clip"], "privacy.clip bounds changes"
     if experiment.clock.kind == "none":
         yield "cohort", ["over_selection"], "clock.kind is none"
+    elif cohort.availability.kind == "always":
+        yield "clock", ["availability_seconds"], "cohort.availability is always"
     if not any(event.change for event in experiment.schedule):
         yield "evaluation", ["past"], "the schedule changes no client's data"
 

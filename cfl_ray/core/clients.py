@@ -236,10 +236,7 @@ class Clients:
 
     def reads(self, values: str) -> None:
         """Declares that the server reads these values of single clients. Raises PrivacyError if it must not."""
-        if hides := self._protection.hides:
-            raise PrivacyError(
-                f"its server reads {values} of single clients, which {hides}; choose a method whose server only adds up"
-            )
+        self._protection.reads(values)
 
     def count_download(self, floats: int) -> None:
         """Counts `floats` numbers per client as downloaded, besides models."""
@@ -574,7 +571,17 @@ class Clients:
             outcome = self._protection.noisy_sums(outcome, averaging, address, self.spec, work)
             if number is None and self.server_moments is not None:
                 number = self.server_moments.next_average()
-        return Updates(self, outcome, averaging, private, work, number or 0)
+        return Updates(
+            outcome,
+            averaging,
+            private,
+            work,
+            self.spec.trained,
+            average=number or 0,
+            server_moments=self.server_moments,
+            received=self.received,
+            protection=self._protection,
+        )
 
     def _losses(
         self, sent: Sent, max_samples: int | None, frozen_model: Sent | None, errors: bool = False

@@ -8,7 +8,7 @@ Axis letters, used as suffixes of names in the whole package:
     N all clients    M clients of the round or exchange    K clusters                  P columns of a row    C classes
     B batch          S clients with a signature            F features of a signature   R rows of weighted means
     T test sets, or steps in time      V columns of a table of scores
-    E entries of a list: of sparse weights, stored updates, rounds
+    E entries of a list: of sparse weights, stored updates, rounds      I rows of a table that is read
 Lower-case letters (m, n, k) are parts of these axes, X is any leading axis, and a module names further letters itself.
 """
 

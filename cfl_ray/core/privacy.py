@@ -54,14 +54,19 @@ class Protection:
     absent: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, np.int64))  # selected, do not report
     sampled: bool = True  # True: the clients are the cohort that was drawn; False: all reachable clients
 
-    @property
-    def hides(self) -> str:
-        """The end of a message: why the server cannot read values of single clients; empty: it can."""
+    def reads(self, values: str) -> None:
+        """Raises PrivacyError if the server must not read these values of single clients."""
         if self.noise is not None:
-            return "privacy does not protect"
-        if self.masks is not None:
-            return "secure aggregation hides"
-        return "" if self.examples is None else "privacy.examples does not protect"
+            why = "privacy does not protect"
+        elif self.masks is not None:
+            why = "secure aggregation hides"
+        elif self.examples is not None:
+            why = "privacy.examples does not protect"
+        else:
+            return
+        raise PrivacyError(
+            f"its server reads {values} of single clients, which {why}; choose a method whose server only adds up"
+        )
 
     def of_all_reachable(self) -> "Protection":
         """The protection if all reachable clients take part instead of the cohort."""

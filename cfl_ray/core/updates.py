@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,11 +11,10 @@ from cfl_ray.core.diagnostics import Diagnostics
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
+from cfl_ray.core.privacy import Protection
+from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.versions import NotAsynchronous, Received
 from cfl_ray.core.work import Averaging, Exclusion, Outcome, Train
-
-if TYPE_CHECKING:
-    from cfl_ray.core.clients import Clients
 
 _NOT_AVERAGED = "these updates were not averaged: pass `average` to `train`, or call `Clients.average` first"
 
@@ -25,12 +23,15 @@ _NOT_AVERAGED = "these updates were not averaged: pass `average` to `train`, or 
 class Updates:
     """Results of a cohort's training."""
 
-    clients: "Clients"
     outcome: Outcome
     averaging: Averaging | None  # None: the results were not averaged
     private: Columns | None  # columns that are not uploaded; None: all are uploaded
     training: Train  # the exchange in which the clients trained
+    trained: int  # number of trained columns, the first ones
     average: int = 0  # number of this average in the round, for the server optimiser
+    server_moments: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
+    received: Received | None = field(repr=False, default=None)  # of asynchronous rounds; None: a synchronous round
+    protection: Protection = field(repr=False, default=Protection())
 
     def averaged(self, default: Tensor) -> Tensor:
         """Weighted mean of every output row, float32 (R, P), after the step of the server optimiser, if any.
@@ -41,18 +42,18 @@ class Updates:
         return self._moved(default, self.means(default))
 
     def _moved(self, before_RP: Tensor, mean_RP: Tensor) -> Tensor:
-        moments, received, trained = self.clients.server_moments, self.clients.received, self.clients.spec.trained
-        if moments is not None:
-            mean_RP = moments.moved(self.average, before_RP, mean_RP, set(self.outcome.means), trained)
-        if received is not None:
-            received.versions.follow(before_RP, mean_RP)
+        if self.server_moments is not None:
+            changed = set(self.outcome.means)
+            mean_RP = self.server_moments.moved(self.average, before_RP, mean_RP, changed, self.trained)
+        if self.received is not None:
+            self.received.versions.follow(before_RP, mean_RP)
         return mean_RP
 
     def means(self, default: Tensor) -> Tensor:
         """As `averaged`, without the step of the server optimiser."""
         if self.outcome.arrived_R is None:
             raise ValueError(_NOT_AVERAGED)
-        received, of_changes = self.clients.received, self.averaging is not None and self.averaging.of_changes
+        received, of_changes = self.received, self.averaging is not None and self.averaging.of_changes
         if not of_changes and received is None and self.private is None:
             whole_RP = _table_of(self.outcome.means, len(default))
             if whole_RP is not None:
@@ -74,7 +75,7 @@ class Updates:
         """Weight (R,) of the valid clients of each output row, not reduced by their staleness."""
         assert self.averaging is not None
         averaging = self.averaging.subset(self.valid_M[self.averaging.client_E])
-        weight_M = received.weights(self.clients.ids_M)
+        weight_M = received.weights(self.training.ids_M)
         return np.bincount(averaging.out_E, averaging.weight_E / weight_M[averaging.client_E], averaging.num_rows)
 
     def _check_starts(self, default: Tensor, received: Received) -> None:
@@ -110,6 +111,8 @@ class Updates:
     @property
     def features_MF(self) -> Tensor:
         """Requested features, float32 (M, F); NaN for excluded clients."""
+        if "features" not in self.outcome.arrays:
+            raise ValueError("these updates have no features: pass `features` to `train`")
         return torch.from_numpy(self.outcome.arrays["features"])
 
     @property
@@ -133,7 +136,7 @@ class Updates:
 
         Raises PrivacyError in a private run, and with secure aggregation.
         """
-        self.clients.reads("the training losses")
+        self.protection.reads("the training losses")
         return self.outcome.arrays["train_loss"]
 
     @property

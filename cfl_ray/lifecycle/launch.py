@@ -186,7 +186,9 @@ class _Launch:
 
     def __post_init__(self) -> None:
         if not isinstance(self.experiment, Experiment):
-            raise ConfigError(f"expected an Experiment, got {shown(self.experiment)}; write Experiment(**settings)")
+            raise ConfigError(
+                f"expected an Experiment, got {shown(self.experiment)}; write Experiment(**settings) or load(FILE)"
+            )
         self.on_ray = self.on_ray and self.experiment.runtime.backend == "ray"
         with contextlib.suppress(FileNotFoundError):  # the working directory does not exist
             output = str(Path(self.experiment.output).absolute())  # the server has another working directory

@@ -41,6 +41,7 @@ from cfl_ray.runtime.round_evaluation import RoundDiagnostics, RoundEvaluation
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status
 from cfl_ray.runtime.snapshot import Part, Snapshot
 from cfl_ray.setup.first_models import start_of
+from cfl_ray.setup.protection import check_joining
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import last_record
 
@@ -81,7 +82,8 @@ class RoundLoop:
         last = last_record(store.directory) if store else None
         recorded = last.round if last else 0
         journal = Journal(store.directory if store else None)
-        self.requests = Requests(label, journal, setup.federation, experiment.rounds, session, recorded)
+        check = partial(check_joining, setup, label)
+        self.requests = Requests(label, journal, setup.federation, check, experiment.rounds, session, recorded)
         self.membership = Membership(setup, self.requests)
         if self.client_privacy is not None:
             self.client_privacy.seed_cohorts(self.membership.population, self.requests)

@@ -26,6 +26,7 @@ from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.core.work import Describe, FitMixture, Losses, Outcome, Train, Work
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.engine.local_steps import companion_arguments
 from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.system.threads import one_thread
 
@@ -40,17 +41,16 @@ class DryBackend:
     shape: DataShape
     deferred: set[int] = field(default_factory=set)  # number of clients of each exchange with deferred results
     client_states: ClientStateStore = field(default_factory=ClientStateStore)  # stays empty
-    work: Counter[str] = field(default_factory=Counter)  # samples "trained" and "tested", of clients with one sample
+    size: int = 0  # samples of every client, for `work`; 0: it is not counted
+    work: Counter[str] = field(default_factory=Counter)  # samples "trained", one for each gradient, and "tested"
     kept: dict[str, int] = field(default_factory=dict)  # floats that a client keeps between rounds, by name
 
     def run(self, work: Work) -> Outcome:
         num_clients = len(work.ids_M)
-        if isinstance(work, Train):
-            self.work["trained"] += int(work.cost_M(np.ones(num_clients)).sum())
-            if work.defer_aggregation:
-                self.deferred.add(num_clients)
-        elif isinstance(work, Losses | FitMixture):
-            self.work["tested"] += num_clients * len(work.tables[0])
+        if isinstance(work, Train) and work.defer_aggregation:
+            self.deferred.add(num_clients)
+        if self.size:
+            self._count(work)
         if (state := work.client_state) is not None and isinstance(work, Train):
             columns = self.spec.size if state.columns is None else state.columns.count
             floats = columns + (self.spec.trained if work.local.persist else 0)
@@ -63,6 +63,32 @@ class DryBackend:
             arrays["features"] = np.ones((num_clients, min(work.sketch or length, length)), np.float32)
             arrays["floats"] = np.full(num_clients, length)
         return Outcome(arrays, {}, None if work.averaging is None else np.zeros(work.averaging.num_rows))
+
+    def _count(self, work: Work) -> None:
+        """Adds the samples that the clients train and test to `work`."""
+        num_clients, tests = len(work.ids_M), int(work.frozen_model is not None)
+        if isinstance(work, Train):
+            cost_M = work.cost_M(np.full(num_clients, self.size))
+            self.work["trained"] += int(cost_M.sum()) * (1 if work.local_step is None else self._gradients(work))
+            tests += work.mixture is not None  # the E step, for each entry of a client and a model
+        elif isinstance(work, Losses | FitMixture):
+            tests += len(work.tables[0])
+        samples = min(work.max_samples or self.size, self.size) if isinstance(work, Losses) else self.size
+        self.work["tested"] += num_clients * tests * samples
+
+    def _gradients(self, work: Train) -> int:
+        """Number of gradients in a local step, each on one batch."""
+        assert work.local_step is not None
+        w_P, batches = torch.ones(self.spec.trained), []
+
+        def gradient(row_P: Tensor, batch: int) -> Tensor:
+            batches.append(batch)
+            return torch.ones_like(row_P)
+
+        share = [torch.ones(1)] if work.client_state is not None and work.client_state.learned_share else []
+        companion = [] if work.companion is None else [w_P.clone(), *share]
+        work.local_step(gradient, w_P, *companion_arguments(companion, 0))
+        return len(batches)
 
     def num_features(self, work: Describe) -> int:
         """Number of floats that the function of `work` returns: by its attribute `floats`, else as in a gradient."""
@@ -93,11 +119,13 @@ def dry_rounds(
     secure: SecureAggregation | None = None,
     size: int = 1,
     latecomers: bool = False,
+    to_last_phase: bool = False,
 ) -> Iterator[tuple[State, RoundStats]]:
     """Yields the state and statistics after each round of a method without training.
 
     The whole method is called: first state, rounds, and the models that clients predict with. Raises RunError for a
     result of the wrong type or shape. size: samples of every client. latecomers: try a client that joins after them.
+    to_last_phase: the first round of the method's last phase is the last one, unless it is round 1.
     """
     spec, shape = backend.spec, backend.shape
     steps = CheckedMethod(method, spec.size)
@@ -116,8 +144,10 @@ def dry_rounds(
             reachable=lambda: (np.arange(num_clients), np.full(num_clients, size)),
             protection=Protection(private, secure),
         )
-        state = steps.round(state, clients, Draws(0, round))
+        phase, state = state.phase, steps.round(state, clients, Draws(0, round))
         yield state, stats
+        if to_last_phase and round > 1 and not method.phases[phase]:
+            break
     if private is not None or secure is not None or local.examples is not None:
         # a round after a change of data may read other uploads
         steps.round(steps.drift(state, clients), clients, Draws(0, rounds))
@@ -133,17 +163,19 @@ def dry_rounds(
 class TrafficEstimate:
     """Traffic of a method in Mbit per client of the federation, as (download, upload), and the number of its models."""
 
-    first_round: tuple[float, float]
-    later_round: tuple[float, float]
-    models: int  # cluster models after the second round
+    rounds: tuple[tuple[float, float], ...]  # the first rounds; the last one stands for all later rounds
+    models: int  # cluster models after these rounds
     deferred: int  # results that stay in the object store until they can be averaged
-    load: Load  # of a client in a later round
     kept: dict[str, int]  # floats that a client keeps between rounds, by name
 
     @property
     def mixed(self) -> int:
         """Number of models that a client mixes; 0 if it mixes none."""
         return self.kept.get(MIXTURE_WEIGHTS, 0)
+
+    def total(self, rounds: int) -> float:
+        """Mbit of a run of `rounds` rounds, download and upload."""
+        return sum(map(sum, self.rounds)) + (rounds - len(self.rounds)) * sum(self.rounds[-1])
 
 
 def traffic(
@@ -154,26 +186,53 @@ def traffic(
     local: LocalSGD,
     shape: DataShape,
     secure: SecureAggregation | None = None,
+    rounds: int = 2,
 ) -> TrafficEstimate:
-    """The traffic of a round, counted in the first two of `dry_rounds`."""
+    """The traffic of a method, counted in `dry_rounds` up to a round of its last phase. rounds: at most so many."""
     mbit, models, backend = [], 0, DryBackend(spec, shape)
-    with one_thread():  # as the server
-        for state, stats in dry_rounds(method, num_clients, cohort, local, backend, secure=secure):
-            mbit.append((stats.traffic.down_bits / num_clients / 1e6, stats.traffic.up_bits / num_clients / 1e6))
-            models, work = state.num_clusters, dict(backend.work)
-            backend.work.clear()
-    load = Load(
-        stats.traffic.down_bits / cohort,
-        stats.traffic.up_bits / cohort,
-        work.get("trained", 0.0) / cohort / float(local.steps_of(np.ones(1))[0]),
-        work.get("tested", 0.0) / cohort,
+    played = dry_rounds(
+        method, num_clients, cohort, local, backend, rounds=max(rounds, 2), secure=secure, to_last_phase=True
     )
+    with one_thread():  # as the server
+        for state, stats in played:
+            mbit.append((stats.traffic.down_bits / num_clients / 1e6, stats.traffic.up_bits / num_clients / 1e6))
+            models = state.num_clusters
     if isinstance(method.aggregation_rule, Mean):
         deferred = max(backend.deferred, default=0)
     else:
         deferred = cohort * backend.kept.get(MIXTURE_WEIGHTS, 1)  # a robust rule needs all results together
-    return TrafficEstimate(
-        first_round=mbit[0], later_round=mbit[1], models=models, deferred=deferred, load=load, kept=backend.kept
+    return TrafficEstimate(rounds=tuple(mbit), models=models, deferred=deferred, kept=backend.kept)
+
+
+def load_of(
+    method: Method[Any],
+    clients: int,
+    size: int,
+    spec: ParamSpec,
+    local: LocalSGD,
+    shape: DataShape,
+    secure: SecureAggregation | None = None,
+    rounds: int = 2,
+) -> Load:
+    """The work of a client in a round of the method's last phase, or in round `rounds` if that comes before.
+
+    clients: number of clients, all of which take part in every round, so that all have the same work. size: samples of
+    every client.
+    """
+    backend = DryBackend(spec, shape, size=size)
+    played = dry_rounds(
+        method, clients, clients, local, backend, rounds=max(rounds, 2), secure=secure, size=size, to_last_phase=True
+    )
+    with one_thread():  # as the server
+        for _, stats in played:
+            bits, work = stats.traffic, dict(backend.work)
+            backend.work.clear()
+    once = int(local.steps_of(np.array([size]))[0] * local.batch_of(size))  # samples of the experiment's training
+    return Load(
+        bits.down_bits / clients,
+        bits.up_bits / clients,
+        work.get("trained", 0) / clients / once,
+        work.get("tested", 0) / clients / size,
     )
 
 

@@ -11,6 +11,7 @@ from cfl_ray.clock.devices import Clock
 from cfl_ray.clock.virtual_time import Asynchrony, VirtualTime
 from cfl_ray.config import Experiment
 from cfl_ray.config.attack import AttackersConfig
+from cfl_ray.config.unused import warnings_of
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.params import ParamSpec
@@ -29,7 +30,7 @@ from cfl_ray.population.availability import ALWAYS, Availability
 from cfl_ray.population.population import count_of
 from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.plan import PrivacyPlan
-from cfl_ray.setup.dry_rounds import traffic
+from cfl_ray.setup.dry_rounds import load_of
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,10 @@ class Setup:
         """The virtual time of a method, before round 1. sizes_of: n_i of clients in the present round."""
         if self.clock is None:
             return None
-        size, local = self.federation.num_clients, self.local_of(label)
-        shape, cohort = self.federation.shape, self.division.cohort
-        estimate = traffic(self.methods[label], size, cohort, spec, local, shape, self.secure)
-        return VirtualTime(self.clock, estimate.load, local, sizes_of)
+        local, shape, rounds = self.local_of(label), self.federation.shape, self.experiment.rounds
+        size = max(round(float(np.mean(self.federation.num_samples_N))), 1)
+        load = load_of(self.methods[label], self.division.cohort, size, spec, local, shape, self.secure, rounds)
+        return VirtualTime(self.clock, load, local, sizes_of)
 
     def network(self, device: str = "cpu") -> Network:
         """A new network that any model of the experiment can be loaded into."""
@@ -107,7 +108,7 @@ class Setup:
         """A line for each key that is valid but has no effect, or probably another effect than intended."""
         clients, cohort = self.federation.num_clients, self.division.cohort
         of_methods = {label: method.warning(clients, cohort) for label, method in self.methods.items()}
-        return self.experiment.warnings + [f"{label}: {text}" for label, text in of_methods.items() if text]
+        return warnings_of(self.experiment) + [f"{label}: {text}" for label, text in of_methods.items() if text]
 
     @property
     def attack(self) -> Attack:

@@ -34,7 +34,7 @@ def test_estimated_traffic_is_that_of_a_run(tmp_path, monkeypatch):
     assert set(results.methods) == set(REGISTRY)
     for label, method in resolve(experiment.methods).items():
         expected = estimate.traffic(method, 8, 8, spec, LocalSGD(epochs=1), DataShape((6,), 10))
-        down, up = (expected.first_round[side] + expected.later_round[side] for side in (0, 1))
+        down, up = (expected.rounds[0][side] + expected.rounds[-1][side] for side in (0, 1))
         final = results[label].final
         assert (final["mbit_down"], final["mbit_up"]) == pytest.approx((down, up), rel=1e-12), label
 
@@ -88,7 +88,8 @@ def test_an_asynchronous_round_has_the_clients_of_a_buffer(tmp_path):
     found = estimate.estimate(experiment)
     assert "a server step: 2 clients, " in shown(found)
     final, rounds = cfl_ray.simulate(experiment)["fedavg"].final, experiment.rounds
-    expected = sum(found.traffic["fedavg"].first_round) + (rounds - 1) * sum(found.traffic["fedavg"].later_round)
+    first, *_, later = found.traffic["fedavg"].rounds
+    expected = sum(first) + (rounds - 1) * sum(later)
     assert expected == pytest.approx(final["mbit_down"] + final["mbit_up"])
 
 

@@ -14,6 +14,7 @@ import cfl_ray
 from cfl_ray.config import ConfigSection, Experiment, load
 from cfl_ray.config.paths import recorded_in
 from cfl_ray.config.reading import QUICKSTART
+from cfl_ray.config.unused import warnings_of
 from cfl_ray.core.method import Method
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.errors import ConfigError, DataError
@@ -537,6 +538,7 @@ class TestOverrides:
             ("rounds.x=3", "override 'rounds.x=3': rounds is a value, not a section"),
             ("rounds=[3", r"rounds=\[3 is not valid YAML"),
             ("locl.lr=3", r"unknown key 'locl' \(did you mean 'local'\?\)"),
+            ("lr=3", r"unknown key 'lr' \(did you mean 'local.lr'\?\)"),
         ],
     )
     def test_errors(self, override, message, file):
@@ -809,6 +811,8 @@ local: {epochs: 3, steps: 9}
     local.epochs (3) has no effect: local.steps is 9
 cohort: {fraction: 0.2, clients: 3}
     cohort.fraction (0.2) has no effect: cohort.clients is 3
+clock: {kind: constant, availability_seconds: 60}
+    clock.availability_seconds (60.0) has no effect: cohort.availability is always
 attack: {kind: sign_flip, fraction: 0.2, clients: [3]}
     attack.fraction (0.2) has no effect: attack.clients names them
 {rounds: 5, attack: {kind: sign_flip, from_round: 6}}
@@ -822,7 +826,7 @@ data: {source: csv, root: x, columns: {image: a}, test: {view: holdout}}
 
 @pytest.mark.parametrize("values, warning", zip(WITHOUT_EFFECT[::2], WITHOUT_EFFECT[1::2], strict=True))
 def test_a_key_without_effect_is_worth_a_warning(values, warning):
-    assert Experiment(**yaml.safe_load(values)).warnings == [warning.strip()]
+    assert warnings_of(Experiment(**yaml.safe_load(values))) == [warning.strip()]
 
 
 @pytest.mark.parametrize(
@@ -844,7 +848,7 @@ def test_a_key_without_effect_is_worth_a_warning(values, warning):
     ],
 )
 def test_a_key_with_an_effect_is_worth_no_warning(values):
-    assert Experiment(**values).warnings == []
+    assert warnings_of(Experiment(**values)) == []
 
 
 class TestKinds:
@@ -861,7 +865,7 @@ class TestKinds:
 
 
 def test_a_federation_from_python_has_no_warnings(federation):
-    assert Experiment(data=federation).warnings == []
+    assert warnings_of(Experiment(data=federation)) == []
 
 
 def test_paths_of_a_file_are_relative_to_its_folder(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from federations import Stage, linear, planted
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
@@ -99,8 +98,8 @@ def test_the_means_of_all_rows_are_the_next_table_without_a_copy():
     """The server holds the models before and after a round, and no third table."""
     work = training(Averaging.of(WEIGHTS, M))
     means, arrived_R = means_of(MODELS[SENT] + 0.1, [[0, 1, 2, 3, 4, 5]])
-    outcome, clients = Outcome({"valid": np.ones(M, bool)}, means, arrived_R), Stage(planted(3), linear).clients()
-    updates = Updates(clients, outcome, work.averaging, None, work)
+    outcome = Outcome({"valid": np.ones(M, bool)}, means, arrived_R)
+    updates = Updates(outcome, work.averaging, None, work, trained=MODELS.shape[1])
     averaged_RP = updates.averaged(MODELS[:2])
     assert averaged_RP.data_ptr() == means[0].data_ptr() and torch.equal(averaged_RP, torch.stack([*means.values()]))
     private = replace(updates, private=Columns(((0, 1),))).averaged(MODELS[:2])

@@ -8,6 +8,7 @@ from small_runs import interrupt_once, metrics_of
 from torch import nn
 
 from cfl_ray import Experiment, resume, simulate
+from cfl_ray.config.unused import warnings_of
 from cfl_ray.core.clients import LocalTraining
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.errors import ConfigError, Interrupted
@@ -186,4 +187,4 @@ def test_refusals(sections, message):
 
 def test_keys_of_noise_on_sums_have_no_effect_alone():
     warning = "privacy.clip (2.0) has no effect: privacy has neither target_epsilon nor noise_multiplier"
-    assert warning in experiment(privacy=PRIVATE | {"clip": 2.0}).warnings
+    assert warning in warnings_of(experiment(privacy=PRIVATE | {"clip": 2.0}))

@@ -9,6 +9,7 @@ from torch import nn
 
 from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.config import load
+from cfl_ray.config.unused import warnings_of
 from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.population.population import Population
@@ -181,7 +182,7 @@ def test_refusals_of_the_config():
     with pytest.raises(ConfigError, match="sampling poisson needs availability always, got bernoulli"):
         experiment(cohort={"sampling": "poisson", "availability": 0.5})
     warning = "privacy.quantile (0.3) has no effect: privacy.clipping is flat"
-    assert warning in experiment(privacy={"noise_multiplier": 1.0, "quantile": 0.3}).warnings
+    assert warning in warnings_of(experiment(privacy={"noise_multiplier": 1.0, "quantile": 0.3}))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from small_runs import interrupt_once, metrics_of
 
 from cfl_ray import Experiment, resume, simulate
+from cfl_ray.config.unused import warnings_of
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.privacy.plan import describe
 from cfl_ray.setup.prepare import prepare
@@ -63,7 +64,7 @@ def test_a_private_run_has_noise_of_the_clients_and_an_account_without_amplifica
     assert extrapolated.sampling.population == 1000 and extrapolated.sampling.discrete
     given = {"neighbours": 4, "clip": 2.0}
     wanted = "secure_aggregation.clip (2.0) has no effect: privacy.clip bounds changes"
-    assert wanted in secure(privacy=PRIVATE, secure_aggregation=given).warnings
+    assert wanted in warnings_of(secure(privacy=PRIVATE, secure_aggregation=given))
 
 
 def test_lost_sums_are_counted():

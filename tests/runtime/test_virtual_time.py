@@ -12,16 +12,18 @@ from cfl_ray import Experiment, resume, simulate
 from cfl_ray.clock.devices import Clock, Load, Speed
 from cfl_ray.clock.from_config import hinge_staleness, polynomial_staleness
 from cfl_ray.clock.virtual_time import Asynchrony, Flights, VirtualTime
-from cfl_ray.config.clock import AsynchronousConfig
+from cfl_ray.config.asynchronous import AsynchronousConfig
+from cfl_ray.config.unused import warnings_of
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.state import State
+from cfl_ray.data.federation import DataShape
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.nn.network import Network
 from cfl_ray.population.population import Cohort, Population
-from cfl_ray.setup.dry_rounds import traffic, why_synchronous
+from cfl_ray.setup.dry_rounds import load_of, traffic, why_synchronous
 
 EQUAL = {"kind": "constant", "seconds_per_sample": 0.1, "down_mbps": None, "up_mbps": None}
 UNEQUAL = {"kind": "lognormal", "sigma": 1.2, "jitter": 0.2}
@@ -337,19 +339,28 @@ def test_impossible_combinations_are_refused(timed, changes, message):
 
 
 def test_keys_without_effect_are_named():
-    warnings = Experiment(asynchronous={"concurrency": 4, "per_cluster": True}).warnings
+    warnings = warnings_of(Experiment(asynchronous={"concurrency": 4, "per_cluster": True}))
     assert [line.partition(" (")[0] for line in warnings] == ["asynchronous.concurrency", "asynchronous.per_cluster"]
 
 
-def test_the_load_of_a_client_counts_trainings_and_comparisons():
-    """IFCA receives and compares K models; StoCFL trains two."""
-    federation = SyntheticFederation(8, input=(8,), classes=3, groups=1, samples=4, seed=0)
-    spec = Network(lambda: torch.nn.Linear(8, 3), (8,)).spec
-    loads = {
-        name: traffic(REGISTRY[name](), 8, 4, spec, LocalSGD(epochs=3), federation.shape).load
-        for name in ("fedavg", "ifca", "stocfl")
-    }
-    bits = 32 * spec.size
-    assert loads["fedavg"] == Load(bits, bits, 1.0, 0.0)
-    assert loads["ifca"] == Load(4 * bits, bits + 32, 1.0, 4.0)
-    assert loads["stocfl"] == Load(2 * bits, 2 * bits, 2.0, 0.0)
+@pytest.mark.parametrize(
+    ("method", "down", "up", "trainings", "tests"),
+    [
+        ("fedavg", 1, 1, 1, 0),
+        ("ifca", 4, 1 + 1 / 27, 1, 4),  # receives and compares K models, and uploads its choice
+        ("stocfl", 2, 2, 2, 0),  # trains two
+        ("fedem", 3, 3, 3, 3),  # the E step
+        ("autocfl", 1, 1, 1, 0),  # after the phase in which all 8 clients take part, not the 4 of a round
+        ("ifca_cam", 6, 2 + 1 / 27, 2, 8),  # after the warm-up; the global model's logits count as a test
+        ("per_fedavg", 1, 1, 1, 0),  # two batches in half as many steps
+        ("pfedme", 1, 1, 5, 0),  # five gradients of each batch
+        ("apfl", 1, 1, 2, 0),  # the gradients of both models
+    ],
+)
+def test_the_load_of_a_client_is_that_of_the_last_phase(method, down, up, trainings, tests):
+    spec, shape = Network(lambda: torch.nn.Linear(8, 3), (8,)).spec, DataShape((8,), 3)
+    local = LocalSGD(epochs=3, batch_size=5)
+    found = load_of(REGISTRY[method](), 4, 20, spec, local, shape, rounds=10)
+    assert found == Load(32 * spec.size * down, pytest.approx(32 * spec.size * up), trainings, tests)
+    later = traffic(REGISTRY[method](), 8, 4, spec, local, shape, rounds=10).rounds[-1]
+    assert later == pytest.approx((found.down_bits * 4 / 8 / 1e6, found.up_bits * 4 / 8 / 1e6))

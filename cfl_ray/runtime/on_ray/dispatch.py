@@ -1,11 +1,10 @@
 """The calls of one exchange: made on hosts as they become free, and repeated if a host dies or takes too long."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError, RayTaskError
@@ -18,14 +17,30 @@ from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.stall import POLL_SECONDS, STOP_SECONDS
 
-if TYPE_CHECKING:
-    from cfl_ray.runtime.on_ray.backend import Exchange
-
 _CALLS_PER_HOST = 2  # one running, one queued, so that the host never waits for the server
 # a chunk that failed on so many hosts, or so many times, ends the run; a single bad host cannot reach these limits
 _FAILED_HOSTS, _FAILED_TIMES = 3, 6
 _NAMED = 5  # ranges of clients in a message
 _IDLE = 0.05  # of a CPU, below which a host does not compute: hosts may share a busy CPU
+
+
+class Calls(Protocol):
+    """Makes calls from chunks, and receives their results: `backend.Exchange`, which documents these."""
+
+    @property
+    def stays_on_hosts(self) -> bool: ...
+
+    def start(self, host: Host, chunks: Sequence[Chunk]) -> list[ray.ObjectRef[Any]]: ...
+
+    def receive(self, chunks: Sequence[Chunk], returns: list[Any]) -> None: ...
+
+    def replacements(self, chunk: Chunk) -> list[Chunk]: ...
+
+    def seconds(self, chunks: Sequence[Chunk]) -> float | None: ...
+
+    def usual_seconds(self, chunks: Sequence[Chunk]) -> float | None: ...
+
+    def clients(self, chunks: Sequence[Chunk]) -> list[int]: ...
 
 
 @dataclass(eq=False)
@@ -50,7 +65,7 @@ class Dispatch:
 
     pool: Pool
     schedule: Schedule
-    exchange: Exchange  # makes the calls, and receives their results
+    exchange: Calls
     in_progress: dict[ray.ObjectRef[Any], _Call] = field(default_factory=dict)  # by first return
     of_host: dict[int, deque[_Call]] = field(default_factory=dict)  # calls in progress by host number, in their order
     done: dict[int, list[int]] = field(default_factory=dict)  # chunks by number of the host that has done them
