@@ -35,7 +35,7 @@ from cfl_ray.errors import RunError
 from cfl_ray.system.files import open_private, sha256, sync
 
 FILE_BYTES = 128 << 20  # a file of this size is closed and the next file begun; twice as much memory is used meanwhile
-STATE_FILE_BYTES = 16 << 20  # the same for files of client states, which hosts write in addition to other work
+STATE_FILE_BYTES = 16 << 20  # as FILE_BYTES, of files of client states: hosts write them in addition to other work
 ENTRY_BYTES = 128  # size of an entry without its values: its name and place in the header
 FAN_OUT = 16  # number of segments of similar size that are merged into one; a power of 2
 _COMPARE_BYTES = 4 << 20  # rows are compared in blocks of this size

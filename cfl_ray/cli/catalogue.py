@@ -10,8 +10,9 @@ from typing import Any
 from cfl_ray.cli.tables import default_text
 from cfl_ray.clock.from_config import ARGUMENTS as CLOCK_ARGUMENTS
 from cfl_ray.config import BuiltinKind, ConfigSection
+from cfl_ray.config.asynchronous import STALENESS_KINDS
 from cfl_ray.config.attack import ATTACK_KINDS
-from cfl_ray.config.clock import CLOCK_KINDS, STALENESS_KINDS
+from cfl_ray.config.clock import CLOCK_KINDS
 from cfl_ray.config.cohort import AVAILABILITY_KINDS
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.config.partition import PARTITION_KINDS
@@ -111,7 +112,7 @@ def _first_line(part: Any) -> str:
     return (inspect.getdoc(part) or "").split("\n")[0]
 
 
-# A line per kind: all other facts about a kind are in its registry.
+# A line per kind: everything else about a kind is in its registry.
 KINDS: Mapping[str, PartKind] = {
     "methods": PartKind(METHODS, "a subclass of cfl_ray.Method", "methods: [my.py:MyMethod]", "extend/method"),
     "models": PartKind(

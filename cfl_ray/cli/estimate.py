@@ -322,7 +322,10 @@ def _show_sizes(estimate: Estimate, console: Console) -> None:
         console,
     )
     rounds = f"{estimate.setup.experiment.rounds} {_step_name(estimate)}s"
-    say(f"a {_step_name(estimate)}: {estimate.cohort} clients, about {steps} steps each; {rounds}", console)
+    batches = f"about {steps} {'step' if steps == 1 else 'steps'} each"
+    if estimate.setup.local.batch_size is None:
+        batches += ", with all samples of a client in one batch (local.batch_size: null)"
+    say(f"a {_step_name(estimate)}: {estimate.cohort} clients, {batches}; {rounds}", console)
 
 
 def _step_name(estimate: Estimate) -> str:

@@ -81,9 +81,9 @@ def explain(
 ) -> None:
     """List the keys of an experiment with their meaning, values and defaults: all, those of a section, or one."""
     from cfl_ray.cli.tables import indented
-    from cfl_ray.config import keys
+    from cfl_ray.config import Experiment, keys
 
-    for section in keys.find(key) if key else keys.sections():
+    for section in keys.find(Experiment, key) if key else keys.sections(Experiment):
         out.print(Text.assemble((section.name or "top level", "bold"), f"  {section.meaning}"))
         for each in section.keys:
             default = f"  ({each.values}; required)" if each.default is None else f" = {each.default}  ({each.values})"

@@ -61,9 +61,9 @@ def status(run_dir: Path) -> RunStatus:
     """
     directory = _run(run_dir)
     experiment, live = config.load(directory.config), directory.is_live
-    session = read_server_address(run_dir) if live else None
+    server = read_server_address(run_dir) if live else None
     methods = _begun(run_dir)
-    answer = _server_status(run_dir, session) if live and session else {}
+    answer = _server_status(run_dir, server) if live and server else {}
     label = answer.get("method") or next(reversed(methods), None)
     if live and label and methods.get(label) != "finished":
         methods[label] = "at work"
@@ -112,7 +112,7 @@ def status(run_dir: Path) -> RunStatus:
         early={label: why for label, why in early.items() if why},
         pending=answer.get("pending", []),
         next=None if state in ("live", "finished") else how_to_resume(directory),
-        driver=f"{session.host}, process {session.pid}" if live and session else None,
+        driver=f"{server.host}, process {server.pid}" if live and server else None,
     )
 
 
@@ -126,13 +126,13 @@ def ask(run_dir: Path, verb: str, *arguments: Any) -> str:
         if (to_resume := status(run_dir).next) is None:
             raise RunError(f"{refusal}it is finished, see `{command('status', run_dir)}`")
         raise RunError(f"{refusal}see `{command('status', run_dir)}`, go on with `{to_resume}`")
-    session = read_server_address(run_dir)
-    if session is None:
+    server = read_server_address(run_dir)
+    if server is None:
         raise RunError(
             f"{run_dir} takes no requests now: it is only starting, runs in one process, or its cluster has no token; "
             "start Ray with RAY_AUTH_MODE=token, or ask again in a moment"
         )
-    return _ask_server(session, verb, *arguments)
+    return _ask_server(server, verb, *arguments)
 
 
 def own_step(run_dir: Path) -> str | None:
@@ -141,24 +141,24 @@ def own_step(run_dir: Path) -> str | None:
     if ray is None or not ray.is_initialized():  # the step is not worth joining a cluster
         return None
     try:
-        session = read_server_address(run_dir)
-        return None if session is None else _ask_server(session, "status").get("state")
+        server = read_server_address(run_dir)
+        return None if server is None else _ask_server(server, "status").get("state")
     except UserError:
         return None
 
 
-def _ask_server(session: ServerAddress, verb: str, *arguments: Any) -> Any:
-    if session.auth_mode:
-        os.environ["RAY_AUTH_MODE"] = session.auth_mode  # read when ray is imported
+def _ask_server(server: ServerAddress, verb: str, *arguments: Any) -> Any:
+    if server.auth_mode:
+        os.environ["RAY_AUTH_MODE"] = server.auth_mode  # read when ray is imported
     from cfl_ray.runtime.on_ray.ask import ask_server
 
-    return ask_server(session, verb, *arguments)
+    return ask_server(server, verb, *arguments)
 
 
-def _server_status(run_dir: Path, session: ServerAddress) -> dict[str, Any]:
+def _server_status(run_dir: Path, server: ServerAddress) -> dict[str, Any]:
     """The server's status; only `unreachable`, the reason, if it does not answer; empty if the run has ended since."""
     try:
-        return _ask_server(session, "status")
+        return _ask_server(server, "status")
     except RunError as error:
         return {"unreachable": str(error)} if RunDirectory(run_dir).is_live else {}
 

@@ -137,7 +137,7 @@ def _format(name: str, value: float) -> str:
 
 
 def notes_on(setup: "Setup", network: "Network", most: int) -> list[str]:
-    """Returns what else is to be known of a valid run: ignored events, averaged statistics, and how models are chosen.
+    """Notes on a valid run: ignored events, averaged statistics of BatchNorm, and how models are chosen.
 
     most: number of training samples of the largest client.
     """
@@ -256,7 +256,7 @@ def indented(console: Console, text: Text, columns: int) -> None:
 
 
 def show_status(status: "RunStatus", console: Console) -> None:
-    """Prints a row for each known fact about a run."""
+    """Prints a row for each known value of a run's status."""
     methods = [f"{label} {progress}" for label, progress in status.methods.items()]
     if status.waiting:
         methods.append(f"{status.waiting} waiting")
@@ -265,7 +265,7 @@ def show_status(status: "RunStatus", console: Console) -> None:
     nodes = "1 node" if status.nodes == 1 else f"{status.nodes} nodes"
     left = "" if status.seconds_left is None else f", about {duration(status.seconds_left)} left for this method"
     age = "" if status.fault_age is None else f"{duration(status.fault_age)} ago: "
-    facts = {
+    rows = {
         "methods": ", ".join(methods),
         "current method" if status.state == "live" else "last method": " ".join(filter(None, [status.method, step])),
         "round": f"{status.round} of {status.rounds}" if status.method else None,
@@ -289,26 +289,26 @@ def show_status(status: "RunStatus", console: Console) -> None:
         "driver": status.driver,
         "resume with": status.next,
     }
-    _show_facts(f"{status.experiment}: {status.state}", facts, console)
+    _show_rows(f"{status.experiment}: {status.state}", rows, console)
 
 
-def _show_facts(title: str, facts: Mapping[str, str | None], console: Console) -> None:
+def _show_rows(title: str, rows: Mapping[str, str | None], console: Console) -> None:
     table = Table(title=title, show_header=False)
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
-    for name, value in facts.items():
+    for name, value in rows.items():
         if value:
             table.add_row(name, escape(redact(value)))
     console.print(table)
 
 
 def show_study_status(status: "StudyStatus", console: Console) -> None:
-    """Prints a row for each known fact about a study."""
-    facts = {
+    """Prints a row for each known value of a study's status."""
+    rows = {
         "runs": f"{status.finished} of {status.runs} finished, {status.left} left",
         "at work": "\n".join(status.live),
         "stopped": "\n".join(status.stopped),
         "failed": "\n".join(f"{name}: {reason}" for name, reason in status.failed.items()),
         "go on with": status.next,
     }
-    _show_facts(f"study {status.study}: {status.state}", facts, console)
+    _show_rows(f"study {status.study}: {status.state}", rows, console)

@@ -9,19 +9,21 @@ import numpy as np
 from cfl_ray.clock import devices
 from cfl_ray.clock.devices import ARGUMENTS, Clock, Devices, Speed
 from cfl_ray.clock.virtual_time import Asynchrony
-from cfl_ray.config.clock import (
-    CLOCK_KINDS,
+from cfl_ray.config.asynchronous import (
     STALENESS_KINDS,
     AsynchronousConfig,
-    ClassesClockConfig,
-    ConstantClockConfig,
     HingeConfig,
-    LognormalClockConfig,
-    PluginClockConfig,
     PluginStalenessConfig,
     PolynomialConfig,
-    RunningClockConfig,
     StalenessConfig,
+)
+from cfl_ray.config.clock import (
+    CLOCK_KINDS,
+    ClassesClockConfig,
+    ConstantClockConfig,
+    LognormalClockConfig,
+    PluginClockConfig,
+    RunningClockConfig,
     TraceClockConfig,
 )
 from cfl_ray.data.tables import read_devices

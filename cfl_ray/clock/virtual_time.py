@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.clock.devices import Clock, Load
-from cfl_ray.config.clock import AsynchronousConfig
+from cfl_ray.config.asynchronous import AsynchronousConfig
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.state import State, no_numbers

@@ -19,7 +19,7 @@ class TestDataConfig(ConfigSection):
     view: Literal["cluster", "label", "all", "holdout"] | None = Field(
         None,
         description="cluster: the official test set, shifted like the client's group | label: its images of the "
-        "client's labels | all: the whole of it, also where the client's group has some labels only, shifted like the "
+        "client's labels | all: the whole of it, also if the client's group has some labels only, shifted like the "
         "group | holdout: a share of the client's own samples | null: the view with the client's own distribution: "
         "label for partitions by classes or unequal sizes; holdout for dirichlet, writer and sources without test "
         "data; cluster otherwise",
@@ -42,7 +42,7 @@ class TestDataConfig(ConfigSection):
 
 
 class ColumnsConfig(ConfigSection):
-    """Names of the columns of image parquet files, CSV files and saved Hugging Face data sets."""
+    """Names of the columns of image parquet files, tables and saved Hugging Face data sets."""
 
     image: str = Field(
         "image",
@@ -58,7 +58,9 @@ class ColumnsConfig(ConfigSection):
         "targets of another task, e.g. [height, weight]",
     )
     client: str | None = Field(
-        None, description="column with the client of each sample, integers or strings (kind writer); null: no clients"
+        None,
+        description="column with the client of each sample, integers or strings; without a partition.kind, its values "
+        "are the clients (kind writer). null: no clients",
     )
     group: str | None = Field(
         None, description="column with the true group of each sample's client; null: no true groups are known"
@@ -94,7 +96,7 @@ class DataConfig(ConfigSection):
         "or any URI that pyarrow knows; null: below `output`",
     )
     federation: Any = Field(None, exclude=True, description="a Federation made in Python, instead of a source")
-    # in the record of a run: the paths as written, by absolute path
+    # as in `Experiment`
     _written: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
@@ -156,8 +158,7 @@ class DataConfig(ConfigSection):
         if isinstance(self, ColumnsDataConfig) and self.columns.client is not None and kind != "writer":
             warnings.append(
                 f"data.columns.client {self.columns.client!r} does not decide the clients: partition.kind {kind} "
-                "divides all samples anew; for one client of each value set data.partition: "
-                "{kind: writer, clients: null}"
+                "divides all samples anew; for one client of each value leave out data.partition.kind"
             )
         if self.source == "image_folder" and self.root is not None and kind != "writer":
             file = Path(self.root, getattr(self, "train_files", None) or "", "clients.csv").expanduser()
@@ -244,6 +245,16 @@ class ColumnsDataConfig(PartsDataConfig):
 
     columns: ColumnsConfig = ColumnsConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _divide_by_client(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A column of clients decides the clients, unless another partition is named."""
+        columns, partition = (values.get(key, {}) for key in ("columns", "partition"))
+        named = isinstance(columns, dict) and columns.get("client") is not None
+        if named and isinstance(partition, dict) and partition.get("kind", "writer") == "writer":
+            return {**values, "partition": {"kind": "writer", "clients": None, **partition}}
+        return values
+
 
 class HfDiskConfig(ColumnsDataConfig):
     """Tables whose inputs can be token ids."""
@@ -305,7 +316,7 @@ SOURCE_KINDS = Kinds[DataConfig](
         "medmnist": BuiltinKind("a 2-D data set of MedMNIST, e.g. pathmnist.npz", MedMnistConfig),
         "images": BuiltinKind("images in parquet files", ColumnsDataConfig),
         "image_folder": BuiltinKind("images in a folder per class", PartsDataConfig),
-        "csv": BuiltinKind("tables of numbers", ColumnsDataConfig),
+        "csv": BuiltinKind("tables of numbers, in CSV or Parquet files", ColumnsDataConfig),
         "hf_disk": BuiltinKind("a Hugging Face data set after save_to_disk", HfDiskConfig),
         "femnist": BuiltinKind("FEMNIST with its writers, as parquet files", ColumnsDataConfig),
         "femnist_leaf": BuiltinKind("FEMNIST with its writers, as LEAF's JSON files", FilesDataConfig),

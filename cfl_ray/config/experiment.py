@@ -13,18 +13,21 @@ from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
+from cfl_ray.config.asynchronous import AsynchronousConfig
 from cfl_ray.config.attack import ATTACK_KINDS, AttackConfig
-from cfl_ray.config.clock import CLOCK_KINDS, AsynchronousConfig, ClockConfig, RunningClockConfig, TraceClockConfig
+from cfl_ray.config.clock import CLOCK_KINDS, ClockConfig, RunningClockConfig, TraceClockConfig
 from cfl_ray.config.cohort import CohortConfig, TraceConfig
 from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, ArraysConfig, DataConfig, OfficialDataConfig
 from cfl_ray.config.evaluation import EvaluationConfig
 from cfl_ray.config.explanation import WholeConfig, explain
 from cfl_ray.config.local import LocalConfig
-from cfl_ray.config.model import ModelConfig, StartConfig
+from cfl_ray.config.model import ModelConfig
 from cfl_ray.config.paths import to_record, with_replaced
-from cfl_ray.config.privacy import PrivacyConfig, SecureAggregationConfig
+from cfl_ray.config.privacy import PrivacyConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
+from cfl_ray.config.secure_aggregation import SecureAggregationConfig
+from cfl_ray.config.start import StartConfig
 from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.config.yaml_text import yaml_of
 from cfl_ray.errors import ConfigError
@@ -88,7 +91,8 @@ class Experiment(WholeConfig):
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
     output: str = Field("runs", description="folder of run directories, shards and the local MLflow store")
-    # in the record of a run: the paths as written, by absolute path; if the run has moved, new paths by recorded path
+    # of an experiment that was loaded from the record of a run: by absolute path, the path as the user wrote it; and if
+    # the run directory has moved, by recorded path, the new path
     _written: dict[str, str] = PrivateAttr(default_factory=dict)
     _moved: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -212,6 +216,7 @@ class Experiment(WholeConfig):
         return line + yaml_of(values)
 
     def _from_record(self, written: dict[str, str], moved: dict[str, str]) -> "Experiment":
+        """This experiment, loaded from a record with these paths."""
         self._written = self.data._written = written
         self._moved = moved
         return self

@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from cfl_ray.config.keys import nearest, sections
 from cfl_ray.config.part import Kinds, kinds_of
 from cfl_ray.config.section import ConfigSection, as_yaml
 from cfl_ray.errors import ConfigError, did_you_mean, shown, what_is_wrong
@@ -36,6 +37,8 @@ def _line(problem: ErrorDetails, config: type[ConfigSection]) -> str:
     if problem["type"] == "extra_forbidden":
         is_method = is_experiment and len(path) == 1 and isinstance(given, dict)
         options = f"; options of a method are set as methods.{where}.OPTION=VALUE" if is_method else ""
+        if is_experiment and len(path) == 1 and not is_method:
+            return f"unknown key {where!r}{nearest(where, list(sections(config)))}"
         return _unknown_key(where, str(path[-1]), section, kinds, kind) + options
     if problem["type"] == "list_type" and path[-1] not in section.model_fields:  # a list of sections
         return f"{where}: expected a list, e.g. [{_example(section, kinds, given)}], got {shown(given)}"

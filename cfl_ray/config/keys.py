@@ -12,10 +12,9 @@ import annotated_types
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.part import Kinds, kinds_of
 from cfl_ray.config.section import FILE, ConfigSection, as_yaml
-from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.errors import ConfigError, command, did_you_mean
 
 _TYPES = {int: "whole number", float: "number", str: "text", Any: "value", dict: "mapping"}
 _LIMITS = {
@@ -46,7 +45,7 @@ class KeySection:
 
 
 def sections(
-    section: type[ConfigSection] = Experiment, name: str = "", meaning: str = "", kinds: Kinds[Any] | None = None
+    section: type[ConfigSection], name: str = "", meaning: str = "", kinds: Kinds[Any] | None = None
 ) -> Iterator[KeySection]:
     """Yields this section and all sections in it, each before those that it contains.
 
@@ -90,18 +89,21 @@ def _key_of_kind(name: str, info: FieldInfo, kinds: Kinds[Any]) -> Key:
     return Key(name, f"{info.description}: {' | '.join(meanings)}", " | ".join(kinds.all), kinds.default)
 
 
-def find(name: str) -> list[KeySection]:
-    """The section `name` with all sections in it, or the section of the key `name` with that key alone.
+def find(config: type[ConfigSection], name: str) -> list[KeySection]:
+    """The section `name` of a config with all sections in it, or the section of the key `name` with that key alone.
 
     Items of lists may be written `schedule[].join`, `schedule.join` or `schedule.0.join`. Raises ConfigError.
     """
-    wanted, everything = _plain(name), list(sections())
+    wanted, everything = _plain(name), list(sections(config))
     inside = [section for section in everything if f"{_plain(section.name)}.".startswith(f"{wanted}.")]
     for section in everything:
         if matching := [key for key in section.keys if _plain(key.name) == wanted]:
             return [KeySection(section.name, section.meaning, tuple(matching)), *inside]
     if inside:
         return inside
+    if wanted.startswith("methods."):  # as in an override
+        values = command("methods", wanted.split(".")[1])
+        raise ConfigError(f"unknown key {name!r}: it is an option of a method; its values: {values}")
     from cfl_ray.core.method import SHARED_OPTIONS  # imports torch, which takes seconds
 
     if wanted in SHARED_OPTIONS:
@@ -109,10 +111,10 @@ def find(name: str) -> list[KeySection]:
             f"unknown key {name!r}: it is an option of every method that averages, "
             f"methods: [{{fedavg: {{{name}: ...}}}}]; its values: cfl-ray methods fedavg"
         )
-    raise ConfigError(f"unknown key {name!r}{_nearest(wanted, everything)}")
+    raise ConfigError(f"unknown key {name!r}{nearest(wanted, everything)}")
 
 
-def _nearest(wanted: str, everything: list[KeySection]) -> str:
+def nearest(wanted: str, everything: list[KeySection]) -> str:
     """The nearest valid name: first in the section of `wanted`, then at the top level, then in any section."""
     names = [name for section in everything for name in (section.name, *(key.name for key in section.keys)) if name]
     parent, _, last = wanted.rpartition(".")

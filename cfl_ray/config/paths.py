@@ -28,7 +28,7 @@ def resolved_in(values: dict[str, Any], folder: Path, section: type[ConfigSectio
     Paths are the keys that are marked `FILE`, and the file of every text of the form file.py:Name.
     """
     result: dict[str, Any] = each_text(values, lambda text: _reference_in(folder, text))
-    for *above, key in _files_of(section):
+    for *above, key in file_keys(section):
         inner: Any = result
         for name in above:
             inner = inner.get(name) if isinstance(inner, dict) else None
@@ -38,7 +38,8 @@ def resolved_in(values: dict[str, Any], folder: Path, section: type[ConfigSectio
 
 
 @cache
-def _files_of(section: type[ConfigSection]) -> set[tuple[str, ...]]:
+def file_keys(section: type[ConfigSection]) -> set[tuple[str, ...]]:
+    """The keys of a section and of its inner sections that are marked `FILE`, each as a path."""
     return {path for path, info in keys_of(section) if FILE in info.metadata}
 
 

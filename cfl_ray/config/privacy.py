@@ -1,4 +1,4 @@
-"""The sections `privacy` and `secure_aggregation`."""
+"""The section `privacy`."""
 
 from typing import Annotated, Literal
 
@@ -90,23 +90,3 @@ class PrivacyConfig(ConfigSection):
     def of_clients(self) -> bool:
         """Whether sums have noise, which protects whole clients."""
         return self.target_epsilon is not None or self.noise_multiplier is not None
-
-
-class SecureAggregationConfig(ConfigSection):
-    """Sums of masked uploads; the server sees no single upload (docs/secure_aggregation.md)."""
-
-    clip: Clip = Field(8.0, description="c, bound of the absolute value of each number of a change W - w")
-    levels: int = Field(2**22, ge=2, le=2**40, multiple_of=2, description="even: steps of the grid in -clip .. clip")
-    bits: int = Field(
-        32, ge=8, le=62, description="b, of each number: sums are modulo 2^b, which bounds clients times levels"
-    )
-    neighbours: int = Field(
-        8, ge=2, multiple_of=2, description="k, even: clients with which a client has masks; in a smaller cohort, all"
-    )
-    threshold: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="share of the clients, and of the neighbours of each, that has to report, so that the sum can be "
-        "read; in private runs also the clients whose noise is enough",
-    )

@@ -25,7 +25,7 @@ class RotatedConfig(ShiftConfig):
     angles: Annotated[list[float], AfterValidator(_whole)] = Field(
         [0, 90, 180, 270],
         description="rotation of each group in degrees, counter-clockwise; multiples of 90 are exact, others bilinear "
-        "about the centre, with 0 where the image does not reach",
+        "about the centre, with 0 outside the image",
     )
 
 

@@ -63,6 +63,8 @@ def _rules(experiment: Experiment) -> Iterator[tuple[str, Iterable[str], str]]:
         yield "secure_aggregation", ["clip"], "privacy.clip bounds changes"
     if experiment.clock.kind == "none":
         yield "cohort", ["over_selection"], "clock.kind is none"
+    elif cohort.availability.kind == "always":
+        yield "clock", ["availability_seconds"], "cohort.availability is always"
     if not any(event.change for event in experiment.schedule):
         yield "evaluation", ["past"], "the schedule changes no client's data"
 

@@ -62,8 +62,14 @@ class CheckedMethod:
             num_clients, phase = len(before.assign_N), before.phase
         else:
             num_clients, phase = before.num_clients, None
+        content = before.fingerprint() if isinstance(before, State) else {}
         after: State = _noting(hook, before, *arguments)
         _check_state(after, hook, self.method.state_type, num_clients, self.columns)
+        if isinstance(before, State) and (modified := dict(before.fingerprint().items() - content.items())):
+            raise RunError(
+                f"{place_of(hook)} modified {', '.join(modified)} of the state before in place, which checkpoints "
+                "miss; modify a copy, and return it by state.advance"
+            )
         _check_phase(after.phase, phase, hook, self.method.name, self.method.phases)
         return after
 

@@ -21,7 +21,7 @@ class Classifier:
 
     @classmethod
     def of(cls, spec: ParamSpec) -> Self:
-        """That of a model. Raises ValueError if its last layer is not linear."""
+        """The classifier of a model. Raises ValueError if its last layer is not linear."""
         layer = spec.layers[-1]
         shape_of = dict(zip(spec.names, spec.shapes, strict=True))
         shape = shape_of.get(_tensor(layer, "weight"), ())

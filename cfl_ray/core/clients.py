@@ -78,7 +78,7 @@ class Clients:
     ids_M: np.ndarray  # int64
     num_samples_M: np.ndarray  # int64: n_i, number of training samples
     spec: ParamSpec
-    local: LocalSGD  # the experiment's local training
+    local: LocalSGD  # the method's local training, with the learning rate of this round
     backend: Backend = field(repr=False)
     seed: int
     round: int  # t, from 1

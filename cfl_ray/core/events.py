@@ -17,7 +17,7 @@ PHASES = {  # of the methods of this package; a user's method may have others
     "warmup": "training before clients have clusters of their own",
     "adjust": "training of one model, in which each client's epochs follow its progress, until clients are clustered",
     "cluster": "the clients are compared, and the first clusters are made",
-    "federate": "training, in clusters where the method has several",
+    "federate": "training, in clusters if the method has several",
 }
 
 
@@ -47,7 +47,7 @@ class ClusterEvent:
 
     @classmethod
     def from_fields(cls, fields: Any) -> "ClusterEvent":
-        """The inverse. Raises ValueError for anything else."""
+        """The event that `to_fields` returned. Raises ValueError for anything else."""
         return _EVENT.validate_python(fields)
 
     @property
@@ -64,8 +64,8 @@ class ClusterEvent:
             "birth": f"new cluster{'s' * (len(self.into) > 1)} {into}",
             "death": f"cluster {self.cluster} lost its last member",
         }[self.event]
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.because.items())
-        return f"{what} ({figures})" if figures else what
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.because.items())
+        return f"{what} ({numbers})" if numbers else what
 
 
 _EVENT = TypeAdapter(ClusterEvent)
@@ -84,13 +84,13 @@ def cluster_event(
         raise ValueError(
             f"the event {kind!r} has cluster {cluster} and into {into}; see `ClusterEvent` for which it has"
         )
-    figures = {}
+    numbers = {}
     for name, value in because.items():
         number = np.asarray(value)
         if number.ndim or number.dtype.kind not in "fiu":
-            raise ValueError(f"the event {kind!r} has the figure {name} {value!r}, expected a number")
-        figures[name] = number.item()
-    return ClusterEvent(round, kind, None if cluster is None else int(cluster), into, figures)
+            raise ValueError(f"the event {kind!r} has the value {name} {value!r}, expected a number")
+        numbers[name] = number.item()
+    return ClusterEvent(round, kind, None if cluster is None else int(cluster), into, numbers)
 
 
 def phase_change(round: int, before: str, after: str) -> tuple[ClusterEvent, ...]:

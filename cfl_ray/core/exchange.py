@@ -9,6 +9,7 @@ from torch import Tensor
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import ClientState, Mixture, Objective, Proximal, Rows
+from cfl_ray.plugins.calling import described
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Sent:
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Objective and steps of local training in one exchange; by default, the experiment's SGD on the client's loss."""
+    """Objective and steps of local training in one exchange; by default, `Clients.local` on the client's loss."""
 
-    sgd: LocalSGD | None = None  # None: the experiment's
+    sgd: LocalSGD | None = None  # None: `Clients.local`
     steps_M: np.ndarray | None = None  # local steps of each client; None: as `sgd` gives for its number of samples
     proximal: Sequence[Proximal[Sent]] = ()
     frozen_model: Sent | None = None  # its logits are added to those of the trained model (additive models, CAM)
@@ -55,6 +56,8 @@ class ModelTables:
         self.tables = list(tables)
 
     def rows(self, sent: Sent) -> Rows:
+        if not isinstance(sent, Sent):
+            raise TypeError(f"expected models that clients received, as clients.send returns, got {described(sent)}")
         if sent.row_M is None:
             raise ValueError("these models were broadcast; select the model of each client with sent.choose(row_M)")
         for index, table in enumerate(self.tables):

@@ -15,8 +15,8 @@ from cfl_ray.core.schedules import RateSchedule
 class LocalStep(Protocol):
     """A local step that uses more than the gradient of one batch.
 
-    It is written for one client; an engine that trains m clients at once passes rows (m, P) instead of (P,). One with
-    an attribute `only_tensors = True` is a function of its tensors alone, which an engine may record on a GPU.
+    It is written for one client; an engine that trains m clients at once passes rows (m, P) instead of (P,). A step
+    with an attribute `only_tensors = True` is a function of its tensors alone, which an engine may record on a GPU.
     """
 
     @property
@@ -72,7 +72,7 @@ class LocalSGD:
         return self.clip_norm is not None and self.clip_norm < inf
 
     def in_round(self, round: int, rounds: int) -> "LocalSGD":
-        """The same with the learning rate of round `round` of `rounds`."""
+        """This local training with the learning rate of round `round` (from 1) of `rounds`, and without `schedule`."""
         if self.schedule is None:
             return self
         return replace(self, lr=self.lr * self.schedule(max(round, 1), rounds), schedule=None)

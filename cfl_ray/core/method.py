@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, cached_property
+from math import inf
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -33,6 +34,7 @@ RUN_OPTIONS = ("local", "label")  # of every method in a run
 VOTE = "all models vote"  # `Method.placement` of a soft vote
 SHARED_OPTIONS = (*AVERAGING_OPTIONS, *RUN_OPTIONS)
 _REGISTRY: dict[str, type["Method[Any]"]] = {}  # by name
+_LARGEST: dict[type, float] = {int: 2**63 - 1, float: torch.finfo(torch.float32).max}  # that arrays hold
 
 
 def option(
@@ -133,14 +135,14 @@ class Method(ABC, Generic[S]):
     )
     local: dict[str, Any] | None = option(
         None,
-        "local training of this method where it differs from the section `local`, e.g. {momentum: 0.9}; "
+        "local training of this method if it differs from the section `local`, e.g. {momentum: 0.9}; "
         "null: no difference",
         source="papers that tune each method",
         kw_only=True,
     )
     label: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.=-]*$")] = option(
         None,
-        "name of the method in results and of its folder; null: its name, with its options where it occurs twice",
+        "name of the method in results and of its folder; null: its name, with its options if it occurs twice",
         source="ours",
         kw_only=True,
     )
@@ -164,6 +166,8 @@ class Method(ABC, Generic[S]):
                     kind.validate_python(value, strict=True)
             except ValidationError as error:
                 raise ValueError(f"{self.name}.{name}: {what_is_wrong(error.errors()[0])}") from None
+            if type(value) in _LARGEST and (largest := _LARGEST[type(value)]) < abs(value) < inf:
+                raise ValueError(f"{self.name}.{name}: a number is at most {largest:.4g}, got {value:.4g}")
         if not isinstance(self.aggregation_rule, Mean) and self.only_mean:
             raise ValueError(f"{self.name}.aggregation must be mean, got {self.aggregation!r}: {self.only_mean}")
         if self.server_step is not None and (reason := self.only_mean or self.needs_mean):

@@ -8,7 +8,7 @@ Axis letters, used as suffixes of names in the whole package:
     N all clients    M clients of the round or exchange    K clusters                  P columns of a row    C classes
     B batch          S clients with a signature            F features of a signature   R rows of weighted means
     T test sets, or steps in time      V columns of a table of scores
-    E entries of a list: of sparse weights, stored updates, rounds
+    E entries of a list: of sparse weights, stored updates, rounds      I rows of a table that is read
 Lower-case letters (m, n, k) are parts of these axes, X is any leading axis, and a module names further letters itself.
 """
 
@@ -44,7 +44,7 @@ class Columns:
             at += stop - start
 
     def within(self, first: int, stop: int) -> "Columns":
-        """Those of these columns that are in first .. stop - 1."""
+        """The columns of this set that are in first .. stop - 1."""
         cut = ((max(start, first), min(end, stop)) for start, end in self.ranges)
         return Columns(tuple((start, end) for start, end in cut if start < end))
 

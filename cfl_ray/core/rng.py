@@ -29,7 +29,7 @@ def stream(seed: int, round: int, exchange: int, client: int, purpose: str) -> n
 
 
 def secret_stream(secret: bytes, round: int, exchange: int, index: int, purpose: str) -> np.random.Generator:
-    """The same for a random key of a secret in place of a seed. index: an output row, or a client."""
+    """A NumPy generator for a random key that has a secret in place of the seed. index: an output row, or a client."""
     parts = secret + struct.pack("<3q", round, exchange, index) + purpose.encode()
     key = hashlib.blake2b(parts, digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))

@@ -19,7 +19,7 @@ def fedavg_per_cluster(state: S, clients: Clients, weights: str, steps_M: np.nda
 
     Clients without a cluster do not take part, and a cluster without participants keeps its model.
 
-    weights: "samples" or "uniform", as `Clients.weights`. steps_M: local steps of each client; None: the experiment's.
+    weights: "samples" or "uniform", as `Clients.weights`. steps_M: local steps of each client; None: as `local` says.
     """
     known_M = state.assign_N[clients.ids_M] != UNASSIGNED
     clients, steps_M = clients.select(known_M), None if steps_M is None else steps_M[known_M]

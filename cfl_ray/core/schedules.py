@@ -20,7 +20,7 @@ def constant(t: int, total: int) -> float:
 
 def step(t: int, total: int, every: int = 10, gamma: float = 0.5) -> float:
     """A factor gamma after each `every` rounds or steps: gamma^floor((t - 1) / every)."""
-    return float(gamma ** ((t - 1) // every))
+    return float(gamma ** ((t - 1) // _at_least_1("every", every)))
 
 
 def exponential(t: int, total: int, gamma: float = 0.98) -> float:
@@ -40,7 +40,14 @@ def cosine(t: int, total: int, floor: float = 0.0) -> float:
 
 def warmup(t: int, total: int, length: int = 5) -> float:
     """A linear increase to 1 over the first `length` rounds or steps: t / length."""
-    return min(t / length, 1.0)
+    return min(t / _at_least_1("length", length), 1.0)
+
+
+def _at_least_1(option: str, value: float) -> float:
+    """The value of an option. Raises ConfigError if it is smaller."""
+    if value < 1:
+        raise ConfigError(f"option {option} of a schedule is at least 1, got {value}")
+    return value
 
 
 SCHEDULES: Registry[ScheduleFunction] = Registry(

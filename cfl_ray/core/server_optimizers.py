@@ -248,7 +248,7 @@ class ServerMoments:
         }
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `to_tensors`."""
+        """Replaces the moments by those in the output of `to_tensors`."""
         self.moments = {}
         if tensors:
             rows = zip(

@@ -1,6 +1,7 @@
 """State of a method between rounds."""
 
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
@@ -104,6 +105,10 @@ class State:
                 return item.name, value
         return None
 
+    def fingerprint(self) -> dict[str, int]:
+        """A number for each field, another one after its value was modified in place."""
+        return {item.name: _fingerprint(getattr(self, item.name)) for item in fields(self)}
+
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, scalars) by field name, in the form that a checkpoint stores."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -117,6 +122,12 @@ class State:
         arrays = {item.name for item in fields(cls) if "ndarray" in str(item.type)}
         values: dict[str, Any] = {name: value.numpy() if name in arrays else value for name, value in tensors.items()}
         return cls(**values, **scalars)
+
+
+def _fingerprint(value: Any) -> int:
+    if isinstance(value, Tensor):  # the number of its changes in place, which tensors of inference mode do not count
+        return 0 if value.is_inference() else value._version
+    return zlib.crc32(np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else repr(value).encode())
 
 
 def no_numbers() -> np.ndarray:
@@ -164,7 +175,7 @@ class SeenState(State):
         return state
 
     def subset(self, stay_S: np.ndarray) -> Self:
-        """This state with the values of only those of the S clients for which `stay_S`, bool (S,), is true."""
+        """This state with the values of only those of the S clients that `stay_S`, bool (S,), selects."""
         stay, changes = np.flatnonzero(stay_S), dict[str, Array]()
         for name, value, places in self.with_axis("S"):
             array = np.asarray(value)

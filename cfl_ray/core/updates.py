@@ -111,6 +111,8 @@ class Updates:
     @property
     def features_MF(self) -> Tensor:
         """Requested features, float32 (M, F); NaN for excluded clients."""
+        if "features" not in self.outcome.arrays:
+            raise ValueError("these updates have no features: pass `features` to `train`")
         return torch.from_numpy(self.outcome.arrays["features"])
 
     @property

@@ -125,7 +125,7 @@ class Versions:
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor]) -> "Versions":
-        """The inverse of `to_tensors`."""
+        """The versions in the output of `to_tensors`."""
         past = {}
         for name, rows_XP in tensors.items():
             kind, _, version = name.partition(".")

@@ -82,7 +82,7 @@ class Proximal(Generic[Anchor]):
         return self.follow > 0 and ((step + 1) % self.every == 0 or step + 1 == steps)
 
     def with_anchor(self, anchor: OtherAnchor) -> "Proximal[OtherAnchor]":
-        """The same term with the anchor in another form."""
+        """The term with its anchor in another form."""
         return Proximal(self.weight, anchor, self.columns, self.follow, self.every, self.factor_M)
 
     def of_client(self, index: int, anchor: OtherAnchor) -> "Proximal[OtherAnchor]":
@@ -344,11 +344,11 @@ class Work:
         return 1
 
     def keys_of(self, ids_m: np.ndarray, index_m: np.ndarray) -> np.ndarray:
-        """Keys, (m,), of the values that entries at these positions leave: of a client's k-th of K models id K + k."""
+        """Keys, int64 (m,), of the results of the entries at these positions: id * K + k for model k of K."""
         return ids_m * self.models_per_client + index_m % self.models_per_client
 
     def state_key(self, key: int) -> tuple[str, int]:
-        """Name and client of the state with this key; that of a client's k-th of several models is NAME-k."""
+        """(name, client) of the state with this key; the state of a client's k-th of several models is named NAME-k."""
         assert self.client_state is not None
         client, model = divmod(key, self.models_per_client)
         name = self.client_state.name
@@ -381,7 +381,7 @@ class Train(Work):
         return [slice(*pair) for pair in pairwise((0, *self.deferred_cuts.tolist(), size))]
 
     def positions_of(self, key_M: np.ndarray) -> np.ndarray:
-        """Position of the entry that leaves each of these results, int64 (M,); -1: there is none."""
+        """Position of the entry that each of these results is of, int64 (M,); -1: there is none."""
         trained_M = self.keys_of(self.ids_M, np.arange(len(self.ids_M)))
         order = np.argsort(trained_M)
         at_M = order[np.searchsorted(trained_M, key_M, sorter=order).clip(max=len(order) - 1)]

@@ -402,7 +402,11 @@ def _groups(groups: Mapping[Any, Any] | Array | None, names: np.ndarray, client:
         of_client = _ids("groups", [groups[name] for name in names.tolist()])
     else:
         of_sample = _ids("groups", groups)
-        _check_lengths(len(client), groups=of_sample)
+        if len(of_sample) != len(client):
+            raise DataError(
+                f"groups has {len(of_sample)} entries, x has {len(client)}; each sample needs an entry, or give groups "
+                "as {client: group}"
+            )
         of_client = of_sample[np.unique(client, return_index=True)[1]]
         if len(differing := np.flatnonzero(of_sample != of_client[client])):
             owner = client[differing[0]]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.core.rng import stream
 from cfl_ray.data.federation import Federation, FederationView, Scaling, TensorSamples
 from cfl_ray.data.shifts import DOMAINS, needed
@@ -268,6 +269,7 @@ class ChangingFederation(ChangedFederation):
     def __init__(self, base: Federation, changes: Sequence[DataChange]) -> None:
         super().__init__(base, {})
         self.changes = tuple(sorted(changes, key=lambda change: change.round))
+        self._without_effect: list[DataChange] = []  # once `_timeline` is known
         self._drifts_alone = base.group_N is None and any(change.is_drift for change in self.changes)
         for change in self.changes:
             _check(change, base)
@@ -281,7 +283,10 @@ class ChangingFederation(ChangedFederation):
         rounds: list[int] = []
         derived: list[dict[int, DerivedData]] = [{}]  # before the first change, then from each round on
         for change in self.changes:
+            before = derived[-1]
             after = change.apply(lambda round: derived[bisect_right(rounds, round)], self.shape.num_classes)
+            if all(after[client] == before.get(client, DerivedData(client)) for client in change.ids):
+                self._without_effect.append(change)
             if rounds and rounds[-1] == change.round:
                 derived.pop()
             else:
@@ -289,6 +294,15 @@ class ChangingFederation(ChangedFederation):
             derived.append(after)
         federations = [ChangedFederation(self._base, data, self._drifts_alone) for data in derived]
         return rounds, [federations[0] if self._drifts_alone else self._base, *federations[1:]]
+
+    @property
+    def warnings(self) -> list[str]:
+        rounds, _ = self._timeline
+        return self._base.warnings + [
+            f"schedule, round {change.round}: the change of {clients_in_words(change.ids)} has no effect: the data are "
+            "then as before"
+            for change in self._without_effect
+        ]
 
     def at(self, round: int) -> Federation:
         rounds, federations = self._timeline

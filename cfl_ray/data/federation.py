@@ -258,7 +258,7 @@ class Scaling:
     tokens: bool = False  # the inputs are token ids
 
     def check(self, shape: tuple[int, ...]) -> "Scaling":
-        """This object. Raises DataError if means and deviations do not fit inputs of this shape."""
+        """This scaling. Raises DataError if its means and deviations do not fit inputs of this shape."""
         if self.normalize is not None and self.tokens:
             raise DataError(
                 f"data.normalize: token ids are not numbers to normalise; set it to null, not {self.normalize}"
@@ -286,7 +286,7 @@ class Scaling:
         return torch.from_numpy(scaled)
 
     def to_stored(self, x: torch.Tensor) -> np.ndarray:
-        """The inverse of `to_tensor`: whole numbers, int64, if `scale` is not 1; otherwise float64."""
+        """The stored numbers of inputs that `to_tensor` made: int64 if `scale` is not 1, otherwise float64."""
         values = x.double().numpy()
         if self.normalize is not None:
             mean, std = (np.asarray(part).reshape(-1, *[1] * (x.ndim - 2)) for part in self.normalize)

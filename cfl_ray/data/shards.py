@@ -135,7 +135,9 @@ class ShardFederation(IndexedFederation):
         self._folder = Folder(uri if local is None else str(local))
         manifest = read_manifest(self._folder)
         if manifest is None:
-            raise DataError(f"{self._folder.uri} holds no shards (no {MANIFEST}); run `cfl-ray prepare`")
+            inside = [] if local is None else sorted(local.glob(f"*/{MANIFEST}"))
+            advice = f"name the folder {inside[0].parent}" if inside else "run `cfl-ray prepare`"
+            raise DataError(f"{self._folder.uri} holds no shards (no {MANIFEST}); {advice}")
         self.manifest = manifest
         if verify or local is not None:  # a missing file is an error before the run; remote files are read only if used
             for file in (manifest.index, *manifest.train, *manifest.test):
@@ -160,7 +162,7 @@ class ShardFederation(IndexedFederation):
 
     @property
     def warnings(self) -> list[str]:
-        """As in the base class; of files elsewhere none, since these are read only if used."""
+        """As in the base class; none for remote files, which are read only if they are used."""
         return super().warnings if self._folder.local is not None else []
 
     def client_name(self, client: int) -> str:

@@ -381,8 +381,8 @@ def sent140_leaf(data: Sent140LeafConfig) -> Source:
 
 
 def csv(data: ColumnsDataConfig, targets: str = "class") -> Source:
-    """The samples of CSV files."""
-    get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.csv'"
+    """The samples of CSV or Parquet files."""
+    get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.parquet'"
     train, test = _parts(data, [""], ["*.csv"], "csv", get)
     files = (*train, *test)
     digest = " ".join(map(sha256_once, files))  # an edited table may have the same size

@@ -1,4 +1,4 @@
-"""Tables: CSV files with a column for each feature, and Hugging Face data sets saved to disk as Arrow files.
+"""Tables: CSV and Parquet files with a column for each feature, and saved Hugging Face data sets.
 
 Messages of checks name the file, the column and the row.
 """
@@ -6,7 +6,6 @@ Messages of checks name the file, the column and the row.
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -132,8 +131,8 @@ def read_npz(file: Path, required: Sequence[str], optional: Sequence[str] | None
 
 
 def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, targets: str = "class") -> Images:
-    """The samples of CSV files. Inputs are float32 (n, F), a number for each feature column."""
-    parts = [concatenated(files, [_csv(file) for file in files]) for files in (train, test) if files]
+    """The samples of CSV or Parquet files. Inputs are float32 (n, F), a number for each feature column."""
+    parts = [concatenated(files, [_rows(file) for file in files]) for files in (train, test) if files]
     for part in parts:
         for name in label_names(columns.label):
             column_of(part, name)
@@ -214,20 +213,12 @@ def images_of(
 # --- files --------------------------------------------------------------------------------------
 
 
-_BINARY = {b"PAR1": "Parquet", b"ARRO": "Arrow", b"FEA1": "Feather"}  # by the first four bytes
-
-
-def _csv(file: Path) -> pa.Table:
+def _rows(file: Path) -> pa.Table:
+    kind = "Parquet" if file.suffix == ".parquet" else "CSV"
     try:
-        return pyarrow.csv.read_csv(file)
+        return pa.parquet.read_table(file) if kind == "Parquet" else pa.csv.read_csv(file)
     except (pa.ArrowException, OSError) as error:
-        with suppress(OSError), file.open("rb") as opened:
-            if kind := _BINARY.get(opened.read(4)):
-                raise DataError(
-                    f"{file} is a file of {kind}, not of CSV; a function that returns arrays can read it (data.source: "
-                    "my.py:load)"
-                ) from error
-        raise DataError(f"{file} is not a readable CSV file with a header: {error}") from error
+        raise DataError(f"{file} cannot be read as a {kind} file: {error}") from error
 
 
 def _saved(folder: Path) -> Named:
@@ -403,12 +394,7 @@ def _table(path: str | Path, key: str, columns: Sequence[str]) -> Named:
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"{key}: there is no file {file}")
-    is_parquet = file.suffix == ".parquet"
-    try:
-        table = pa.parquet.read_table(file) if is_parquet else pa.csv.read_csv(file)
-    except (pa.ArrowException, OSError) as error:
-        kind = "parquet" if is_parquet else "CSV"
-        raise DataError(f"{file} cannot be read as a {kind} file: {error}") from error
+    table = _rows(file)
     if missing := [name for name in columns if name not in table.column_names]:
         raise DataError(
             f"{file} has no column {missing[0]!r}{did_you_mean(missing[0], table.column_names)}; "

@@ -94,7 +94,7 @@ class ClientView:
     y: Tensor  # (n, *target_shape)
     network: Network
     address: Address
-    local: LocalSGD  # the experiment's
+    local: LocalSGD  # of the method in this round
     train_one: Callable[[TrainingTask], TrainingResult]
 
     @property
@@ -102,7 +102,7 @@ class ClientView:
         return self.network.spec
 
     def gradient(self, row_P: Tensor, batch: int = 2048, samples: slice = slice(None)) -> Tensor:
-        """As there, in passes of `batch` samples; fewer if the memory of the device is too small."""
+        """As `ClientData.gradient`, in passes of `batch` samples; of fewer if the memory of the device is too small."""
         self.network.load(row_P)
         self.network.module.eval()
         x, y = self.x[samples], self.y[samples]

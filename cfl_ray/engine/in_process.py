@@ -23,8 +23,8 @@ class InProcessBackend(KeepsClientStates):
         sums, results = HostSums(), []
         clients = len(work.ids_M) // work.models_per_client
         chunks = chunks_of(work, chunk_size(clients, self.worker.engine, self.one_by_one))
-        cuts = ((part := work.take(cut.index_m), cut.index_m, self._stored(part)) for cut in chunks)
-        for result, kept in self.worker.run_all(cuts, lambda table, row: work.tables[table][row], sums):
+        inputs = ((part := work.take(chunk.index_m), chunk.index_m, self._stored(part)) for chunk in chunks)
+        for result, kept in self.worker.run_all(inputs, lambda table, row: work.tables[table][row], sums):
             keys = work.keys_of(work.ids_M[result.index_m], result.index_m).tolist()
             states = {keys[i]: value for i, value in kept.states.items()}
             deferred = {keys[i]: value for i, value in kept.deferred.items()}

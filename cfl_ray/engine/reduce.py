@@ -26,7 +26,7 @@ class ChunkSums:
     def __init__(self, averaging: Averaging, clip: Clip | None = None, models: int = 1):
         self.clip, self.models = clip, 1 if clip is None else models
         self.unclipped: dict[int, bool] = {}  # whether an upload was within the norm, by entry
-        self._waiting: dict[int, Tensor] = {}  # changes of the current client
+        self._current: dict[int, Tensor] = {}  # changes of the current client, by entry
         self.terms_of: dict[int, list[tuple[int, float]]] = {}  # by client: (output row, weight)
         entries = zip(averaging.out_E.tolist(), averaging.client_E.tolist(), averaging.weight_E.tolist(), strict=True)
         for out, client, weight in entries:
@@ -37,26 +37,28 @@ class ChunkSums:
         """Adds the change of the client at this position in the chunk."""
         if client not in self.terms_of:
             return
-        if self._waiting and next(iter(self._waiting)) // self.models != client // self.models:
-            self._finish()
-        self._waiting[client] = upload_P - sent_P.to(upload_P.device)
-        if len(self._waiting) == self.models:
-            self._finish()
-
-    def _finish(self) -> None:
-        """Clips and adds the pending changes of the current client."""
-        if self.clip is not None and self._waiting:
-            within = clip_together(self.clip, list(self._waiting.values()))
-            self.unclipped |= dict.fromkeys(self._waiting, within)
-        self._add_waiting()
-        self._waiting = {}
+        if self._current and next(iter(self._current)) // self.models != client // self.models:
+            self._end_client()
+        self._current[client] = upload_P - sent_P.to(upload_P.device)
+        if len(self._current) == self.models:
+            self._end_client()
 
     def close(self) -> None:
-        """Adds what is left when all clients were passed."""
-        self._finish()
+        """Adds the last client, after the last call of `add`."""
+        self._end_client()
 
-    def _add_waiting(self) -> None:
-        for client, change_P in self._waiting.items():
+    def _end_client(self) -> None:
+        """Clips and adds the changes of the current client, if there is one."""
+        if not self._current:
+            return
+        if self.clip is not None:
+            within = clip_together(self.clip, list(self._current.values()))
+            self.unclipped |= dict.fromkeys(self._current, within)
+        self._add_current()
+        self._current = {}
+
+    def _add_current(self) -> None:
+        for client, change_P in self._current.items():
             for out, weight in self.terms_of[client]:
                 if out in self.changes:
                     self.changes[out].add_(change_P.to(self.changes[out].device), alpha=weight)

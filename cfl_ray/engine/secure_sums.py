@@ -33,13 +33,12 @@ class SecureChunkSums(ChunkSums):
         self.terms_of = {entry: self.terms_of.get(entry, []) for entry in range(len(self.ids_M))}  # all upload
         self._missing = dict.fromkeys(range(0, len(self.ids_M), self.models))  # clients that did not upload
 
-    def _add_waiting(self) -> None:
-        if self._waiting:
-            self._upload(next(iter(self._waiting)) // self.models * self.models)
+    def _add_current(self) -> None:
+        self._upload(next(iter(self._current)) // self.models * self.models)
 
     def close(self) -> None:
         """Adds the last upload, and zeros for the clients without a valid upload."""
-        self._finish()
+        self._end_client()
         for first in list(self._missing):
             self._upload(first)
 
@@ -56,11 +55,11 @@ class SecureChunkSums(ChunkSums):
         """The quantised upload (R, P + 1) of the current client, with its noise."""
         at, noise = self.address, self.secure.noise
         draws = {}
-        for out in {out for entry in self._waiting for out, _ in self.terms_of[entry]}:
+        for out in {out for entry in self._current for out, _ in self.terms_of[entry]}:
             draws[out] = stream(at.seed, at.round, at.exchange, client, f"secure/rounding/{out}")
         while True:
             upload_RF = torch.zeros(self.shape, dtype=torch.int64)
-            for entry, change_P in self._waiting.items():
+            for entry, change_P in self._current.items():
                 for out, weight in self.terms_of[entry]:
                     upload_RF[out] += quantised(self.secure, change_P, weight, draws[out])
             if noise is None:

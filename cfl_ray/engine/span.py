@@ -12,10 +12,10 @@ smaller than D, a step costs H n^2 instead of H n D, and the weights are compute
 Momentum, weight decay and proximal terms are linear in the same terms. The result equals that of `sequential` up to
 rounding.
 
-The clients of a batch (`SpanBatch`) share two products. With N the samples of all clients, X W_0^T is one product for
+The clients of a batch (`SpanBatch`) share two products. With B the samples of all clients, X W_0^T is one product for
 all clients with the same start. A weighted sum of their changes is the other, without the weights of single clients:
 
-    sum_i w_i (W_i - W_0) = sum_i w_i (a_i - 1) W_0 + C^T diag(w) X         C (N, H), X (N, D)
+    sum_i w_i (W_i - W_0) = sum_i w_i (a_i - 1) W_0 + C^T diag(w) X         C (B, H), X (B, D)
 
 On a CPU, the steps between the products are computed client by client, on arrays that fit into the cache, with the
 passes of the manual engine for the layers after the first. On a GPU, they are computed for all clients of a vmap batch
@@ -146,17 +146,17 @@ class SpanBatch:
             self._train_one_by_one(network)
             return
         trained = train_together(network, tasks, self.terms)
-        self.x_ND, self.c_HN, self.others_mP = trained.x_ND, trained.c_HN, trained.others_mQ
+        self.x_BD, self.c_HB, self.others_mP = trained.x_BD, trained.c_HB, trained.others_mQ
         self.a, self.losses = list(trained.a_mJ.cpu()), trained.loss_m.tolist()
         starts = [at * trained.width for at in range(len(tasks))]
         self.slices = [slice(start, start + len(task.y)) for start, task in zip(starts, tasks, strict=True)]
 
     def _train_one_by_one(self, network: Network) -> None:
         tasks = self.tasks
-        self.x_ND = torch.cat([task.x.flatten(1) for task in tasks])
+        self.x_BD = torch.cat([task.x.flatten(1) for task in tasks])
         ends = np.cumsum([len(task.y) for task in tasks]).tolist()
         self.slices = [slice(end - len(task.y), end) for end, task in zip(ends, tasks, strict=True)]
-        self.c_HN = torch.empty(self.shape[0], len(self.x_ND))
+        self.c_HB = torch.empty(self.shape[0], len(self.x_BD))
         self.others_mP = torch.empty(len(tasks), network.spec.size - self.size)  # columns after the first weights
         passes, outputs = passes_of(network), self._outputs()
         with np.errstate(all="ignore"), torch.no_grad():
@@ -178,14 +178,14 @@ class SpanBatch:
         outputs: dict[tuple[int, int], Tensor] = {}
         for row_P, places in distinct([row_P for _, row_P in used]):
             indices = [used[place][0] for place in places]
-            parts = [self.x_ND[self.slices[index]] for index in indices]
+            parts = [self.x_BD[self.slices[index]] for index in indices]
             split = product(self._first(row_P), self._joined(parts)).split([len(part) for part in parts], 1)
             outputs |= {(index, row_P.data_ptr()): output for index, output in zip(indices, split, strict=True)}
         return outputs
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The samples of some clients in a tensor, without a copy if these are all clients."""
-        return self.x_ND if len(parts) == len(self.tasks) else torch.cat(list(parts))
+        return self.x_BD if len(parts) == len(self.tasks) else torch.cat(list(parts))
 
     def _train(
         self,
@@ -198,7 +198,7 @@ class SpanBatch:
         """Trains one client: computes its coefficients and its other parameters."""
         task, part, terms = self.tasks[index], self.slices[index], self.terms[index]
         outputs_Hn = [outputs[index, row_P.data_ptr()].contiguous() for row_P, _ in terms]
-        x_nD = self.x_ND[part]
+        x_nD = self.x_BD[part]
         gram_nn = product(x_nD, x_nD)
         passes.row_P[self.size :].copy_(task.start_P[self.size :])
         w_P, g_P = passes.w_P[self.size :], passes.g_P[self.size :]
@@ -225,7 +225,7 @@ class SpanBatch:
             if decay:
                 step_Hn.add_(c_Hn, alpha=decay)
             update.apply(moving, [step_a, step_Hn, g_P])
-        self.c_HN[:, part] = c_Hn
+        self.c_HB[:, part] = c_Hn
         self.others_mP[index] = passes.row_P[self.size :]
         self.a.append(a)
         self.losses.append(float(loss))
@@ -235,7 +235,7 @@ class SpanBatch:
         row_P = torch.empty(self.spec.size, device=self.device)
         first_HD = self._first(row_P)
         part = self.slices[index]
-        first_HD.copy_(product(self.c_HN[:, part].contiguous(), self.x_ND[part].T))
+        first_HD.copy_(product(self.c_HB[:, part].contiguous(), self.x_BD[part].T))
         for a_j, (term_P, _) in zip(self.a[index].tolist(), self.terms[index], strict=True):
             first_HD.add_(self._first(term_P), alpha=a_j)
         row_P[self.size :] = self.others_mP[index]
@@ -248,7 +248,7 @@ class SpanBatch:
         |W| <= sum_j |a_j| max |W_j| + max_h sum_n |C_nh| max |X|.
         """
         part = self.slices[index]
-        bound = self.c_HN[:, part].abs().sum(1).max() * self.x_ND[part].abs().max()
+        bound = self.c_HB[:, part].abs().sum(1).max() * self.x_BD[part].abs().max()
         for a_j, (row_P, _) in zip(self.a[index], self.terms[index], strict=True):
             bound += a_j.abs() * self._largest(row_P)
         if bound.item() < 2**WEIGHT_POWER:  # false for NaN
@@ -267,12 +267,12 @@ class SpanBatch:
         indices = sorted(weights)
         weight_m = torch.tensor([weights[index] for index in indices], device=self.device)
         parts = [self.slices[index] for index in indices]
-        whole = sum(part.stop - part.start for part in parts) == self.c_HN.shape[1]
-        c_HN = self.c_HN if whole else torch.cat([self.c_HN[:, part] for part in parts], 1)
-        x_ND = torch.cat([self.x_ND[part] * weights[index] for part, index in zip(parts, indices, strict=True)])
+        whole = sum(part.stop - part.start for part in parts) == self.c_HB.shape[1]
+        c_HB = self.c_HB if whole else torch.cat([self.c_HB[:, part] for part in parts], 1)
+        x_BD = torch.cat([self.x_BD[part] * weights[index] for part, index in zip(parts, indices, strict=True)])
         change_P = torch.empty(self.spec.size, device=self.device)
         first_HD = self._first(change_P)
-        first_HD.copy_(product(c_HN, x_ND.T))
+        first_HD.copy_(product(c_HB, x_BD.T))
         for row_P, coefficient in self._coefficients(weights):
             first_HD.add_(self._first(row_P), alpha=coefficient)
         starts_mP = rows_on(self.device, [self.tasks[index].start_P for index in indices], copies=False)[:, self.size :]

@@ -18,7 +18,7 @@ from cfl_ray.nn.graph import Parameter
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.passes import passes_of
 
-# Letters in addition to those of `core.params`: H outputs of the first layer, D its inputs, N padded samples of all
+# Letters in addition to those of `core.params`: H outputs of the first layer, D its inputs, B padded samples of all
 # clients, J the start and the anchors, Q parameters after the first layer's weights.
 
 
@@ -26,8 +26,8 @@ from cfl_ray.nn.passes import passes_of
 class Coefficients:
     """Trained clients: the coefficients of their first-layer weights, and their other parameters."""
 
-    x_ND: Tensor
-    c_HN: Tensor
+    x_BD: Tensor
+    c_HB: Tensor
     a_mJ: Tensor
     others_mQ: Tensor
     loss_m: Tensor
@@ -74,8 +74,8 @@ def train_together(
         for values, change in zip(moving, step, strict=True):
             values.sub_(change * (local.lr * active_m).view(-1, *[1] * (change.ndim - 1)))
     del gradient.gradient  # it refers to `gradient`: samples would stay until the garbage collector runs
-    c_HN = c_mnH.flatten(0, 1).T.contiguous()
-    return Coefficients(x_mnD.flatten(0, 1), c_HN, a_mJ, w_mQ, last_m, x_mnD.shape[1])
+    c_HB = c_mnH.flatten(0, 1).T.contiguous()
+    return Coefficients(x_mnD.flatten(0, 1), c_HB, a_mJ, w_mQ, last_m, x_mnD.shape[1])
 
 
 def _outputs(network: Network, terms: Sequence[Sequence[tuple[Tensor, float]]], x_mnD: Tensor) -> Tensor:

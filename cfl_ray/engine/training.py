@@ -31,8 +31,8 @@ from cfl_ray.nn.network import Network
 Members = dict[int, int]  # positions of a chunk's clients, by their number in a batch
 
 
-class Ahead:
-    """Results of clients of several chunks that are trained together, in the order of the chunks.
+class TrainedTogether:
+    """Results of clients that an engine trains together, of one chunk or several, read chunk by chunk with `of`.
 
     Each result is a `TrainingResult`; from an engine with `train_sums`, a batch with the chunk's members in it.
     """
@@ -42,7 +42,7 @@ class Ahead:
         self._next: tuple[OpenChunk[Train], Any] | None = None
 
     @classmethod
-    def of_chunks(cls, chunks: Sequence[OpenChunk[Train]]) -> "Ahead":
+    def of_chunks(cls, chunks: Sequence[OpenChunk[Train]]) -> "TrainedTogether":
         if chunks and chunks[0].engine.train_sums is not None:
             return cls(_summed_together(chunks))
         return cls(_trained_together([(chunk, range(len(chunk))) for chunk in chunks]))
@@ -58,13 +58,13 @@ class Ahead:
             yield result
 
 
-def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Arrays:
-    """Trains the clients of a chunk. ahead: results of clients trained across chunks, if any."""
+def train(chunk: OpenChunk[Train], sums: HostSums, together: TrainedTogether | None) -> Arrays:
+    """Trains the clients of a chunk. together: results of clients of this and other chunks; None: not trained yet."""
     work, arrays = chunk.work, chunk.empty()
-    ahead = Ahead.of_chunks([chunk]) if ahead is None else ahead
+    together = TrainedTogether.of_chunks([chunk]) if together is None else together
     averages = None if work.averaging is None else chunk_sums(work, chunk.network.spec.size)
-    summed = set() if averages is None else _add_sums(chunk, averages, arrays, ahead)
-    for result in _results(chunk, summed, ahead):
+    summed = set() if averages is None else _add_sums(chunk, averages, arrays, together)
+    for result in _results(chunk, summed, together):
         index, row_P, upload_P = result.index, result.row_P, result.upload_P
         if reason := _invalid_reason(chunk.network, result):
             chunk.exclude(index, reason)
@@ -120,12 +120,12 @@ def average_deferred(chunk: OpenChunk[AverageDeferred], sums: HostSums) -> Array
 # ---- clients whose results are only summed
 
 
-def _add_sums(chunk: OpenChunk[Train], averages: ChunkSums, arrays: Arrays, ahead: Ahead) -> set[int]:
+def _add_sums(chunk: OpenChunk[Train], averages: ChunkSums, arrays: Arrays, together: TrainedTogether) -> set[int]:
     """Trains the clients whose changes the engine sums without computing their rows. Returns their positions."""
     summed: set[int] = set()
     if chunk.engine.train_sums is None:
         return summed
-    for batch, members in ahead.of(chunk):
+    for batch, members in together.of(chunk):
         summed |= set(members.values())
         weights: dict[tuple[int, int], dict[int, float]] = {}  # of the clients, by output row and start
         for number, index in members.items():
@@ -171,13 +171,13 @@ def _uses_rows(work: Train) -> bool:
 # ---- clients whose results are used individually
 
 
-def _results(chunk: OpenChunk[Train], summed: set[int], ahead: Ahead) -> Iterator[TrainingResult]:
+def _results(chunk: OpenChunk[Train], summed: set[int], together: TrainedTogether) -> Iterator[TrainingResult]:
     """Trains the clients of a chunk that are not in `summed`. The next result may reuse the memory of a result."""
     rest = [index for index in range(len(chunk)) if index not in summed]
     if chunk.engine.train_sums is not None:
-        ahead = Ahead(_trained_together([(chunk, rest)]))
+        together = TrainedTogether(_trained_together([(chunk, rest)]))
     trained = set()
-    for result in ahead.of(chunk):
+    for result in together.of(chunk):
         trained.add(result.index)
         yield _attacked(chunk, result)
     before_P = None

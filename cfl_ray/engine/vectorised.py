@@ -75,7 +75,7 @@ def _why_not_optimizer(tasks: Sequence[TrainingTask]) -> str | None:
 def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingResult]:
     """Trains all tasks: on a GPU in vmap batches as large as its memory allows, otherwise in one vmap batch.
 
-    The client of a batch of one is trained by the sequential engine.
+    A batch of one client is trained by the sequential engine.
     """
 
     def trained(batch: list[TrainingTask]) -> list[TrainingResult]:

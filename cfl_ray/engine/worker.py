@@ -35,7 +35,7 @@ from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
 
 # the work of a chunk, its positions in the exchange, and client states, or deferred results, by position
-Cut = tuple[Work, np.ndarray, Stored]
+ChunkInput = tuple[Work, np.ndarray, Stored]
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Worker:
         self.samples, self._sampled = SampleCache(self.network.memory), self.federation
 
     def run_all(
-        self, cuts: Iterable[Cut], row: RowLookup, sums: HostSums
+        self, inputs: Iterable[ChunkInput], row: RowLookup, sums: HostSums
     ) -> Iterator[tuple[ChunkResult, KeptByClients]]:
         """Carries out the chunks of an exchange in order, and adds weighted sums to `sums`.
 
@@ -65,14 +65,15 @@ class Worker:
             self.samples.clear()
             self._sampled = self.federation
         device_row = DeviceRows(self.network.device, row)
-        chunks = ((self._open(work, row, device_row, stored), index_m) for work, index_m, stored in cuts)
-        ahead = None
+        chunks = ((self._open(work, row, device_row, stored), index_m) for work, index_m, stored in inputs)
+        together = None
         if mixes_chunks(self.engine, self.network):
             listed = list(chunks)
-            ahead = training.Ahead.of_chunks([chunk for chunk, _ in listed if isinstance(chunk.work, Train)])
+            to_train = [chunk for chunk, _ in listed if isinstance(chunk.work, Train)]
+            together = training.TrainedTogether.of_chunks(to_train)
             chunks = (item for item in listed)
         for chunk, index_m in chunks:
-            arrays = _arrays(chunk, sums, ahead)
+            arrays = _arrays(chunk, sums, together)
             fallbacks = frozenset(chunk.train_one.fallbacks | graphs_of(self.network).remarks)
             yield ChunkResult(index_m, arrays, chunk.excluded, fallbacks=fallbacks), chunk.kept
 
@@ -98,11 +99,11 @@ class Worker:
         return Trainer(self.network, self.engine)(task)
 
 
-def _arrays(chunk: OpenChunk[Any], sums: HostSums, ahead: training.Ahead | None) -> Arrays:
-    """Carries out a chunk. Returns its arrays. ahead: results of clients trained across chunks, if any."""
+def _arrays(chunk: OpenChunk[Any], sums: HostSums, together: training.TrainedTogether | None) -> Arrays:
+    """Carries out a chunk. Returns its arrays. together: as in `training.train`."""
     match chunk.work:
         case Train():
-            return training.train(chunk, sums, ahead)
+            return training.train(chunk, sums, together)
         case AverageDeferred():
             return training.average_deferred(chunk, sums)
         case CombineColumns():

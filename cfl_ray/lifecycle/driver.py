@@ -46,7 +46,7 @@ class Watcher:
     """Receives the events of a run; the default logs warnings, which Python prints, and ignores the rest."""
 
     def preparing(self, what: str, done: int = 0, total: int = 0) -> None:
-        """Something is prepared; `total` 0: of unknown size."""
+        """A part of the run is prepared. what: it, for the user. done, total: its steps; total 0: not known."""
 
     def started(self, setup: Setup, run_dir: Path | None, run_info: dict[str, str]) -> None:
         """The run begins. run_info: hosts, device, engine, CPU and PyTorch."""
@@ -190,11 +190,13 @@ class Driver:
         """The log of one method, or of the comparison of all (None), started; None if no files are kept."""
         if self.directory is None:
             return None
-        directory = RunDirectory(self.directory).method(label).path if label else self.directory
-        parent = None if label is None else self.study.root if self.study is not None else self.directory
-        uri = None if self.study is not None and label is None else self.uri  # a study compares, not each of its runs
-        trackers = new_trackers(self.experiment.tracking, uri, parent)
-        run_log = RunLog(directory, trackers, self.watcher.warn)
+        in_study = self.study is not None
+        if label is None:
+            directory, parent, uri = self.directory, None, None if in_study else self.uri  # the study compares its runs
+        else:
+            directory, uri = RunDirectory(self.directory).method(label).path, self.uri
+            parent = self.directory if self.study is None else self.study.root
+        run_log = RunLog(directory, new_trackers(self.experiment.tracking, uri, parent), self.watcher.warn)
         run_log.start(self._run_info(label))
         return run_log
 
@@ -230,9 +232,9 @@ class Driver:
 def params_of(experiment: Experiment) -> dict[str, str]:
     """The keys that have an effect on a run, for comparisons of runs; all keys are in its config.yaml.
 
-    Without values that turn something off, and without places of data and results; of the sections evaluation and
-    runtime, only keys that differ from their defaults. A default turns something off if it does nothing, such as no
-    momentum. `content.KEY` is a checksum of the file that KEY names.
+    Left out are keys without effect (`unused_keys`), values that turn something off (`OFF`, and defaults in `NEUTRAL`),
+    the section tracking, places of data and results, and of evaluation and runtime the keys that have their defaults.
+    `content.KEY` is a checksum of the file that KEY names.
     """
     values, defaults = flatten(experiment.to_dict()), flatten(Experiment().to_dict())
     without = {"name", "output", *(f"data.{key}" for key in NOT_IN_RECIPE), *unused_keys(experiment)}

@@ -5,7 +5,6 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -187,7 +186,9 @@ class _Launch:
 
     def __post_init__(self) -> None:
         if not isinstance(self.experiment, Experiment):
-            raise ConfigError(f"expected an Experiment, got {shown(self.experiment)}; write Experiment(**settings)")
+            raise ConfigError(
+                f"expected an Experiment, got {shown(self.experiment)}; write Experiment(**settings) or load(FILE)"
+            )
         self.on_ray = self.on_ray and self.experiment.runtime.backend == "ray"
         with contextlib.suppress(FileNotFoundError):  # the working directory does not exist
             output = str(Path(self.experiment.output).absolute())  # the server has another working directory
@@ -241,7 +242,9 @@ class _Launch:
             self._keep_environment(self.directory, environment)
             if not self.resumed:
                 if self.replay is not None:
-                    _copy_requests(self.replay, self.directory, setup.methods)
+                    replayed, run = RunDirectory(self.replay), RunDirectory(self.directory)
+                    for label in setup.methods:
+                        copy_events(replayed.method(label).path, run.method(label).path)
                 write_config(self.directory, self.experiment)  # marks the folder as a run
                 lock.enter_context(RunDirectory(self.directory).hold())
                 withdraw_server(self.directory)
@@ -319,12 +322,6 @@ class _Launch:
             return "Nothing was kept"
         in_process = not self.on_ray and self.experiment.runtime.backend == "ray"
         return f"Every saved round is kept; go on with: {how_to_resume(RunDirectory(self.directory), in_process)}"
-
-
-def _copy_requests(earlier: Path, run_dir: Path, labels: Iterable[str]) -> None:
-    """Copies the requests that an earlier run granted to a run that repeats them."""
-    for label in labels:
-        copy_events(RunDirectory(earlier).method(label).path, RunDirectory(run_dir).method(label).path)
 
 
 def _path(path: str | Path | None) -> Path | None:

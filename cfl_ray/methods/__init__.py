@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import pkgutil
 import re
 from typing import Any
@@ -43,6 +44,7 @@ def resolve(entries: list[Any]) -> dict[str, Method[Any]]:
 
 def _methods(entry: Any) -> list[Method[Any]]:
     if isinstance(entry, Method):
+        _require_dataclasses(type(entry))
         return [entry]
     if entry == "all":
         return [cls() for cls in REGISTRY.values()]
@@ -68,7 +70,17 @@ def _require_name(cls: type[Method[Any]]) -> type[Method[Any]]:
     if "name" not in vars(cls):
         definition = f'class {cls.__name__}({cls.__bases__[0].__name__}, name="{cls.__name__.lower()}")'
         raise ConfigError(f"{cls.__name__} has no name; write `{definition}`")
+    _require_dataclasses(cls)
     return cls
+
+
+def _require_dataclasses(method: type[Method[Any]]) -> None:
+    """Raises ConfigError if the class or its state declares fields, but is no dataclass: they would not be fields."""
+    for cls in (method, method.state_type):
+        if (names := inspect.get_annotations(cls)) and "__dataclass_fields__" not in vars(cls):
+            raise ConfigError(
+                f"{cls.__name__} declares {next(iter(names))}, but is no dataclass; write @dataclass(frozen=True) above"
+            )
 
 
 def construct(cls: type[Method[Any]], options: dict[str, Any]) -> Method[Any]:

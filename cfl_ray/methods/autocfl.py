@@ -101,7 +101,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     phases = {"adjust": ("federate",), "federate": ()}
 
     alpha: float = option(
-        0.5, "alpha: how fast clients with few samples get more epochs; 0: not at all", source="paper", low=0
+        0.5, "alpha: how fast clients with few samples get more epochs; 0: not at all", source="paper", low=0, high=1000
     )
     clustering: str = option(
         "voting",
@@ -200,13 +200,13 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         ends = state.growth < previous.growth if elbow else state.variance > previous.variance
         if clients.round >= self.max_rounds or (clients.round >= self.min_rounds and ends):
             clustered = self.cluster(state, clients, updates, rng)
-            figures = {
+            values = {
                 "variance_before": previous.variance,
                 "variance": state.variance,
                 "rounds": clients.round,
                 "max_rounds": self.max_rounds,
             }
-            because = {name: value for name, value in figures.items() if not np.isnan(value)}
+            because = {name: value for name, value in values.items() if not np.isnan(value)}
             clients.event("birth", into=range(clustered.num_clusters), because=because | {"clients": valid_M.sum()})
             return clustered
         return state.advance(models_KP=updates.averaged(default=state.models_KP))  # w <- Avg(W_m)

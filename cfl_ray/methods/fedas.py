@@ -70,7 +70,7 @@ class FedAS(OneModel, name="fedas"):
     needs_classes = "its prototypes are mean features of each label"
     needs_fresh_momentum = "a client's base is replaced at the beginning of a round"
 
-    align_epochs: int = option(1, "epochs of the alignment; 0: none", source="PFLlib", low=0)
+    align_epochs: int = option(1, "epochs of the alignment; 0: none", source="PFLlib", low=0, high=100_000)
     align_lr: float = option(0.01, "learning rate of the alignment", source="PFLlib", low=0)
     weights: str = option(
         "fisher",

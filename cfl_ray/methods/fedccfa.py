@@ -136,10 +136,10 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
     needs_fresh_momentum = "classifier and extractor are trained one after the other, with a buffer each"
 
     eps: float = option(0.1, "eps: largest d_ij of neighbours", source="official code", low=0)
-    balanced_epochs: int = option(5, "epochs on the balanced part", source="official code", low=1)
+    balanced_epochs: int = option(5, "epochs on the balanced part", source="official code", low=1, high=100_000)
     balanced_lr: float = option(0.1, "learning rate on the balanced part", source="official code", low=0)
     per_class: int = option(5, "most samples of a label in the balanced part", source="official code", low=1)
-    classifier_epochs: int = option(1, "epochs of h_i", source="official code", low=1)
+    classifier_epochs: int = option(1, "epochs of h_i", source="official code", low=1, high=100_000)
     classifier_lr: float = option(0.1, "learning rate of h_i", source="official code", low=0)
     align_after: int = option(20, "rounds without the loss on features", source="official code", low=0)
     gamma: float = option(

@@ -61,7 +61,9 @@ class FedGWC(Method[InteractionState], name="fedgwc"):
     compares = "participants"
     pair_bytes = 48  # interactions, and five arrays for their affinities
 
-    steps_sent: int = option(7, "S: local steps of which a client sends the losses", source="official code", low=1)
+    steps_sent: int = option(
+        7, "S: local steps of which a client sends the losses", source="official code", low=1, high=100_000
+    )
     gamma: float = option(0.1, "gamma: width of the kernel of P", source="official code", low=0)
     epsilon: float = option(1e-5, "epsilon: v below which interactions are settled", source="official code", low=0)
     most_parts: int = option(4, "largest n, parts of a split", source="official code", low=2)

@@ -29,7 +29,7 @@ class FedPer(OneModel, name="fedper"):
     private_layers: int = option(
         1, "upper layers that stay with the client (K_P); 0: none, which is FedAvg", source="FedAC's comparison", low=0
     )
-    private: Any = option(
+    private: str | list[Any] | tuple[Any, ...] | None = option(
         None,
         "parameters that stay with the client instead, by what their names, or the parts of their names after a dot, "
         "begin with, e.g. [lora_]; null: the upper layers",

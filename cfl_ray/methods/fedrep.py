@@ -64,7 +64,7 @@ class FedRep(FedPer, name="fedrep"):
     placement = "its own head, trained on the fixed representation"
     needs_fresh_momentum = "head and representation are trained one after the other, with a buffer each"
 
-    head_epochs: int = option(10, "tau_h: local epochs of the head", source="paper's experiments", low=1)
+    head_epochs: int = option(10, "tau_h: local epochs of the head", source="paper's experiments", low=1, high=100_000)
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         shared = self.shared_columns(clients.spec)

@@ -55,7 +55,9 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
     phases = {"warmup": ("federate",), "federate": ()}
 
     num_clusters: int = option(5, "K, number of centres", source="paper: 5 and 10", low=1)
-    warmup_epochs: int = option(5, "beta: local epochs of the first round", source="ours: 1 to 5 are defined", low=1)
+    warmup_epochs: int = option(
+        5, "beta: local epochs of the first round", source="ours: 1 to 5 are defined", low=1, high=100_000
+    )
     warmup_steps: int | None = option(
         None, "local steps of the first round, the same for every client; null: epochs", source="ours", low=1
     )

@@ -128,7 +128,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         choices=("gradient", "displacement"),
     )
     signature_epochs: int = option(
-        10, "local epochs of the displacement signature (obep)", source="official code", low=1
+        10, "local epochs of the displacement signature (obep)", source="official code", low=1, high=100_000
     )
     signature_batch: int = option(50, "batch size of the displacement signature", source="official code", low=1)
     sketch: int = sketch_option()

@@ -72,9 +72,10 @@ class ModelRecipe:
         except ConfigError:
             raise
         except Exception as error:
+            positional, named = self._arguments()
+            arguments = ", ".join([*map(repr, positional), *(f"{name}={value!r}" for name, value in named.items())])
             raise ConfigError(
-                f"model {self._place} cannot be built with options {self.options} for samples of shape "
-                f"{self.input_shape} and {self.num_classes} classes: {explained(self.factory, error)}"
+                f"model {self._place} cannot be built with ({arguments}): {explained(self.factory, error)}"
             ) from error
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(f"model {self._place} has no parameter to train, expected at least 1")

@@ -56,10 +56,10 @@ def _epsilon(noise_multiplier: float, rate: float, steps: int, delta: float) -> 
     return float(moments.get_epsilon(delta)) if steps else 0.0
 
 
-def delta_of(config: ExamplesConfig, num_samples_N: np.ndarray) -> float:
-    """Delta of all clients. Raises ConfigError unless it is below 1 / n of the largest client."""
+def delta_of(wanted: float | None, num_samples_N: np.ndarray) -> float:
+    """Delta of all clients; None: n^-1.1. Raises ConfigError unless it is below 1 / n, n of the largest client."""
     most = int(num_samples_N.max())
-    delta = config.delta or max(most, 2) ** -1.1
+    delta = wanted or max(most, 2) ** -1.1
     if delta >= 1 / most:
         raise ConfigError(
             f"privacy.examples.delta must be below 1 / {most} samples of the largest client = {1 / most:.3g}, got "

@@ -90,13 +90,13 @@ def _places(
     history, order = run.history, _by_size(run, rounds)
     rank_K = np.full(len(history.cluster_K) + 1, len(order))  # the last entry is for clients without a cluster
     rank_K[order] = np.arange(len(order))
-    rank_C = rank_K[next(history.rows(rounds[-1:]))]
-    group_C = experiment.groups[history.client_C]
-    drawn = np.array(evenly(np.lexsort([rank_C, group_C]), MOST_CLIENTS))  # equal ranks are ordered by id
+    rank_M = rank_K[next(history.rows(rounds[-1:]))]
+    group_M = experiment.groups[history.client_M]
+    drawn = np.array(evenly(np.lexsort([rank_M, group_M]), MOST_CLIENTS))  # equal ranks are ordered by id
     colour_K = np.minimum(rank_K, NAMED)
     colour_K[-1] = -1
-    columns = [colour_K[row_C[drawn]] for row_C in history.rows(rounds)]
-    clients, groups, count = history.client_C[drawn], group_C[drawn], len(history.client_C)
+    columns = [colour_K[row_M[drawn]] for row_M in history.rows(rounds)]
+    clients, groups, count = history.client_M[drawn], group_M[drawn], len(history.client_M)
     z = np.array(columns, dtype=np.int8).T
     scale = [NO_CLUSTER, *COLOURS[: min(len(order), NAMED)], *([GREY] if len(order) > NAMED else [])]
     heat = {
@@ -147,9 +147,9 @@ def _group_axis(groups: Sequence[int]) -> tuple[Plot, list[Plot]]:
 
 def _changes_in_words(label: str, run: MethodRun) -> str:
     history = run.history
-    changed_C, pairs, last = np.zeros(len(history.client_C), bool), Counter[tuple[int, int]](), 0
+    changed_M, pairs, last = np.zeros(len(history.client_M), bool), Counter[tuple[int, int]](), 0
     for round, client_R, before_R, after_R in history.changes():
-        changed_C[np.searchsorted(history.client_C, client_R)] = True
+        changed_M[np.searchsorted(history.client_M, client_R)] = True
         _, first_U, count_U = np.unique(
             before_R.astype(np.int64) << 32 | after_R, return_index=True, return_counts=True
         )
@@ -158,10 +158,10 @@ def _changes_in_words(label: str, run: MethodRun) -> str:
             pairs[int(before_R[first]), int(after_R[first])] += int(count_U[place])
         last = round
     if not pairs:
-        return f"{label}: none of {len(changed_C)} clients leaves its first cluster."
+        return f"{label}: none of {len(changed_M)} clients leaves its first cluster."
     (source, target), times = pairs.most_common(1)[0]
     return (
-        f"{label}: {changed_C.sum()} of {len(changed_C)} clients go from one cluster to another, "
+        f"{label}: {changed_M.sum()} of {len(changed_M)} clients go from one cluster to another, "
         f"{pairs.total()} times in all, most often from {source} to {target} ({times} times), and last in round {last}."
     )
 
@@ -174,9 +174,9 @@ def mixture_figures(experiment: ReportedExperiment) -> list[PageFigure]:
 def _bars(experiment: ReportedExperiment, label: str, run: MethodRun, seed: str) -> PageFigure:
     """A row of bars for each drawn round, the last round on top; a bar for each client, a colour for each model."""
     shown = [run.mixtures[place] for place in evenly(range(len(run.mixtures)), MOST_MIXED_ROUNDS)]
-    known_C = np.unique(np.concatenate([client_S for _, client_S, _ in shown]))
-    known_C = known_C[np.argsort(experiment.groups[known_C], kind="stable")]
-    clients = evenly(known_C, MOST_MIXED)
+    known_M = np.unique(np.concatenate([client_S for _, client_S, _ in shown]))
+    known_M = known_M[np.argsort(experiment.groups[known_M], kind="stable")]
+    clients = evenly(known_M, MOST_MIXED)
     place_of = {client: place for place, client in enumerate(clients)}
     traces: list[Plot] = []
     for k in range(max(weight_SK.shape[1] for *_, weight_SK in shown)):
@@ -208,8 +208,8 @@ def _bars(experiment: ReportedExperiment, label: str, run: MethodRun, seed: str)
     )
     if experiment.groups:
         caption += " Clients of a true group stand side by side."
-    if len(clients) < len(known_C):
-        caption += f" {len(clients)} of {len(known_C)} clients are drawn, evenly."
+    if len(clients) < len(known_M):
+        caption += f" {len(clients)} of {len(known_M)} clients are drawn, evenly."
     which = f" ({seed})" if seed else ""
     return PageFigure(f"{label}: mixture weights of the clients{which}", caption, figure, 120 + 90 * len(shown))
 

@@ -21,6 +21,7 @@ from cfl_ray.tracking.record import RoundRecord, is_evaluated, mbit, primary_of,
 STYLES = ("-", "--", ":")
 DPI = 100  # 750 pixels: as wide as the description of a run in MLflow, which cuts wider ones off
 WIDTH_INCHES, MIN_HEIGHT_INCHES = 7.5, 4.2
+_MOST = 1e300  # largest value that matplotlib can draw with its margins and ticks
 LEGEND_INCHES = 0.22  # height of a method in the legend
 # fixed, because `layout="constrained"` draws all texts twice to measure them
 _LEFT_INCHES, _RIGHT_INCHES, _TOP_INCHES, _BOTTOM_INCHES, _BETWEEN_INCHES = 0.55, 0.15, 0.36, 0.5, 0.4
@@ -105,12 +106,12 @@ def _set_margins(figure: Figure, size: tuple[float, float], all_axes: Sequence[A
 
 
 def _lines(records_by_method: Mapping[str, Records], panel: Panel) -> dict[str, Points]:
-    """The finite points of each method that recorded the panel's metric."""
+    """The points of each method that recorded the panel's metric, without values that cannot be drawn."""
     lines = {}
     for method, records in records_by_method.items():
         points = [(panel.x_of(record), record.metrics.get(panel.metric, math.nan)) for record in records]
-        if finite := [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]:
-            lines[method] = finite
+        if drawable := [(x, y) for x, y in points if abs(x) < _MOST and abs(y) < _MOST]:  # NaN is not
+            lines[method] = drawable
     return lines
 
 

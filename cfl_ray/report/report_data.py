@@ -31,31 +31,31 @@ class RecordedMatrix:
 
 @dataclass(frozen=True, eq=False)
 class PerClient:
-    """A number for each of C clients, such as a cluster or a true group."""
+    """A number for each of M clients, such as a cluster or a true group."""
 
-    client_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # ids, ascending
-    value_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # below 0: none
+    client_M: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # ids, ascending
+    value_M: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # below 0: none
 
     def __len__(self) -> int:
-        return len(self.client_C)
+        return len(self.client_M)
 
     def __getitem__(self, client_S: np.ndarray | Sequence[int]) -> np.ndarray:
         """The numbers of these clients (S,); -1 for other clients."""
         client_S = np.asarray(client_S, np.int64)
         if not len(self):
             return np.full(len(client_S), -1, np.int32)
-        at_S = np.minimum(np.searchsorted(self.client_C, client_S), len(self) - 1)
-        return np.where(self.client_C[at_S] == client_S, self.value_C[at_S], -1)
+        at_S = np.minimum(np.searchsorted(self.client_M, client_S), len(self) - 1)
+        return np.where(self.client_M[at_S] == client_S, self.value_M[at_S], -1)
 
     def updated(self, other: "PerClient") -> "PerClient":
         """The numbers of both; `other` takes precedence."""
-        client_C, first_C = np.unique(np.concatenate([other.client_C, self.client_C]), return_index=True)
-        return PerClient(client_C, np.concatenate([other.value_C, self.value_C])[first_C])
+        client_M, first_M = np.unique(np.concatenate([other.client_M, self.client_M]), return_index=True)
+        return PerClient(client_M, np.concatenate([other.value_M, self.value_M])[first_M])
 
     @property
     def sizes(self) -> np.ndarray:
         """Number of clients for each distinct number that is not negative."""
-        return np.unique(self.value_C[self.value_C >= 0], return_counts=True)[1]
+        return np.unique(self.value_M[self.value_M >= 0], return_counts=True)[1]
 
 
 class ClusterHistory:
@@ -68,13 +68,13 @@ class ClusterHistory:
         self.reassignments = reassignments
 
     @cached_property
-    def client_C(self) -> np.ndarray:
+    def client_M(self) -> np.ndarray:
         """Ids of the clients that were ever in a cluster, int32, ascending."""
-        client_C = np.zeros(0, np.int32)
+        client_M = np.zeros(0, np.int32)
         for _, reassigned in self.reassignments:
-            if not np.isin(reassigned.client_R, client_C, assume_unique=True).all():
-                client_C = np.union1d(client_C, reassigned.client_R)
-        return client_C
+            if not np.isin(reassigned.client_R, client_M, assume_unique=True).all():
+                client_M = np.union1d(client_M, reassigned.client_R)
+        return client_M
 
     @cached_property
     def cluster_K(self) -> np.ndarray:
@@ -85,60 +85,60 @@ class ClusterHistory:
         return cluster_K[cluster_K >= 0]
 
     def rows(self, rounds: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yields, for each of the ascending `rounds`, each client's place in `cluster_K` after it, int32 (C,).
+        """Yields, for each of the ascending `rounds`, each client's place in `cluster_K` after it, int32 (M,).
 
         -1: the client is in no cluster. The same array is yielded each time.
         """
-        row_C, applied = np.full(len(self.client_C), -1, np.int32), 0
+        row_M, applied = np.full(len(self.client_M), -1, np.int32), 0
         for round in rounds:
             while applied < len(self.reassignments) and self.reassignments[applied][0] <= round:
-                self._reassign(row_C, self.reassignments[applied][1])
+                self._reassign(row_M, self.reassignments[applied][1])
                 applied += 1
-            yield row_C
+            yield row_M
 
     def sizes(self, rounds: Sequence[int]) -> Iterator[np.ndarray]:
         """Yields, for each of the ascending `rounds`, the number of members of each cluster after it, int64 (K,)."""
-        for row_C in self.rows(rounds):
-            yield np.bincount(row_C + 1, minlength=len(self.cluster_K) + 1)[1:]
+        for row_M in self.rows(rounds):
+            yield np.bincount(row_M + 1, minlength=len(self.cluster_K) + 1)[1:]
 
     def clusters_at(self, round: int) -> PerClient:
         """The cluster of each client after a round."""
-        row_C = next(self.rows([round]))
-        return PerClient(self.client_C, np.append(self.cluster_K, np.int32(-1))[row_C])
+        row_M = next(self.rows([round]))
+        return PerClient(self.client_M, np.append(self.cluster_K, np.int32(-1))[row_M])
 
     def changes(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
         """Yields, for each round in which clients move between clusters, the round, these clients, and their clusters
         before and after it. A first assignment, or an assignment after an absence, is not a move.
         """
-        row_C = np.full(len(self.client_C), -1, np.int32)
+        row_M = np.full(len(self.client_M), -1, np.int32)
         for round, reassigned in self.reassignments:
-            at_R, before_R = self._reassign(row_C, reassigned)
-            goes_R = (before_R >= 0) & (row_C[at_R] >= 0) & (before_R != row_C[at_R])
+            at_R, before_R = self._reassign(row_M, reassigned)
+            goes_R = (before_R >= 0) & (row_M[at_R] >= 0) & (before_R != row_M[at_R])
             if goes_R.any():
                 at_R, before_R = at_R[goes_R], before_R[goes_R]
-                yield round, self.client_C[at_R], self.cluster_K[before_R], self.cluster_K[row_C[at_R]]
+                yield round, self.client_M[at_R], self.cluster_K[before_R], self.cluster_K[row_M[at_R]]
 
     @property
     def rounds_with_changes(self) -> list[int]:
         """The rounds of `changes`, and each round after the first in which clients are assigned to clusters while no
         client is in a cluster.
         """
-        row_C, members, rounds = np.full(len(self.client_C), -1, np.int32), 0, {round for round, *_ in self.changes()}
+        row_M, members, rounds = np.full(len(self.client_M), -1, np.int32), 0, {round for round, *_ in self.changes()}
         for round, reassigned in self.reassignments:
-            at_R, before_R = self._reassign(row_C, reassigned)
-            joined, left = int((row_C[at_R] >= 0).sum()), int((before_R >= 0).sum())
+            at_R, before_R = self._reassign(row_M, reassigned)
+            joined, left = int((row_M[at_R] >= 0).sum()), int((before_R >= 0).sum())
             if not members and joined and round > 1:
                 rounds.add(round)
             members += joined - left
         return sorted(rounds)
 
-    def _reassign(self, row_C: np.ndarray, reassigned: Reassigned) -> tuple[np.ndarray, np.ndarray]:
+    def _reassign(self, row_M: np.ndarray, reassigned: Reassigned) -> tuple[np.ndarray, np.ndarray]:
         """Applies the reassignments of a round; returns the places of these clients, and their previous rows."""
-        at_R = np.searchsorted(self.client_C, reassigned.client_R)
-        before_R = row_C[at_R]
+        at_R = np.searchsorted(self.client_M, reassigned.client_R)
+        before_R = row_M[at_R]
         row_R = np.searchsorted(self.cluster_K, reassigned.cluster_R)
         row_R[reassigned.cluster_R < 0] = -1
-        row_C[at_R] = row_R
+        row_M[at_R] = row_R
         return at_R, before_R
 
 

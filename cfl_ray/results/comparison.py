@@ -26,7 +26,7 @@ from cfl_ray.report.drawing import tested_in_words, with_spread
 from cfl_ray.report.report_data import Comparison
 from cfl_ray.results.load import FoundRun, lost_method, open_run, recorded_methods, recorded_result
 from cfl_ray.results.results import MethodResult
-from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
+from cfl_ray.results.study_folder import is_finished, run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import METRICS as RECORDED_METRICS
 from cfl_ray.tracking import flatten
@@ -208,7 +208,7 @@ def read_study(folder: str | Path, only: Collection[Path] | None = None) -> RunM
         for directory in finished:
             result = recorded_result(method, directory)
             if result.final:
-                run_metrics.setdefault((setting, method), {})[seed_of(run)] = values_of(result)
+                run_metrics.setdefault((setting, method), {})[RunDirectory.seed_of(run)] = values_of(result)
     return run_metrics
 
 

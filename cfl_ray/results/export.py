@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def save_models(trained: TrainedMethod, directory: Path, warn: Callable[[str], N
         try:
             with torch.no_grad():
                 outputs = model(example)
-            with private_umask():
+            with private_umask(), warnings.catch_warnings(action="ignore"):  # of torch.export, about weights of LSTMs
                 save_model(model, example.numpy(), outputs.numpy(), folder)
         except Exception as error:  # boundary to torch.export and MLflow: a refused model does not end the run
             shutil.rmtree(folder, ignore_errors=True)

@@ -288,8 +288,8 @@ def _groups(directory: Path) -> PerClient:
             f"{path} is damaged ({error}); restore it, or remove it to do without the true groups"
         ) from error
     table = table.drop_null()
-    client_C, first_C = np.unique(table["client"].to_numpy(), return_index=True)
-    return PerClient(client_C, table["group"].to_numpy()[first_C])
+    client_M, first_M = np.unique(table["client"].to_numpy(), return_index=True)
+    return PerClient(client_M, table["group"].to_numpy()[first_M])
 
 
 # ---- the settings of runs as text, and the command that repeats them

@@ -20,15 +20,9 @@ def run_folders(study: str | Path, containing: File = RunDirectory.config) -> li
 
     def place(run: Path) -> tuple[Any, ...]:
         setting, method = run.parts[-3], run.parts[-2]
-        return (_position(setting, settings), setting, _position(method, methods), method, seed_of(run))
+        return (_position(setting, settings), setting, _position(method, methods), method, directory.seed_of(run))
 
     return [(run.parts[-3], run.parts[-2], run) for run in sorted(directory.run_folders(containing), key=place)]
-
-
-def seed_of(run: Path) -> int:
-    """The seed in the name of a run folder; -1 without a seed."""
-    number = run.name.removeprefix("seed-")
-    return int(number) if number.isdigit() else -1
 
 
 def _names_in(file: Path) -> tuple[list[str], list[str]]:

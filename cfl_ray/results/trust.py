@@ -21,6 +21,7 @@ import yaml
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.config.paths import file_keys
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import DataError
 from cfl_ray.errors.redaction import redact
@@ -29,10 +30,7 @@ from cfl_ray.system.files import read_text
 from cfl_ray.system.nested import texts_of
 
 _ROOT = 0
-_PLACES = (
-    *("output", "data.root", "data.shards", "data.train_files", "data.test_files"),
-    *("cohort.availability.file", "model.weights"),
-)
+_PLACES = ("output", "data.shards", "data.train_files", "data.test_files", *map(".".join, file_keys(Experiment)))
 _NAMED_ELSEWHERE = ("runtime.address", "tracking.uri")
 _TRACKERS_OF_FILES = ("mlflow", "csv", "tensorboard")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

@@ -28,6 +28,8 @@ FORMAT = 3  # of the files; config.yaml has a line with it
 _FORMAT_LINE = re.compile(rb"^# format ([0-9]{1,9})$", re.MULTILINE)
 _HEADER_BYTES = 1 << 10
 _PURPOSE = "names in the record of a run"
+_SEED = "seed-"
+RUNS_OF_STUDY = f"*/*/{_SEED}*"  # SETTING/METHOD/seed-SEED: the run directories in the folder of a study
 
 
 def check_inside(key: str, name: str) -> None:
@@ -279,7 +281,17 @@ class RunDirectory:
 
     # ---- a study
 
+    def run_of(self, setting: str, method: str, seed: int) -> Path:
+        """The directory of a run of a study."""
+        return self.path / setting / method / f"{_SEED}{seed}"
+
+    @staticmethod
+    def seed_of(run: Path) -> int:
+        """The seed in the name of a run directory; -1 without a seed."""
+        number = run.name.removeprefix(_SEED)
+        return int(number) if number.isdigit() else -1
+
     def run_folders(self, containing: File | None = None) -> Iterator[Path]:
         """The directories of a study's runs, or only those that contain a file; in no particular order."""
         name = (containing or RunDirectory.config).name
-        return (file.parent for file in self.path.glob(f"*/*/seed-*/{name}"))
+        return (file.parent for file in self.path.glob(f"{RUNS_OF_STUDY}/{name}"))

@@ -41,9 +41,9 @@ def cluster_address(configured: str | None) -> str | None:
     return None if address == "local" else address
 
 
-def publish_server(run_dir: Path, session: ServerAddress) -> None:
+def publish_server(run_dir: Path, server: ServerAddress) -> None:
     """Writes session.json, readable by its owner only. Without a key it is not written, and live commands fail."""
-    values = asdict(session)
+    values = asdict(server)
     if signature := sign(_PURPOSE, run_dir, values):
         write_json(RunDirectory(run_dir).session, values | {"signature": signature})
 

@@ -55,7 +55,7 @@ class Evaluator:
         if known_M.any():
             known, serving = clients.select(known_M), serving.select(known_M)
             view, personal = self.federation.view, serving.is_personal or clients.replay is not None
-            # with labels of its own, a client is tested apart for metrics that are not computed from counts
+            # clients with other labels share the test of a model only if the metrics follow from its confusion matrix
             personal |= view == "holdout" or (view == "label" and not self.task.by_confusion)
             table_MV[known_M] = (self._personal if personal else self._shared)(serving, known)
         return table_MV

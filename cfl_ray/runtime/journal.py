@@ -115,7 +115,7 @@ class Journal:
     def stop_after(self, session: str, saved: int = 0) -> int | None:
         """The round after which this session ends on request; None: no request.
 
-        saved: the last saved round. A stop of an earlier session after a later round, before which that session died,
+        saved: the last saved round. A stop that an earlier session was asked for, but did not reach because it died,
         applies to this session.
         """
         last = next((event for event in reversed(self.events) if event.stop), None)

@@ -5,7 +5,7 @@ The thread of the round loop calls `take_up`, `set_population` and `set_status`;
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 
 import numpy as np
@@ -22,13 +22,22 @@ from cfl_ray.runtime.round_report import Status
 class Requests:
     """Requests to one method of one run. Raises ConfigError for a refused request, which is not journaled.
 
-    recorded: the last round whose metrics are recorded; its population is fixed even if the round is computed again.
+    check_joining: raises ConfigError if clients that join would end the run; called with the federation then. recorded:
+    the last round whose metrics are recorded; its population is fixed even if the round is computed again.
     """
 
     def __init__(
-        self, label: str, journal: Journal, federation: Federation, rounds: int, session: str, recorded: int = 0
+        self,
+        label: str,
+        journal: Journal,
+        federation: Federation,
+        check_joining: Callable[[Federation], None],
+        rounds: int,
+        session: str,
+        recorded: int = 0,
     ):
         self.label, self.journal, self.rounds, self.session = label, journal, rounds, session
+        self.check_joining = check_joining
         self.lock = threading.RLock()
         self.status: Status = "starting"
         self.round = 0  # the round in progress
@@ -74,13 +83,14 @@ class Requests:
         with self.lock:
             round = self._next()
             self._check("join", ids, round)
+            self.check_joining(self.federations[-1][1])
             return self._grant(JournalEvent(round, join=tuple(sorted(ids))))
 
     def join_shards(self, shards: JoinedShards, added: Federation) -> str:
         """Grants that all clients of `added` join as newcomers with the next free ids. Returns a line for the user."""
         with self.lock:
             round, known = self._next(), self.federations[-1][1]
-            whole = grown(known, added)
+            self.check_joining(whole := grown(known, added))
             ids = tuple(range(known.num_clients, whole.num_clients))
             answer = self._grant(JournalEvent(round, join=ids, shards=shards))
             self.federations.append((round, whole))

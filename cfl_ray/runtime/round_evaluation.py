@@ -74,7 +74,7 @@ class RoundEvaluation:
         self.taken = taken_names([metric.name for metric in self.task.metrics])
         self.label_counts = LabelCounts(setup.federation.shape.num_classes)
 
-    def no_diagnostics(self) -> Diagnostics:
+    def new_diagnostics(self) -> Diagnostics:
         """An empty collection, for a round or an evaluation."""
         return Diagnostics(self.label, self.taken, self.seed)
 
@@ -87,7 +87,7 @@ class RoundEvaluation:
         """
         online, present = self.membership.population.online, self.membership.present
         self.evaluator.federation = present
-        stats = RoundStats(diagnostics=self.no_diagnostics())
+        stats = RoundStats(diagnostics=self.new_diagnostics())
         clients = replace(
             self.clients_of(self.evaluator.chosen(online), draft.round, stats),
             evaluated=True,
@@ -117,7 +117,7 @@ class RoundEvaluation:
             of_clusters = Diagnostics(self.label)
             vectors = cluster_vectors(state, online, clients.ids_M, table_MV[:, 0])
             for name, vector_K in zip(cluster_diagnostics_of(self.primary), vectors, strict=True):
-                of_clusters.add(name, vector_K, (CLUSTERS,), clients.ids_M)
+                of_clusters.add(name, _storable(vector_K), (CLUSTERS,), clients.ids_M)
             diagnostics.take(draft, of_clusters)
         diagnostics.resolve()
         if self.task.targets == "class":
@@ -165,7 +165,7 @@ class RoundEvaluation:
         chosen = clients.select(chosen_M)
         past = chosen.replaying([(int(changed) - 1,) for changed in changed_N[chosen.ids_M]])
         score_M = self.evaluator.scores(serving.select(chosen_M), past)[:, 0]
-        diagnostics.add(PAST_SCORES, score_M, (CLIENTS,), chosen.ids_M)
+        diagnostics.add(PAST_SCORES, _storable(score_M), (CLIENTS,), chosen.ids_M)
         draft.metrics[f"{self.primary}_past"] = mean_of_defined(score_M)
         return diagnostics
 
@@ -180,6 +180,11 @@ class RoundEvaluation:
         if len(counted):
             labels.add(LABEL_COUNTS, counts_MC, (CLIENTS, "classes"), counted)
         return labels
+
+
+def _storable(score_M: np.ndarray) -> np.ndarray:
+    """The scores; NaN for those that a diagnostic cannot hold, such as an infinite loss."""
+    return np.where(np.abs(score_M) <= np.finfo(np.float32).max, score_M, np.nan)
 
 
 @dataclass(frozen=True)

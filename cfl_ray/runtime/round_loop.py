@@ -41,6 +41,7 @@ from cfl_ray.runtime.round_evaluation import RoundDiagnostics, RoundEvaluation
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status
 from cfl_ray.runtime.snapshot import Part, Snapshot
 from cfl_ray.setup.first_models import start_of
+from cfl_ray.setup.protection import check_joining
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import last_record
 
@@ -81,7 +82,8 @@ class RoundLoop:
         last = last_record(store.directory) if store else None
         recorded = last.round if last else 0
         journal = Journal(store.directory if store else None)
-        self.requests = Requests(label, journal, setup.federation, experiment.rounds, session, recorded)
+        check = partial(check_joining, setup, label)
+        self.requests = Requests(label, journal, setup.federation, check, experiment.rounds, session, recorded)
         self.membership = Membership(setup, self.requests)
         if self.client_privacy is not None:
             self.client_privacy.seed_cohorts(self.membership.population, self.requests)
@@ -114,7 +116,7 @@ class RoundLoop:
         """
         yield self.restored
         while self.status == "running":
-            stats = RoundStats(traffic=self.traffic, diagnostics=self.evaluation.no_diagnostics())
+            stats = RoundStats(traffic=self.traffic, diagnostics=self.evaluation.new_diagnostics())
             draft = RoundDraft(self.round, self.state.phase, stats)
             with self._failing():
                 self._change_membership(draft)
@@ -301,7 +303,10 @@ class RoundLoop:
             is_due = round == self.last_round or self.stops_after(round) or self.interval.is_due(round)
             is_due |= self.backend.client_states.unsaved > self.experiment.runtime.state_budget
             store = self.store if is_due else None
-            self._enter("saving", round) if store else self._close(round)
+            if store:
+                self._enter("saving", round)
+            else:
+                self._close(round)
         if store:
             self._save(draft, store)
             with self.requests.lock:

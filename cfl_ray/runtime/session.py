@@ -58,7 +58,7 @@ def checkpoint_store(setup: Setup, run_dir: Path | None, label: str) -> Checkpoi
 
 
 def store_with_lease(setup: Setup, run_dir: Path | None, label: str) -> CheckpointStore | None:
-    """The same, for the process that continues the run: a server that it replaces can no longer save."""
+    """The checkpoints of one method, for the process that continues its run: a server before it can no longer save."""
     if (store := checkpoint_store(setup, run_dir, label)) is not None:
         store.take_lease()
     return store

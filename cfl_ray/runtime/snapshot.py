@@ -32,7 +32,7 @@ class Part(Protocol):
         """The state. The tensors must not change afterwards: the next checkpoint is compared with them."""
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse. Raises KeyError, TypeError or ValueError for other tensors."""
+        """Restores the output of `to_tensors`. Raises KeyError, TypeError or ValueError for other tensors."""
 
 
 class _Strict(BaseModel):
@@ -114,7 +114,7 @@ class Snapshot:
         parts: Mapping[str, Part],
         private_run: PrivateRun | None,
     ) -> "Snapshot":
-        """The inverse; also restores `parts` and `private_run`. Raises RunError for a checkpoint of another method."""
+        """The snapshot in a checkpoint; also restores `parts` and `private_run`. Raises RunError for another method."""
         tensors = dict(checkpoint.tensors)  # each part takes its tensors; the rest is the method's state
         try:
             values = _Values.model_validate(checkpoint.values)
@@ -193,7 +193,7 @@ def _diagnostic_tensors(reported: ReportedDiagnostic) -> dict[str, Tensor]:
 
 
 def _read_diagnostic(header: _Diagnostic, tensors: dict[str, Tensor]) -> ReportedDiagnostic:
-    """The inverse; removes the tensors from `tensors`."""
+    """The diagnostic in the output of `_diagnostic_tensors`, which is removed from `tensors`."""
     first = f"{_DIAGNOSTICS}{header.name}."
     labels = tuple(tensors.pop(f"{first}labels{axis}").numpy() for axis in range(len(header.axes)))
     value = tensors.pop(f"{first}value").numpy()

@@ -180,8 +180,11 @@ def resolve_learning(
         noise = ExampleNoise(examples.noise_multiplier, examples.clip)
         local, own = replace(local, examples=noise), {k: replace(sgd, examples=noise) for k, sgd in own.items()}
     for sgd in (local, *own.values()):
-        for t in (1, experiment.rounds):
-            sgd.in_round(t, experiment.rounds)  # raises ConfigError for a schedule that fails
+        # raise ConfigError for a schedule that fails
+        for t in (1, min(2, experiment.rounds), experiment.rounds):
+            sgd.in_round(t, experiment.rounds)
+        for step in range(2):
+            sgd.lr_at(step, 2)
     for label, method in methods.items():
         _check_method(label, method, task, settings.get(label, experiment.local), own.get(label, local))
     return task, local, own

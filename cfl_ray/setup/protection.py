@@ -11,10 +11,12 @@ from cfl_ray.config.privacy import ExamplesConfig
 from cfl_ray.core.aggregation.rules import Mean
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.secure_aggregation import SecureAggregation
+from cfl_ray.data.federation import Federation
 from cfl_ray.errors import ConfigError
 from cfl_ray.privacy.examples import ExampleAccount, delta_of
 from cfl_ray.privacy.noisy_sums import PrivateRun, rounded_norm
 from cfl_ray.privacy.plan import PrivacyPlan, privacy_plan_of
+from cfl_ray.setup.checks import check_batches
 from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds
 from cfl_ray.setup.setup import Setup
 
@@ -55,6 +57,21 @@ def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
     return plan
 
 
+def check_joining(setup: Setup, label: str, federation: Federation) -> None:
+    """Raises ConfigError if clients that join a live run would end it. federation: with those that join."""
+    check_batches(grown := replace(setup, federation=federation))
+    if setup.secure is not None:
+        setup.secure.check(_most_masked(grown))
+    if label not in setup.examples:
+        return
+    delta_of(setup.examples[label].delta, federation.num_samples_N)
+    try:
+        for _ in _tried(setup, label, latecomers=True):
+            pass
+    except PrivacyError as error:
+        raise ConfigError(f"{label} cannot protect single samples of clients that join: {error}") from None
+
+
 def _examples_of(setup: Setup, label: str, config: ExamplesConfig) -> ExampleAccount:
     """The account of samples after all rounds, if every client takes part in each.
 
@@ -71,7 +88,7 @@ def _examples_of(setup: Setup, label: str, config: ExamplesConfig) -> ExampleAcc
     if local.drop_last:
         raise ConfigError(f"privacy.examples draws every sample by itself; {label} has local.drop_last: true")
     sizes_N = setup.federation.num_samples_N
-    account = ExampleAccount(config.noise_multiplier, delta_of(config, sizes_N), len(sizes_N))
+    account = ExampleAccount(config.noise_multiplier, delta_of(config.delta, sizes_N), len(sizes_N))
     batches_N = local.batches_of(sizes_N)
     try:
         least, most = (_most_steps(setup, label, size) for size in (1, int(sizes_N.max())))
@@ -86,7 +103,7 @@ def _examples_of(setup: Setup, label: str, config: ExamplesConfig) -> ExampleAcc
 def _most_steps(setup: Setup, label: str, size: int) -> int:
     """The most local steps in a run of a client that takes part in every round. size: samples of every client."""
     total_N, last_N, done = np.zeros(setup.federation.num_clients), np.zeros(0), 0
-    for _, stats in _tried(setup, label, size=size):
+    for _, stats in _tried(setup, label, size=size, latecomers=_latecomers(setup)):
         last_N, done = np.zeros_like(total_N), done + 1
         for ids_M, _, _, steps_M in stats.example_steps:
             np.add.at(last_N, ids_M, steps_M)
@@ -104,10 +121,12 @@ def _check_mean(setup: Setup, label: str, what: str, key: str) -> None:
         )
 
 
-def _tried(setup: Setup, label: str, private: PrivateRun | None = None, size: int = 1) -> Iterator[Any]:
+def _tried(
+    setup: Setup, label: str, private: PrivateRun | None = None, size: int = 1, latecomers: bool = False
+) -> Iterator[Any]:
     """Yields the first rounds of a method without training, in which it requests everything that its server reads.
 
-    size: samples of every client.
+    size: samples of every client. latecomers: see `dry_rounds`.
     """
     spec = setup.network().spec
     return dry_rounds(
@@ -120,7 +139,7 @@ def _tried(setup: Setup, label: str, private: PrivateRun | None = None, size: in
         min(setup.experiment.rounds, max(2, _DRY_FLOATS // spec.size)),
         setup.secure,
         size,
-        setup.local_of(label).examples is not None and _latecomers(setup),
+        latecomers,
     )
 
 

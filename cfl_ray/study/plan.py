@@ -42,7 +42,7 @@ class StudyRun:
 
     def folder(self, root: Path) -> Path:
         """The run directory below the folder of the study."""
-        return root / self.setting / self.method / f"seed-{self.seed}"
+        return RunDirectory(root).run_of(self.setting, self.method, self.seed)
 
     def is_finished(self, root: Path) -> bool:
         """Whether the run is complete. Raises ConfigError if the folder has a run of another config."""

@@ -22,7 +22,7 @@ from cfl_ray.results import comparison
 from cfl_ray.results.load import find_runs
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.run_record import check_hash_of_run
-from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
+from cfl_ray.results.study_folder import is_finished, run_folders
 from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import hold
@@ -300,7 +300,7 @@ class _Launch:
         selected = {run.setting for run in self.runs}
         others = []
         for setting, method, folder in run_folders(self.root):
-            run, seed = runs.get((setting, method)), seed_of(folder)
+            run, seed = runs.get((setting, method)), RunDirectory.seed_of(folder)
             if run is not None and setting in selected:
                 check_hash_of_run(RunDirectory(folder), run.experiment.model_copy(update={"seed": seed}))
             if (run is None and not self.study.learns) or seed not in self.study.seeds:

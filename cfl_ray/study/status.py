@@ -7,7 +7,7 @@ from typing import Any
 
 from cfl_ray.config.study import ALL_SETTINGS, Study, load_study, name_of, place_of
 from cfl_ray.errors import ConfigError, command
-from cfl_ray.results.study_folder import is_finished, method_names, methods_in, run_folders, seed_of
+from cfl_ray.results.study_folder import is_finished, method_names, methods_in, run_folders
 from cfl_ray.run_directory import RunDirectory
 
 
@@ -40,7 +40,7 @@ def study_status(folder: str | Path) -> StudyStatus:
     finished, live, stopped = 0, [], []
     trials: set[str] = set()
     for setting, method, run in run_folders(root):
-        if not planned.has(setting, method, seed_of(run)):
+        if not planned.has(setting, method, RunDirectory.seed_of(run)):
             continue  # of another version of the study
         trials.add(planned.trial_of(setting))
         if RunDirectory(run).is_live:
@@ -52,7 +52,7 @@ def study_status(folder: str | Path) -> StudyStatus:
     failed = {
         _in_words(setting, method, run): RunDirectory(run).failure.read_text().partition("\n")[0]
         for setting, method, run in run_folders(root, RunDirectory.failure)
-        if planned.has(setting, method, seed_of(run))
+        if planned.has(setting, method, RunDirectory.seed_of(run))
     }
     # a sweep that learns may draw listed values again, which makes no further run
     runs = planned.of_trial * len(trials) if study.learns and is_finished(root) else planned.count
@@ -62,7 +62,7 @@ def study_status(folder: str | Path) -> StudyStatus:
 
 
 def _in_words(setting: str, method: str, run: Path) -> str:
-    return f"{setting}, {method}, seed {seed_of(run)}"
+    return f"{setting}, {method}, seed {RunDirectory.seed_of(run)}"
 
 
 class PlannedRuns:

@@ -27,7 +27,7 @@ BATCH_METRICS = 900  # with phases and tags below MLflow's limit of 1,000 per re
 LOCK_SECONDS = 5.0
 # Pause after a successful delivery (faster rounds are delivered together), after 1 failure in a row, after 2, ...
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-# after the first failure since the end, the second, ...; only the first pause if the tracker was failing before the end
+# after 1, 2, ... failures once the run has written its last record; only the first if the tracker failed before
 PAUSES_AT_END_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 
@@ -159,8 +159,8 @@ class LiveDelivery:
         self._new = Flag()  # records may be undelivered
         self._done = Flag()  # all records are delivered, or the delivery has given up
         # for the thread
-        self._failures = self._failures_at_end = 0  # failed attempts in a row; of these, since the end
-        self._retries_at_end = len(PAUSES_AT_END_SECONDS)  # attempts after the first failure since the end
+        self._failures = self._failures_at_end = 0  # failed attempts in a row; those of them after `end`
+        self._retries_at_end = len(PAUSES_AT_END_SECONDS)  # attempts after the first failure after `end`
 
     def start(self) -> None:
         self._new.set()

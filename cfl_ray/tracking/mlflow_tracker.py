@@ -18,7 +18,7 @@ from filelock import Timeout
 
 from cfl_ray.errors import DataError, UserError, command
 from cfl_ray.errors.redaction import redact
-from cfl_ray.run_directory import RunDirectory
+from cfl_ray.run_directory import RUNS_OF_STUDY, RunDirectory
 from cfl_ray.security.credentials import hides, with_credentials
 from cfl_ray.security.signing import is_signed, sign
 from cfl_ray.system.files import read_record
@@ -81,7 +81,7 @@ class Mlflow:
 
     @property
     def needs_open(self) -> bool:
-        """True after a failure: opening the run again shows the effect of the last request."""
+        """True after a failed request: `open` then finds out what MLflow has of the run."""
         return self._run is None
 
     def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
@@ -114,7 +114,7 @@ class Mlflow:
 
     @contextmanager
     def _opened(self) -> Iterator[MlflowRun]:
-        """Context with the run, which has to be opened again after an error."""
+        """Context with the run; after an error in it, `needs_open` is true."""
         run, self._run = self._run, None
         assert run is not None, "open() makes the run"
         yield run
@@ -215,7 +215,7 @@ def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
 
 def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[tuple[Path, Destination]]:
     """Yields the runs of which MLflow lacks a part, from a few file operations and without importing mlflow."""
-    for folders in ("*", "*/*", "*/*/*/seed-*/*"):
+    for folders in ("*", "*/*", f"*/{RUNS_OF_STUDY}/*"):
         for path in sorted(output.glob(f"{folders}/{RunDirectory.mlflow.name}")):
             try:
                 destination = Destination.read(path.parent)

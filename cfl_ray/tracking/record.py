@@ -209,7 +209,7 @@ class RunEnd:
 
 
 OFF = {"null", "false", "[]", "{}", "None", "False", "()"}  # values of keys and options that do nothing
-NEUTRAL = {"0.0", "none", "constant", "always"}  # likewise, of keys of the config; of options these can be settings
+NEUTRAL = {"0.0", "none", "constant", "always"}  # likewise, if they are the default of a key of the config
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The record of a run in the files of its directory, which do not depend on any process or server.
+"""The results of a run in files of its directory, which do not depend on any process or server.
 
 The identity and configuration (RunInfo) are written first, then a line for each round before `log` returns, and the end
 (RunEnd) last; a live or interrupted run has no end. Trackers receive the records from these files.

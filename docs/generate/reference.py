@@ -14,7 +14,7 @@ from typer.cli import get_docs_for_click
 import cfl_ray
 from cfl_ray.cli.commands import app
 from cfl_ray.cli.tables import default_text, range_text
-from cfl_ray.config import keys
+from cfl_ray.config import Experiment, keys
 from cfl_ray.config.study import RangeConfig, Study
 from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.core.method import Method
@@ -64,7 +64,7 @@ def config_page() -> str:
         "[methods](methods/index.md).",
         "",
     ]
-    return "\n".join([*lines, *_sections(keys.sections())])
+    return "\n".join([*lines, *_sections(keys.sections(Experiment))])
 
 
 def study_page() -> str:
@@ -97,7 +97,11 @@ def _sections(sections: Iterable[keys.KeySection]) -> list[str]:
 
 def key_anchors() -> set[str]:
     """Returns the anchors of that page: names of sections and keys."""
-    return {_anchor(one) for section in keys.sections() for one in (section.name, *(key.name for key in section.keys))}
+    return {
+        _anchor(one)
+        for section in keys.sections(Experiment)
+        for one in (section.name, *(key.name for key in section.keys))
+    }
 
 
 def _anchor(name: str) -> str:

@@ -16,6 +16,7 @@ from benchmarks.peers.bare import Bare
 from benchmarks.workloads import WORKLOADS, Workload, samples_of
 from cfl_ray import Experiment
 from cfl_ray.data import federation_from_arrays
+from cfl_ray.run_directory import RunDirectory
 
 
 class OnRay:
@@ -159,7 +160,9 @@ def states(rounds: int, clients: int, cohort: int) -> None:
         measured = OnRay(Experiment(**values), run_dir)
         for _ in range(rounds):
             seconds = [measured.round() for _ in range(20)]
-            files = sum(file.stat().st_size for file in (run_dir / "ditto" / "checkpoints").iterdir()) / 1e9
+            files = (
+                sum(file.stat().st_size for file in RunDirectory(run_dir).method("ditto").checkpoints.iterdir()) / 1e9
+            )
             print(
                 f"20 rounds: {sum(seconds) / 20:.2f} s a round; peak so far {measured.peaks}; files {files:.1f} GB",
                 flush=True,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # importing mlflow takes a second or two
     import mlflow
     from mlflow import MlflowClient
 
-IDENTICAL = "identical: metrics, moves, models, client states; every round once in metrics.jsonl and in MLflow"
+IDENTICAL = "identical: metrics, reassignments, models, client states; every round once in metrics.jsonl and in MLflow"
 
 
 def chaos_experiment(methods: Sequence[str], rounds: int, output: Path, **runtime: int) -> Experiment:
@@ -96,7 +96,7 @@ def concluded(wrong: Sequence[str], right: str, folder: Path, keep: Path | None)
 def outcome(directory: Path, method: str, experiment: Experiment) -> dict[str, object]:
     """Everything that must be equal in both runs, by name."""
     folder = directory / method
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in RunDirectory(folder).metrics.read_text().splitlines()]
     metrics = [
         {name: value for name, value in record.items() if name not in ("round_seconds", "time_ms")}
         for record in records

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cfl_ray.config import Experiment
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking.mlflow_tracker import deliver_pending
 from jobs.chaos.hang import trap, trapped_data
 from jobs.chaos.mlflow_server import MlflowServer
@@ -74,8 +75,8 @@ def quantities(run: Run) -> Iterator[tuple[str, float]]:
                     yield f"{name} MB", (memory.rss - memory.shared) / 1e6
                     yield f"{name} files", process.num_fds()
     yield "run directory files", sum(1 for _ in run.directory.rglob("*"))
-    checkpoints = [path.stat().st_size for path in run.directory.rglob("checkpoints/*") if path.is_file()]
-    yield "checkpoints MB", sum(checkpoints) / 1e6
+    files = (path for path in run.directory.rglob(f"{RunDirectory.checkpoints.name}*") if path.is_file())
+    yield "checkpoints MB", sum(path.stat().st_size for path in files) / 1e6
 
 
 def _name(process: psutil.Process) -> str:

@@ -29,6 +29,7 @@ from cfl_ray.errors import DataError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.results.comparison import read_study
 from cfl_ray.results.study_folder import run_folders
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.tracking import flatten, read_info, read_records
 from jobs.results import heterogeneity
@@ -59,14 +60,14 @@ def collect(folder: Path, recipe: Path | None, name: str | None = None) -> Path:
     rows = []
     run_metrics = read_study(folder)
     for setting, method, run in run_folders(folder):
-        seed = int(run.name.removeprefix("seed-"))
+        seed = RunDirectory.seed_of(run)
         values = run_metrics.get((setting, method), {}).get(seed)
         if values is None:
             continue
-        experiment = load(run / "config.yaml")
+        experiment = load(RunDirectory(run).config)
         expected = planned.get((setting, method, seed))
         changed = differences(experiment.to_dict(), expected.to_dict()) if expected else "not in the recipe"
-        info = read_info(next(path.parent for path in sorted(run.glob("*/run.json"))))
+        info = read_info(next(path.parent for path in sorted(run.glob(f"*/{RunDirectory.info.name}"))))
         kept = {name: values[name] for name in _KEPT if name in values} | _by_round(run)
         rounds = {
             "rounds": experiment.rounds,

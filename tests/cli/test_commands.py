@@ -339,6 +339,7 @@ UNFIT = {
     "unknown attacker": (["attack={kind: sign_flip, clients: [40]}"], "attack.clients: client 40 does not exist"),
     "no trace": (["cohort.availability={kind: trace, file: gone.csv}"], "there is no file gone.csv"),
     "no GPU to compute on": (["runtime.device=cuda"], "runtime.device: cuda, but torch finds no GPU here"),
+    "a schedule that fails in a step": (["local.step_schedule={step: {every: 0}}"], "option every of a schedule is at"),
     "model that does not fit": (["model.name=lenet5", "model.options={}"], "samples of shape (1, 8, 8)"),
 }
 

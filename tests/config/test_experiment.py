@@ -538,6 +538,7 @@ class TestOverrides:
             ("rounds.x=3", "override 'rounds.x=3': rounds is a value, not a section"),
             ("rounds=[3", r"rounds=\[3 is not valid YAML"),
             ("locl.lr=3", r"unknown key 'locl' \(did you mean 'local'\?\)"),
+            ("lr=3", r"unknown key 'lr' \(did you mean 'local.lr'\?\)"),
         ],
     )
     def test_errors(self, override, message, file):
@@ -810,6 +811,8 @@ local: {epochs: 3, steps: 9}
     local.epochs (3) has no effect: local.steps is 9
 cohort: {fraction: 0.2, clients: 3}
     cohort.fraction (0.2) has no effect: cohort.clients is 3
+clock: {kind: constant, availability_seconds: 60}
+    clock.availability_seconds (60.0) has no effect: cohort.availability is always
 attack: {kind: sign_flip, fraction: 0.2, clients: [3]}
     attack.fraction (0.2) has no effect: attack.clients names them
 {rounds: 5, attack: {kind: sign_flip, from_round: 6}}

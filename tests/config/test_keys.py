@@ -7,7 +7,7 @@ from cfl_ray.config import Experiment, keys
 from cfl_ray.errors import ConfigError
 from cfl_ray.tracking import flatten
 
-BY_NAME = {key.name: key for section in keys.sections() for key in section.keys}
+BY_NAME = {key.name: key for section in keys.sections(Experiment) for key in section.keys}
 
 
 def test_every_key_of_an_experiment_is_listed_with_its_default():
@@ -59,13 +59,13 @@ def test_values_are_choices_or_a_type_with_its_range():
 
 @pytest.mark.parametrize("name", ["schedule[].join", "schedule.join", "schedule.0.join"])
 def test_items_of_a_list_are_named_in_three_ways(name):
-    (section,) = keys.find(name)
+    (section,) = keys.find(Experiment, name)
     assert (section.name, [key.name for key in section.keys]) == ("schedule[]", ["schedule[].join"])
 
 
 def test_a_section_comes_with_those_in_it():
-    assert [section.name for section in keys.find("cohort")] == ["cohort", "cohort.availability"]
-    assert [section.name for section in keys.find("schedule")] == ["", "schedule[]", "schedule[].change[]"]
+    assert [section.name for section in keys.find(Experiment, "cohort")] == ["cohort", "cohort.availability"]
+    assert [section.name for section in keys.find(Experiment, "schedule")] == ["", "schedule[]", "schedule[].change[]"]
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,21 @@ def test_a_section_comes_with_those_in_it():
 )
 def test_an_unknown_key_names_the_nearest(wrong, nearest):
     with pytest.raises(ConfigError) as error:
-        keys.find(wrong)
+        keys.find(Experiment, wrong)
     assert str(error.value) == f"unknown key {wrong!r} (did you mean {nearest!r}?)"
 
 
 def test_an_unknown_key_that_is_near_to_none():
     with pytest.raises(ConfigError, match="unknown key 'zzz'; valid: asynchronous, attack, clock, cohort, data, "):
-        keys.find("zzz")
+        keys.find(Experiment, "zzz")
 
 
-@pytest.mark.parametrize("name", ["aggregation", "server_optimizer"])
-def test_options_of_methods_are_no_keys(name):
-    with pytest.raises(ConfigError, match=rf"unknown key '{name}': it is an option of .*: cfl-ray methods fedavg$"):
-        keys.find(name)
+@pytest.mark.parametrize(
+    ("name", "method"), [("aggregation", "fedavg"), ("server_optimizer", "fedavg"), ("methods.stocfl.tau", "stocfl")]
+)
+def test_options_of_methods_are_no_keys(name, method):
+    with pytest.raises(ConfigError, match=rf"unknown key '{name}': it is an option of .*: cfl-ray methods {method}$"):
+        keys.find(Experiment, name)
 
 
 def test_meanings_list_every_name_of_a_part():

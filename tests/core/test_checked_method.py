@@ -103,6 +103,20 @@ def test_a_serving_that_is_none(stage, found, message):
     assert "Given.serve (" in str(error.value) and "test_checked_method.py, line" in str(error.value)
 
 
+@pytest.mark.parametrize("field", ["models_KP", "assign_N"])
+def test_a_state_that_is_modified_in_place(stage, field):
+    @dataclass(frozen=True)
+    class InPlace(type(method()), name="in_place"):
+        """For tests."""
+
+        def round(self, state, clients, rng):
+            getattr(state, field)[1] = 1
+            return state.advance(phase="federate")
+
+    with pytest.raises(RunError, match=f"InPlace.round .*, line .* modified {field} of the state before in place"):
+        CheckedMethod(InPlace(), 68).round(state(), stage.clients(), Draws(0, 1))
+
+
 def test_right_results_pass_and_exceptions_note_the_authors_line(stage):
     steps = CheckedMethod(method(), 68)
     first = steps.init(stage.start())

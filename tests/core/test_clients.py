@@ -171,6 +171,13 @@ class TestTraining:
         damped = updates.damped(MODELS[:2], total=3.6)
         assert torch.allclose(damped[0], (MODELS[0] + 2) / 2) and torch.equal(damped[1], MODELS[1])
 
+    def test_what_was_not_asked_for_and_models_that_were_not_sent(self):
+        cohort = clients()
+        with pytest.raises(ValueError, match="these updates have no features: pass `features` to `train`"):
+            cohort.train(cohort.send(MODELS)).features_MF  # noqa: B018
+        with pytest.raises(TypeError, match="models that clients received, as clients.send returns, got Tensor of flo"):
+            cohort.train(MODELS)
+
     def test_results_that_were_not_averaged_have_no_average_and_no_weights(self):
         cohort = clients()
         updates = cohort.train(cohort.send(MODELS), features=SPEC.head)

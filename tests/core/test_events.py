@@ -34,8 +34,8 @@ def test_a_split_goes_through_json_as_it_is(clients):
         ("split", {"into": [0, 1]}, "'split' has cluster None"),
         ("birth", {"cluster": 1, "into": [1]}, "'birth' has cluster 1"),
         ("death", {"cluster": 1, "into": [0]}, r"'death' has cluster 1 and into \(0,\)"),
-        ("death", {"cluster": 1, "because": {"why": "old"}}, "figure why 'old', expected a number"),
-        ("death", {"cluster": 1, "because": {"norm": [1.0, 2.0]}}, "figure norm .*, expected a number"),
+        ("death", {"cluster": 1, "because": {"why": "old"}}, "value why 'old', expected a number"),
+        ("death", {"cluster": 1, "because": {"norm": [1.0, 2.0]}}, "value norm .*, expected a number"),
     ],
 )
 def test_an_event_that_is_none(clients, kind, fields, message):

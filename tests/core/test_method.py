@@ -3,9 +3,11 @@ import sys
 from dataclasses import dataclass
 
 import cloudpickle
+import numpy as np
 import pytest
 
 from cfl_ray.core.method import Method, option
+from cfl_ray.core.state import State
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import resolve
 from cfl_ray.methods.fedavg import FedAvg
@@ -57,6 +59,7 @@ def test_values_in_range_are_accepted(cls, good):
         ({"count": None}, "example.count: Input should be a valid integer, got None"),
         ({"most": 2.5}, "example.most: Input should be a valid integer, got 2.5"),
         ({"most": 0}, "example.most: Input should be greater than or equal to 1, got 0"),
+        ({"most": 10**30}, "example.most: a number is at most 9.223e+18, got 1e+30"),
         ({"kind": "c"}, "example.kind: Input should be 'a' or 'b', got 'c'"),
     ],
 )
@@ -114,6 +117,26 @@ def test_a_method_without_a_name_is_rejected_on_its_use():
 
     with pytest.raises(ConfigError, match=r'Nameless has no name; write `class Nameless\(FedAvg, name="nameless"\)`'):
         resolve([Nameless])
+
+
+def test_a_method_or_state_with_fields_that_is_no_dataclass_is_rejected():
+    class Plain(FedAvg, name="plain"):
+        share: float = 0.5
+
+    class PlainState(State):
+        seen_N: np.ndarray | None = None
+
+    @dataclass(frozen=True)
+    class Stateful(Method[PlainState], name="stateful"):
+        pass
+
+    for entry, error in (
+        (Plain, "Plain declares share"),
+        (Plain(), "Plain declares"),
+        (Stateful, "PlainState declares se"),
+    ):
+        with pytest.raises(ConfigError, match=f"{error}.*, but is no dataclass; write @dataclass.frozen=True. above"):
+            resolve([entry])
 
 
 def test_a_users_method_is_rebuilt_from_a_pickle_with_its_name():

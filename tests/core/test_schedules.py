@@ -36,5 +36,8 @@ def test_own(tmp_path):
         resolve_schedule("local.schedule", lambda t, total: -1)(1, T)
     with pytest.raises(ConfigError, match=r"rates.py, line 1\) failed: TypeError"):
         resolve_schedule("local.schedule", {f"{tmp_path}/rates.py:half": {"base": "x"}})(1, T)
+    for value, option in (({"step": {"every": 0}}, "every"), ({"warmup": {"length": 0}}, "length")):
+        with pytest.raises(ConfigError, match=f"option {option} of a schedule is at least 1, got 0"):
+            resolve_schedule("local.schedule", value)(1, T)
     with pytest.raises(ConfigError, match="local.schedule must be a name, or one name with its options"):
         resolve_schedule("local.schedule", {"step": {}, "cosine": {}})

@@ -97,6 +97,7 @@ def nan_in_row_7():
     [
         ({"y": Y[:39]}, "y has 39 entries, x has 40"),
         ({"clients": CLIENTS[:5]}, "clients has 5 entries, x has 40"),
+        ({"groups": [0, 1, 0, 1]}, "groups has 4 entries, x has 40; each sample needs an entry, or give groups as {cl"),
         ({"x": nan_in_row_7()}, "x has NaN or infinity as float32 in 1 of 40 rows, first in row 7"),
         ({"x": X.astype(np.int64)}, "x must be uint8 or float, got int64"),
         ({"x": np.zeros((0, 3), np.uint8), "y": [], "clients": []}, r"x must be \(n, \*input\) with n >= 1"),

@@ -284,3 +284,18 @@ def test_a_client_gets_the_data_of_an_earlier_round_again(base):
         assert equal(changing.at(7).train(client), (torch.rot90(x, 1, (-2, -1)), (y + 2) % 4))
         assert equal(changing.at(9).train(client), base.train(client))
     assert changing.at(9).group_N.tolist() == base.group_N.tolist()
+
+
+def test_a_change_without_effect_is_worth_a_warning(base):
+    changes = [
+        DataChange(2, (0, 1, 2), offset=4),  # of 4 classes
+        DataChange(3, (1,), data_of=(1,)),
+        DataChange(5, (0,), back_to=3),
+        DataChange(5, (0, 1), swap=(0, 1)),
+        DataChange(6, (0, 2), back_to=3),  # client 0 changes
+    ]
+    about = [(2, "clients 0-2"), (3, "client 1"), (5, "client 0")]
+    assert ChangingFederation(base, changes).warnings == [
+        f"schedule, round {round}: the change of {who} has no effect: the data are then as before"
+        for round, who in about
+    ]

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -156,6 +158,13 @@ class TestCsv:
         assert images.class_names == ("apple", "pear")
         assert self.read(tmp_path, columns={"features": ["b"]}).shape == (1,)
 
+    def test_a_parquet_file(self, tmp_path):
+        images = self.read(tmp_path)
+        pa.parquet.write_table(pa.csv.read_csv(tmp_path / "t.csv"), tmp_path / "t.parquet")
+        again = self.read(tmp_path, train_files="*.parquet")
+        assert (again.train_x == images.train_x).all() and (again.train_y == images.train_y).all()
+        assert (again.client == images.client).all() and again.class_names == images.class_names
+
     def test_labels_of_two_types(self, tmp_path):
         (tmp_path / "tests.csv").write_text("a,b,kind,shop\n1,2,3,x\n")
         with pytest.raises(DataError, match="tests.csv: label column 'kind' holds int64, but string in .*t.csv; they"):
@@ -175,7 +184,6 @@ class TestCsv:
             source="csv",
             root=str(tmp_path),
             columns={"label": "kind", "client": "shop"},
-            partition={"kind": "writer", "clients": None},
             normalize=[[1, 2], [2, 2]],
         )
         federation = build(data, 0, tmp_path / "shards")
@@ -208,8 +216,7 @@ class TestCsv:
             ("a,kind,shop\n1,0,x\n2,1,\n", {}, "column 'shop' is empty in row 1"),
             ("a,kind,shop\n1e300,0,x\n", {}, "column 'a' has NaN or infinity as float32 in 1 of 1 rows"),
             ("a,kind,shop\n", {}, "t.csv holds no row"),
-            ("a,kind,shop\n1,0\n", {}, "t.csv is not a readable CSV file"),
-            ("ARROW1\0\0", {}, "t.csv is a file of Arrow, not of CSV; a function that returns arrays can read it"),
+            ("a,kind,shop\n1,0\n", {}, "t.csv cannot be read as a CSV file"),
         ],
     )
     def test_errors_name_the_column(self, tmp_path, text, columns, message):
@@ -236,11 +243,11 @@ class TestCsv:
 
     def test_a_column_of_clients_without_effect_is_told(self):
         columns = {"label": "kind", "client": "shop"}
-        (text,) = SOURCE_KINDS.of(source="csv", columns=columns).warnings
+        (text,) = SOURCE_KINDS.of(source="csv", columns=columns, partition={"kind": "iid"}).warnings
         assert text.startswith("data.columns.client 'shop' does not decide the clients: partition.kind iid divides")
-        assert not SOURCE_KINDS.of(
-            source="csv", columns=columns, partition={"kind": "writer", "clients": None}
-        ).warnings
+        for partition, clients in (({}, None), ({"kind": "writer"}, None), ({"clients": 3, "min_samples": 2}, 3)):
+            data = SOURCE_KINDS.of(source="csv", columns=columns, partition=partition)
+            assert (data.partition.kind, data.partition.clients, data.warnings) == ("writer", clients, [])
 
     def test_inputs_with_large_values_are_told(self, tmp_path):
         (tmp_path / "t.csv").write_text("age,dose,kind\n" + "60,1,a\n80,2,b\n" * 4)

@@ -219,6 +219,11 @@ class TestDamage:
         with pytest.raises(DataError, match=r"holds no shards \(no manifest.json\); run `cfl-ray prepare`"):
             open_shards(tmp_path)
 
+    def test_the_folder_above_the_shards(self, write):
+        folder, _ = write()
+        with pytest.raises(DataError, match=f"holds no shards .no manifest.json.; name the folder {folder}"):
+            open_shards(folder.parent)
+
     @pytest.mark.parametrize(
         "change, where",
         [

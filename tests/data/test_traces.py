@@ -50,5 +50,5 @@ def test_a_file_that_is_not_there(tmp_path):
 
 def test_a_file_that_is_no_parquet(tmp_path):
     (tmp_path / "a.parquet").write_text("client,from,to\n")
-    with pytest.raises(DataError, match="a.parquet cannot be read as a parquet file"):
+    with pytest.raises(DataError, match="a.parquet cannot be read as a Parquet file"):
         read_trace(tmp_path / "a.parquet", 4)

@@ -215,9 +215,9 @@ class TestValidity:
     def test_is_exact_where_the_bound_is_not(self):
         """Two coefficients that cancel: the bound is above the limit, the weights are not."""
         stack = self.stack(lambda x: x[:1].expand_as(x).contiguous())
-        stack.c_HN[:, 0], stack.c_HN[:, 1] = 2.0**WEIGHT_POWER, -(2.0**WEIGHT_POWER)
+        stack.c_HB[:, 0], stack.c_HB[:, 1] = 2.0**WEIGHT_POWER, -(2.0**WEIGHT_POWER)
         assert stack.invalid_reason(0) is None
-        stack.c_HN[:, 1] = 0
+        stack.c_HB[:, 1] = 0
         assert "beyond 2^14" in stack.invalid_reason(0)
 
 

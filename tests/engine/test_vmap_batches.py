@@ -289,7 +289,7 @@ class TestStepsOnTheDevice:
         anchor = Proximal(0.1, here.new_model(0, 1), None)
         tasks = [replace(task, proximal=(anchor,)) for task in tasks_of(here, 3, LocalSGD(epochs=3, momentum=0.9))]
         found = span_together.train_together(network, tasks, [span._terms(network, task) for task in tasks])
-        assert all(tensor.is_meta for tensor in (found.x_ND, found.c_HN, found.a_mJ, found.others_mQ, found.loss_m))
+        assert all(tensor.is_meta for tensor in (found.x_BD, found.c_HB, found.a_mJ, found.others_mQ, found.loss_m))
 
     def test_of_sequential_find_their_batches_there(self):
         """The indices of all batches are one copy, and those of the host."""

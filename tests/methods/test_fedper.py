@@ -135,3 +135,5 @@ def test_private_parameters_by_name_are_those_of_the_layer():
     assert torch.equal(states[0].models_KP, states[1].models_KP)
     with pytest.raises(ConfigError, match="fedper.private: no parameter starts with 'lora_'; the model has"):
         FedPer(private=["lora_"]).check_model(one.network.spec)
+    with pytest.raises(ValueError, match="fedper.private: Input should be a valid string, got 1"):
+        FedPer(private=1)

@@ -74,6 +74,7 @@ def test_ticks_are_at_whole_rounds(rounds, tmp_path, plotted):
 
 def test_a_diverged_run_and_a_single_round_do_not_stop_the_drawing(tmp_path):
     diverged = [RoundRecord(1, {"accuracy": 0.1}), RoundRecord(2, {"accuracy": math.nan})]
+    diverged += [RoundRecord(round, {"accuracy": y}) for round, y in enumerate((1e299, -1e308, 1.7e308, -math.inf), 3)]
     assert write_figures(tmp_path, {"diverged": diverged, "single": [RoundRecord(1, {"accuracy": 0.3})]})
 
 

@@ -27,7 +27,7 @@ def drawn(seed):
 def test_it_is_that_of_dictionaries(seed):
     recorded, by_round = drawn(seed)
     history = ClusterHistory(recorded)
-    assert {*history.client_C.tolist()} == {client for cluster_of in by_round.values() for client in cluster_of}
+    assert {*history.client_M.tolist()} == {client for cluster_of in by_round.values() for client in cluster_of}
     rounds = [1, 2, 9, 10, 30]
     for round, size_K in zip(rounds, history.sizes(rounds), strict=True):
         clusters = [cluster for cluster in by_round[round].values() if cluster >= 0]
@@ -65,5 +65,5 @@ def test_numbers_of_clients():
     groups = per_client({3: 1, 1: 0, 7: 1})
     assert groups[[7, 0, 1, 9]].tolist() == [1, -1, 0, -1] and PerClient()[[1]].tolist() == [-1]
     both = groups.updated(per_client({1: 2, 8: 2}))
-    assert both.client_C.tolist() == [1, 3, 7, 8] and both.value_C.tolist() == [2, 1, 1, 2]
+    assert both.client_M.tolist() == [1, 3, 7, 8] and both.value_M.tolist() == [2, 1, 1, 2]
     assert sorted(both.sizes.tolist()) == [2, 2] and len(both) == 4

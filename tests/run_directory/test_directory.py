@@ -50,12 +50,13 @@ def joins_a_label(source: str) -> bool:
 def test_no_other_module_names_a_file_of_a_run():
     assert named_in('(run / "metrics.jsonl", f"{run}/x", "events.jsonl")') == {"metrics.jsonl", "events.jsonl"}
     assert joins_a_label("run_dir / label")
-    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
-    others = {name: text for name, text in sources.items() if not name.startswith("run_directory/")}
-    assert {name: found for name, text in others.items() if (found := named_in(text))} == dict.fromkeys(
-        OTHERS, {"report.html"}
-    )
-    assert [name for name, text in others.items() if joins_a_label(text)] == []
+    others = {path: path.read_text() for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "run_directory"}
+    assert {
+        path.relative_to(PACKAGE).as_posix(): found for path, text in others.items() if (found := named_in(text))
+    } == (dict.fromkeys(OTHERS, {"report.html"}))
+    others |= {path: path.read_text() for path in (PACKAGE.parent / "jobs").rglob("*.py")}
+    assert set().union(*map(named_in, others.values())) <= {"report.html", "artifacts"}  # artifacts: also MLflow's
+    assert [path for path, text in others.items() if joins_a_label(text) or '"seed-' in text] == []
 
 
 def test_the_documentation_repeats_the_layout():

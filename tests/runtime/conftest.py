@@ -135,10 +135,10 @@ class Notes(Watcher):
     """Keeps the notes and warnings of a run, and calls a function after each round."""
 
     def __init__(self, after_round=lambda number: None):
-        self.lines, self.warnings, self.rounds, self.facts, self.after_round = [], [], [], {}, after_round
+        self.lines, self.warnings, self.rounds, self.run_info, self.after_round = [], [], [], {}, after_round
 
-    def started(self, setup, run_dir, facts):
-        self.facts = facts
+    def started(self, setup, run_dir, run_info):
+        self.run_info = run_info
 
     def method(self, label, report):
         self.lines += report.notes

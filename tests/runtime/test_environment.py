@@ -16,7 +16,7 @@ from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system import cpu
 
-NUMERICS = RunDirectory.environment.name
+ENVIRONMENT = RunDirectory.environment.name
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def test_a_resumed_run_keeps_its_engine_whatever_is_measured_there(experiment, i
     choices.write_text(json.dumps({key: ["sequential", "sequential: measured elsewhere"]}))
     watcher = notes()
     found = figures(resume(interrupted, watcher, on_ray=False))
-    assert watcher.facts["engine"] == "manual: as at the start of the run" and watcher.warnings == []
+    assert watcher.run_info["engine"] == "manual: as at the start of the run" and watcher.warnings == []
     assert found == figures(simulate(experiment(runtime={"engine": "manual"})))
 
 
 def test_what_has_changed_is_said_with_both_values(interrupted, notes):
-    file = interrupted / NUMERICS
+    file = interrupted / ENVIRONMENT
     kept = json.loads(file.read_text())
     assert kept == {  # no fallbacks: the engine trained all clients
         "engine": "manual",
@@ -65,18 +65,18 @@ def test_what_has_changed_is_said_with_both_values(interrupted, notes):
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"engine": "manual"}'])
 def test_a_run_without_them_begins_a_record(interrupted, notes, content):
     """Runs of earlier versions, and files that were damaged."""
-    file = interrupted / NUMERICS
+    file = interrupted / ENVIRONMENT
     file.unlink() if content is None else file.write_text(content)
     watcher = notes()
     resume(interrupted, watcher, on_ray=False)
     assert watcher.warnings == [] and Environment(**json.loads(file.read_text())).engine == "manual"
 
 
-def test_facts_name_cpu_and_pytorch(experiment, notes):
+def test_run_info_names_cpu_and_pytorch(experiment, notes):
     watcher = notes()
     simulate(experiment(rounds=1), None, watcher)
-    assert watcher.facts["cpu"] == f"{cpu.model()}, {cpu.instruction_set()}"
-    assert watcher.facts["torch"] == torch.__version__
+    assert watcher.run_info["cpu"] == f"{cpu.model()}, {cpu.instruction_set()}"
+    assert watcher.run_info["torch"] == torch.__version__
 
 
 def test_a_run_that_has_moved_goes_on_with_its_shards(experiment, tmp_path, figures, notes):
@@ -116,9 +116,9 @@ def test_clients_that_the_chosen_engine_did_not_train_are_recorded_with_the_reas
     run_dir, made = tmp_path / "run", experiment(runtime={"engine": "manual"}, methods=["fedavg", "ditto"])
     simulate_until(2, made, run_dir)
     fallback = ["manual gives way to sequential for some clients: an odd client"]
-    assert json.loads((run_dir / NUMERICS).read_text())["fallbacks"] == {"fedavg": fallback}
+    assert json.loads((run_dir / ENVIRONMENT).read_text())["fallbacks"] == {"fedavg": fallback}
     watcher = notes()
     resume(run_dir, watcher, on_ray=False)
-    kept = json.loads((run_dir / NUMERICS).read_text())
+    kept = json.loads((run_dir / ENVIRONMENT).read_text())
     assert kept["engine"] == "manual" and kept["fallbacks"] == {"fedavg": fallback, "ditto": fallback}
     assert watcher.warnings == []

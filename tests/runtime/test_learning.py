@@ -1,7 +1,7 @@
 """Tasks, metrics, optimisers and schedules in whole runs: names of scores, files, resumption, refusals before a run."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -168,6 +168,15 @@ class TestOwnMetric:
         metrics = [Metric(name, self.largest_output)]
         with pytest.raises(ConfigError, match="has the name of another metric|a name consists of"):
             prepare(experiment("classification", evaluation={"metrics": metrics}))
+
+    @pytest.mark.parametrize("value", [float("inf"), -1e308])
+    def test_may_be_infinite_or_beyond_float32(self, value, tmp_path):
+        """Also as the score, with clusters: the run does not end, and what cannot be stored or drawn is undefined."""
+        metrics = (Metric("perplexity", lambda outputs, targets: value),)
+        task = replace(TASKS.builtin["regression"], metrics=metrics)
+        result = simulate(experiment(task, methods=["ifca"]), tmp_path / "run")["ifca"]
+        of_clusters = result.diagnostics["cluster_perplexity"][1].value
+        assert np.isinf(result.final["perplexity"]) and np.isnan(of_clusters).all()
 
     def test_may_be_the_score_of_an_own_task(self):
         def loss(outputs, targets):

@@ -24,6 +24,13 @@ class Net(nn.Module):
 class Branching(Net):
     def forward(self, x):
         return self.layers(x) if x.sum() > 0 else self.layers(-x)
+
+class Recurrent(nn.LSTM):
+    def __init__(self, num_classes):
+        super().__init__(1, num_classes, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x[:, :, None])[0][:, -1]
 """
 
 
@@ -114,6 +121,13 @@ def test_a_model_that_cannot_be_exported_is_named_and_the_run_goes_on(tracked, o
     assert line.startswith(
         "fedavg: the model of cluster 0 is not logged to MLflow, since torch.export cannot write it ("
     )
+
+
+def test_a_recurrent_model_is_logged_without_warnings(tracked, own, tmp_path, recwarn):
+    changes = {"model": {"name": f"{own}:Recurrent", "options": {}}, "runtime": {"engine": "sequential"}}
+    simulate(tracked(methods=["fedavg"], **changes), tmp_path / "run")
+    assert models_in(tracked.uri, "fedavg").keys() == {"cluster-0"}
+    assert not [warning for warning in recwarn if "during export" in str(warning.message)]
 
 
 def test_models_are_delivered_once_by_a_later_command(tracked, tmp_path, monkeypatch):

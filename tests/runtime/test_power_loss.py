@@ -17,9 +17,9 @@ from cfl_ray.tracking import RunLog, read_info, read_records, run_log
 
 CLIENT_METRICS = RunDirectory.client_metrics.name
 DIAGNOSTICS = RunDirectory.diagnostics.name
-MOVES = RunDirectory.reassignments.name
+REASSIGNMENTS = RunDirectory.reassignments.name
 METRICS_LOG = RunDirectory.metrics.name
-RECORD_FILES = [METRICS_LOG, MOVES, CLIENT_METRICS, DIAGNOSTICS]
+RECORD_FILES = [METRICS_LOG, REASSIGNMENTS, CLIENT_METRICS, DIAGNOSTICS]
 
 SAVED, LAST = 4, 6  # the checkpoint from which the run goes on, and its last round before the failure
 
@@ -119,7 +119,7 @@ def test_a_file_cut_anywhere_is_made_whole_again(name, stopped, changing):
 
 def test_a_run_whose_files_were_cut_goes_on_with_the_same_figures(stopped, changing, figures, tmp_path):
     folder, _ = stopped
-    for name, cut in ((METRICS_LOG, 1), (MOVES, 300), (CLIENT_METRICS, 300), (DIAGNOSTICS, 300)):
+    for name, cut in ((METRICS_LOG, 1), (REASSIGNMENTS, 300), (CLIENT_METRICS, 300), (DIAGNOSTICS, 300)):
         os.truncate(folder / name, (folder / name).stat().st_size - cut)
     found = resume(folder.parent, on_ray=False)
     shown = (folder / DIAGNOSTICS).read_bytes()

@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from torch import nn
 
 from cfl_ray import simulate
 from cfl_ray.config.client_ids import clients_in_words, parse_ids
@@ -82,6 +83,10 @@ def owners(loop):
     """Clients that have a state."""
     keys = loop.backend.backend.client_states.keys()
     return {client for _, client in keys}
+
+
+def with_batchnorm(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, classes))
 
 
 def requests_of_all_kinds(newcomers):
@@ -221,6 +226,38 @@ def test_bad_requests_are_refused_and_leave_no_trace(begin, newcomers, tmp_path)
     assert [*figures, *play(loop)] == expected
     with pytest.raises(ConfigError, match=r"ditto has begun its last round \(6\); clients can no longer join or leave"):
         requests.leave([0])
+
+
+@pytest.mark.parametrize(
+    ("sections", "options", "message"),
+    [
+        ({"secure_aggregation": {"bits": 25}, "cohort": {"fraction": 0.75}}, {}, "a sum of 9 clients goes up to"),
+        ({"model": with_batchnorm}, {"samples": 1}, "clients 8-11 would train on a batch of one sample"),
+        (
+            {"privacy": {"examples": {"noise_multiplier": 1.0, "delta": 0.04}}, "runtime": {"engine": "sequential"}},
+            {"samples": 30},
+            "must be below 1 / 30 samples of the largest client = 0.0333, got 0.04",
+        ),
+    ],
+)
+def test_newcomers_that_would_end_the_run_are_refused(begin, newcomers, tmp_path, sections, options, message):
+    loop, _ = begin(tmp_path / "run", methods=["fedavg"], **sections)
+    play(loop, until=1)
+    with pytest.raises(ConfigError, match=message):
+        loop.requests.join_shards(*newcomers(partition={"clients": 4, "samples": 20} | options))
+    play(loop)
+    assert loop.status == "finished"
+
+
+def test_a_client_that_would_choose_by_a_loss_that_is_not_protected_cannot_join(begin, tmp_path):
+    private = {"privacy": {"examples": {"noise_multiplier": 1.0}}, "cohort": {"fraction": 1.0}}
+    loop, _ = begin(tmp_path / "run", methods=["cflgp"], runtime={"engine": "sequential"}, **private)
+    loop.requests.leave([5])
+    play(loop, until=1)
+    with pytest.raises(ConfigError, match="cflgp cannot protect single samples of clients that join: its server reads"):
+        loop.requests.join([5])
+    play(loop)
+    assert loop.status == "finished"
 
 
 def test_a_client_is_requested_once_per_round(begin, newcomers, tmp_path):

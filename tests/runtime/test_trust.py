@@ -178,6 +178,7 @@ def test_a_cluster_and_a_server_of_a_stranger_are_not_connected_to(run_dir, monk
     [
         ("data.shards=s3://stranger/shards", "data.shards s3://stranger/shards"),
         ("data.root=elsewhere", "data.root elsewhere"),
+        ("clock={kind: trace, file: elsewhere}", "clock.file elsewhere"),
         ("output=/somewhere", "output /somewhere"),
         ("tracking.trackers=[{csv: {file: ../../x.csv}}]", r"tracking.trackers.csv.file \.\./\.\./x.csv"),
         ("tracking.trackers=[wandb]", "tracking.trackers wandb"),

@@ -12,7 +12,7 @@ from cfl_ray import Experiment, resume, simulate
 from cfl_ray.clock.devices import Clock, Load, Speed
 from cfl_ray.clock.from_config import hinge_staleness, polynomial_staleness
 from cfl_ray.clock.virtual_time import Asynchrony, Flights, VirtualTime
-from cfl_ray.config.clock import AsynchronousConfig
+from cfl_ray.config.asynchronous import AsynchronousConfig
 from cfl_ray.config.unused import warnings_of
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.local_sgd import LocalSGD

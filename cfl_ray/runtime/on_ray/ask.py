@@ -82,7 +82,7 @@ def _driver(server: ServerAddress) -> str:
 
 
 class StopRequests:
-    """Requests to stop the run of a session, which a thread reads from the cluster: without Ray's head a read waits."""
+    """Requests to stop the run of a session. A thread reads them from Ray's head, since a read waits if it is away."""
 
     def __init__(self, session: str) -> None:
         self.key = _stop_key(f"{session}-")

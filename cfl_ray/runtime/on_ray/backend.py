@@ -31,11 +31,11 @@ from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, StoredValue
 
 # most bytes that the clients of a call keep, or return as features or descriptions, in the heap of the host until the
 # call ends; more on a GPU, whose host trains the clients of a call together
-_LEFT_BYTES, _LEFT_BYTES_GPU = 1 << 24, 1 << 29
+_KEPT_BYTES, _KEPT_BYTES_GPU = 1 << 24, 1 << 29
 # least seconds of work in a call, and per host: a call costs the host about a millisecond and the server one to three,
 # and the server makes a call for each of the other hosts in the meantime
 _CALL_SECONDS, _SERVER_SECONDS = 0.01, 0.003
-_IN_CALL_BYTES = 1 << 16  # models up to this size are sent in the call; fetching an object costs a host 0.5 ms
+_IN_CALL_BYTES = 1 << 16  # size of the models of a call up to which they are its arguments; a fetch costs 0.5 ms
 _WITH_RESULT_BYTES = 1 << 23  # size of the sums of all chunks up to which each call returns its sums
 
 
@@ -95,8 +95,8 @@ class RayBackend(KeepsClientStates):
 
 
 @dataclass
-class _LeftValues:
-    """Values of a kind that the work leaves with its clients, by key: client states, or a part of deferred results."""
+class _KeptValues:
+    """Values of one kind that clients keep after the work, by key: client states, or a part of deferred results."""
 
     nbytes: int  # of each value
     values: dict[int, StoredValue] = field(default_factory=dict)
@@ -107,17 +107,17 @@ class _LeftValues:
         return self.nbytes <= PACKED_BYTES
 
 
-def _left_values(work: Work) -> tuple[_LeftValues | None, list[_LeftValues]]:
-    """(client states, parts of deferred results) that the work leaves with its clients; (None, []): it leaves none."""
-    states: _LeftValues | None = None
-    parts: list[_LeftValues] = []
+def _kept_values(work: Work) -> tuple[_KeptValues | None, list[_KeptValues]]:
+    """(client states, parts of deferred results) that clients keep after the work; (None, []): they keep none."""
+    states: _KeptValues | None = None
+    parts: list[_KeptValues] = []
     if isinstance(work, Train):
         size = work.columns_of(work.start)
         if (state := work.client_state) is not None:
             floats = (size if state.columns is None else state.columns.count) + size * work.local.persist
-            states = _LeftValues(4 * floats)
+            states = _KeptValues(4 * floats)
         if work.defer_aggregation:
-            parts = [_LeftValues(4 * (part.stop - part.start)) for part in work.parts(size)]
+            parts = [_KeptValues(4 * (part.stop - part.start)) for part in work.parts(size)]
     return states, parts
 
 
@@ -133,11 +133,11 @@ class Exchange:
         self.setup = backend.pool.setup
         self.results: list[ChunkResult] = []  # of calls
         self.skipped: list[ChunkResult] = []  # of excluded clients
-        self.states, self.deferred = _left_values(work)
-        self.left = [kind for kind in (self.states, *self.deferred) if kind is not None]
-        self.node_of: dict[ray.ObjectRef[Any], str] = {}  # of the values that calls in progress will leave
-        # of each client, with the features or the description that the call returns of it
-        self.left_bytes = sum(kind.nbytes for kind in self.left) + 4 * self._returned_floats()
+        self.states, self.deferred = _kept_values(work)
+        self.kept = [kind for kind in (self.states, *self.deferred) if kind is not None]
+        self.node_of: dict[ray.ObjectRef[Any], str] = {}  # of the values of calls in progress
+        # of the values that a client keeps, and of the features or the description that the call returns of it
+        self.bytes_per_client = sum(kind.nbytes for kind in self.kept) + 4 * self._returned_floats()
         self.cost = 0.0  # of all chunks
         self.received_cost = 0.0  # of the chunks whose results were received
         self.return_sums = False  # whether calls return their sums; otherwise these are collected from the hosts
@@ -151,8 +151,8 @@ class Exchange:
         # with a deadline for each chunk, a call has one chunk
         together = runtime.round_deadline is None
         least = self.backend.least_cost(self.work)
-        budget = _LEFT_BYTES if self.backend.pool.device == "cpu" else _LEFT_BYTES_GPU
-        most = budget // self.left_bytes if self.left_bytes else float("inf")
+        budget = _KEPT_BYTES if self.backend.pool.device == "cpu" else _KEPT_BYTES_GPU
+        most = budget // self.bytes_per_client if self.bytes_per_client else float("inf")
         schedule = Schedule(chunks, together, homes, least, self._nodes(chunks), most)
         self.cost = schedule.total
         dispatch = Dispatch(self.backend.pool, schedule, self)
@@ -175,7 +175,7 @@ class Exchange:
     @property
     def stays_on_hosts(self) -> bool:
         """Whether sums or values of clients stay on hosts, so that the work of a host that dies is lost."""
-        return self.collects or bool(self.left)
+        return self.collects or bool(self.kept)
 
     def _returned_floats(self) -> int:
         """The size of the features, or of the description, that a call returns of each client, at most."""
@@ -188,7 +188,7 @@ class Exchange:
     def _returns_sums(self, chunks: int) -> bool:
         """Whether calls return their sums: if these are small and no values of clients stay on the hosts."""
         work = self.work
-        if self.left or not isinstance(work, Train | AverageDeferred) or work.averaging is None:
+        if self.kept or not isinstance(work, Train | AverageDeferred) or work.averaging is None:
             return False
         columns = work.columns_of(work.start)
         return 16 * work.averaging.num_rows * columns * chunks <= _WITH_RESULT_BYTES
@@ -245,7 +245,7 @@ class Exchange:
         arguments: list[Any] = [sources] if isinstance(work, CombineColumns) else sources
         uses = {(rows.table, row) for rows in order.rows() for row in set(rows.row_M.tolist())}
         models = self._models(sorted(uses))
-        packed = [kind.is_packed for kind in self.left]
+        packed = [kind.is_packed for kind in self.kept]
         returns = 1 + sum(1 if is_packed else len(index_m) for is_packed in packed)
         cuts = np.cumsum([len(chunk.index_m) for chunk in chunks])[:-1]
         call = host.actor.work.options(num_returns=returns)
@@ -277,7 +277,7 @@ class Exchange:
         """Ids of the clients (or test sets) of these chunks."""
         return self.work.ids_M[np.concatenate([chunk.index_m for chunk in chunks])].tolist()
 
-    def instead(self, chunk: Chunk) -> list[Chunk]:
+    def replacements(self, chunk: Chunk) -> list[Chunk]:
         """The chunks that replace a chunk that took too long: one per client, or the whole chain.
 
         Empty if the chunk is such a replacement; then its clients are excluded.
@@ -297,14 +297,14 @@ class Exchange:
     # ---- returns
 
     def receive(self, chunks: Sequence[Chunk], returns: list[Any]) -> None:
-        """Stores the result of a call, and the references to the values that it left with the clients."""
+        """Stores the result of a call, and the references to the values that its clients keep."""
         (result, totals), *refs = returns
         self.results.append(result)
         self.received_cost += sum(chunk.cost for chunk in chunks)
         self.sums.merge({out: shared_tensor(total_2P) for out, total_2P in totals.items()})
         keys = self.work.keys_of(self.work.ids_M[result.index_m], result.index_m).tolist()
         rest = iter(refs)
-        for kind in self.left:
+        for kind in self.kept:
             if kind.is_packed:
                 pack = next(rest)
                 node = self.node_of.pop(pack)

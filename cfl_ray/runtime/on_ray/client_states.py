@@ -71,7 +71,10 @@ class RayClientStates(ClientStateStore):
         return dict(sorted(changed.items(), key=lambda item: _order(self[item[0]])))
 
     def move(self, entries: Mapping[ClientStateKey, Any]) -> None:
-        """The same, if all hosts can read the files; otherwise values would go back to the object store when used."""
+        """Takes the values from these files, but only if all hosts can read them.
+
+        For a host that cannot, the server would put each value into the object store again.
+        """
         if all(self._shares(host) for host in self.pool.ready_now):
             super().move(entries)
 

@@ -34,7 +34,7 @@ class Calls(Protocol):
 
     def receive(self, chunks: Sequence[Chunk], returns: list[Any]) -> None: ...
 
-    def instead(self, chunk: Chunk) -> list[Chunk]: ...
+    def replacements(self, chunk: Chunk) -> list[Chunk]: ...
 
     def seconds(self, chunks: Sequence[Chunk]) -> float | None: ...
 
@@ -65,9 +65,9 @@ class Dispatch:
 
     pool: Pool
     schedule: Schedule
-    calls: Calls
+    exchange: Calls
     in_progress: dict[ray.ObjectRef[Any], _Call] = field(default_factory=dict)  # by first return
-    of_host: dict[int, deque[_Call]] = field(default_factory=dict)  # the same by host number, in their order
+    of_host: dict[int, deque[_Call]] = field(default_factory=dict)  # calls in progress by host number, in their order
     done: dict[int, list[int]] = field(default_factory=dict)  # chunks by number of the host that has done them
     failed: dict[int, list[int]] = field(default_factory=dict)  # by chunk: numbers of the hosts that it failed on
     _known: int = -1  # `pool.changes` when `_hosts` was made
@@ -124,8 +124,8 @@ class Dispatch:
 
     def _start(self, host: Host, numbers: list[int]) -> None:
         chunks = [self.schedule.chunks[number] for number in numbers]
-        returns = self.calls.start(host, chunks)
-        call = _Call(host, numbers, chunks, returns, self.calls.seconds(chunks), time.monotonic())
+        returns = self.exchange.start(host, chunks)
+        call = _Call(host, numbers, chunks, returns, self.exchange.seconds(chunks), time.monotonic())
         self.in_progress[returns[0]] = call
         self.of_host.setdefault(host.number, deque()).append(call)
 
@@ -141,7 +141,7 @@ class Dispatch:
         if calls:
             calls[0].since = time.monotonic()
         try:
-            self.calls.receive(call.chunks, [ray.get(ref), *call.returns[1:]])
+            self.exchange.receive(call.chunks, [ray.get(ref), *call.returns[1:]])
         except RayTaskError as error:  # before RayError: a lost argument makes an error that is both
             cause = error.cause
             # a fetch that timed out: the object exists, but this host did not get it
@@ -158,7 +158,7 @@ class Dispatch:
             self.schedule.put_back(call.numbers)
             self.lost(call.host, error)
             return None
-        if self.calls.stays_on_hosts:
+        if self.exchange.stays_on_hosts:
             self.done.setdefault(call.host.number, []).extend(call.numbers)
         return call
 
@@ -202,7 +202,7 @@ class Dispatch:
             self.of_host[call.host.number].remove(call)
             self._take_back(call.host)
             for number, chunk in zip(call.numbers, call.chunks, strict=True):
-                self.schedule.add_urgent(self.calls.instead(chunk), self.schedule.homes[number])
+                self.schedule.add_urgent(self.exchange.replacements(chunk), self.schedule.homes[number])
             self.pool.end(call.host, f"was at work for more than {call.seconds:g} s")
 
     # ---- calls that make no progress
@@ -215,7 +215,7 @@ class Dispatch:
         rule, self.pool.polls = self.pool.stall_rule, self.pool.polls + 1
         slow, reported = [], []
         for call in self._present():
-            usual, waited = self.calls.usual_seconds(call.chunks), time.monotonic() - call.since
+            usual, waited = self.exchange.usual_seconds(call.chunks), time.monotonic() - call.since
             stop = self.pool.stop_asked()
             if stop and waited > (STOP_SECONDS if self._idles(call) else rule.stop_after(usual)):
                 raise RunStopped(f"stopped, as asked, while {self._doing(call, waited)}")
@@ -247,7 +247,7 @@ class Dispatch:
         return progress[1] - cpu_before < _IDLE * (now - before)
 
     def _doing(self, call: _Call, waited: float) -> str:
-        host, clients = call.host, clients_in_words(self.calls.clients(call.chunks), _NAMED)
+        host, clients = call.host, clients_in_words(self.exchange.clients(call.chunks), _NAMED)
         return (
             f"host {host.number} (process {host.pid} on node {host.node[:8]}) has made no progress for "
             f"{duration(waited)} with {clients}"

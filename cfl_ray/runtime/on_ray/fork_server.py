@@ -1,8 +1,9 @@
-"""A process that imports PyTorch once, and from which the Ray workers of a run's own cluster are forked.
+"""The fork server: a process that imports PyTorch once, and forks the Ray workers of a run's own cluster.
 
 An import of PyTorch takes two seconds of CPU and 0.3 GB, which a forked process shares. Ray starts each worker as a
-new program, and lets its cluster choose this program: `fork_worker.py`, which asks this process for a fork.
-The process is itself a fork of a program that has just begun (`forkable_imports`), or else a new program.
+new program, and lets its cluster choose this program: `fork_worker.py`, which asks the fork server for a fork.
+The fork server itself is forked by the program of the run after its imports (`forkable_imports`). If it was not, or if
+the environment has changed since, it is started as a new program.
 """
 
 import atexit
@@ -34,14 +35,14 @@ WORKER_PROGRAM = str(Path(__file__).with_name("fork_worker.py"))
 _KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, with its files
 _LARGEST_MESSAGE = 1 << 20  # bytes: the arguments and the environment of a worker
 _STDIN = 0
-_SECONDS = 10.0  # for a message, and for the end of the process
+_SECONDS = 10.0  # for a message, and for the end of the fork server
 _MODULES = "cfl_ray.engine.worker", "cfl_ray.methods", "cfl_ray.runtime.round_loop"
 _MODULES_OF_SOME_METHODS = ("sklearn.decomposition",)  # of the server, which imports them in a round; takes a second
-_FILES = 65536  # a process may have open, as Ray sets it in its own
+_FILES = 65536  # most files that a process may have open, as Ray sets it for its own processes
 _GC_THRESHOLD = gc.get_threshold()  # before a program has changed it
 _ANY_JOB = {"RAY_JOB_ID": "ffffffff"}  # of workers that Ray starts before there is a job
-# variables that may change after the imports of a program: libraries that compute do not read them; KMP_: scikit-learn
-# sets these two in its import, which the process does, too
+# beginnings of the environment variables that may have changed since the fork server was forked, because PyTorch and
+# NumPy do not read them in their import; scikit-learn sets the two of KMP_ in its import, also in the fork server
 _READ_LATER = "RAY_", "CFL_RAY_", "MLFLOW_", "GIT_", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"
 # imported in the environment of the first worker, since Ray reads it in its import
 _RAY_MODULES = (
@@ -51,15 +52,15 @@ _RAY_MODULES = (
 )
 
 
-class _Process(NamedTuple):
-    """The process as its driver sees it."""
+class _ForkServer(NamedTuple):
+    """A fork server that this process has started."""
 
-    control: socket.socket  # our end of a pair; the other end is the stdin of the process
+    control: socket.socket  # our end of a pair; the other end is the stdin of the fork server
     pid: int
     environment: dict[str, str]
 
     def end(self) -> None:
-        """Asks it to end its forks and itself, and waits for it."""
+        """Asks it to end its forks and itself, and waits until it has."""
         self.control.settimeout(_SECONDS)
         with self.control, suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)
@@ -69,15 +70,15 @@ class _Process(NamedTuple):
             os.waitpid(self.pid, 0)
 
 
-_forked: list[_Process] = []  # forked from this program, and not in use yet
+_forked: list[_ForkServer] = []  # by `forkable_imports`, and not in use yet
 
 
 @contextmanager
 def forkable_imports() -> Iterator[None]:
-    """Context of the imports with which a program begins. Forks the process for a later `fork_server` at its end.
+    """Context of the imports with which a program begins. At its end, forks the fork server that a run will use.
 
-    Does not fork a program that may have other threads, which a fork would not have: if it has imported PyTorch before;
-    or that has imported Ray, which reads the environment of a cluster in its import.
+    Does not fork a program that has imported PyTorch before, and so may have threads, which a fork would not have; nor
+    a program that has imported Ray, which reads the environment of a cluster in its import.
     """
     begins = sys.platform == "linux" and not {"torch", "ray"} & sys.modules.keys() and threading.active_count() == 1
     if not begins or "RAY_ADDRESS" in os.environ:
@@ -101,13 +102,13 @@ def forkable_imports() -> Iterator[None]:
                 os.close(opened)
             _serve(sys.path[not sys.flags.safe_path :])
     if pid:
-        _forked.append(_Process(ours, pid, imported_in))
+        _forked.append(_ForkServer(ours, pid, imported_in))
     else:
         ours.close()
 
 
-def _new_program() -> _Process:
-    """The process as a new program."""
+def _new_program() -> _ForkServer:
+    """A fork server that is started as a new program."""
     ours, theirs = socket.socketpair(*_KIND)
     with theirs:
         files = [
@@ -116,31 +117,31 @@ def _new_program() -> _Process:
         ]
         command = [sys.executable, __file__, json.dumps([str(entry) for entry in sys.path])]
         pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=files, setsid=True)
-    return _Process(ours, pid, dict(os.environ))
+    return _ForkServer(ours, pid, dict(os.environ))
 
 
-def _process() -> _Process:
-    """The fork of this program if a new program would import the libraries in the same way now, else a new program."""
+def _forked_or_new() -> _ForkServer:
+    """The fork server of `forkable_imports`; a new program if there is none, or if its environment was another one."""
     while _forked:
-        process = _forked.pop()
-        if all(name.startswith(_READ_LATER) for name in _differences(process.environment, os.environ)):
-            return process
-        process.end()
+        server = _forked.pop()
+        if all(name.startswith(_READ_LATER) for name in _differences(server.environment, os.environ)):
+            return server
+        server.end()
     return _new_program()
 
 
 @contextmanager
 def fork_server(folder: Path) -> Iterator[dict[str, str]]:
-    """Context with such a process. Returns the environment variables of a cluster that uses it.
+    """Context with a fork server. Yields the environment variables of a cluster that uses it.
 
-    The process and its forks end at the end of the context, or when this process dies.
+    The fork server and its forks end at the end of the context, or when this process dies.
 
     folder: of the socket; only this user can enter it, and its path is short.
     """
     if sys.platform != "linux":  # elsewhere libraries that are loaded do not survive a fork
         yield {}
         return
-    process = _process()
+    server = _forked_or_new()
     try:
         with TemporaryDirectory(prefix="fork-", dir=folder) as own_folder:
             path = str(Path(own_folder, "socket"))
@@ -148,10 +149,10 @@ def fork_server(folder: Path) -> Iterator[dict[str, str]]:
                 listening.bind(path)
                 listening.listen()
                 with suppress(OSError):  # it has died: workers start as usual
-                    socket.send_fds(process.control, [b"listen"], [listening.fileno()])
+                    socket.send_fds(server.control, [b"listen"], [listening.fileno()])
             yield {SOCKET_VARIABLE: path}
     finally:
-        process.end()
+        server.end()
 
 
 class _Worker(NamedTuple):
@@ -163,9 +164,10 @@ class _Worker(NamedTuple):
 
 
 class _Forks:
-    """The forks of this process; all have the environment of the first worker, which Ray has read in its import.
+    """The forks of the fork server; all have the environment of the first worker, which Ray has read in its import.
 
-    Ray knows only the program that it has started, which lives as long as its fork: each ends when the other does.
+    Ray knows only the program that it has started, `fork_worker.py`: this ends when its fork does, and the fork is
+    ended when this does.
     """
 
     def __init__(self) -> None:
@@ -173,7 +175,9 @@ class _Forks:
         self.pids: dict[int, int] = {}  # of the forks, by the end of a pipe whose other end Ray's program has
 
     def serve(self, listening: socket.socket) -> _Worker | None:
-        """Forks for each connection. Returns the worker in a process that was forked, None when stdin has ended."""
+        """Forks for each connection. Returns in each fork, with its worker, and in the fork server, with None, when its
+        stdin has ended.
+        """
         while True:
             ready, _, _ = select.select([listening.fileno(), _STDIN, *self.pids], [], [])
             for pipe in list(self.pids):
@@ -264,7 +268,8 @@ def _program(arguments: list[str]) -> list[str] | None:
 
 
 def _serve(worker_path: list[str]) -> NoReturn:
-    """The whole life of the process, and of its forks. Its stdin is a socket, which gives it the socket of the workers.
+    """Runs the fork server until its end, and each fork until its end. Its first message on stdin, a socket, has the
+    socket on which workers ask for forks.
 
     worker_path: `sys.path` of a new program, without the folder of the program.
     """
@@ -295,7 +300,7 @@ def _become(worker: _Worker, import_path: list[str]) -> int:
     for place, file in enumerate(worker.files):
         os.dup2(file, place)
         os.close(file)
-    # what stays is not written: Ray finds the title of the process beside it
+    # sets only what differs: Ray's setproctitle finds the memory for the title by the original environment after it
     _change_environment(_differences(os.environ, worker.environment))
     sys.argv, sys.path[:] = worker.program, [os.path.dirname(worker.program[0]), *import_path]
     status = 0

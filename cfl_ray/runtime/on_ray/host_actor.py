@@ -50,7 +50,7 @@ def host_runtime_env(instructions: str | None) -> dict[str, Any] | None:
 
 
 def server_runtime_env(instructions: str | None) -> dict[str, Any] | None:
-    """The same of the server, which has no limit of threads."""
+    """Ray's runtime environment of the server, which has no limit of threads; None as for a host."""
     if instructions is None or os.environ.get(_INHERITED) == instructions:
         return None
     return {"env_vars": instructions_environment(instructions)}
@@ -64,9 +64,9 @@ class ClientHost:
     def start(self, packed: list[ray.ObjectRef[Any]], engine: str, pause: float = 0.0) -> dict[str, Any]:
         """Makes this host ready after a pause (seconds). Returns its node, process id and device.
 
-        packed: the references of the setup and, if it is another, of the federation, in a list, so that the host
-            fetches them and errors in that name their cause. This is not the constructor for the same reason: errors
-            there reach the server as the text of a traceback.
+        packed: references of the setup and, if it has changed since, of the federation. They are in a list, which Ray
+            does not resolve: `HostProcess` fetches them, so that the server gets the original error of a failed fetch.
+            For the same reason this is not the constructor, whose errors reach the server as the text of a traceback.
         """
         time.sleep(pause)
         with uncollected():

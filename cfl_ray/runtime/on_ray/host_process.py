@@ -88,12 +88,12 @@ class HostProcess:
         places: dict[int, list[tuple[int, int | None]]],
         *stored: Any,
     ) -> Any:
-        """Does the chunks of a call. Returns their result and totals, and the values that they leave with the clients.
+        """Does the chunks of a call. Returns their result and totals, and the values that their clients keep.
 
         work: of all clients of the call; `cuts` divides it into chunks.
         exchange: its number in this run (`Pool.next_exchange`), which a round that is repeated does not use again.
         models: the rows that the call uses; a reference is fetched at most once per exchange.
-        packed: for each kind of value that the work leaves, whether the values of all clients are one object.
+        packed: for each kind of value that clients keep, whether the values of all clients are one object.
         return_sums: whether to return the totals (2, P) by output row now; otherwise they stay here until `collect`.
         places: by position in the call, the argument in `stored`, and the position in it, of each part of a client's
             state or deferred result. For `CombineColumns`, by range and member, and `stored` is a list of references,
@@ -111,8 +111,8 @@ class HostProcess:
         self.chunks_done = 0
         results, states, deferred = [], {}, {}
         parts = np.split(np.arange(len(index_m)), cuts)
-        chunks = ((work.take(part), part, _stored_of(work, part, places, stored)) for part in parts)
-        for result, kept in self.worker.run_all(chunks, lambda table, row: self._row(models, table, row), sums):
+        inputs = ((work.take(part), part, _stored_of(work, part, places, stored)) for part in parts)
+        for result, kept in self.worker.run_all(inputs, lambda table, row: self._row(models, table, row), sums):
             results.append(result)
             self.chunks_done = len(results)
             states.update({int(result.index_m[i]): value for i, value in kept.states.items()})
@@ -123,8 +123,8 @@ class HostProcess:
         if isinstance(work, Train) and work.defer_aggregation:
             size = next(map(len, deferred.values()), 0)
             kinds += [{i: value[part] for i, value in deferred.items()} for part in work.parts(size)]
-        left = _objects_of(kinds, packed, len(index_m))
-        return (whole, *left) if left else whole
+        kept_objects = _objects_of(kinds, packed, len(index_m))
+        return (whole, *kept_objects) if kept_objects else whole
 
     def _fetch_files(self, clients: np.ndarray) -> None:
         """Fetches the files of the call's clients while the first clients train.

@@ -80,7 +80,7 @@ class Pool:
     waiting: str = ""  # the wait of a run without hosts, as text; empty while it has hosts. Read by other threads
     stop_asked: Callable[[], bool] = lambda: False  # whether a user has asked to stop, which ends a wait for hosts
     slow: str = ""  # the hosts that make no progress, as text; read by other threads
-    reported: str = ""  # the same, as reported last; the time between reports doubles
+    reported: str = ""  # `slow` as of the last report; the time between reports doubles
     polls: int = 0  # of work in progress; grows while the thread of the rounds is alive
     kinds: dict[tuple[str, str], None] = field(default_factory=dict)  # (instructions, PyTorch) of hosts, in order
     federation_ref: ray.ObjectRef[Any] | None = None  # of the federation, if it is not that of `setup_ref`

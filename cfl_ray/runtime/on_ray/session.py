@@ -77,18 +77,16 @@ class RaySession:
 
     def _start_server(self) -> None:
         node = ray.get_runtime_context().get_node_id()  # the driver's, which has the run directory
-        here = NodeAffinitySchedulingStrategy(node, soft=False)
         self.servers, self.ready = self.servers + 1, False
-        runtime = self.setup.experiment.runtime
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "scheduling_strategy": here,
-            "name": self.server_name,
-            "namespace": NAMESPACE,
-        }
-        options["enable_task_events"] = False  # as for hosts
-        options["runtime_env"] = server_runtime_env(runtime.cpu_capability)
-        self.actor = server_actor_class().options(**options).remote()
+        runtime, actor_class = self.setup.experiment.runtime, server_actor_class()
+        self.actor = actor_class.options(
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            name=self.server_name,
+            namespace=NAMESPACE,
+            runtime_env=server_runtime_env(runtime.cpu_capability),
+            enable_task_events=False,  # as for hosts
+        ).remote()
         self.started = self.actor.start.remote(
             [self.setup_ref], runtime, self.hosts, self.run_dir, self.name, self.last_fault
         )
@@ -101,9 +99,7 @@ class RaySession:
         configured = self.setup.experiment.runtime.address or ""
         address = configured if configured.startswith("ray://") else ray.get_runtime_context().gcs_address
         if self.started_here:
-            address = (
-                f"127.0.0.1:{address.rpartition(':')[2]}"  # where Ray listens, but not the address that it reports
-            )
+            address = f"127.0.0.1:{address.rpartition(':')[2]}"  # Ray listens there, and reports another address
         publish_server(self.run_dir, ServerAddress.here(address, self.server_name, self.started_here))
 
     # ---- called by the driver

@@ -63,10 +63,10 @@ class StallRule:
 
 
 class ProgressWatch:
-    """A view of a process that is waited for: the server, or a host that starts.
+    """The progress of a process that another process waits for: the server, or a host that starts.
 
-    It makes progress if its steps change, or if it computes: clustering may take long, a process that hangs takes no
-    CPU time. name: of the process, for the user. then: how a new process continues, for the user.
+    It makes progress if its steps change, or if it takes CPU time: clustering may take long, but a process that hangs
+    takes none. name: of the process, for messages. then: the end of messages, how a new process continues.
     """
 
     def __init__(self, rule: StallRule, now: float, name: str = "the server", then: str = ""):
@@ -97,7 +97,7 @@ class ProgressWatch:
         )
 
     def stops(self, now: float, asked: bool = False) -> bool:
-        """Whether a request to stop, also one that the server has not answered, ends the run: it makes no progress."""
+        """Whether a request to stop ends the run now, since there is no progress. asked: it may still be unanswered."""
         asked = asked or (self.last is not None and self.last.stop_asked)
         return asked and now - self.since > STOP_SECONDS
 
@@ -107,14 +107,14 @@ class ProgressWatch:
 
 
 class StartWatch:
-    """Says when a host that starts makes no progress. One that waits for room on the cluster is not watched.
+    """The progress of a host that starts, from the moment at which it has a place on the cluster.
 
     rule: the limits of a process that starts. pause: seconds that the process waits before it starts.
     """
 
     def __init__(self, number: int, started: StartedHost, rule: StallRule, pause: float = 0.0):
         self.number, self.started, self.rule, self.pause = number, started, rule, pause
-        self.watch: ProgressWatch | None = None  # None: it is not known to have a place
+        self.watch: ProgressWatch | None = None  # None: it may still wait for a place
         self.pending: ray.ObjectRef[Any] | None = None  # the progress that it was asked for
         self.reported = ""  # the last line for the user, while the host makes no progress
 

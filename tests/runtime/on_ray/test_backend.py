@@ -20,7 +20,7 @@ def test_the_descriptions_of_clients_are_in_the_budget_of_a_call(experiment):
         tables = () if anchor is None else (start[None],)
         options = {"function": function, "anchor": anchor, "sketch": sketch, "local": setup.local}
         work = Describe(Address(0, 1, 1), ids, tables, **options)
-        return Exchange(backend, work, 0).left_bytes
+        return Exchange(backend, work, 0).bytes_per_client
 
     def change(client, anchor_P):
         return anchor_P

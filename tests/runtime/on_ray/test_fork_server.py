@@ -111,7 +111,7 @@ def test_a_fork_server_that_dies_before_its_use_is_not_needed(started, tmp_path,
     process = fork_server._new_program()
     os.kill(process.pid, signal.SIGKILL)
     os.waitpid(process.pid, 0)
-    monkeypatch.setattr(fork_server, "_process", lambda: process)
+    monkeypatch.setattr(fork_server, "_forked_or_new", lambda: process)
     with fork_server.fork_server(tmp_path) as variables:
         assert output_of_worker((folder, environment | variables))["imported"] == "nothing"
 
@@ -259,7 +259,7 @@ def test_a_fork_is_used_unless_libraries_would_be_imported_in_another_way(change
     monkeypatch.setattr(fork_server, "_new_program", lambda: new)
     for name, value in changes.items():
         monkeypatch.setenv(name, value)
-    assert fork_server._process() is (forked if fits else new)
+    assert fork_server._forked_or_new() is (forked if fits else new)
     assert ended == ([] if fits else [forked]) and not fork_server._forked
 
 

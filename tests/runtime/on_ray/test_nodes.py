@@ -43,10 +43,10 @@ def kill(node):
         os.kill(pid, signal.SIGKILL)
 
 class Following(Watcher):
-    facts, notes, steps = {}, [], []
+    run_info, notes, steps = {}, [], []
 
-    def started(self, setup, run_dir, facts):
-        self.facts.update(facts)
+    def started(self, setup, run_dir, run_info):
+        self.run_info.update(run_info)
 
     def round(self, label, report):
         self.notes.extend(report.notes)
@@ -55,7 +55,7 @@ class Following(Watcher):
 END = """
 (method,) = results.methods.values()
 figures = [(r.round, {k: v for k, v in r.metrics.items() if k != "round_seconds"}) for r in method.records]
-found = {"figures": figures, "facts": watcher.facts, "notes": watcher.notes, "steps": watcher.steps}
+found = {"figures": figures, "run_info": watcher.run_info, "notes": watcher.notes, "steps": watcher.steps}
 Path(result).write_text(json.dumps(found))
 ray.shutdown()  # before the cluster goes
 """
@@ -135,7 +135,7 @@ def test_node_killed_with_client_states(experiment, figures, driven, tmp_path):
     )
     (tmp_path / "large.yaml").write_text(large.to_yaml())
     found = driven(KILLED, str(tmp_path / "large.yaml"), str(tmp_path / "run"))
-    assert found["facts"]["hosts"] == "2 on 2 nodes" and found["steps"] == [2]
+    assert found["run_info"]["hosts"] == "2 on 2 nodes" and found["steps"] == [2]
     assert any("client states were lost with a node" in line for line in found["notes"]), found["notes"]
     assert found["figures"] == figures(simulate(large))["ditto"]
     lines = (tmp_path / "run/ditto/metrics.jsonl").read_text().splitlines()
@@ -157,5 +157,5 @@ def test_nodes_that_come_and_go(experiment, logged, figures, driven):
     assert len(found["steps"]) == 6, found
     added = [line for line in found["notes"] if "was added" in line]
     assert added == ["host 1 was added: 2 on 2 nodes"] * 2 + ["host 2 was added: 3 on 3 nodes"], added
-    assert found["facts"]["hosts"] == "1 on 1 node"
+    assert found["run_info"]["hosts"] == "1 on 1 node"
     assert found["figures"] == figures(simulate(growing))["fedavg"]
