@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network
 from cfl_ray.population.availability import Availability, OwnAvailability
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.setup.dry_rounds import why_synchronous
+from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds, why_synchronous
 from cfl_ray.setup.first_models import start_of
 from cfl_ray.setup.schedule import population_of
 from cfl_ray.setup.setup import Setup
@@ -41,24 +42,27 @@ def check_batches(setup: Setup) -> None:
     network, sizes_N = setup.network(), setup.federation.num_samples_N
     if not network.batch_statistics:
         return
-    for label in setup.methods:
-        local = setup.local_of(label)
-        batch_N = np.asarray(local.batch_of(sizes_N))
-        single_N = (sizes_N == 1) | (batch_N == 1) | ((sizes_N % batch_N == 1) & (not local.drop_last))
-        if not single_N.any() or (reason := network.why_not_batch_of(1)) is None:
-            continue
-        client, ids = int(single_N.argmax()), np.flatnonzero(single_N).tolist()
-        whole = sizes_N[client] == 1 or batch_N[client] == 1
-        cure = (
-            "leave such clients out (data.partition.min_samples: 2) and set local.batch_size to 2 or more"
-            if whole
-            else "set local.drop_last: true, which leaves that batch out, or another local.batch_size"
-        )
-        raise ConfigError(
-            f"{clients_in_words(ids)} would train on a batch of one sample "
-            f"({sizes_N[client]} samples in batches of {batch_N[client]}), which the model's BatchNorm refuses "
-            f"({reason}); {cure}, or use GroupNorm"
-        )
+    for label, method in setup.methods.items():
+        local, backend = setup.local_of(label), DryBackend(network.spec, setup.federation.shape)  # notes the batches
+        for _ in dry_rounds(method, 2, 2, local, backend, rounds=max(setup.experiment.rounds, 2), to_last_phase=True):
+            pass
+        for size, per_step in sorted(backend.batches | {(local.batch_size or 0, 1)}):
+            batch_N = np.asarray(replace(local, batch_size=size or None).batch_of(sizes_N, per_step))
+            single_N = (sizes_N == 1) | (batch_N == 1) | ((sizes_N % batch_N == 1) & (not local.drop_last))
+            if not single_N.any() or (reason := network.why_not_batch_of(1)) is None:
+                continue
+            client, ids = int(single_N.argmax()), np.flatnonzero(single_N).tolist()
+            whole = sizes_N[client] == 1 or batch_N[client] == 1
+            cure = (
+                "leave such clients out (data.partition.min_samples) and set local.batch_size to 2 or more"
+                if whole
+                else "set local.drop_last: true, which leaves that batch out, or another local.batch_size"
+            )
+            raise ConfigError(
+                f"{clients_in_words(ids)} would train on a batch of one sample ({label}: {sizes_N[client]} samples in "
+                f"batches of {batch_N[client]}), which the model's BatchNorm refuses ({reason}); {cure}, or use "
+                "GroupNorm"
+            )
 
 
 def check_engine(setup: Setup) -> None:

@@ -15,6 +15,7 @@ from cfl_ray.core.aggregation.rules import Mean
 from cfl_ray.core.backend import ClientStateKey, SavedState
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats
+from cfl_ray.core.describing import CheckedFunction
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
@@ -44,11 +45,17 @@ class DryBackend:
     size: int = 0  # samples of every client, for `work`; 0: it is not counted
     work: Counter[str] = field(default_factory=Counter)  # samples "trained", one for each gradient, and "tested"
     kept: dict[str, int] = field(default_factory=dict)  # floats that a client keeps between rounds, by name
+    batches: set[tuple[int, int]] = field(default_factory=set)  # batch size (0: all samples), batches of a local step
 
     def run(self, work: Work) -> Outcome:
         num_clients = len(work.ids_M)
-        if isinstance(work, Train) and work.defer_aggregation:
-            self.deferred.add(num_clients)
+        if isinstance(work, Train):
+            step = work.local_step
+            self.batches.add((work.local.batch_size or 0, step.batches_per_step if step else 1))
+            if work.defer_aggregation:
+                self.deferred.add(num_clients)
+        elif isinstance(work, Describe) and isinstance(work.function, CheckedFunction):
+            self.batches.add((getattr(work.function.function, "batch_size", None) or 0, 1))
         if self.size:
             self._count(work)
         if (state := work.client_state) is not None and isinstance(work, Train):

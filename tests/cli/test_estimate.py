@@ -39,6 +39,22 @@ def test_estimated_traffic_is_that_of_a_run(tmp_path, monkeypatch):
         assert (final["mbit_down"], final["mbit_up"]) == pytest.approx((down, up), rel=1e-12), label
 
 
+def test_estimated_traffic_counts_all_phases(tmp_path):
+    """IFCA-CAM warms up for five rounds; FL+HC clusters all clients in round 5."""
+    experiment = cfl_ray.Experiment(
+        rounds=8,
+        methods=["ifca_cam", "fl_hc"],
+        data={"source": "synthetic", "synthetic_shape": [6], "synthetic_samples": 20, "partition": {"clients": 8}},
+        cohort={"fraction": 0.5},
+        tracking={"enabled": False},
+        output=str(tmp_path),
+    )
+    found, results = estimate.estimate(experiment), cfl_ray.simulate(experiment)
+    for label, result in results.methods.items():
+        total = result.final["mbit_down"] + result.final["mbit_up"]
+        assert found.traffic[label].total(8) == pytest.approx(total), label
+
+
 def test_every_step_of_a_method_is_tried():
     """The first state, a round and the models that clients predict with."""
     for broken, message in (

@@ -109,20 +109,25 @@ def test_an_option_that_does_not_fit_the_model_is_refused_before_any_method_trai
 
 @pytest.mark.parametrize("stage", [prepare, estimate], ids=["run", "check"])
 def test_a_batch_of_one_sample_is_refused_for_batchnorm_and_drop_last_cures_it(stage, tmp_path):
-    x, y, owner = torch.randn(57, 4).numpy(), [0, 1, 1] * 19, [0] * 30 + [1] * 27
+    x, y, owner = torch.randn(60, 4).numpy(), [0, 1, 1] * 20, [0] * 30 + [1] * 27 + [2] * 3
     np.savez(tmp_path / "own.npz", x=x, y=y, clients=owner, x_test=x, y_test=y)
 
     def with_norm(shape, classes):
         return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, classes))
 
-    def given(**local):
+    def given(method="fedavg", **local):
         data = {"source": "arrays", "root": str(tmp_path / "own.npz"), "test": {"view": "cluster"}}
         sections = {"model": with_norm, "data": data, "local": local, "tracking": {"enabled": False}}
-        return Experiment(rounds=1, methods=["fedavg"], **sections)
+        return Experiment(rounds=1, methods=[method], **sections)
 
-    message = r"client 1 would train on a batch of one sample \(27 samples in batches of 13\).*local.drop_last: true"
-    with pytest.raises(ConfigError, match=message):
-        stage(given(batch_size=13))
+    displacement = {"signature": "displacement", "signature_batch": 29}  # a training of its own, of unseen clients
+    for experiment, batches in (
+        (given(batch_size=13), r"client 1 .*\(fedavg: 27 samples in batches of 13\)"),
+        (given({"stocfl": displacement}), r"client 0 .*\(stocfl: 30 samples in batches of 29\)"),
+        (given("per_fedavg"), r"client 2 .*\(per_fedavg: 3 samples in batches of 2\)"),  # two batches in a step
+    ):
+        with pytest.raises(ConfigError, match=batches + ".*local.drop_last: true"):
+            stage(experiment)
     for local in ({"batch_size": 13, "drop_last": True}, {"batch_size": 14}, {}):
         stage(given(**local))
     assert math.isfinite(simulate(given(batch_size=13, drop_last=True))["fedavg"].final["accuracy"])
