@@ -80,6 +80,14 @@ class TestFunction:
         with pytest.raises(DataError, match="the raw data changed: delete the folder"):
             build(data, 0, tmp_path / "shards")
 
+    def test_two_tables_have_shards_of_their_own(self, tmp_path):
+        uris = []
+        for name in ("a.csv", "b.csv", "a.csv"):
+            (tmp_path / name).write_text("a,label\n" + "1.5,0\n2.5,1\n" * (10 if name == "a.csv" else 20))
+            data = SOURCE_KINDS.of(source="csv", root=str(tmp_path / name), partition={"clients": 2})
+            uris.append(build(data, 0, tmp_path / "shards").uri)
+        assert uris[0] == uris[2] != uris[1]
+
     def test_another_number_of_classes_is_not_mixed_with_earlier_shards(self, tmp_path):
         (tmp_path / "sized.py").write_text(
             "import numpy as np\nfrom pathlib import Path\n\n"
@@ -232,6 +240,8 @@ class TestCsv:
         for one, name in ((wrong, "csv"), (data.model_copy(update={"source": "femnist_leaf"}), "femnist_leaf")):
             with pytest.raises(DataError, match=f"data.root: .*t.csv is a file, .* write root: {tmp_path}"):
                 locate(name, one)
+        with pytest.raises(DataError, match="data.root: there is no file or folder .*u.csv; to get it: set data.root"):
+            locate("csv", data.model_copy(update={"root": str(tmp_path / "u.csv")}))
 
     def test_without_a_root_named_files_are_also_looked_for_here(self, tmp_path, monkeypatch):
         self.read(tmp_path)
