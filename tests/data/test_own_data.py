@@ -165,10 +165,13 @@ class TestCsv:
         assert images.train_y.tolist() == [1, 0, 1, 0] and images.client.tolist() == ["x", "x", "y", "y"]
         assert images.class_names == ("apple", "pear")
         assert self.read(tmp_path, columns={"features": ["b"]}).shape == (1,)
+        assert self.read(tmp_path, "a,kind,shop\n1,true,x\n2,false,y\n").train_y.tolist() == [1, 0]
 
     def test_a_parquet_file(self, tmp_path):
         images = self.read(tmp_path)
-        pa.parquet.write_table(pa.csv.read_csv(tmp_path / "t.csv"), tmp_path / "t.parquet")
+        table = pa.csv.read_csv(tmp_path / "t.csv")
+        table = table.set_column(2, "kind", table["kind"].dictionary_encode())  # as categories of pandas
+        pa.parquet.write_table(table, tmp_path / "t.parquet")
         again = self.read(tmp_path, train_files="*.parquet")
         assert (again.train_x == images.train_x).all() and (again.train_y == images.train_y).all()
         assert (again.client == images.client).all() and again.class_names == images.class_names
