@@ -1,6 +1,5 @@
 """State of a method between rounds."""
 
-import pickle
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -108,11 +107,7 @@ class State:
 
     def fingerprint(self) -> dict[str, int]:
         """A number for each field, another one after its value was modified in place."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {
-            name: value._version if isinstance(value, Tensor) else zlib.crc32(pickle.dumps(value))
-            for name, value in values.items()
-        }
+        return {item.name: _fingerprint(getattr(self, item.name)) for item in fields(self)}
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, scalars) by field name, in the form that a checkpoint stores."""
@@ -132,6 +127,12 @@ class State:
 def no_numbers() -> np.ndarray:
     """The first value of a field of int64 numbers with an axis that begins empty."""
     return np.zeros(0, np.int64)
+
+
+def _fingerprint(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return 0 if value.is_inference() else value._version  # tensors of torch.inference_mode have no version
+    return zlib.crc32(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
 
 
 def _is_plain(value: Any) -> bool:
