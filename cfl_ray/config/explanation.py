@@ -9,7 +9,6 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from cfl_ray.config.keys import nearest, sections
 from cfl_ray.config.part import Kinds, kinds_of
 from cfl_ray.config.section import ConfigSection, as_yaml
 from cfl_ray.errors import ConfigError, did_you_mean, shown, what_is_wrong
@@ -37,8 +36,6 @@ def _line(problem: ErrorDetails, config: type[ConfigSection]) -> str:
     if problem["type"] == "extra_forbidden":
         is_method = is_experiment and len(path) == 1 and isinstance(given, dict)
         options = f"; options of a method are set as methods.{where}.OPTION=VALUE" if is_method else ""
-        if is_experiment and len(path) == 1 and not is_method:
-            return f"unknown key {where!r}{nearest(where, list(sections(config)))}"
         return _unknown_key(where, str(path[-1]), section, kinds, kind) + options
     if problem["type"] == "list_type" and path[-1] not in section.model_fields:  # a list of sections
         return f"{where}: expected a list, e.g. [{_example(section, kinds, given)}], got {shown(given)}"
@@ -59,6 +56,9 @@ def _unknown_key(where: str, key: str, section: type[ConfigSection], kinds: Kind
         return f"{where} is a key of {kinds.key} {' | '.join(others)}, and {kinds.key} is {kind}; its keys are: {own}"
     if kinds is not None:
         keys += [name for other in kinds.all.values() for name in other.section.model_fields if name not in keys]
+    for name, info in section.model_fields.items():  # a key of a section in this one
+        if key in getattr(type(info.get_default(call_default_factory=True)), "model_fields", {}):
+            return f"unknown key {where!r} (did you mean {where.removesuffix(key)}{name}.{key}?)"
     return f"unknown key {where!r}{did_you_mean(key, keys)}"
 
 

@@ -111,10 +111,10 @@ def find(config: type[ConfigSection], name: str) -> list[KeySection]:
             f"unknown key {name!r}: it is an option of every method that averages, "
             f"methods: [{{fedavg: {{{name}: ...}}}}]; its values: cfl-ray methods fedavg"
         )
-    raise ConfigError(f"unknown key {name!r}{nearest(wanted, everything)}")
+    raise ConfigError(f"unknown key {name!r}{_nearest(wanted, everything)}")
 
 
-def nearest(wanted: str, everything: list[KeySection]) -> str:
+def _nearest(wanted: str, everything: list[KeySection]) -> str:
     """The nearest valid name: first in the section of `wanted`, then at the top level, then in any section."""
     names = [name for section in everything for name in (section.name, *(key.name for key in section.keys)) if name]
     parent, _, last = wanted.rpartition(".")

@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.config import DataConfig
-from cfl_ray.config.data import SOURCE_KINDS, ArraysConfig, GeneratedConfig, PluginDataConfig, SyntheticConfig
+from cfl_ray.config.data import (
+    SOURCE_KINDS,
+    ArraysConfig,
+    GeneratedConfig,
+    PartsDataConfig,
+    PluginDataConfig,
+    SyntheticConfig,
+)
 from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
@@ -63,7 +70,9 @@ def build(
     sources = _sources(data, loaded, targets)
     recipe = _recipe(data, seed, sources, targets)
     name = data.source.rpartition(":")[2]
-    folder = folder.child(f"{name}-{data.test.view or 'own'}-{_hash(_recipe(data, seed, None, targets))}")
+    # the root is not in the recipe, since data may move; by its name, two tables have shards of their own
+    root = {"root": Path(data.root).name} if isinstance(data, PartsDataConfig) and data.root is not None else {}
+    folder = folder.child(f"{name}-{data.test.view or 'own'}-{_hash(_recipe(data, seed, None, targets) | root)}")
     if read_manifest(folder) is None:
         plan = _plan(data, seed, sources, pixels=True, progress=progress)
         write_shards(folder.uri, plan, recipe, data.normalize, progress)

@@ -331,6 +331,8 @@ def _parts(
     file, it is the training file.
     """
     file = Path(data.root or "").expanduser()
+    if not file.exists():
+        raise DataError(f"data.root: there is no file or folder {file.absolute()}; to get it: {get}")
     if data.root is not None and file.is_file() and data.train_files is None:
         data = data.model_copy(update={"root": str(file.parent), "train_files": glob.escape(file.name)})
     folder, train = find(data, subfolders, [data.train_files] if data.train_files else usual, name, get)

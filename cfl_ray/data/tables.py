@@ -67,7 +67,7 @@ def _is_number(cell: str) -> bool:
 
 
 def integer_labels(part: Named, column: str) -> np.ndarray:
-    """A column of integers as labels, int16 (n,). Raises DataError for labels outside 0..MAX_LABEL."""
+    """A column of integers or booleans as labels, int16 (n,). Raises DataError for labels outside 0..MAX_LABEL."""
     y = column_of(part, column).to_numpy()
     if len(y) and not 0 <= y.min() <= y.max() <= MAX_LABEL:
         raise DataError(f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}")
@@ -216,9 +216,13 @@ def images_of(
 def _rows(file: Path) -> pa.Table:
     kind = "Parquet" if file.suffix == ".parquet" else "CSV"
     try:
-        return pa.parquet.read_table(file) if kind == "Parquet" else pa.csv.read_csv(file)
+        table = pa.parquet.read_table(file) if kind == "Parquet" else pa.csv.read_csv(file)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as a {kind} file: {error}") from error
+    for index, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):  # categories of pandas
+            table = table.set_column(index, field.name, table.column(index).cast(field.type.value_type))
+    return table
 
 
 def _saved(folder: Path) -> Named:
@@ -267,7 +271,7 @@ def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[st
     """The labels of each part, int16 (n,), and the words by label, in sorted order of the training words, if any."""
     columns = [column_of(part, column) for part in parts]
     kinds = [values.type for values in columns]
-    if all(map(pa.types.is_integer, kinds)):
+    if all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in kinds):
         return [integer_labels(part, column) for part in parts], ()
     for (file, _), kind in zip(parts, kinds, strict=True):
         if not pa.types.is_integer(kind) and not is_text(kind):

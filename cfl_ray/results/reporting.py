@@ -26,7 +26,7 @@ from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import SHARED, write_text
 from cfl_ray.tracking import RoundRecord, flatten, read_info, redact
-from cfl_ray.tracking.record import LABEL_COUNTS, is_evaluated, primary_of
+from cfl_ray.tracking.record import LABEL_COUNTS, METRICS, is_evaluated, primary_of, score_metrics_of
 
 
 def write_report(
@@ -113,7 +113,8 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
     groups = comparison.experiments_of(runs)
     run_metrics = comparison.numbers_of(groups)
     experiments = [_experiment(name, group) for name, group in groups]
-    metrics = _columns(run_metrics, [experiment.score for experiment in experiments if experiment.methods])
+    scores = [experiment.score for experiment in experiments if experiment.methods]
+    metrics = _columns(run_metrics, scores, [result for run in runs for result in run.methods.values()])
     frame = comparison.table_of(run_metrics, metrics)
     rows = [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
     studies = {run.study for run in runs if run.study}
@@ -144,8 +145,10 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
     )
 
 
-def _columns(run_metrics: comparison.RunMetrics, scores: Sequence[str]) -> list[str]:
+def _columns(run_metrics: comparison.RunMetrics, scores: Sequence[str], results: Sequence[MethodResult]) -> list[str]:
     """The recorded metrics, as columns of the table. scores: of the experiments' tasks."""
+    usual = METRICS.keys() | {name for score in scores for name in score_metrics_of([score])}
+    added = [name for result in results for name in result.final if name not in usual | result.last_numbers.keys()]
     present = {
         name
         for of_seeds in run_metrics.values()
@@ -158,7 +161,7 @@ def _columns(run_metrics: comparison.RunMetrics, scores: Sequence[str]) -> list[
         for score in dict.fromkeys(scores)
         for ending in ("", "_local", "_tuned", "_honest", "_p10", "_p90")
     ]
-    others = ["macro_f1", "ari", "num_clusters", "mbit", "rounds_to_target"]
+    others = ["macro_f1", *added, "ari", "num_clusters", "mbit", "rounds_to_target"]
     others += ["rounds_to_recover", "backward_transfer", "virtual_seconds", "seconds"]
     return [name for name in dict.fromkeys([*of_scores, *others]) if name in present]
 

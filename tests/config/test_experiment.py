@@ -538,7 +538,8 @@ class TestOverrides:
             ("rounds.x=3", "override 'rounds.x=3': rounds is a value, not a section"),
             ("rounds=[3", r"rounds=\[3 is not valid YAML"),
             ("locl.lr=3", r"unknown key 'locl' \(did you mean 'local'\?\)"),
-            ("lr=3", r"unknown key 'lr' \(did you mean 'local.lr'\?\)"),
+            ("lr=3", r"unknown key 'lr' \(did you mean local.lr\?\)"),
+            ("data.clients=3", r"unknown key 'data.clients' \(did you mean data.partition.clients\?\)"),
         ],
     )
     def test_errors(self, override, message, file):

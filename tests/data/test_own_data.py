@@ -80,6 +80,14 @@ class TestFunction:
         with pytest.raises(DataError, match="the raw data changed: delete the folder"):
             build(data, 0, tmp_path / "shards")
 
+    def test_two_tables_have_shards_of_their_own(self, tmp_path):
+        uris = []
+        for name in ("a.csv", "b.csv", "a.csv"):
+            (tmp_path / name).write_text("a,label\n" + "1.5,0\n2.5,1\n" * (10 if name == "a.csv" else 20))
+            data = SOURCE_KINDS.of(source="csv", root=str(tmp_path / name), partition={"clients": 2})
+            uris.append(build(data, 0, tmp_path / "shards").uri)
+        assert uris[0] == uris[2] != uris[1]
+
     def test_another_number_of_classes_is_not_mixed_with_earlier_shards(self, tmp_path):
         (tmp_path / "sized.py").write_text(
             "import numpy as np\nfrom pathlib import Path\n\n"
@@ -157,10 +165,13 @@ class TestCsv:
         assert images.train_y.tolist() == [1, 0, 1, 0] and images.client.tolist() == ["x", "x", "y", "y"]
         assert images.class_names == ("apple", "pear")
         assert self.read(tmp_path, columns={"features": ["b"]}).shape == (1,)
+        assert self.read(tmp_path, "a,kind,shop\n1,true,x\n2,false,y\n").train_y.tolist() == [1, 0]
 
     def test_a_parquet_file(self, tmp_path):
         images = self.read(tmp_path)
-        pa.parquet.write_table(pa.csv.read_csv(tmp_path / "t.csv"), tmp_path / "t.parquet")
+        table = pa.csv.read_csv(tmp_path / "t.csv")
+        table = table.set_column(2, "kind", table["kind"].dictionary_encode())  # as categories of pandas
+        pa.parquet.write_table(table, tmp_path / "t.parquet")
         again = self.read(tmp_path, train_files="*.parquet")
         assert (again.train_x == images.train_x).all() and (again.train_y == images.train_y).all()
         assert (again.client == images.client).all() and again.class_names == images.class_names
@@ -232,6 +243,8 @@ class TestCsv:
         for one, name in ((wrong, "csv"), (data.model_copy(update={"source": "femnist_leaf"}), "femnist_leaf")):
             with pytest.raises(DataError, match=f"data.root: .*t.csv is a file, .* write root: {tmp_path}"):
                 locate(name, one)
+        with pytest.raises(DataError, match="data.root: there is no file or folder .*u.csv; to get it: set data.root"):
+            locate("csv", data.model_copy(update={"root": str(tmp_path / "u.csv")}))
 
     def test_without_a_root_named_files_are_also_looked_for_here(self, tmp_path, monkeypatch):
         self.read(tmp_path)

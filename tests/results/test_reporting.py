@@ -196,6 +196,7 @@ def test_another_task_has_its_own_columns(regression):
     page = (regression / "artifacts" / "report.html").read_text()
     for words in ("mse P-server", "mse worst decile", "Mse, P-local: the model that a client holds"):
         assert words in page, words
+    assert {"mae", "r2"} <= {*report_of(find_runs([regression])).columns}, "and metrics besides its score"
 
 
 def test_runs_of_two_tasks_have_the_scores_of_both(runs, regression, tmp_path):
