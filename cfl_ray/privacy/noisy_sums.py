@@ -176,7 +176,7 @@ class PrivateRun:
         if len(averaging.client_E) != len(np.unique(averaging.client_E)):
             raise PrivacyError("privacy needs every client in one average of an exchange, got clients in several")
         expected = self.privacy.cohort if num_clients is None else float(num_clients)
-        total = expected * models / averaging.num_rows
+        total = expected * models / max(averaging.num_rows, 1)  # 0 rows: no client has been in a cluster yet
         return replace(
             averaging,
             weight_E=np.full(len(weight_E), 1 / total),

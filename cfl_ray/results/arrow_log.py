@@ -82,9 +82,12 @@ def whole_batches(file: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | No
         try:
             reader = pa.ipc.open_stream(source)
             schema = reader.schema
+            _ = schema.names  # raises ValueError for damaged names
             end = source.tell()
             while True:
-                batches.append(reader.read_next_batch())
+                batch = reader.read_next_batch()
+                batch.validate(full=True)  # offsets outside of the file would end the process
+                batches.append(batch)
                 end = source.tell()
         except (StopIteration, pa.ArrowInvalid, OSError) as error:
             source.seek(end)

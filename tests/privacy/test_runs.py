@@ -136,6 +136,13 @@ def test_methods_with_signatures():
     assert found[-1]["epsilon"] > plain[-1]["epsilon"], "two sums a round, and a vector of each client"
 
 
+def test_a_round_without_clients_before_the_first_cluster():
+    privacy = {"noise_multiplier": 1.0, "signatures": {"noise_multiplier": 1.0}}
+    late = {"clock": {"kind": "constant", "deadline": 1e-9}}
+    results = simulate(experiment(methods=[{"stocfl": {"weights": "uniform"}}], rounds=1, privacy=privacy, **late))
+    assert results["stocfl"].final["cohort_size"] == 0 < results["stocfl"].final["epsilon"]
+
+
 @pytest.mark.parametrize("last", [1, 2, 3])
 def test_every_checkpoint_has_the_vectors_released_so_far(last, tmp_path):
     """Of each client another one in each round: the account of a resumed run counts all of them."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,3 +183,16 @@ def test_a_file_of_another_form_is_named(tmp_path):
     for read in (DiagnosticsLog, lambda folder: read_diagnostics(folder / DIAGNOSTICS)):
         with pytest.raises(DataError, match=r"diagnostics.arrow has columns \['x'\], expected \['round', 'name'"):
             read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "part, other", [(struct.pack("<ii", 0, 5), struct.pack("<ii", 0, 2**30)), (b"name", b"nam\xff")]
+)
+def test_a_damaged_file_is_an_error_and_not_the_end_of_the_process(part, other, tmp_path):
+    """Offsets of texts outside of the file; a name of a column that is not UTF-8."""
+    DiagnosticsLog(tmp_path).add(1, {"speed": 1.0}, [])
+    file = tmp_path / DIAGNOSTICS
+    before, _, after = file.read_bytes().rpartition(part)
+    file.write_bytes(before + other + after)
+    with pytest.raises(DataError, match=r"diagnostics.arrow is damaged \(.*\); remove it"):
+        read_diagnostics(file)
