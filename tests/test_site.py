@@ -22,7 +22,7 @@ needs_mkdocs = pytest.mark.skipif(
     not all(find_spec(name) for name in ("material", "mkdocstrings", "nbconvert")),
     reason="the site needs MkDocs Material, mkdocstrings and nbconvert: pip install -e .[docs]",
 )
-pytestmark = needs_mkdocs
+pytestmark = [needs_mkdocs, pytest.mark.slow]
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "embed": "src", "object": "data"}
 
 

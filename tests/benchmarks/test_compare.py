@@ -29,6 +29,7 @@ def test_only_the_measured_part_of_the_page_is_replaced():
     assert "\n## " in compare.with_section(page.read_text(), "").partition(compare.END)[2]
 
 
+@pytest.mark.slow
 def test_a_system_that_trains_agrees_with_the_plain_loop_and_others_do_not():
     far = compare.check(compare.PEERS["bare"], Path(sys.executable), "W2", 300)
     assert far < compare.TOLERANCE

@@ -47,6 +47,7 @@ def rows_of(printed: str, workloads: list[str], ways: list[str], precision: str)
     return rows
 
 
+@pytest.mark.slow
 def test_needs_torch_and_numpy_alone(tmp_path):
     command = [sys.executable, "-c", WITHOUT_THEM, ROOT / "benchmarks" / "gpu.py", "W1", "--device", "cpu", "--quick"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -56,6 +57,7 @@ def test_needs_torch_and_numpy_alone(tmp_path):
     assert rows["W1", "vectorised", 2]["distance"] < 1e-3
 
 
+@pytest.mark.slow
 def test_other_precisions_data_on_the_host_and_no_processes(monkeypatch, capsys):
     options = ["--device", "cpu", "--quick", "--precision", "bf16", "--data", "host", "--processes"]
     monkeypatch.setattr(sys, "argv", ["gpu.py", "femnist", *options])
