@@ -134,6 +134,7 @@ class ClientMetrics:
         """The scores in memory."""
         return pa.Table.from_batches(self.log.kept, self.log.schema)
 
+    @np.errstate(over="ignore")  # scores beyond float32 are infinite
     def add(self, round: int, scores_MV: np.ndarray) -> None:
         """Keeps the scores of a round: client, then each score. They are in the file when this returns."""
         if round <= self.last:

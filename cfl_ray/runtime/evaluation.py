@@ -135,6 +135,7 @@ def _frozen_rows(serving: Serving, count: int) -> Rows | None:
     return None if serving.frozen_P is None else Rows(1, np.zeros(count, np.int64))
 
 
+@np.errstate(over="ignore", invalid="ignore")  # scores of a user's metric may be infinite
 def score_metrics(table_MV: np.ndarray, task: Task = CLASSIFICATION) -> dict[str, float]:
     """Means over the tested clients, and the spread of the first metric; NaN if no client was tested.
 

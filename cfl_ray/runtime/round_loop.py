@@ -356,6 +356,7 @@ class RoundLoop:
         local = self.setup.local_of(self.label).in_round(round, self.experiment.rounds)
         return local if self.sample_privacy is None else replace(local, examples=self.sample_privacy.noise)
 
+    @np.errstate(over="ignore")  # scores beyond float32 are infinite
     def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
         """Sets scores in a new array, because a checkpoint compares with the array that was saved last."""
         if len(ids):

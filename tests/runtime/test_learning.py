@@ -169,6 +169,7 @@ class TestOwnMetric:
         with pytest.raises(ConfigError, match="has the name of another metric|a name consists of"):
             prepare(experiment("classification", evaluation={"metrics": metrics}))
 
+    @pytest.mark.filterwarnings("error::RuntimeWarning")
     @pytest.mark.parametrize("value", [float("inf"), -1e308])
     def test_may_be_infinite_or_beyond_float32(self, value, tmp_path):
         """Also as the score, with clusters: the run does not end, and what cannot be stored or drawn is undefined."""
