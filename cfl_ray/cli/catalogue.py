@@ -28,7 +28,8 @@ from cfl_ray.core.server_optimizers import SERVER_OPTIMIZERS
 from cfl_ray.core.tasks import LOSSES, TASKS, Task
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import METHODS
-from cfl_ray.models import CLASS_NAMES, INPUT_NAMES, MODELS
+from cfl_ray.models import MODELS
+from cfl_ray.models.factory import CLASS_NAMES, INPUT_NAMES
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.tracking import TRACKERS, Mlflow
 

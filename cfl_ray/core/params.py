@@ -1,8 +1,8 @@
 """Models as rows of a matrix.
 
 The parameters of a model are one float32 row (P,), K models are a matrix (K, P), and weighted means over clients are a
-product `weight_KM @ theta_MP`. Float buffers (BatchNorm statistics) are further columns; they are averaged but not
-trained. Frozen parameters, equal for all clients, and integer buffers are not part of a row.
+product `weight_KM @ theta_MP`. Buffers of float32 (BatchNorm statistics) are further columns; they are averaged but not
+trained. Frozen parameters, equal for all clients, and buffers of other types are not part of a row.
 
 Axis letters, used as suffixes of names in the whole package:
     N all clients    M clients of the round or exchange    K clusters                  P columns of a row    C classes
@@ -69,7 +69,9 @@ class ParamSpec:
         params = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
         persistent = module.state_dict().keys()  # non-persistent buffers hold no state
         buffers = [
-            (name, tuple(b.shape)) for name, b in module.named_buffers() if b.is_floating_point() and name in persistent
+            (name, tuple(b.shape))
+            for name, b in module.named_buffers()
+            if b.dtype == torch.float32 and name in persistent
         ]
         tensors = params + buffers if params else []
         return cls(tuple(name for name, _ in tensors), tuple(shape for _, shape in tensors), len(params))

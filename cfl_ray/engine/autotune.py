@@ -90,7 +90,7 @@ def structure(module: nn.Module) -> str:
     for name, part in module.named_modules():
         kind = type(part)
         settings = {key: value for key, value in vars(part).items() if isinstance(value, int | float | str | tuple)}
-        settings.pop("training")
+        settings.pop("training", None)
         parts.append(f"{name} {kind.__module__}.{kind.__qualname__} {sorted(settings.items())}")
         own = [
             base for base in kind.__mro__ if issubclass(base, nn.Module) and not base.__module__.startswith("torch.")

@@ -123,7 +123,7 @@ class ClientView:
     def _gradient(self, x: Tensor, y: Tensor, batch: int) -> Tensor:
         total: Tensor | None = None
         for x_B, y_B in zip(x.split(batch), y.split(batch), strict=True):
-            with self.network.without_cudnn():
+            with self.network.without_cudnn(), self.network.dense_gradients():
                 logits_BC = self.network.module(self.network.input(x_B))
             loss = self.network.task.total_loss(logits_BC, y_B.to(self.network.device)) / len(y)
             grads = torch.autograd.grad(loss, self.network.params, materialize_grads=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from cfl_ray.core import global_generators
 from cfl_ray.errors import RunError
 from cfl_ray.nn.layers import AddressedDropout
 from cfl_ray.nn.side_effects import ObservingMode
@@ -135,7 +136,7 @@ def repeated_backwards(module: nn.Module, x: Tensor) -> bool:
     Also if there is no backward pass.
     """
     params, operations = [part for part in module.parameters() if part.requires_grad], _RandomOperations()
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with global_generators.kept(), torch.enable_grad():
         try:
             output = module(x)
             with operations:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from cfl_ray.core import global_generators
 from cfl_ray.nn.network import Network
 
 _BATCHES = (2, 3)
@@ -209,7 +210,7 @@ def graph_of(network: Network) -> Graph:
         raise Unsupported(network.side_effect)
     row_P, masks = network.row().clone(), [layer.mask for layer in network.dropouts.values()]
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with global_generators.kept(), torch.enable_grad():
             recordings = [_record(network, batch) for batch in _BATCHES]
     finally:
         network.load(row_P)

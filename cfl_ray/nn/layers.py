@@ -97,6 +97,8 @@ def replace_layers(module: nn.Module, keep: Collection[str] = (), path: str = ""
 
     keep: full names of layers that stay as they are. path: full name of `module`, with a dot at its end.
     """
+    if isinstance(module, torch.jit.ScriptModule):  # its layers cannot be replaced
+        return
     for name, child in module.named_children():
         if path + name in keep:
             continue

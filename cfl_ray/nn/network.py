@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from cfl_ray.core import global_generators
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import torch_stream
 from cfl_ray.core.tasks import CLASSIFICATION, Task
@@ -16,6 +17,7 @@ from cfl_ray.nn import functional_dropout
 from cfl_ray.nn.device_memory import DeviceMemory, copied_to, device_of
 from cfl_ray.nn.functional_dropout import DropoutCall
 from cfl_ray.nn.layers import AddressedDropout, replace_layers
+from cfl_ray.nn.plain import DenseGradients, plain
 from cfl_ray.nn.precision import autocast
 from cfl_ray.nn.shared import FrozenParameter
 from cfl_ray.nn.side_effects import SideEffects
@@ -57,15 +59,10 @@ def _with_copies(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 def new_module(factory: Callable[[], nn.Module], seed: int, index: int) -> nn.Module:
     """The `index`-th independent initialisation under `seed`."""
-    with torch.random.fork_rng(devices=[]):  # initialisers of torch.nn draw from the global generator
-        _seed_global_generators(torch_stream(seed, -1, -1, index, "init").initial_seed(), torch.cuda.is_available())
-        return factory()
-
-
-def _seed_global_generators(seed: int, on_gpu: bool) -> None:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats tracebacks for CUDA, for 0.8 ms
-    if on_gpu:
-        torch.cuda.manual_seed_all(seed)
+    with global_generators.kept():  # initialisers of torch.nn draw from the global generator
+        word = torch_stream(seed, -1, -1, index, "init").initial_seed()
+        global_generators.seed_all(word, torch.cuda.is_available())
+        return plain(factory())
 
 
 def template_of(factory: Callable[[], nn.Module], seed: int) -> nn.Module | None:
@@ -82,6 +79,10 @@ def template_of(factory: Callable[[], nn.Module], seed: int) -> nn.Module | None
                 parameter.data = _laid_out(parameter.data, channels_last=True)
     FrozenParameter.replace_in(module)
     return module
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 class Network:
@@ -122,13 +123,17 @@ class Network:
         self.spec = ParamSpec.of(self.module)
         row_P = self.spec.row_of(self.module)
         rest = {name: b.clone() for name, b in self.module.named_buffers() if name not in self.spec.names}
+        masks = {f"{name}.mask" for name, part in self.module.named_modules() if isinstance(part, AddressedDropout)}
+        # buffers of the factory that are not part of a row, with their first values
+        self.outside = {name: buffer for name, buffer in rest.items() if name not in masks}
         self._trial_forward()
         # buffers that are not part of a row and may change in a forward pass: `load` resets them to these values
         self.counters = {
             name: initial
             for name, initial in rest.items()
-            if not initial.is_floating_point() or name in self._effects.changed
+            if not (initial.is_floating_point() or initial.is_complex()) or name in self._effects.changed
         }
+        self._check_statistics()
         self.module.eval()
         self._check_layout(self.module, "after a forward pass")
         self.module.to(self.device)
@@ -142,6 +147,10 @@ class Network:
         # float buffers that a forward pass replaces: module, name and view into `flat`
         self._replaced: list[tuple[nn.Module, str, Tensor]] = []
         self._bind_to_flat()
+        buffers = dict(self.module.named_buffers())
+        self._counted = [
+            (buffers[n], initial) for n, initial in self.counters.items() if n not in self._effects.replaced
+        ]
         self.load(row_P)
 
     def _build(self, seed: int, index: int) -> nn.Module:
@@ -175,6 +184,23 @@ class Network:
                 f"the model has other trained parameters or buffers {when} ({name} differs); every call of the factory "
                 "must give the same ones, with the same requires_grad, which stays"
             )
+
+    def _check_statistics(self) -> None:
+        """Raises ConfigError for a buffer that forward passes change, that is saved, and that no row can hold."""
+        persistent = self.module.state_dict().keys()
+        for name, initial in self.outside.items():
+            numbers = initial.is_floating_point() or initial.is_complex()
+            if numbers and name in self._effects.changed and name in persistent:
+                raise ConfigError(
+                    f"forward passes change the model's buffer {name}, of {_kind(initial)}: it can only be averaged as "
+                    "float32; register it as float32, or with persistent=False if it need not be saved"
+                )
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """The tensors of a state dictionary that are no part of a row, by name, on the CPU, with their first values."""
+        persistent = self.module.state_dict().keys()
+        return self.frozen | {name: buffer for name, buffer in self.outside.items() if name in persistent}
 
     @property
     def constant_buffers(self) -> dict[str, Tensor]:
@@ -221,6 +247,11 @@ class Network:
         )
         self.side_effect = self._why_only_sequential()
         if effects.inputs:
+            if isinstance(self.module, torch.jit.ScriptModule):
+                raise ConfigError(
+                    "the model is TorchScript and writes to its inputs, which then have other values in the next "
+                    "epoch; clone them in forward, or give the module as it was before torch.jit"
+                )
             self.module.register_forward_pre_hook(_with_copies)
 
     def _mixes_samples(self) -> bool:
@@ -230,18 +261,25 @@ class Network:
         x = self._others(_TRIAL_BATCHES[1])
         other = x.clone()
         other[-1] = 0
-        with torch.random.fork_rng(devices=[]), functional_dropout.Recording():
+        with global_generators.kept(), functional_dropout.Recording():
             outputs, others = (self.module(part)[:-1] for part in (x, other))
         return not torch.allclose(outputs, others, rtol=1e-3, atol=1e-5, equal_nan=True)
 
     def _why_only_sequential(self) -> str | None:
         changed = self._effects.changed
+        if self._draws_in_python:
+            return "its forward pass draws from the global generator of NumPy or `random`"
+        owners = dict(self.module.named_modules())
+        if scripted := [name for name, part in owners.items() if isinstance(part, torch.jit.ScriptModule)]:
+            return (
+                f"{f'module {scripted[0]}' if scripted[0] else 'it'} is TorchScript, whose tensors cannot be replaced"
+            )
         for name in self.spec.names[: self.spec.num_params]:
             if name in changed:
                 return f"its forward pass changes the parameter {name}"
         for name, _ in self.module.named_buffers():
             replaced = name in self._effects.replaced
-            owner = self.module.get_submodule(name.rpartition(".")[0])
+            owner = owners[name.rpartition(".")[0]]
             counts = isinstance(owner, nn.modules.batchnorm._NormBase)  # num_batches_tracked
             if replaced or (name in changed and name not in self.spec.names and not counts):
                 return f"its forward pass {'replaces' if replaced else 'changes'} the buffer {name}"
@@ -258,17 +296,21 @@ class Network:
             layer.trial = []
         frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
         self._effects = SideEffects()
-        draws, calls = False, list[list[DropoutCall]]()
+        draws, calls, self._draws_in_python = False, list[list[DropoutCall]](), False
+        self._has_sparse_gradients = False
         inputs = self._zeros(_TRIAL_BATCHES[0]), self._others(_TRIAL_BATCHES[1])
         for x in inputs:
-            with torch.random.fork_rng(devices=[]), functional_dropout.Recording() as recording:
-                torch.default_generator.manual_seed(0)
-                before = torch.get_rng_state()
+            with global_generators.kept(), functional_dropout.Recording() as recording, DenseGradients() as dense:
+                global_generators.seed_all(0)
+                before = global_generators.states()
                 with self._effects.observed(self.module, x):
                     outputs = self.module.train()(x)
-                draws |= not torch.equal(before, torch.get_rng_state())
+                after = global_generators.states()
+                draws |= before != after
+                self._draws_in_python |= before[1:] != after[1:]
             self.output_shape = tuple(outputs.shape[1:])
             calls.append(recording.calls)
+            self._has_sparse_gradients |= dense.calls > 0
         if written := [name for name in frozen if name in self._effects.changed]:
             raise ConfigError(f"the model writes to its frozen parameter {written[0]}, which all clients share")
         return layers, draws, calls
@@ -287,7 +329,7 @@ class Network:
         """The error of a forward pass in training mode on `size` samples; None if it succeeds."""
         module = self._new_module().train()
         try:
-            with torch.random.fork_rng(devices=[]):
+            with global_generators.kept():
                 module(self._zeros(size))
         except ValueError as error:
             return str(error)
@@ -318,9 +360,13 @@ class Network:
             else:
                 parameter.data = views[name]
         for path, module in self.module.named_modules():
-            for name in list(module._buffers):
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 full = f"{path}.{name}" if path else name
-                if full in views:
+                if full not in views:
+                    continue
+                if isinstance(module, torch.jit.ScriptModule):  # its buffers cannot be replaced
+                    buffer.data = views[full]
+                else:
                     module._buffers[name] = views[full]
                     if full in self._effects.replaced:
                         self._replaced.append((module, name, views[full]))
@@ -333,12 +379,11 @@ class Network:
             parameter.copy_(view)
         for module, name, view in self._replaced:
             module._buffers[name] = view
-        for name, initial in self.counters.items():
-            if name in self._effects.replaced:
-                path, _, own = name.rpartition(".")
-                self.module.get_submodule(path)._buffers[own] = initial.clone()
-            else:
-                self.module.get_buffer(name).copy_(initial)
+        for buffer, initial in self._counted:
+            buffer.copy_(initial)
+        for name in self._effects.replaced & self.counters.keys():
+            path, _, own = name.rpartition(".")
+            self.module.get_submodule(path)._buffers[own] = self.counters[name].clone()
 
     @torch.no_grad()
     def load_trained(self, trained: Tensor) -> None:
@@ -389,6 +434,10 @@ class Network:
             return torch.backends.cudnn.flags(enabled=False)
         return nullcontext()
 
+    def dense_gradients(self) -> AbstractContextManager[object]:
+        """Context for a forward pass in which functions with sparse gradients have dense ones."""
+        return DenseGradients() if self._has_sparse_gradients else nullcontext()
+
     def trained_outputs(self, x: Tensor, tensors: dict[str, Tensor] | None = None) -> Tensor:
         """Outputs (B, ...), float32, of a forward pass in training, in the network's precision.
 
@@ -401,16 +450,16 @@ class Network:
             masks = own if tensors is None else [tensors[name] for name in names]
             masked = functional_dropout.Masked(list(self.dropout_calls.values()), masks)
             tensors = None if tensors is None else {k: v for k, v in tensors.items() if k not in names}
-        with autocast(self.precision, self.device), masked:
+        with autocast(self.precision, self.device), masked, self.dense_gradients():
             outputs = self.module(x) if tensors is None else functional_call(self.module, tensors, (x,))
         return outputs.float()
 
     @contextmanager
     def draws_from(self, seed: int) -> Iterator[None]:
-        """Context in which PyTorch's global generators have this seed; their states are restored at its end."""
+        """Context in which the global generators have this seed; their states are restored at its end."""
         on_gpu = self.device.type == "cuda"
-        with torch.random.fork_rng(devices=[self.device] if on_gpu else []), self.without_cudnn():
-            _seed_global_generators(seed, on_gpu)
+        with global_generators.kept([self.device] if on_gpu else []), self.without_cudnn():
+            global_generators.seed_all(seed, on_gpu)
             yield
 
     @contextmanager
@@ -421,7 +470,13 @@ class Network:
         def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             features.append(inputs[0].flatten(1))
 
-        handle = self.module.get_submodule(self.spec.layers[-1]).register_forward_pre_hook(keep)
+        last = dict(self.module.named_modules())[self.spec.layers[-1]]
+        if isinstance(last, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"the inputs of the last layer ({self.spec.layers[-1]}) are needed, which TorchScript does not show; "
+                "give the module as it was before torch.jit"
+            )
+        handle = last.register_forward_pre_hook(keep)
         try:
             yield features
         finally:

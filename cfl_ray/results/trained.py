@@ -28,6 +28,7 @@ from cfl_ray.engine.validation import invalid_data_reason, invalid_input_reason
 from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError, DataError, shown
 from cfl_ray.models import ModelRecipe
+from cfl_ray.nn.network import new_module
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,6 +76,8 @@ class MixtureModel(nn.Module):
 def share_frozen(module: nn.Module, other: nn.Module) -> None:
     """Makes the frozen parameters of a module those of another module of the same network, which are equal."""
     for path, part in other.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):  # its tensors cannot be replaced
+            continue
         for name, parameter in part._parameters.items():
             if parameter is not None and not parameter.requires_grad:
                 part._parameters[name] = module.get_parameter(f"{path}.{name}" if path else name)
@@ -112,7 +115,7 @@ class TrainedMethod:
     seed: int
     recipe: ModelRecipe
     spec: ParamSpec
-    frozen: Mapping[str, Tensor]  # the network's parameters that are not trained, by name
+    constants: Mapping[str, Tensor]  # the network's frozen parameters and saved buffers outside the row, by name
     steps: CheckedMethod
     clients_of: Callable[[np.ndarray], Clients]  # these clients, as in the evaluation of the last round
     online: np.ndarray  # ids of the clients online
@@ -129,11 +132,12 @@ class TrainedMethod:
     # ---- clusters
 
     def state_dict(self, cluster: int | None = None) -> dict[str, Tensor]:
-        """Parameters and buffers of a cluster's model, for `load_state_dict` of the network.
+        """Parameters and buffers of a cluster's model, for `load_state_dict` of the network, as copies.
 
         cluster: None if the method has a single model. Raises ConfigError for a cluster that does not exist.
         """
-        return self._named(self.state.models_KP[self._row(cluster)])
+        tensors = self.module(self.state.models_KP[self._row(cluster)]).state_dict()
+        return {name: tensor.detach() if isinstance(tensor, Tensor) else tensor for name, tensor in tensors.items()}
 
     def model(self, cluster: int | None = None) -> nn.Module:
         """A cluster's model, in evaluation mode. For additive methods (CAM) it includes the frozen global model."""
@@ -306,18 +310,14 @@ class TrainedMethod:
         task = TrainingTask(client, row_P, x, y, steps=steps, local=local, address=address, frozen_P=frozen_P)
         return self.backend.worker.train_one(task).row_P.cpu().clone()
 
-    def _named(self, row_P: Tensor) -> dict[str, Tensor]:
-        named = self.spec.tensors(row_P) | dict(self.frozen)
-        return {name: tensor.clone() for name, tensor in named.items()}
-
     def mixture(self, models_KP: Tensor, weight_K: np.ndarray) -> nn.Module:
         """The mixture of models with these weights, in evaluation mode."""
         return MixtureModel(map(self.module, models_KP), weight_K).eval()
 
     def module(self, row_P: Tensor, frozen_P: Tensor | None = None) -> nn.Module:
         """The network with this row, in evaluation mode; with a frozen row, the sum of the outputs of both."""
-        module = self.recipe()
-        module.load_state_dict(self._named(row_P), strict=False)  # integer buffers keep their initial values
+        module = new_module(self.recipe, self.seed, 0)  # with the buffers of the run that are not saved
+        module.load_state_dict(self.spec.tensors(row_P) | dict(self.constants), strict=False)
         module.eval()
         return module if frozen_P is None else AdditiveModel(module, self.module(frozen_P)).eval()
 

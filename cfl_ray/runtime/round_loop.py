@@ -29,6 +29,7 @@ from cfl_ray.data.replay import distinct_rounds
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.reuse import ReusingBackend
 from cfl_ray.errors import RunError, RunStopped, UserError
+from cfl_ray.nn.held import in_words, is_same
 from cfl_ray.nn.network import Network
 from cfl_ray.population.population import Cohort
 from cfl_ray.results.trained import TrainedMethod
@@ -177,7 +178,7 @@ class RoundLoop:
             seed=self.experiment.seed,
             recipe=self.setup.recipe,
             spec=self.network.spec,
-            frozen=self.network.frozen,
+            constants=self.network.constants,
             steps=self.steps,
             clients_of=lambda ids: replace(
                 self.clients_of(ids, max(round, 1), RoundStats()),
@@ -236,6 +237,13 @@ class RoundLoop:
                 f"the model's frozen parameters (digest {self.setup.frozen or 'none'}) are not those of the run "
                 f"(digest {snapshot.frozen or 'none'}); its factory and model.weights must be as when the run began"
             )
+        now, then = self.setup.recipe.constants, snapshot.constants
+        for name in sorted(now.keys() | then.keys()) if then else ():
+            if not is_same(now.get(name, []), then.get(name, [])):
+                raise RunError(
+                    f"the model's constant {name} is {in_words(now.get(name))}, but {in_words(then.get(name))} in the "
+                    "run; its factory, with the files and modules that it reads, must be as when the run began"
+                )
         return snapshot
 
     # ---- the steps of a round
@@ -315,7 +323,9 @@ class RoundLoop:
     def _save(self, draft: RoundDraft, store: CheckpointStore) -> None:
         self.diagnostics.resolve()
         report = replace(draft.report("saving", False, ()), diagnostics=self.diagnostics.reported)
-        snapshot = Snapshot(self.state, self.traffic, self.local_scores_N2, report, self.setup.frozen)
+        snapshot = Snapshot(
+            self.state, self.traffic, self.local_scores_N2, report, self.setup.frozen, self.setup.recipe.constants
+        )
         with self.interval.measured():
             RunDirectory(store.directory).sync_records()
             tensors, values = snapshot.encoded(self.num_scores, self.parts, self.private_run)

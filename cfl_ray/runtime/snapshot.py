@@ -1,7 +1,7 @@
 """Conversion of a checkpoint's content, except client states, to tensors and JSON values, and back."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,6 +67,7 @@ class _Values(_Strict):
     traffic: _Traffic
     report: _Report
     frozen: str = ""
+    constants: dict[str, list[str | float]] = {}
     privacy: dict[str, Any] = {}
 
 
@@ -79,6 +80,8 @@ class Snapshot:
     local_scores_N2: np.ndarray  # float32: P-local of every client, NaN before its first training
     report: RoundReport  # with all diagnostics that are not recorded yet
     frozen: str = ""  # digest of the network's frozen parameters; empty if there are none
+    # fingerprints of the network's buffers and other tensors that stay as the factory made them, by name
+    constants: Mapping[str, list[str | float]] = field(default_factory=dict)
 
     def encoded(
         self, num_scores: int, parts: Mapping[str, Part], private_run: PrivateRun | None
@@ -102,6 +105,8 @@ class Snapshot:
             values["privacy"] = private_run.to_values()
         if self.frozen:
             values["frozen"] = self.frozen
+        if self.constants:
+            values["constants"] = dict(self.constants)
         return tensors | _report_tensors(self.report, num_scores), values
 
     @classmethod
@@ -137,7 +142,7 @@ class Snapshot:
                 f"for {count} clients"
             )
         traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
-        return cls(state, traffic, local_scores_N2, report, values.frozen)
+        return cls(state, traffic, local_scores_N2, report, values.frozen, values.constants)
 
 
 def _report_tensors(report: RoundReport, num_scores: int) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import SEQUENTIAL
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.models import ModelRecipe
-from cfl_ray.nn.network import Network
+from cfl_ray.nn.network import Network, new_module
 from cfl_ray.population.availability import Availability, OwnAvailability
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds, why_synchronous
@@ -237,8 +237,7 @@ def try_attack(kind: Any, recipe: ModelRecipe, shape: DataShape) -> None:
     if isinstance(kind, str):
         return
     attack = Attack(_copy(kind), frozenset({0}))
-    with torch.random.fork_rng(devices=[]):
-        columns = ParamSpec.of(recipe()).size
+    columns = ParamSpec.of(new_module(recipe, 0, 0)).size
     draw = torch.Generator().manual_seed(0)
     sent_P = torch.randn(columns, generator=draw)
     with _as_config_error():

@@ -82,7 +82,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     model, shape = experiment.model, federation.shape
     outputs = () if shape.targets == "class" else shape.outputs
     recipe = models.recipe(
-        model.name, model.options, shape.input, shape.num_classes, shape.dtype, outputs, model.weights
+        model.name, model.options, shape.input, shape.num_classes, shape.dtype, outputs, model.weights, experiment.seed
     )
     task.check(shape.outputs, shape.target_shape)
     availability = _availability(experiment, federation.num_clients)

@@ -24,6 +24,7 @@ from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError
 from cfl_ray.models import ModelRecipe
+from cfl_ray.nn.held import fingerprint_of, is_same
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.shared import digest_of
 from cfl_ray.population.availability import ALWAYS, Availability
@@ -89,7 +90,7 @@ class Setup:
             self.task,
             runtime.precision,
             runtime.gpus_per_host or 1.0,  # several hosts, or runs of a study, may share a GPU
-            seed=self.experiment.seed if self.frozen else 0,
+            seed=self.experiment.seed,
             template=self.template,
         )
         if self.frozen and self.template is None and digest_of(network.frozen) != self.frozen:
@@ -97,6 +98,12 @@ class Setup:
                 "the model has frozen parameters, a process cannot send it to another (pickle), and its factory "
                 "initialises it differently every time; draw its weights with PyTorch's global generator"
             )
+        for name, buffer in network.outside.items():
+            if name in self.recipe.constants and not is_same(fingerprint_of(buffer), self.recipe.constants[name]):
+                raise ConfigError(
+                    f"the model's buffer {name} differs between processes; draw it with the global generator of "
+                    "PyTorch, NumPy or `random`, which have the seed of the run while the factory is called"
+                )
         return network
 
     def worker(self, device: str = "cpu", engine: str = "sequential") -> Worker:
@@ -108,7 +115,11 @@ class Setup:
         """A line for each key that is valid but has no effect, or probably another effect than intended."""
         clients, cohort = self.federation.num_clients, self.division.cohort
         of_methods = {label: method.warning(clients, cohort) for label, method in self.methods.items()}
-        return warnings_of(self.experiment) + [f"{label}: {text}" for label, text in of_methods.items() if text]
+        return (
+            warnings_of(self.experiment)
+            + list(self.recipe.warnings)
+            + [f"{label}: {text}" for label, text in of_methods.items() if text]
+        )
 
     @property
     def attack(self) -> Attack:

@@ -1,0 +1,310 @@
+"""Trial of a network before a run: it is built, called on two samples, and compared with another one of its factory."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from cfl_ray.core import global_generators
+from cfl_ray.errors import ConfigError
+from cfl_ray.models.factory import ModelRecipe
+from cfl_ray.nn.functional_dropout import Recording
+from cfl_ray.nn.held import Held, fingerprint_of, held_by
+from cfl_ray.nn.network import new_module
+from cfl_ray.nn.places import layer_of
+from cfl_ray.plugins.calling import explained
+
+_TRIES, _TRIES_OF_DRAWS = 3, 16  # seeds of passes in evaluation; the latter if a pass draws random numbers
+_ROUNDING = 1e-5  # of the largest value: the same pass computes different last digits if tensors lie elsewhere
+_NAMED = 5  # names in a message
+
+
+def tried(recipe: ModelRecipe, seed: int) -> ModelRecipe:
+    """The recipe with what the trial found: warnings, and fingerprints of constant tensors.
+
+    Raises ConfigError if clients cannot train the network, or if its parameters and buffers are not all of it.
+    """
+    module = _built(recipe, seed)
+    _check_parameters(recipe, module)
+    for training in (False, True):
+        _check_forward(recipe, module.train(training))
+    _check_evaluation(recipe, module.eval())
+    _check_training(recipe, module.train())
+    _check_gradient(recipe, module.train())
+    warnings, constants = _compared(recipe, seed)
+    return replace(recipe, warnings=tuple(warnings), constants=constants)
+
+
+def _built(recipe: ModelRecipe, seed: int) -> nn.Module:
+    """The first module under a seed. Raises ConfigError for an error in the factory."""
+    try:
+        return new_module(recipe, seed, 0)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"model {recipe.place} cannot be built with ({recipe.arguments}): {_explained(recipe, error)}"
+        ) from error
+
+
+def _explained(recipe: ModelRecipe, error: Exception) -> str:
+    return explained(recipe.factory, error) + layer_of(error)
+
+
+def _check_parameters(recipe: ModelRecipe, module: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError(f"model {recipe.place} has no parameter to train, expected at least 1")
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"model {recipe.place}: the parameter {name} is {kind}, those that are trained must be float32; "
+                "runtime.precision sets what passes are computed in"
+            )
+
+
+def _check_forward(recipe: ModelRecipe, module: nn.Module) -> None:
+    samples = "samples" if recipe.dtype.is_floating_point else f"{recipe.dtype} samples"
+    mode = " in training mode" if module.training else ""
+    try:
+        with torch.no_grad(), global_generators.kept(), Recording() as dropouts:
+            outputs = module(recipe.samples())
+    except Exception as error:
+        raise ConfigError(
+            f"model {recipe.place} does not take {samples} of shape {recipe.input_shape}{mode}: "
+            f"{_explained(recipe, error)}"
+        ) from error
+    if dropouts.calls and not module.training:
+        raise ConfigError(
+            f"model {recipe.place} calls functional dropout in evaluation, where predictions would be random; write "
+            "F.dropout(x, p, self.training)"
+        )
+    if not isinstance(outputs, Tensor):
+        raise ConfigError(f"model {recipe.place} answers with {type(outputs).__name__}, expected one tensor")
+    expected = (2, *(recipe.outputs or (recipe.num_classes,)))
+    if tuple(outputs.shape) != expected:
+        need = f"the data has {recipe.num_classes} classes: its output size must be {recipe.num_classes}"
+        if recipe.outputs:
+            need = f"the targets of the data need {expected}"
+        raise ConfigError(f"model {recipe.place} answers 2 samples with shape {tuple(outputs.shape)}, but {need}")
+
+
+def _check_evaluation(recipe: ModelRecipe, module: nn.Module) -> None:
+    """Raises ConfigError if predictions depend on earlier passes, or on random numbers."""
+    first, draws = _answer(recipe, module, 0)
+    if not _agree(first, _answer(recipe, module, 0)[0]):
+        raise ConfigError(
+            f"model {recipe.place} answers the same samples differently the second time, in evaluation: its forward "
+            "pass depends on Python state or a buffer that it changes, or on a random generator of its own; then "
+            "results depend on the process"
+        )
+    for seed in range(1, _TRIES_OF_DRAWS if draws else _TRIES):
+        if not _agree(first, _answer(recipe, module, seed)[0]):
+            raise ConfigError(
+                f"model {recipe.place} answers the same samples differently in evaluation, because it draws random "
+                "numbers there: predictions would not be those that were recorded; draw only in training: "
+                "if self.training"
+            )
+
+
+def _check_training(recipe: ModelRecipe, module: nn.Module) -> None:
+    """Raises ConfigError if a pass in training depends on anything but samples, parameters, buffers and seeds."""
+    before = _tensors(module)
+    first, _ = _answer(recipe, module, 0)
+    _restore(module, before)
+    second, _ = _answer(recipe, module, 0)
+    _restore(module, before)
+    if not _agree(first, second):
+        raise ConfigError(
+            f"model {recipe.place} answers the same samples differently the second time, in training, with the same "
+            "parameters, buffers and seeds: its forward pass depends on Python state that it changes (a counter, a "
+            "cache), or on a random generator of its own; then results depend on the process; draw with torch, and "
+            "keep state in a buffer"
+        )
+
+
+def _answer(recipe: ModelRecipe, module: nn.Module, seed: int) -> tuple[Tensor, bool]:
+    """The outputs on two samples with this seed of the global generators, and whether the pass draws from them."""
+    with torch.no_grad(), global_generators.seeded(seed):
+        before = global_generators.states()
+        outputs: Tensor = module(recipe.others())
+        return outputs.clone(), before != global_generators.states()
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    """Whether values are equal up to rounding."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    largest = float(a.abs().nan_to_num(0, 0, 0).max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=0, atol=_ROUNDING * largest, equal_nan=True)
+
+
+def _check_gradient(recipe: ModelRecipe, module: nn.Module) -> None:
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    try:
+        for _ in range(2):
+            with global_generators.kept():
+                outputs = module(recipe.samples())
+            if not outputs.requires_grad:
+                raise ValueError("its outputs have no gradient; do not use detach, no_grad or NumPy in forward")
+            torch.autograd.grad(outputs.sum(), list(trained.values()), allow_unused=True)
+    except Exception as error:
+        raise ConfigError(f"model {recipe.place} cannot be trained: {_explained(recipe, error)}") from error
+    if any(parameter.requires_grad != (name in trained) for name, parameter in module.named_parameters()):
+        raise ConfigError(f"model {recipe.place} changes requires_grad of its parameters in forward, which must stay")
+
+
+# ---- comparison of modules that the factory makes under the same seed, and under another
+
+
+def _compared(recipe: ModelRecipe, seed: int) -> tuple[list[str], dict[str, list[str | float]]]:
+    """Warnings, and fingerprints of the tensors outside rows that are constant. Raises ConfigError.
+
+    Each module answers after it got all parameters and buffers of the first. So what differs then, and what
+    answers differ by, is in none of them.
+    """
+    first, other = _built(recipe, seed), _built(recipe, seed + 1)
+    warnings, buffers = _same_seed(recipe, first, _built(recipe, seed))
+    made, of_other = held_by(first), held_by(other)
+    constant = {
+        name: tensor for name, tensor in made.tensors.items() if _equal(tensor, of_other.tensors.get(name)) is True
+    }
+    constants = {name: fingerprint_of(tensor) for name, tensor in (buffers | constant).items()}
+    same_shapes = {name: t.shape for name, t in _tensors(first).items()} == {
+        name: t.shape for name, t in _tensors(other).items()
+    }
+    if not same_shapes:
+        raise ConfigError(
+            f"model {recipe.place} has parameters or buffers of other names or shapes in another call of its factory, "
+            "with another seed; every call must give the same ones"
+        )
+    state = _tensors(first)
+    for training in (True, False):  # passes also compute what follows from parameters, such as weights of weight_norm
+        _restore(first, state)
+        _restore(other, state)
+        answers = [_answer(recipe, module.train(training), 0)[0] for module in (first, other)]
+        held, of_other = held_by(first), held_by(other)
+        _check_held(recipe, held, of_other)
+        if not _agree(*answers):
+            raise ConfigError(
+                f"model {recipe.place} built twice answers the same samples differently, with the same parameters and "
+                f"buffers{_causes(held, of_other)}: the saved model would not be the trained one; give such values as "
+                "options, or keep them in a buffer (register_buffer)"
+            )
+    return [*warnings, *_unregistered(recipe, made)], constants
+
+
+def _same_seed(recipe: ModelRecipe, first: nn.Module, again: nn.Module) -> tuple[list[str], dict[str, Tensor]]:
+    """Warnings of two modules made under the same seed, and the buffers outside rows. Raises ConfigError."""
+    ours, theirs = _tensors(first), _tensors(again)
+    differ = [name for name, tensor in ours.items() if not _equal(tensor, theirs.get(name), exact=True)]
+    persistent, parameters = first.state_dict().keys(), dict(first.named_parameters())
+    outside = {
+        name: tensor
+        for name, tensor in ours.items()
+        if name not in parameters and not (tensor.dtype == torch.float32 and name in persistent)
+    }
+    draw = "draw with the global generator of PyTorch, NumPy or `random`, which have the seed of the run"
+    if lost := [name for name in differ if name in outside]:
+        raise ConfigError(
+            f"model {recipe.place}: the buffer {lost[0]} differs between two modules made under the same seed, so it "
+            f"would differ between processes; {draw}"
+        )
+    counters = {name for name, tensor in outside.items() if not tensor.ndim and not tensor.is_floating_point()}
+    constant = {name: tensor for name, tensor in outside.items() if name not in counters or tensor.any()}
+    if differ:
+        return [
+            f"model {recipe.place}: {_listed(differ)} differ{'s' * (len(differ) == 1)} between two modules made under "
+            f"the same seed, so a run with the same seed has other results; {draw}"
+        ], constant
+    return [], constant
+
+
+def _equal(tensor: Tensor, other: Tensor | None, exact: bool = False) -> bool:
+    if other is None or tensor.shape != other.shape or tensor.dtype != other.dtype or tensor.layout != other.layout:
+        return False
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        tensor, other = ((t.dequantize() if t.is_quantized else t.to_dense()) for t in (tensor, other))
+    if exact:
+        return torch.equal(tensor, other) or bool(((tensor == other) | (tensor != tensor)).all())
+    return _agree(tensor, other)
+
+
+def _check_held(recipe: ModelRecipe, held: Held, of_other: Held) -> None:
+    """Raises ConfigError for a tensor outside parameters and buffers that differs between modules."""
+    differ = [
+        name
+        for name, tensor in held.tensors.items()
+        if name in of_other.tensors and not _equal(tensor, of_other.tensors[name])
+    ]
+    if not differ:
+        return
+    if any(name in held.parameters or _is_inside(name, held.modules) for name in differ):
+        raise ConfigError(
+            f"{_untrained(recipe, held)}; since their values are drawn at random, a model that is loaded again would "
+            "be another one"
+        )
+    are = "are tensors or arrays" if len(differ) > 1 else "is a tensor or array"
+    raise ConfigError(
+        f"model {recipe.place}: {_listed(differ)} {are} with other values in another call of the factory, and neither "
+        "parameter nor buffer: the saved model lacks them and would predict something else; write "
+        f"self.register_buffer({_own_name(differ[0])!r}, ...)"
+    )
+
+
+def _is_inside(path: str, outer: Iterable[str]) -> bool:
+    return any(path.startswith((f"{other}.", f"{other}[")) for other in outer)
+
+
+def _own_name(path: str) -> str:
+    return path.rpartition(".")[2].partition("[")[0].rpartition(" ")[2]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _causes(held: Held, of_other: Held) -> str:
+    """The numbers, texts and functions of two modules that differ, for messages; empty without any."""
+    ours, theirs = ({name: f"{value:g}" for name, value in h.numbers.items()} | h.others for h in (held, of_other))
+    causes = [
+        f"{name} is {ours[name]} and {theirs[name]}" for name in ours if theirs.get(name, ours[name]) != ours[name]
+    ]
+    return f" ({'; '.join(causes[:_NAMED])})" if causes else ""
+
+
+def _unregistered(recipe: ModelRecipe, held: Held) -> list[str]:
+    return [_untrained(recipe, held)] if any(held.parameters.values()) else []
+
+
+def _untrained(recipe: ModelRecipe, held: Held) -> str:
+    """The line for parameters that the module holds where PyTorch does not find them."""
+    outer = [path for path in held.modules if not _is_inside(path, held.modules)]
+    alone = [path for path in held.parameters if not _is_inside(path, outer)]
+    number = sum(held.parameters.values())
+    modules = [f"{path} ({type(held.modules[path]).__name__})" for path in outer]
+    use = "nn.ModuleList or nn.ModuleDict" if outer else "nn.ParameterList or nn.ParameterDict"
+    return (
+        f"model {recipe.place}: PyTorch does not find {_listed([*modules, *alone])}, in a list, a dict or another "
+        f"attribute that is no module: their {number:,} parameters are not trained, averaged or saved; use {use}"
+    )
+
+
+# ---- tensors of a module
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers."""
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def _restore(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name in tensors and tensors[name].shape == tensor.shape:
+            tensor.copy_(tensors[name])
