@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cfl_ray.errors import DataError, UserError
+from cfl_ray.nn.places import layer_of
 
 _MACHINE = (OSError, MemoryError, DataError)
 # text of a RuntimeError: accelerator errors of torch are also RuntimeErrors, and importing torch takes seconds
@@ -49,7 +50,8 @@ def naming_client(client: int, stage: str, what: str = "client") -> Iterator[Non
         raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if isinstance(error, UserError) else f" ({last.name}, line {last.lineno})"  # a UserError says it
+        # a UserError says it
+        where = "" if isinstance(error, UserError) else f" ({last.name}, line {last.lineno}){layer_of(error)}"
         failure = ClientFailure(f"{what} {client} failed while {stage}: {error}{where}")
         failure.may_be_machine = may_be_machine(error)
         raise failure from error

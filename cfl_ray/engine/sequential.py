@@ -38,6 +38,7 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
         gradient, update = kind(network, task, frozen_BC), _update(network, task)
         proximal = [ProximalGradient.of_tensors(network, term, network.params) for term in task.proximal]
         take_steps(gradient, update, network.params, proximal)
+        network.check_trained()
         loss, velocity = torch.stack(gradient.losses[-task.tail :]).mean().item(), None
         if task.local.persist and isinstance(update, SGDUpdate) and update.velocity is not None:
             velocity = torch.cat([v.reshape(-1) for v in update.velocity])
@@ -94,6 +95,10 @@ class _Gradient(LocalGradient):
             loss = (self.network.task.loss(logits_BC, y_B) * weight_B).mean()
         if self.objective is not None:
             loss = self.objective(loss, features[-1].float(), y_B)
-        grads = list(torch.autograd.grad(loss, self.network.params, materialize_grads=True))
+        try:
+            grads = list(torch.autograd.grad(loss, self.network.params, materialize_grads=True))
+        except RuntimeError:
+            self.network.check_trained()
+            raise
         self.losses.append(loss.detach())
         return grads

@@ -12,7 +12,7 @@ from cfl_ray.core import global_generators
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import torch_stream
 from cfl_ray.core.tasks import CLASSIFICATION, Task
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.nn import functional_dropout
 from cfl_ray.nn.device_memory import DeviceMemory, copied_to, device_of
 from cfl_ray.nn.functional_dropout import DropoutCall
@@ -141,6 +141,9 @@ class Network:
         self.recurrent = any(isinstance(m, nn.RNNBase) for m in self.module.modules())
         self.flat = row_P.to(self.device)
         self.params: list[Tensor] = [p for p in self.module.parameters() if p.requires_grad]
+        self._trains = [
+            (name, parameter, parameter.requires_grad) for name, parameter in self.module.named_parameters()
+        ]
         self.channels_last = self.device.type == "cpu" and _suits_channels_last(self.module)
         # parameters in another memory layout or memory, with their view into `flat`
         self.reordered: list[tuple[nn.Parameter, Tensor]] = []
@@ -184,6 +187,16 @@ class Network:
                 f"the model has other trained parameters or buffers {when} ({name} differs); every call of the factory "
                 "must give the same ones, with the same requires_grad, which stays"
             )
+
+    def check_trained(self) -> None:
+        """Raises RunError if passes in training have changed which parameters are trained."""
+        for name, parameter, trains in self._trains:
+            if parameter.requires_grad != trains:
+                raise RunError(
+                    f"the model's parameter {name} {'is no longer' if trains else 'is now'} trained (requires_grad is "
+                    f"{parameter.requires_grad}, before the run {trains}): its forward pass changes requires_grad, "
+                    "which must stay; set it in the factory"
+                )
 
     def _check_statistics(self) -> None:
         """Raises ConfigError for a buffer that forward passes change, that is saved, and that no row can hold."""

@@ -1,0 +1,305 @@
+"""Networks whose parameters and buffers are not all of them, and networks that answer differently every time."""
+
+import functools
+import itertools
+import random
+import re
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune, weight_norm
+
+from cfl_ray.errors import ConfigError
+from cfl_ray.models import recipe
+from cfl_ray.models.factory import ModelRecipe
+
+COUNT = itertools.count()
+TABLE = torch.arange(4.0) + 1
+
+
+def tried(factory, shape=(4,), dtype=torch.float32) -> ModelRecipe:
+    return recipe(factory, {}, shape, 3, dtype)
+
+
+def net(make=lambda module: None, forward=lambda module, x: x):
+    """A factory of linear layers: `make` gives the module attributes, `forward` changes its inputs."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 3)
+            make(self)
+
+        def forward(self, x):
+            return self.body(forward(self, x))
+
+    return Net
+
+
+@dataclass
+class Settings:
+    mask: torch.Tensor
+
+
+class Slotted:
+    __slots__ = ("mask",)
+
+    def __init__(self):
+        self.mask = torch.rand(4)
+
+
+def sets(**values):
+    """Gives a module attributes: the results of these functions."""
+
+    def make(module):
+        for name, value in values.items():
+            setattr(module, name, value())
+
+    return make
+
+
+def closure():
+    mask = torch.rand(4)
+    return lambda x: x * mask
+
+
+def defaulted(mask):
+    def f(x, mask=mask):
+        return x * mask
+
+    return f
+
+
+def hooked(module):
+    mask = torch.rand(4)
+    module.body.register_forward_pre_hook(lambda _, inputs: inputs[0] * mask)
+
+
+class Product:
+    def __init__(self):
+        self.mask = torch.rand(4)
+
+    def of(self, x):
+        return x * self.mask
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (sets(mask=lambda: torch.rand(4)), "mask"),
+        (sets(mask=lambda: np.random.rand(4)), "mask"),
+        (sets(mask=lambda: torch.randperm(40)), "mask"),
+        (sets(masks=lambda: [torch.ones(4), torch.rand(4)]), r"masks\[1\]"),
+        (sets(masks=lambda: {"a": (torch.rand(4),)}), r"masks\['a'\]\[0\]"),
+        (sets(settings=lambda: Settings(torch.rand(4))), "settings.mask"),
+        (sets(slotted=Slotted), "slotted.mask"),
+        (sets(f=closure), "variable mask of f"),
+        (sets(f=lambda: functools.partial(torch.mul, torch.rand(4))), r"f.args\[0\]"),
+        (sets(f=lambda: Product().of), "f.__self__.mask"),
+        (sets(f=lambda: defaulted(torch.rand(4))), r"defaults of f\[0\]"),
+        (sets(places=lambda: random.sample(range(1000), 100)), "places"),
+        (sets(mask=lambda: torch.full((4,), float(next(COUNT)))), "mask"),
+        (lambda module: setattr(module.body, "mask", torch.rand(4)), "body.mask"),
+        (hooked, "variable mask of body.forward pre-hook"),
+    ],
+    ids=str,
+)
+def test_a_tensor_that_is_no_buffer_is_an_error(make, name):
+    with pytest.raises(ConfigError, match=f": {name} is a tensor or array with other values .*register_buffer"):
+        tried(net(make))
+
+
+@pytest.mark.parametrize(
+    "make, forward, cause",
+    [
+        (sets(scale=random.random), lambda module, x: x * module.scale, "scale is 0"),
+        (sets(shift=lambda: next(COUNT)), lambda module, x: x * module.shift, "shift is "),
+        (
+            sets(act=lambda: next(ACTIVATIONS)),
+            lambda module, x: module.act(x - 0.5),
+            "act is .*ReLU and .*Tanh|act is .*Tanh and .*ReLU",
+        ),
+    ],
+)
+def test_a_drawn_number_or_layer_that_changes_the_answer_is_an_error(make, forward, cause):
+    with pytest.raises(ConfigError, match=f"built twice answers the same samples differently.*{cause}"):
+        tried(net(make, forward))
+
+
+ACTIVATIONS = itertools.cycle([nn.ReLU(), nn.Tanh()])
+
+
+@pytest.mark.parametrize(
+    "make, forward",
+    [
+        (sets(table=lambda: torch.linspace(0, 1, 4)), lambda module, x: x * module.table),
+        (sets(number=lambda: next(COUNT), name=lambda: f"net {next(COUNT)}"), lambda module, x: x),
+        (sets(part=object, rng=lambda: np.random.default_rng(), of=lambda: {object(): 1}), lambda module, x: x),
+        (lambda module: setattr(module, "me", [module]), lambda module, x: x),
+        (lambda module: setattr(module, "weights", [module.body.weight, module.body.weight[0]]), lambda module, x: x),
+        (lambda module: weight_norm(module.body), lambda module, x: x),
+        (lambda module: parametrizations.weight_norm(module.body), lambda module, x: x),
+        (lambda module: nn.utils.spectral_norm(module.body), lambda module, x: x),
+        (lambda module: prune.l1_unstructured(module.body, "weight", 0.5), lambda module, x: x),
+        (lambda module: module.register_buffer("order", torch.randperm(4)), lambda module, x: x[:, module.order]),
+        (
+            lambda module: module.register_buffer("mask", torch.rand(4), persistent=False),
+            lambda module, x: x * module.mask,
+        ),
+        (lambda module: None, lambda module, x: setattr(module, "last", x.mean(0)) or x),
+        (lambda module: None, lambda module, x: x * TABLE),
+        (lambda module: setattr(module, "lstm", nn.LSTM(4, 4)), lambda module, x: module.lstm(x)[0]),
+        (lambda module: setattr(module, "pair", [module.body]), lambda module, x: x),
+    ],
+)
+def test_constants_and_what_follows_from_parameters_are_no_error(make, forward):
+    assert not tried(net(make, forward)).warnings
+
+
+def test_constants_outside_rows_have_fingerprints():
+    def make(module):
+        module.register_buffer("order", torch.randperm(4))
+        module.table = torch.linspace(0, 1, 4)
+
+    made = tried(net(make, lambda module, x: x[:, module.order] * module.table * TABLE))
+    assert made.constants.keys() == {"order", "table", "global TABLE of variable forward of forward"}
+    assert not tried(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))).constants
+
+
+def layers(*sizes, drawn):
+    """Linear layers with these output sizes: of 4 * size weights and `size` biases."""
+    made = [nn.Linear(4, size) for size in sizes]
+    for layer in made if not drawn else ():
+        nn.init.ones_(layer.weight), nn.init.ones_(layer.bias)
+    return made
+
+
+@pytest.mark.parametrize(
+    "parts, names",
+    [
+        (lambda drawn: layers(4, 4, drawn=drawn), r"parts\[0\] \(Linear\), parts\[1\] \(Linear\)"),
+        (lambda drawn: {"a": nn.Sequential(*layers(8, drawn=drawn))}, r"parts\['a'\] \(Sequential\)"),
+        (lambda drawn: (nn.Parameter(torch.rand(40) if drawn else torch.ones(40)),), r"parts\[0\]"),
+        (lambda drawn: applied(*layers(8, drawn=drawn)), r"variable layer of parts \(Linear\)"),
+    ],
+)
+@pytest.mark.parametrize("drawn", [False, True])
+def test_layers_that_pytorch_does_not_find_are_named(parts, names, drawn):
+    factory = net(sets(parts=lambda: parts(drawn)))
+    expected = f"does not find {names}, .*: their 40 parameters are not trained, .*(ModuleList|ParameterList)"
+    if drawn:
+        with pytest.raises(ConfigError, match=expected):
+            tried(factory)
+    else:
+        (warning,) = tried(factory).warnings
+        assert re.search(expected, warning)
+
+
+def applied(layer):
+    return lambda x: layer(x)
+
+
+NOISE = {
+    "bernoulli": lambda module, x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "rand_like": lambda module, x: x + torch.rand_like(x),
+    "rrelu": lambda module, x: F.rrelu(x - 0.5, training=True),
+    "gumbel": lambda module, x: F.gumbel_softmax(x),
+    "alpha dropout": lambda module, x: F.alpha_dropout(x, 0.5, training=True),
+    "numpy": lambda module, x: x * np.random.rand(),
+    "random": lambda module, x: x * random.random(),
+    "permutation": lambda module, x: x[:, torch.randperm(4)],
+    "secrets": lambda module, x: x * secrets.randbelow(1 << 20),
+    "default_rng": lambda module, x: x * np.random.default_rng().random(),
+    "own generator": lambda module, x: x * torch.rand(4, generator=module.generator),
+    "counter": lambda module, x: x * next(module.count),
+    "rare": lambda module, x: x * (1 if random.random() < 0.5 else 2),
+}
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_noise_in_evaluation_is_an_error(noise):
+    make = sets(generator=lambda: torch.Generator().manual_seed(0), count=lambda: itertools.count(1))
+    with pytest.raises(ConfigError, match="answers the same samples differently.* in evaluation"):
+        tried(net(make, NOISE[noise]))
+
+
+@pytest.mark.parametrize("noise", ["secrets", "default_rng", "own generator", "counter"])
+def test_noise_in_training_that_no_seed_reaches_is_an_error(noise):
+    make = sets(generator=lambda: torch.Generator().manual_seed(0), count=lambda: itertools.count(1))
+    with pytest.raises(ConfigError, match="answers the same samples differently the second time, in training"):
+        tried(net(make, lambda module, x: NOISE[noise](module, x) if module.training else x))
+
+
+@pytest.mark.parametrize("noise", ["bernoulli", "rand_like", "gumbel", "numpy", "random", "permutation"])
+def test_noise_in_training_that_has_a_seed_is_none(noise):
+    tried(net(forward=lambda module, x: NOISE[noise](module, x) if module.training else x))
+
+
+def test_draws_without_an_effect_are_none():
+    """Layer drop draws a number in every pass, and ignores it in evaluation."""
+    tried(net(forward=lambda module, x: x if torch.rand(()) < 0.5 or not module.training else x * 2))
+
+
+@pytest.mark.parametrize("drawing", [torch.rand, np.random.rand, lambda n: [random.random() for _ in range(n)]])
+def test_factories_draw_with_the_seed_of_the_run(drawing):
+    def factory():
+        layer = nn.Linear(4, 3)
+        with torch.no_grad():
+            layer.bias.copy_(torch.as_tensor(drawing(3)))
+        return layer
+
+    assert not tried(factory).warnings
+
+
+def test_parameters_that_no_seed_reaches_are_a_warning():
+    def factory():
+        layer = nn.Linear(4, 3)
+        with torch.no_grad():
+            layer.bias.copy_(torch.from_numpy(np.random.default_rng().random(3)))
+        return layer
+
+    (warning,) = tried(factory).warnings
+    assert "bias differs between two modules made under the same seed" in warning
+
+
+def test_a_buffer_that_no_seed_reaches_is_an_error():
+    make = lambda module: module.register_buffer("order", torch.from_numpy(np.random.default_rng().permutation(40)))
+    with pytest.raises(ConfigError, match="the buffer order differs between two modules made under the same seed"):
+        tried(net(make))
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_dense(layer):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = layer(5, 3, sparse=True)
+
+        def forward(self, x):
+            return self.words(x) if layer is nn.EmbeddingBag else self.words(x).mean(1)
+
+    module = tried(Words, dtype=torch.int64)()
+    module(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
+    assert module.words.weight.grad.layout == torch.strided
+
+
+@pytest.mark.parametrize(
+    "factory, message",
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(6, 3))),
+            r"in layer 1.1 \(Linear\(in_features=6, out_features=3, .*which got an input of shape \(2, 8\)",
+        ),
+        (lambda: nn.Sequential(nn.Conv2d(4, 8, 3)), r"in layer 0 \(Conv2d\(4, 8, .*got an input of shape \(2, 4\)"),
+        (lambda: nn.Sequential(nn.Linear(4, 3.5)), r"cannot be built .*TypeError.*, in Linear.__init__"),
+        (net(forward=lambda module, x: x.requires_grad_(False).long()), r"in layer body \(Linear"),
+    ],
+)
+def test_errors_of_pytorch_name_the_layer(factory, message):
+    with pytest.raises(ConfigError, match=message):
+        tried(factory)
