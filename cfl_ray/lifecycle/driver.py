@@ -36,6 +36,7 @@ from cfl_ray.runtime.session import Session
 from cfl_ray.setup.schedule import ignored_events
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import raise_interrupt
+from cfl_ray.system.threads import one_thread
 from cfl_ray.tracking import RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
 from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, metric_names, primary_of
 
@@ -168,7 +169,8 @@ class Driver:
         if not self.experiment.evaluation.verify:
             return True
         try:
-            verify(open_trained(), result, self.experiment)
+            with one_thread():  # the hosts train the next method, and a second thread would wait for them
+                verify(open_trained(), result, self.experiment)
         except NotReproduced as error:
             self.watcher.warn(str(error))
             self.not_reproduced.append(str(error))
