@@ -107,7 +107,6 @@ class Product:
         (lambda module: setattr(module.body, "mask", torch.rand(4)), "body.mask"),
         (hooked, "variable mask of body.forward pre-hook"),
     ],
-    ids=str,
 )
 def test_a_tensor_that_is_no_buffer_is_an_error(make, name):
     with pytest.raises(ConfigError, match=f": {name} is a tensor or array with other values .*register_buffer"):
