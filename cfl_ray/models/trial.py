@@ -167,6 +167,7 @@ def _compared(recipe: ModelRecipe, seed: int) -> tuple[list[str], dict[str, list
     answers differ by, is in none of them.
     """
     first, other = _built(recipe, seed), _built(recipe, seed + 1)
+    _check_own_memory(recipe, first, other)
     warnings, buffers = _same_seed(recipe, first, _built(recipe, seed))
     made, of_other = held_by(first), held_by(other)
     constant = {
@@ -195,6 +196,17 @@ def _compared(recipe: ModelRecipe, seed: int) -> tuple[list[str], dict[str, list
                 "options, or keep them in a buffer (register_buffer)"
             )
     return [*warnings, *_unregistered(recipe, made)], constants
+
+
+def _check_own_memory(recipe: ModelRecipe, first: nn.Module, other: nn.Module) -> None:
+    """Raises ConfigError if two modules of the factory share a trained parameter."""
+    of_other = dict(other.named_parameters())
+    for name, parameter in first.named_parameters():
+        if parameter.requires_grad and name in of_other and of_other[name].data_ptr() == parameter.data_ptr():
+            raise ConfigError(
+                f"model {recipe.place} returns a module with the same parameter {name} in every call, so that all "
+                "models would be one: build a new module in the factory, or return copy.deepcopy(module)"
+            )
 
 
 def _same_seed(recipe: ModelRecipe, first: nn.Module, again: nn.Module) -> tuple[list[str], dict[str, Tensor]]:

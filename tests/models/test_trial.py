@@ -1,5 +1,6 @@
 """Networks whose parameters and buffers are not all of them, and networks that answer differently every time."""
 
+import copy
 import functools
 import itertools
 import random
@@ -302,3 +303,22 @@ def test_sparse_gradients_are_dense(layer):
 def test_errors_of_pytorch_name_the_layer(factory, message):
     with pytest.raises(ConfigError, match=message):
         tried(factory)
+
+
+class TestSharedParameters:
+    def test_the_same_module_in_every_call_is_an_error(self):
+        module = nn.Linear(4, 3)
+        with pytest.raises(ConfigError, match=r"the same parameter weight in every call.*copy.deepcopy"):
+            tried(lambda: module)
+
+    def test_a_shared_part_is_an_error_unless_it_is_frozen(self):
+        part = nn.Linear(4, 4)
+        with pytest.raises(ConfigError, match=r"the same parameter 0.weight in every call"):
+            tried(lambda: nn.Sequential(part, nn.Linear(4, 3)))
+        part.requires_grad_(False)
+        tried(lambda: nn.Sequential(part, nn.Linear(4, 3)))
+
+    def test_copies_and_shared_constants_are_fine(self):
+        module = nn.Linear(4, 3)
+        tried(lambda: copy.deepcopy(module))
+        tried(net(lambda own: own.register_buffer("table", TABLE), lambda own, x: x * own.table))

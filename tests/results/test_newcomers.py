@@ -264,8 +264,11 @@ def test_what_does_not_fit_is_named(results):
 def test_tokens_are_in_the_vocabulary():
     tokens = np.random.default_rng(0).integers(0, 6, (40, 3))
     data = cfl_ray.federation_from_arrays(tokens, tokens[:, 0] // 3, np.arange(40) // 10, vocabulary=6)
-    model = torch.nn.Sequential(torch.nn.Embedding(6, 4), torch.nn.Flatten(), torch.nn.Linear(12, 2))
-    sections = {"rounds": 1, "data": data, "model": lambda: model, "tracking": {"enabled": False}}
+
+    def model():
+        return torch.nn.Sequential(torch.nn.Embedding(6, 4), torch.nn.Flatten(), torch.nn.Linear(12, 2))
+
+    sections = {"rounds": 1, "data": data, "model": model, "tracking": {"enabled": False}}
     result = cfl_ray.simulate(cfl_ray.Experiment(methods=["fedavg"], **sections))["fedavg"]
     assert result.predict(tokens, like=0).shape == (40,)
     with pytest.raises(DataError, match=r"the inputs have tokens 6 .. 11, expected 0 .. 5"):
