@@ -26,12 +26,11 @@ _PRODUCTS = {"conv1d", "conv2d", "conv_transpose2d", "linear", "matmul", "bmm"}
 
 
 @dataclass(frozen=True)
-class _Sample:
-    """Stands for a tensor of a call. image: an activation of four axes."""
+class Stand:
+    """Stands for a float tensor of a call. image: an activation of four axes."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    image: bool
+    image: bool = False
 
     def tensor(self, values: "_Values") -> Tensor:
         shape = (values.batch, *self.shape[1:]) if self.image and values.batch else self.shape
@@ -53,7 +52,7 @@ class _Values:
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A function of PyTorch with arguments in which a `_Sample` stands for each float tensor that is no buffer."""
+    """A function of PyTorch with arguments in which a `Stand` stands for each float tensor that is no buffer."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # args, kwargs
@@ -63,7 +62,7 @@ class FunctionCall:
         return getattr(self.function, "__name__", "").strip("_")
 
     @property
-    def samples(self) -> list[_Sample]:
+    def samples(self) -> list[Stand]:
         return list(_samples_in(self.arguments))
 
     @property
@@ -137,7 +136,7 @@ class _Calls(TorchFunctionMode):
             return value
         if not value.is_floating_point() or id(value) in self.buffers:
             return value.clone()
-        return _Sample(tuple(value.shape), value.dtype, value.ndim == 4 and id(value) not in self.weights)
+        return Stand(tuple(value.shape), value.ndim == 4 and id(value) not in self.weights)
 
 
 def recorded_calls(module: nn.Module, x: Tensor) -> list[FunctionCall]:
@@ -173,15 +172,15 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _samples_in(value: Any) -> Iterator[_Sample]:
-    found: list[_Sample] = []
-    _mapped(value, lambda part: found.append(part) if isinstance(part, _Sample) else None)
+def _samples_in(value: Any) -> Iterator[Stand]:
+    found: list[Stand] = []
+    _mapped(value, lambda part: found.append(part) if isinstance(part, Stand) else None)
     return iter(found)
 
 
 def _filled(arguments: tuple[Any, ...], values: _Values) -> Any:
     def fill(part: Any) -> Any:
-        if isinstance(part, _Sample):
+        if isinstance(part, Stand):
             return part.tensor(values)
         if isinstance(part, Tensor):
             return part.to(values.dtype, copy=True) if part.is_floating_point() else part.clone()

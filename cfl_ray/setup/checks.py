@@ -194,8 +194,9 @@ def warnings_of_model(setup: Setup) -> tuple[str, ...]:
     if network.last_layer != spec.layers[-1]:
         found.append(
             f"the head of the model is its last trained layer as registered, {spec.layers[-1]!r}, but the last "
-            f"one that its forward pass calls is {network.last_layer!r}; methods that treat the head "
-            f"apart (fedper, lg_fedavg, fedrep, ...) use {spec.layers[-1]!r}: assign the output layer last in __init__ (docs/extend/model.md)"
+            f"one that its forward pass calls is {network.last_layer!r}; methods that treat the head apart (fedper, "
+            f"lg_fedavg, fedrep, ...) use {spec.layers[-1]!r}: assign the output layer last in __init__ "
+            "(docs/extend/model.md)"
         )
     return tuple(found)
 
