@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from closeness import close
 from federations import uneven
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -76,18 +77,21 @@ def rows(engine, network: Network, tasks: Iterable[TrainingTask]) -> Tensor:
     return torch.stack([result.row_P for result in results(engine, network, tasks)])
 
 
-def assert_same(network: Network, tasks: Sequence[TrainingTask], engine, atol: float = 1e-5) -> None:
-    """Whether an engine trains these clients, together, as the sequential engine does."""
+def assert_same(network: Network, tasks: Sequence[TrainingTask], engine, bound: float = 1e-5) -> None:
+    """Whether an engine trains these clients, together, as the sequential engine does.
+
+    bound: of the largest difference, relative to the largest value (`closeness.close`).
+    """
     assert engine.why_not(network, tasks) is None
     found = results(engine, network, tasks)
     assert [result.index for result in found] == list(range(len(tasks)))
     for task, one, expected in zip(tasks, found, results(sequential, network, tasks)):
         assert (expected.row_P - task.start_P).abs().max() > 1e-3, "nothing was trained"
-        assert one.train_loss == pytest.approx(expected.train_loss, rel=5e-5, abs=atol)
+        assert one.train_loss == pytest.approx(expected.train_loss, rel=5e-5, abs=bound)
         for name in ("row_P", "replacement_P", "velocity"):
             values, others = getattr(one, name), getattr(expected, name)
             assert (values is None) == (others is None), name
-            assert values is None or torch.allclose(values, others, rtol=0, atol=atol), (name, values - others)
+            assert values is None or close(values, others, bound), (name, values - others)
 
 
 def loaded(factory: Callable[[], nn.Module], network: Network, row_P: Tensor) -> nn.Module:

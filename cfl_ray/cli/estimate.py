@@ -313,11 +313,12 @@ def _show_sizes(estimate: Estimate, console: Console) -> None:
         console,
     )
     say(tested_on(federation.view, federation.groups), console)
-    frozen = network.frozen.values()
+    frozen, constant = network.frozen.values(), network.spec.size - network.spec.sent()
     number, size = sum(p.numel() for p in frozen), sum(p.nbytes for p in frozen)
     say(
         f"shards: {federation.bytes / 1e6:.1f} MB; "
         f"model: {network.spec.size:,} parameters, {estimate.model_bytes / 1e6:.2f} MB"
+        + (f", {constant:,} of them statistics that training does not change and that are not sent" if constant else "")
         + (f", and {number:,} frozen, {size / 1e6:.2f} MB once per machine" if frozen else ""),
         console,
     )

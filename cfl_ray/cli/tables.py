@@ -144,7 +144,7 @@ def notes_on(setup: "Setup", network: "Network", most: int) -> list[str]:
     from cfl_ray.setup.schedule import ignored_events
 
     notes = ignored_events(setup.experiment)
-    if network.batch_statistics and network.spec.size > network.spec.trained:
+    if network.batch_statistics and network.spec.sent() > network.spec.trained:
         notes.append(
             "BatchNorm: the running means and variances of clients are averaged like weights, without the variance "
             "between clients (docs/extend/model.md); GroupNorm has no such statistics"

@@ -208,7 +208,7 @@ class Clients:
         row_M = np.zeros(len(self), np.int64) if row_M is None else np.asarray(row_M, np.int64)
         if len(row_M) != len(self) or (len(row_M) and not 0 <= row_M.min() <= row_M.max() < len(models_KP)):
             raise ValueError(f"send: {len(self)} clients and {len(models_KP)} models, got rows {row_M}")
-        self.count_download(self.spec.size if columns is None else columns.count)
+        self.count_download(self.spec.sent(columns))
         if self.received is not None:
             used, at_M = np.unique(row_M, return_inverse=True)
             if (sent := self._versions(models_KP[used])) is not None:
@@ -217,8 +217,8 @@ class Clients:
 
     def broadcast(self, models_KP: Tensor, *, shared: Columns | None = None) -> Sent:
         """Sends all models to every client. shared: columns that are equal in all models, and sent once."""
-        once = shared.count if shared and len(models_KP) else 0
-        self.count_download(len(models_KP) * (self.spec.size - once) + once)
+        once = self.spec.sent(shared) if shared and len(models_KP) else 0
+        self.count_download(len(models_KP) * (self.spec.sent() - once) + once)
         return self._versions(models_KP) or Sent(models_KP)
 
     def known_models(self, models_KP: Tensor) -> Sent:
@@ -293,9 +293,9 @@ class Clients:
         )
         sends_models = averaging is not None or defer_aggregation
         if sends_models and self._protection.masks is None:  # `_averaging` counts masked uploads
-            self._count_upload(self.spec.size - (private.count if private else 0))
+            self._count_upload(self.spec.sent() - (self.spec.sent(private) if private else 0))
         elif features is not None:
-            self._count_upload(features.columns.count)
+            self._count_upload(self.spec.sent(features.columns))
         outcome = self._run(work)
         if features is not None:
             outcome = self._protection.noisy_features(outcome, self.ids_M, work.address)

@@ -19,7 +19,7 @@ from torch import Tensor
 from cfl_ray.core.aggregation.rules import RULES, AggregationRule, Mean, parse_rule
 from cfl_ray.core.clients import Clients, ClientState
 from cfl_ray.core.events import check_phases
-from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import place_by_loss, serve_per_cluster
 from cfl_ray.core.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, resolve_server_optimizer
@@ -218,6 +218,10 @@ class Method(ABC, Generic[S]):
 
     def check_model(self, spec: ParamSpec) -> None:
         """Raises ConfigError for an option that does not fit the model; called before a run. By default all fit."""
+
+    def shared_columns(self, spec: ParamSpec) -> Columns:
+        """The columns that clients upload, of a method whose clients keep the others; all if they keep none."""
+        return spec.all
 
     def warning(self, clients: int, cohort: int) -> str:
         """A line on a limitation with this many clients in the federation and in a round; empty: none.

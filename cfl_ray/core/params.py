@@ -13,7 +13,7 @@ Lower-case letters (m, n, k) are parts of these axes, X is any leading axis, and
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -62,6 +62,8 @@ class ParamSpec:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     num_params: int  # number of trained tensors, which come first
+    # float buffers that training does not change, such as statistics of layers that stay in evaluation mode
+    constant: frozenset[str] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(cls, module: nn.Module) -> "ParamSpec":
@@ -122,10 +124,8 @@ class ParamSpec:
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.names[: self.num_params]))
 
     def top(self, count: int) -> Columns:
-        """Columns of the last `count` layers, weights and biases; all columns if the model has no more layers."""
-        if count >= len(self.layers):
-            return self.all
-        upper = set(self.layers[len(self.layers) - count :])
+        """Columns of the last `count` layers: their weights, biases and statistics, never those of frozen layers."""
+        upper = set(self.layers[max(len(self.layers) - count, 0) :])
         return self._ranges(lambda name: name.rpartition(".")[0] in upper)
 
     def bottom(self, count: int) -> Columns:
@@ -149,6 +149,12 @@ class ParamSpec:
     def base(self) -> Columns:
         """All columns except the head."""
         return self.bottom(1)
+
+    def sent(self, columns: Columns | None = None) -> int:
+        """Number of these columns that have to be sent: all but constant ones. None: of all columns."""
+        columns = self.all if columns is None else columns
+        constant = self._ranges(lambda name: name in self.constant)
+        return columns.count - sum(columns.within(start, stop).count for start, stop in constant.ranges)
 
     @cached_property
     def linear(self) -> Columns:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cfl_ray.core.clients import Clients, ClientState
 from cfl_ray.core.method import OneModel, option, weights_option
-from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
 
@@ -32,8 +32,12 @@ class LGFedAvg(OneModel, name="lg_fedavg"):
     )
     weights: str = weights_option()
 
+    def shared_columns(self, spec: ParamSpec) -> Columns:
+        """The upper layers; all columns without private layers."""
+        return spec.all if self.private_layers == 0 else spec.top(self.shared_layers(spec))
+
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        g = clients.send(state.models_KP, columns=clients.spec.top(self.shared_layers(clients.spec)))
+        g = clients.send(state.models_KP, columns=self.shared_columns(clients.spec))
         updates = clients.train(g, client_state=self.kept(clients.spec), average=clients.weights(self.weights))
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
@@ -45,5 +49,5 @@ class LGFedAvg(OneModel, name="lg_fedavg"):
 
     def kept(self, spec: ParamSpec) -> ClientState | None:
         """l_i; None without private layers."""
-        lower = spec.bottom(self.shared_layers(spec))
+        lower = self.shared_columns(spec).others(spec.size)
         return ClientState("base", lower) if lower.count else None

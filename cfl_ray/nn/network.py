@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.nn import functional_dropout
 from cfl_ray.nn.device_memory import DeviceMemory, copied_to, device_of
 from cfl_ray.nn.functional_dropout import DropoutCall
+from cfl_ray.nn.layer_order import LayerOrder
 from cfl_ray.nn.layers import AddressedDropout, replace_layers
+from cfl_ray.nn.layout import inexact_functions
 from cfl_ray.nn.plain import DenseGradients, plain
 from cfl_ray.nn.precision import autocast
 from cfl_ray.nn.shared import FrozenParameter
@@ -65,7 +68,16 @@ def new_module(factory: Callable[[], nn.Module], seed: int, index: int) -> nn.Mo
         return plain(factory())
 
 
-def template_of(factory: Callable[[], nn.Module], seed: int) -> nn.Module | None:
+def _samples(batch: int, input_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Numbers from 0 to 1, or the token 1."""
+    if not dtype.is_floating_point:
+        return torch.ones(batch, *input_shape, dtype=dtype)
+    return torch.rand(batch, *input_shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+
+def template_of(
+    factory: Callable[[], nn.Module], seed: int, input_shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> nn.Module | None:
     """The first module under `seed`, whose copies in `Network` share the memory of frozen parameters.
 
     None if no parameter is frozen.
@@ -73,7 +85,8 @@ def template_of(factory: Callable[[], nn.Module], seed: int) -> nn.Module | None
     module = new_module(factory, seed, 0)
     if all(parameter.requires_grad for parameter in module.parameters()):
         return None
-    if _suits_channels_last(module):
+    samples = _samples(_TRIAL_BATCHES[0], tuple(input_shape), dtype)
+    if _suits_channels_last(module) and not inexact_functions(new_module(factory, seed, 0), samples):
         for parameter in module.parameters():
             if parameter.ndim == 4 and not parameter.requires_grad:
                 parameter.data = _laid_out(parameter.data, channels_last=True)
@@ -97,6 +110,12 @@ class Network:
     seed:         of the run: frozen parameters are those of the first model under it.
     template:     a module of the factory with these frozen parameters; the network's module is a copy that shares their
                   memory. None: the factory builds the module.
+
+    Attributes on the layout of images in memory:
+
+    wide:          whether this device computes the convolutions faster channels-last.
+    inexact:       names of functions of the module that lose digits channels-last (`nn.layout`).
+    channels_last: the layout of the module's passes: channels-last if it is faster and as exact.
     """
 
     def __init__(
@@ -127,6 +146,8 @@ class Network:
         # buffers of the factory that are not part of a row, with their first values
         self.outside = {name: buffer for name, buffer in rest.items() if name not in masks}
         self._trial_forward()
+        statistics = frozenset(self.spec.names[self.spec.num_params :])
+        self.spec = replace(self.spec, constant=statistics - self._effects.changed)
         # buffers that are not part of a row and may change in a forward pass: `load` resets them to these values
         self.counters = {
             name: initial
@@ -144,7 +165,11 @@ class Network:
         self._trains = [
             (name, parameter, parameter.requires_grad) for name, parameter in self.module.named_parameters()
         ]
-        self.channels_last = self.device.type == "cpu" and _suits_channels_last(self.module)
+        self.wide = self.device.type == "cpu" and _suits_channels_last(self.module)
+        self.inexact: frozenset[str] = frozenset()
+        if self.wide:
+            self.inexact = inexact_functions(self._new_module(), self._others(_TRIAL_BATCHES[0]))
+        self.channels_last = self.wide and not self.inexact
         # parameters in another memory layout or memory, with their view into `flat`
         self.reordered: list[tuple[nn.Parameter, Tensor]] = []
         # float buffers that a forward pass replaces: module, name and view into `flat`
@@ -231,6 +256,7 @@ class Network:
         """Sets these attributes by forward passes in training mode, which change buffers of the module.
 
         output_shape:     shape of the output for one sample.
+        last_layer:       name of the layer with trained parameters that is called last.
         dropouts:         dropout layers and calls of functional dropout whose masks engines draw, by name.
         dropout_calls:    of these, the calls of functional dropout.
         random_forward:   whether a forward pass in training draws from PyTorch's global generator: dropout of attention
@@ -308,6 +334,7 @@ class Network:
         for layer in layers.values():
             layer.trial = []
         frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
+        order = LayerOrder(self.module)
         self._effects = SideEffects()
         draws, calls, self._draws_in_python = False, list[list[DropoutCall]](), False
         self._has_sparse_gradients = False
@@ -316,7 +343,7 @@ class Network:
             with global_generators.kept(), functional_dropout.Recording() as recording, DenseGradients() as dense:
                 global_generators.seed_all(0)
                 before = global_generators.states()
-                with self._effects.observed(self.module, x):
+                with self._effects.observed(self.module, x), order:
                     outputs = self.module.train()(x)
                 after = global_generators.states()
                 draws |= before != after
@@ -324,6 +351,7 @@ class Network:
             self.output_shape = tuple(outputs.shape[1:])
             calls.append(recording.calls)
             self._has_sparse_gradients |= dense.calls > 0
+        self.last_layer = order.last_of(self.spec.layers)
         if written := [name for name in frozen if name in self._effects.changed]:
             raise ConfigError(f"the model writes to its frozen parameter {written[0]}, which all clients share")
         return layers, draws, calls
@@ -352,10 +380,8 @@ class Network:
         return torch.zeros(batch, *self.input_shape, dtype=self.dtype)
 
     def _others(self, batch: int) -> Tensor:
-        """Other samples: numbers from 0 to 1, or the token 1."""
-        if not self.dtype.is_floating_point:
-            return self._zeros(batch) + 1
-        return torch.rand(batch, *self.input_shape, dtype=self.dtype, generator=torch.Generator().manual_seed(0))
+        """Other samples than zeros."""
+        return _samples(batch, self.input_shape, self.dtype)
 
     def _bind_to_flat(self) -> None:
         """Makes trained parameters and float buffers views into `flat`; weights in channels-last layout are copies."""

@@ -97,7 +97,7 @@ class Passes:
 
     def __init__(self, network: Network):
         self.graph = graph = graph_of(network)
-        self.task, self.wide_input = network.task, network.channels_last and len(network.input_shape) == 3
+        self.task, self.wide_input = network.task, network.wide and len(network.input_shape) == 3
         self.row_P, self.g_P = torch.zeros(network.spec.size), torch.zeros(network.spec.trained)
         self.w_P = self.row_P[: network.spec.trained]
         made = _Steps(network, graph, self.row_P, self.g_P)
@@ -238,7 +238,7 @@ class _Steps:
 
     def wide(self, value: int) -> bool:
         """Whether an activation is an image in the layout (B, H, W, C)."""
-        return self.network.channels_last and len(self.shapes[value]) == 3
+        return self.network.wide and len(self.shapes[value]) == 3
 
     def parameter(self, reference: object) -> tuple[Array, Array]:
         """A trained tensor, and the array for its gradient."""
@@ -313,7 +313,11 @@ class _Steps:
             raise call.unsupported("uses the mask of a dropout layer")
         inputs, buffers = call.inputs, self.tensors
 
+        exact = self.network.channels_last or call.name not in self.network.inexact
+
         def replay(*tensors: Tensor) -> Tensor:
+            if not exact:
+                tensors = tuple(tensor.contiguous() for tensor in tensors)
             activations, parameters = iter(tensors[: len(inputs)]), iter(tensors[len(inputs) :])
 
             def fill(argument: object) -> object:

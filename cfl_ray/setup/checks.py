@@ -176,6 +176,31 @@ def try_methods(setup: Setup) -> None:
         CheckedMethod(method, network.spec.size).init(start)
 
 
+def warnings_of_model(setup: Setup) -> tuple[str, ...]:
+    """A line for each method that shares nothing or keeps nothing of this model, and if its head is not its output."""
+    network = setup.network()
+    spec, found = network.spec, []
+    for label, method in setup.methods.items():
+        shared = method.shared_columns(spec)
+        trained = shared.within(0, spec.trained).count
+        private = ", ".join(spec.layers)
+        if not trained:
+            found.append(
+                f"{label} shares no trained parameter of this model, whose trained layers ({private}) are all private: "
+                "each client trains alone, as with the method local"
+            )
+        elif shared.count < spec.size and trained == spec.trained:
+            found.append(f"{label} keeps no trained parameter private: it is FedAvg on this model ({private})")
+    if network.last_layer != spec.layers[-1]:
+        found.append(
+            f"the head of the model is its last trained layer as registered, {spec.layers[-1]!r}, but the last "
+            f"one that its forward pass calls is {network.last_layer!r}; methods that treat the head apart (fedper, "
+            f"lg_fedavg, fedrep, ...) use {spec.layers[-1]!r}: assign the output layer last in __init__ "
+            "(docs/extend/model.md)"
+        )
+    return tuple(found)
+
+
 def check_asynchronous(setup: Setup) -> None:
     """Raises ConfigError for methods whose rounds cannot be asynchronous, and numbers of clients that cannot be."""
     if setup.asynchrony is None:

@@ -91,7 +91,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     if isinstance(experiment.clock, RunningClockConfig):
         clock = clock_of(experiment.clock, federation.num_clients, experiment.seed)
         asynchrony = asynchrony_of(experiment.asynchronous)
-    frozen, template = "", template_of(recipe, experiment.seed)
+    frozen, template = "", template_of(recipe, experiment.seed, shape.input, shape.dtype)
     if template is not None:
         frozen = digest_of({name: p for name, p in template.named_parameters() if not p.requires_grad})
     setup = Setup(
@@ -111,7 +111,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     )
     checks.check_attackers(setup.attack, federation.num_clients)
     checks.try_methods(setup)
-    setup = protected(setup)
+    setup = protected(replace(setup, of_model=checks.warnings_of_model(setup)))
     checks.check_asynchronous(setup)
     checks.check_batches(setup)
     checks.try_plugins(setup)

@@ -57,6 +57,7 @@ class Setup:
     frozen: str = ""  # digest of the frozen parameters; empty if there are none
     clock: Clock | None = None  # None: no virtual time
     asynchrony: Asynchrony | None = None  # None: synchronous rounds
+    of_model: tuple[str, ...] = ()  # warnings that depend on the model
     template: nn.Module | None = None  # see `Network`; None without frozen parameters, or if it cannot be pickled
 
     def local_of(self, label: str) -> LocalSGD:
@@ -115,11 +116,8 @@ class Setup:
         """A line for each key that is valid but has no effect, or probably another effect than intended."""
         clients, cohort = self.federation.num_clients, self.division.cohort
         of_methods = {label: method.warning(clients, cohort) for label, method in self.methods.items()}
-        return (
-            warnings_of(self.experiment)
-            + list(self.recipe.warnings)
-            + [f"{label}: {text}" for label, text in of_methods.items() if text]
-        )
+        texts = [f"{label}: {text}" for label, text in of_methods.items() if text]
+        return [*warnings_of(self.experiment), *self.recipe.warnings, *texts, *self.of_model]
 
     @property
     def attack(self) -> Attack:

@@ -279,7 +279,7 @@ class TestFunctionalDropout:
 
     def test_keeps_the_type_of_activations(self):
         network = Network(Half, SHAPE)
-        assert_same(network, tasks_of(network), vectorised, atol=0.02)
+        assert_same(network, tasks_of(network), vectorised, bound=0.02)
 
     def test_is_the_same_as_a_layer(self):
         class Layer(Functional):

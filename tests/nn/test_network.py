@@ -49,14 +49,14 @@ def test_frozen_parameters_are_no_columns_and_stay(engine):
 
 
 def test_engines_agree_on_a_network_with_frozen_parameters():
-    network = Network(frozen, (6,), seed=3, template=template_of(frozen, 3))
+    network = Network(frozen, (6,), seed=3, template=template_of(frozen, 3, (6,)))
     torch.testing.assert_close(*(rows(engine, network, tasks_of(network)) for engine in ENGINES))
 
 
 @pytest.mark.cpu
 def test_frozen_parameters_are_those_of_the_first_model_of_the_run():
     alone = Network(frozen, (6,), seed=3)
-    network = Network(frozen, (6,), seed=3, template=template_of(frozen, 3))
+    network = Network(frozen, (6,), seed=3, template=template_of(frozen, 3, (6,)))
     assert digest_of(alone.frozen) == digest_of(network.frozen) != digest_of(Network(frozen, (6,), seed=4).frozen)
     assert network.module[0].weight.data_ptr() == network.template[0].weight.data_ptr(), "no copy"
     assert not torch.equal(network.new_model(3, 0), network.new_model(3, 1))
@@ -67,14 +67,14 @@ def test_convolutions_are_shared_in_the_layout_that_they_are_computed_in():
     def factory() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 32, 3).requires_grad_(False), nn.Flatten(), nn.Linear(32 * 4, 2))
 
-    template = template_of(factory, 0)
+    template = template_of(factory, 0, (3, 4, 4))
     shared, alone = Network(factory, (3, 4, 4), template=template), Network(factory, (3, 4, 4))
     assert shared.module[0].weight.data_ptr() == template[0].weight.data_ptr()
     assert shared.module[0].weight.stride() == alone.module[0].weight.stride() == (27, 1, 9, 3)
 
 
 def test_a_network_without_frozen_parameters_has_no_template():
-    assert template_of(Unused, 0) is None and not Network(Unused, (6,)).frozen
+    assert template_of(Unused, 0, (6,)) is None and not Network(Unused, (6,)).frozen
 
 
 def test_every_call_of_the_factory_freezes_the_same():
