@@ -12,12 +12,14 @@ from PIL import Image
 from runtime.logged import LoggedFederation
 from torch.utils.data import TensorDataset
 
+from cfl_ray.config import Experiment
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build, describe, federation_from_arrays, federation_from_dataset, open_shards
 from cfl_ray.data.federation import FederationView
 from cfl_ray.data.sources import locate
 from cfl_ray.engine.validation import invalid_data_reason
 from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.setup.prepare import setup_on
 
 LOADER = """
 import numpy as np
@@ -612,3 +614,14 @@ def test_a_function_of_an_installed_package_is_named_without_a_file(monkeypatch)
     assert describe(data, 0).clients == 3
     with pytest.raises(ValueError, match=r"unknown data set 'their' \(did you mean 'theirs'\?\)"):
         SOURCE_KINDS.of(source="their")
+
+
+@pytest.mark.parametrize("label", [1_000_000, 4_000_000_000])
+def test_labels_whose_counts_do_not_fit_into_memory(label):
+    """C x C counts of 8 bytes: 8 TB for a million classes."""
+    y = np.array([0, 1, label, 1])
+    federation = federation_from_arrays(np.zeros((4, 2), np.float32), y, [0, 0, 1, 1])
+    with pytest.raises(ConfigError, match=f"the largest label is {label}: .* GB are free; number the labels"):
+        setup_on(Experiment(data=federation, methods=["fedavg"]), federation)
+    dense = federation_from_arrays(np.zeros((4, 2), np.float32), y, [0, 0, 1, 1], labels="dense")
+    assert dense.shape.class_names == ("0", "1", str(label)) and not dense.warnings
