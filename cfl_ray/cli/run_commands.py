@@ -84,7 +84,7 @@ def resume(run_dir: inputs.RunDir, trust: inputs.Trust = False, in_process: inpu
 
 
 def prepare(file: inputs.File = None, overrides: inputs.Overrides = None) -> None:
-    """Write the clients' data of an experiment as shards; existing shards are reused."""
+    """Write the clients' data of an experiment as shards; shards of these data are reused."""
     from cfl_ray.cli.progress import Display
     from cfl_ray.data.from_config import with_shards
     from cfl_ray.setup.prepare import prepare as prepare_setup
@@ -92,7 +92,7 @@ def prepare(file: inputs.File = None, overrides: inputs.Overrides = None) -> Non
 
     experiment = inputs.load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:
-        federation = prepare_setup(experiment, display.preparing).federation
+        federation = prepare_setup(experiment, display.preparing, converts_changed=True).federation
     uri = getattr(federation, "uri", None)
     if uri is None:
         name = experiment.data.source.rpartition(":")[2] or "arrays"

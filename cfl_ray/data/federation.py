@@ -104,6 +104,11 @@ class Federation(ABC):
         return hashlib.sha256(json.dumps(self.recipe, sort_keys=True, default=str).encode()).hexdigest()
 
     @property
+    def notes(self) -> list[str]:
+        """Lines on what was read."""
+        return []
+
+    @property
     def warnings(self) -> list[str]:
         """Lines about data that are probably not meant to be as they are."""
         return []
@@ -216,6 +221,10 @@ class FederationView(Federation):
     @property
     def content(self) -> str:
         return self._base.content
+
+    @property
+    def notes(self) -> list[str]:
+        return self._base.notes
 
     @property
     def warnings(self) -> list[str]:

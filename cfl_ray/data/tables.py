@@ -6,6 +6,7 @@ Messages of checks name the file, the column and the row.
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ import pyarrow.parquet
 
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.tasks import TARGETS
-from cfl_ray.data.arrays import num_outputs, numbers, targets_of, tokens
-from cfl_ray.data.images import Images, decode, decoded
+from cfl_ray.data.arrays import DENSE, dense_labels, label_warnings, num_outputs, numbers, targets_of, tokens
+from cfl_ray.data.decoding import Decoder
+from cfl_ray.data.images import Images
 from cfl_ray.errors import DataError, did_you_mean
 
 MAX_LABEL = np.iinfo(np.int16).max
@@ -70,7 +72,9 @@ def integer_labels(part: Named, column: str) -> np.ndarray:
     """A column of integers or booleans as labels, int16 (n,). Raises DataError for labels outside 0..MAX_LABEL."""
     y = column_of(part, column).to_numpy()
     if len(y) and not 0 <= y.min() <= y.max() <= MAX_LABEL:
-        raise DataError(f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}")
+        raise DataError(
+            f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}; {DENSE}"
+        )
     return y.astype(np.int16)
 
 
@@ -130,7 +134,9 @@ def read_npz(file: Path, required: Sequence[str], optional: Sequence[str] | None
     return arrays
 
 
-def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, targets: str = "class") -> Images:
+def read_csv(
+    train: list[Path], test: list[Path], columns: ColumnsConfig, targets: str = "class", dense: bool = False
+) -> Images:
     """The samples of CSV or Parquet files. Inputs are float32 (n, F), a number for each feature column."""
     parts = [concatenated(files, [_rows(file) for file in files]) for files in (train, test) if files]
     for part in parts:
@@ -144,19 +150,28 @@ def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, target
     if not features:
         raise DataError(f"{parts[0][0]} has no column except {columns.label!r}; set data.columns.features")
     inputs = (np.stack([_numbers(part, name) for name in features], 1) for part in parts)
-    return images_of(parts, inputs, columns, targets=targets)
+    return images_of(parts, inputs, columns, targets=targets, dense=dense)
 
 
 def read_hf(
-    train: Path, test: Path | None, columns: ColumnsConfig, vocabulary: int | None, targets: str = "class"
+    train: Path,
+    test: Path | None,
+    columns: ColumnsConfig,
+    vocabulary: int | None,
+    targets: str = "class",
+    transparency: str = "white",
+    dense: bool = False,
 ) -> Images:
     """The samples of data sets that `Dataset.save_to_disk` wrote into these folders.
 
     The input column contains images, or lists of equal length: of numbers, or of token ids if `vocabulary` is given.
     """
     parts = [_saved(folder) for folder in (train, test) if folder is not None]
-    inputs = (_lists_or_images(part, columns.image, vocabulary) for part in parts)
-    return images_of(parts, inputs, columns, vocabulary, targets)
+    decoder = Decoder(transparency)
+    inputs = (_lists_or_images(part, columns.image, vocabulary, decoder) for part in parts)
+    images = images_of(parts, inputs, columns, vocabulary, targets, dense=dense)
+    notes, warnings = decoder.report(parts[0][0])
+    return replace(images, notes=tuple(notes), warnings=(*images.warnings, *warnings))
 
 
 def images_of(
@@ -166,23 +181,26 @@ def images_of(
     vocabulary: int | None = None,
     targets: str = "class",
     num_classes: int | None = None,
+    dense: bool = False,
 ) -> Images:
     """The samples of a training part and, if given, a test part, with labels, clients and groups.
 
     inputs: of each part; they are computed after the labels are checked. num_classes: None for the largest label + 1.
+    dense: whether integer labels are numbered anew, as in `dense_labels`.
     """
     class_names: tuple[str, ...] = ()
     if targets != "class":
         labels = [_targets(part, columns.label, targets) for part in parts]
     elif isinstance(columns.label, str):
-        labels, class_names = _labels(parts, columns.label)
+        labels, class_names = _labels(parts, columns.label, dense)
     else:
         raise DataError(
             f"data.columns.label names {len(columns.label)} columns, a class has 1; name a single column, or set "
             "task: multi_label (csv, hf_disk)"
         )
     named = [(f"{file}: column {columns.label!r}", y) for (file, _), y in zip(parts, labels, strict=True)]
-    num_classes = num_outputs(num_classes, named, targets, vocabulary)
+    num_classes = num_outputs(None if dense and class_names else num_classes, named, targets, vocabulary)
+    warnings = label_warnings(named[0][0], labels[0], num_classes, DENSE) if targets == "class" else []
     client = None if columns.client is None else ids_of(parts[0], columns.client, "client")
     group = test_group = None
     if (name := columns.group) is not None:
@@ -207,6 +225,7 @@ def images_of(
         vocabulary=vocabulary,
         targets=targets,
         class_names=class_names,
+        warnings=tuple(warnings),
     )
 
 
@@ -267,11 +286,16 @@ def _numbers(part: Named, column: str) -> np.ndarray:
     return numbers(f"{part[0]}: column {column!r}", values.to_numpy())
 
 
-def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """The labels of each part, int16 (n,), and the words by label, in sorted order of the training words, if any."""
+def _labels(parts: list[Named], column: str, dense: bool) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """The labels of each part, int16 (n,), and the words by label, in sorted order of the training words, if any.
+
+    dense: as in `images_of`; the words are the original integers.
+    """
     columns = [column_of(part, column) for part in parts]
     kinds = [values.type for values in columns]
     if all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in kinds):
+        if dense:
+            return numbered([(f"{part[0]}: column {column!r}", column_of(part, column).to_numpy()) for part in parts])
         return [integer_labels(part, column) for part in parts], ()
     for (file, _), kind in zip(parts, kinds, strict=True):
         if not pa.types.is_integer(kind) and not is_text(kind):
@@ -296,6 +320,14 @@ def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[st
     return [np.searchsorted(known, part_words).astype(np.int16) for part_words in words], tuple(known.tolist())
 
 
+def numbered(parts: list[tuple[str, np.ndarray]]) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """The labels of each part numbered densely, int16 (n,), and the original labels. parts: as in `dense_labels`."""
+    labels, names = dense_labels(parts)
+    if len(names) > MAX_LABEL + 1:
+        raise DataError(f"{parts[0][0]}: {len(names)} different labels, at most {MAX_LABEL + 1} can be classes")
+    return [y.astype(np.int16) for y in labels], names
+
+
 def label_names(columns: str | list[str]) -> list[str]:
     """The names of the label columns."""
     return [columns] if isinstance(columns, str) else columns
@@ -316,14 +348,14 @@ def _targets(part: Named, columns: str | list[str], targets: str) -> np.ndarray:
         raise DataError(f"{place}: {error}") from error
 
 
-def _lists_or_images(part: Named, column: str, vocabulary: int | None) -> np.ndarray:
+def _lists_or_images(part: Named, column: str, vocabulary: int | None, decoder: Decoder) -> np.ndarray:
     values = column_of(part, column)
     kind = values.type
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         images = [
-            (value["bytes"], f"{part[0]}: the image in row {row}") for row, value in enumerate(values.to_pylist())
+            (value["bytes"], f"{part[0]}: the image in row {row}", "") for row, value in enumerate(values.to_pylist())
         ]
-        return decoded(images, len(images), decode(*images[0]).shape)
+        return decoder.first(*images[0][:2]).all(images, len(images))
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         raise DataError(
             f"{part[0]}: input column {column!r} must hold images or lists of numbers, it holds {kind}; "

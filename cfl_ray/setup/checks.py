@@ -230,6 +230,17 @@ def check_targets(task: Task, federation: Federation) -> None:
         )
 
 
+def check_classes(task: Task, shape: DataShape) -> None:
+    """Raises ConfigError if the counts of a test, one of each pair of label and prediction, do not fit into memory."""
+    needed, free = 8 * shape.num_classes**2, available_memory()
+    if task.by_confusion and needed > free:
+        raise ConfigError(
+            f"there are {shape.num_classes:,} classes, since the largest label is {shape.num_classes - 1}: the counts "
+            f"of a test (label by prediction) take {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free; number the "
+            "labels that occur (data.labels: dense, in Python labels='dense')"
+        )
+
+
 def check_attackers(attack: Attack, count: int) -> None:
     """Raises ConfigError for attackers that do not exist, and if no client is honest. count: number of clients."""
     if attack.clients and max(attack.clients) >= count:

@@ -49,16 +49,20 @@ from cfl_ray.tracking import new_trackers
 from cfl_ray.tracking.record import check_score_name
 
 
-def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
+def prepare(
+    experiment: Experiment, progress: Callable[[str, int, int], None] | None = None, converts_changed: bool = False
+) -> Setup:
     """The setup of the experiment, checked before a run; its shards are written or reused.
 
-    Raises ConfigError or DataError.
+    converts_changed: as in `data.build`. Raises ConfigError or DataError.
     """
     resolve_learning(experiment, resolve(experiment.methods))  # before the shards are written, which takes time
     federation = experiment.data.federation
     if federation is None:
         folder = shards_folder(experiment)
-        federation = data.build(experiment.data, experiment.seed, folder, progress, experiment.targets)
+        federation = data.build(
+            experiment.data, experiment.seed, folder, progress, experiment.targets, converts_changed
+        )
     return setup_on(experiment, federation)
 
 
@@ -71,6 +75,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     checks.check_labels(methods)
     task, local, own_local = resolve_learning(experiment, methods)
     checks.check_targets(task, federation)
+    checks.check_classes(task, federation.shape)
     new_trackers(experiment.tracking)  # called only for the errors that it raises; every method gets its own trackers
     check_schedule(experiment.schedule, federation.num_clients)
     population = population_of(experiment, federation.num_clients)
