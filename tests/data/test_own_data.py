@@ -73,7 +73,12 @@ class TestFunction:
         np.save(tmp_path / "x.npy", np.ones((12, 2)))
         assert (build(data, 0, tmp_path / "shards").train(0)[0] == 1).all()
         np.save(tmp_path / "x.npy", np.zeros((12, 2)))
-        assert (build(data, 0, tmp_path / "shards").train(0)[0] == 0).all()
+        with pytest.raises(
+            DataError, match="the raw data have changed since .*: runs on the new data cannot be compared"
+        ):
+            build(data, 0, tmp_path / "shards")
+        assert (build(data, 0, tmp_path / "shards", converts_changed=True).train(0)[0] == 0).all()
+        assert (build(data, 0, tmp_path / "shards").train(0)[0] == 0).all()  # from now on
 
     def test_an_edited_table_of_the_same_size_is_not_mixed_with_earlier_shards(self, tmp_path):
         data = SOURCE_KINDS.of(source="csv", root=str(tmp_path), partition={"clients": 2})
@@ -81,7 +86,11 @@ class TestFunction:
         x, y = build(data, 0, tmp_path / "shards").train(0)
         assert ((x[:, 0] > 2) == (y == 1)).all()
         (tmp_path / "t.csv").write_text("a,label\n" + "1.5,1\n2.5,0\n" * 10)
-        x, y = build(data, 0, tmp_path / "shards").train(0)
+        with pytest.raises(
+            DataError, match="the raw data have changed since .*: runs on the new data cannot be compared"
+        ):
+            build(data, 0, tmp_path / "shards")
+        x, y = build(data, 0, tmp_path / "shards", converts_changed=True).train(0)
         assert ((x[:, 0] > 2) == (y == 0)).all()
 
     def test_two_tables_have_shards_of_their_own(self, tmp_path):
