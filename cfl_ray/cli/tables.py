@@ -137,13 +137,13 @@ def _format(name: str, value: float) -> str:
 
 
 def notes_on(setup: "Setup", network: "Network", most: int) -> list[str]:
-    """Notes on a valid run: ignored events, averaged statistics of BatchNorm, and how models are chosen.
+    """Notes on a valid run: ignored events, the data read, averaged statistics of BatchNorm, and how models are chosen.
 
     most: number of training samples of the largest client.
     """
     from cfl_ray.setup.schedule import ignored_events
 
-    notes = ignored_events(setup.experiment)
+    notes = ignored_events(setup.experiment) + setup.federation.notes
     if network.batch_statistics and network.spec.size > network.spec.trained:
         notes.append(
             "BatchNorm: the running means and variances of clients are averaged like weights, without the variance "

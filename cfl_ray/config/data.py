@@ -50,7 +50,9 @@ class ColumnsConfig(ConfigSection):
         "numbers of equal length, or of token ids",
     )
     features: list[str] | None = Field(
-        None, description="columns of numbers that make up the input (csv); null: all but label, client and group"
+        None,
+        description="columns of numbers that make up the input (csv); null: all but label, client, group and an index "
+        "of the rows, with a warning that names them",
     )
     label: str | list[str] = Field(
         "label",
@@ -68,6 +70,8 @@ class ColumnsConfig(ConfigSection):
 
 
 NOT_IN_RECIPE = ("root", "download", "shards")  # keys for the location of the samples
+# keys that recipes of earlier versions do not have; in a recipe only if they are set
+_LATER = ("delimiter", "encoding", "decimal")
 
 
 class DataConfig(ConfigSection):
@@ -142,7 +146,9 @@ class DataConfig(ConfigSection):
 
     def to_recipe(self, exclude_defaults: bool = False) -> dict[str, Any]:
         """The values that decide the content of shards, with paths as they were written."""
-        values = self.model_dump(mode="json", exclude=set(NOT_IN_RECIPE), exclude_defaults=exclude_defaults)
+        fields = type(self).model_fields
+        unset = {key for key in _LATER if key in fields and getattr(self, key) == fields[key].default}
+        values = self.model_dump(mode="json", exclude={*NOT_IN_RECIPE, *unset}, exclude_defaults=exclude_defaults)
         recipe: dict[str, Any] = with_replaced(values, self._written)
         return recipe
 
@@ -256,6 +262,24 @@ class ColumnsDataConfig(PartsDataConfig):
         return values
 
 
+class CsvConfig(ColumnsDataConfig):
+    """Tables of numbers."""
+
+    delimiter: Literal[",", ";", "\t", "|", " "] = Field(
+        ",", description='what separates the columns of CSV files: , | ; | a tab, "\\t" | "|" | a space'
+    )
+    encoding: str = Field(
+        "utf-8", description="encoding of CSV files, as Python names it: utf-8 | cp1252 (Excel) | latin-1 | utf-16"
+    )
+    decimal: Literal[".", ","] = Field(".", description="decimal point of CSV files")
+
+    @model_validator(mode="after")
+    def _check_decimal(self) -> Self:
+        if self.decimal == self.delimiter:
+            raise ValueError(f"decimal and delimiter must differ, got {self.decimal!r} for both; set delimiter: ';'")
+        return self
+
+
 class HfDiskConfig(ColumnsDataConfig):
     """Tables whose inputs can be token ids."""
 
@@ -316,7 +340,7 @@ SOURCE_KINDS = Kinds[DataConfig](
         "medmnist": BuiltinKind("a 2-D data set of MedMNIST, e.g. pathmnist.npz", MedMnistConfig),
         "images": BuiltinKind("images in parquet files", ColumnsDataConfig),
         "image_folder": BuiltinKind("images in a folder per class", PartsDataConfig),
-        "csv": BuiltinKind("tables of numbers, in CSV or Parquet files", ColumnsDataConfig),
+        "csv": BuiltinKind("tables of numbers, in CSV or Parquet files", CsvConfig),
         "hf_disk": BuiltinKind("a Hugging Face data set after save_to_disk", HfDiskConfig),
         "femnist": BuiltinKind("FEMNIST with its writers, as parquet files", ColumnsDataConfig),
         "femnist_leaf": BuiltinKind("FEMNIST with its writers, as LEAF's JSON files", FilesDataConfig),

@@ -94,6 +94,11 @@ class Federation(ABC):
         return None
 
     @property
+    def notes(self) -> list[str]:
+        """Lines on what was read."""
+        return []
+
+    @property
     def warnings(self) -> list[str]:
         """Lines about data that are probably not meant to be as they are."""
         return []
@@ -202,6 +207,10 @@ class FederationView(Federation):
     @property
     def digest(self) -> str | None:
         return self._base.digest
+
+    @property
+    def notes(self) -> list[str]:
+        return self._base.notes
 
     @property
     def warnings(self) -> list[str]:

@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,8 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         groups = len({client.group for client in plan.clients if client.group >= 0})
         test_sets, size = len(plan.test_sets), shard_bytes(plan)
         scaling = Scaling(plan.images.scale, data.normalize, plan.images.vocabulary is not None)
-        warnings = scale_warnings(scaling.to_tensor(plan.images.train_x[plan.clients[0].train]))
+        warnings = [*plan.images.warnings]
+        warnings += scale_warnings(scaling.to_tensor(plan.images.train_x[plan.clients[0].train]))
     samples = int(num_samples_N.min()), float(np.median(num_samples_N)), int(num_samples_N.max())
     return FederationSummary(
         clients=len(num_samples_N),
@@ -141,6 +142,8 @@ def _plan(
     data: DataConfig, seed: int, sources: list[Source], pixels: bool, progress: Progress | None
 ) -> FederationPlan:
     images, *other = (source.read(pixels, progress) for source in sources)
+    if other:
+        images = replace(images, notes=images.notes + other[0].notes, warnings=images.warnings + other[0].warnings)
     Scaling(images.scale, data.normalize, images.vocabulary is not None).check(images.shape)
     return make_plan(images, other[0] if other else None, data.with_view(images.test_y is not None), seed)
 

@@ -37,6 +37,8 @@ class Images:
     vocabulary: int | None = None  # token ids are 0 .. vocabulary - 1; None: the inputs are not tokens
     targets: str = "class"  # kind of the targets (`core.tasks`)
     class_names: tuple[str, ...] = ()  # by label, if the source names its classes
+    notes: tuple[str, ...] = ()  # lines on what was read
+    warnings: tuple[str, ...] = ()  # lines on what was left out, or probably not meant to be as it is
 
     @property
     def data_shape(self) -> DataShape:

@@ -109,6 +109,8 @@ def _write(
         target_shape=list(shape.target_shape),
         class_names=list(shape.class_names),
         normalize=normalize,
+        notes=list(plan.images.notes),
+        warnings=list(plan.images.warnings),
         index=index,
         train=train,
         test=test,
@@ -116,7 +118,7 @@ def _write(
     )
     unused = {"dtype", "vocabulary"} if dtype == "uint8" else set()  # left out, as in earlier manifests of images
     unused |= {"targets", "target_shape"} if shape.targets == "class" else set()
-    unused |= set() if shape.class_names else {"class_names"}
+    unused |= {key for key in ("class_names", "notes", "warnings") if not getattr(manifest, key)}
     (staging / MANIFEST).write_text(manifest.model_dump_json(indent=1, exclude=unused))
     sync(staging / MANIFEST)
     sync(staging)

@@ -53,6 +53,8 @@ class ShardManifest(BaseModel):
     target_shape: list[_Size] = []  # shape of a sample's target
     class_names: list[str] = []  # by label, if the source names its classes
     normalize: list[list[float]] | None
+    notes: list[str] = []  # lines on the raw data, as in `Images`
+    warnings: list[str] = []
     index: ShardFile
     train: list[ShardFile] = Field(min_length=1)
     test: list[ShardFile]
@@ -142,6 +144,7 @@ class ShardFederation(IndexedFederation):
         if verify or local is not None:  # a missing file is an error before the run; remote files are read only if used
             for file in (manifest.index, *manifest.train, *manifest.test):
                 self._folder.get(file.name, file.bytes, file.sha256, verify)
+        self.said: tuple[str, ...] = ()  # lines on how these shards were chosen; only in the process that did
         self._samples = functools.cache(functools.partial(_map_samples, self._folder, manifest))
         self._names, index = _map_index(self._folder, manifest)
         scaling = Scaling(manifest.scale, manifest.normalize, manifest.vocabulary is not None)
@@ -161,9 +164,15 @@ class ShardFederation(IndexedFederation):
         return hashlib.sha256(self._folder.read(MANIFEST) or b"").hexdigest()
 
     @property
+    def notes(self) -> list[str]:
+        """Lines on what was read when the shards were written."""
+        return self.manifest.notes
+
+    @property
     def warnings(self) -> list[str]:
-        """As in the base class; none for remote files, which are read only if they are used."""
-        return super().warnings if self._folder.local is not None else []
+        """As in the base class, but not for remote files, which are read only if used; and lines on the raw data."""
+        of_inputs = super().warnings if self._folder.local is not None else []
+        return [*self.said, *self.manifest.warnings, *of_inputs]
 
     def client_name(self, client: int) -> str:
         return self._names[client].as_py()

@@ -52,6 +52,8 @@ class Watcher:
         """The run begins. run_info: hosts, device, engine, CPU and PyTorch."""
         for warning in setup.warnings + setup.federation.warnings + ignored_events(setup.experiment):
             self.warn(warning)
+        for note in setup.federation.notes:
+            _logger.info(note)
 
     def method(self, label: str, report: RoundReport) -> None:
         """A method begins, or goes on after the round of `report`."""

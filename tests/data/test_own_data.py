@@ -265,8 +265,10 @@ class TestCsv:
     def test_inputs_with_large_values_are_told(self, tmp_path):
         (tmp_path / "t.csv").write_text("age,dose,kind\n" + "60,1,a\n80,2,b\n" * 4)
         data = {"source": "csv", "root": str(tmp_path), "columns": {"label": "kind"}, "partition": {"clients": 2}}
-        (text,) = describe(SOURCE_KINDS.of(**data), 0).warnings
+        columns, text = describe(SOURCE_KINDS.of(**data), 0).warnings
+        assert "the inputs are the columns age, dose: all others" in columns
         assert text.startswith("inputs have large values (number 0 of 2: mean ") and "data.normalize" in text
+        data["columns"] = {"label": "kind", "features": ["age", "dose"]}
         assert not describe(SOURCE_KINDS.of(**data, normalize=[[70, 1.5], [10, 1]]), 0).warnings
         x = np.array([[60.0, 1], [80, 2]], np.float32).repeat(4, 0)
         federation = federation_from_arrays(x, np.arange(8) % 2, np.zeros(8, int))
