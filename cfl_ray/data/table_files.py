@@ -196,17 +196,15 @@ def _parsed(file: Path, csv: CsvFormat, text: Sequence[str] | None = None) -> pa
         decimal_point=csv.decimal,
     )
     parse = pa.csv.ParseOptions(delimiter=csv.delimiter, newlines_in_values=True)
-    block = _BLOCK
-    while True:
+    for block in (_BLOCK, min(max(_BLOCK, 16 * file.stat().st_size), _LARGEST_BLOCK)):  # 16: the file may be compressed
         options = pa.csv.ReadOptions(block_size=block, encoding=csv.encoding)
         try:
             return pa.csv.read_csv(file, options, parse, convert)
         except (pa.ArrowException, OSError, UnicodeError) as error:
-            if block < _LARGEST_BLOCK and re.search("straddling|Empty CSV file or block", str(error)):
-                block = _LARGEST_BLOCK if file.stat().st_size > block else _LARGEST_BLOCK + 1
-                if block == _LARGEST_BLOCK:
-                    continue
-            raise DataError(f"{file} cannot be read as a CSV file: {error}{_delimiter_advice(file, csv)}") from error
+            problem = error
+            if not re.search("straddling|Empty CSV file or block", str(error)):  # a row longer than a block
+                break
+    raise DataError(f"{file} cannot be read as a CSV file: {problem}{_delimiter_advice(file, csv)}") from problem
 
 
 def _check_header(file: Path, table: pa.Table, csv: CsvFormat) -> None:
