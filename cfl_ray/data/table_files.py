@@ -224,7 +224,7 @@ def _check_header(file: Path, table: pa.Table, csv: CsvFormat) -> None:
 
 
 def _delimiter_advice(file: Path, csv: CsvFormat) -> str:
-    """What to set if the first line has another delimiter; else an empty text."""
+    """The delimiter to set if the first line has another one; else an empty text."""
     try:
         with pa.input_stream(str(file)) as stream:
             line = stream.read(1 << 16).decode(csv.encoding, "ignore").splitlines()[0]

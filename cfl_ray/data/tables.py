@@ -67,7 +67,7 @@ def check_numbers(
 
 
 def _about(cell: str) -> str:
-    """What a cell that is no number may be, to follow it in a message."""
+    """The reason why a cell may be no number, to follow it in a message; else an empty text."""
     if re.fullmatch(r"\s*[-+]?\d{1,3}(,\d{3})+(\.\d*)?\s*", cell):
         return ", which has separators of thousands: remove them"
     if re.fullmatch(r"\s*[-+]?(\d+|\d{1,3}(\.\d{3})+),\d+\s*", cell):
