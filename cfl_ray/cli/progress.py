@@ -25,7 +25,7 @@ from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.report.drawing import tested_in_words
 from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread
 from cfl_ray.results.load import recorded_run
-from cfl_ray.results.results import Results
+from cfl_ray.results.results import Results, divergence
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_report import RoundReport
@@ -35,7 +35,7 @@ from cfl_ray.study.run import StudyResults, StudyWatcher
 from cfl_ray.study.sweep import RankedTrial
 from cfl_ray.study.worker_pool import Resources, RunOutcome
 from cfl_ray.tracking import RoundRecord, where_to_look
-from cfl_ray.tracking.record import is_evaluated, why_diverged, why_early
+from cfl_ray.tracking.record import is_evaluated, why_early
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -212,6 +212,9 @@ class Display(Watcher):
             return f"about {duration(of_run)} left in all"
         return f"about {duration(of_method)} left, {duration(of_run)} in all"
 
+    def complete(self, results: Results) -> None:
+        pass  # `finish` raises Diverged
+
     def warn(self, text: str) -> None:
         self._line(f"note: {text}")
 
@@ -231,10 +234,8 @@ class Display(Watcher):
     def finish(self, results: Results) -> None:
         """Prints how long the run took, and its results. Raises Diverged if a method diverged."""
         self.show(results, f"finished in {time.monotonic() - self.began:.0f} s")
-        diverged = {label: why for label, method in results.methods.items() if (why := why_diverged(method.records))}
-        if diverged:
-            reasons = "; ".join(f"{label} diverged: {why}" for label, why in diverged.items())
-            raise Diverged(f"{reasons}; lower local.lr, or set local.clip_norm")
+        if reasons := divergence(results):
+            raise Diverged(reasons)
 
     def _show_table(self, results: Results) -> None:
         """Prints the table of results and warnings about them."""

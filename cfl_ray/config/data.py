@@ -71,7 +71,7 @@ class ColumnsConfig(ConfigSection):
 
 NOT_IN_RECIPE = ("root", "download", "shards")  # keys for the location of the samples
 # keys that recipes of earlier versions do not have; in a recipe only if they are set
-_LATER = ("delimiter", "encoding", "decimal")
+_LATER = ("labels", "transparency", "delimiter", "encoding", "decimal")
 
 
 class DataConfig(ConfigSection):
@@ -219,7 +219,17 @@ class OfficialDataConfig(DataConfig):
     has_tests = True
 
 
-class FilesDataConfig(DataConfig):
+class LabelledDataConfig(DataConfig):
+    """Samples whose labels may be any integers."""
+
+    labels: Literal["given", "dense"] = Field(
+        "given",
+        description="given: label k is output k of the model, which has outputs up to the largest label | dense: the "
+        "labels of the training samples are numbered 0, 1, ... in ascending order; result.class_names has them",
+    )
+
+
+class FilesDataConfig(LabelledDataConfig):
     """Files below `root`."""
 
     train_files: str | None = Field(
@@ -246,7 +256,17 @@ class PartsDataConfig(FilesDataConfig):
     )
 
 
-class ColumnsDataConfig(PartsDataConfig):
+class ImagesDataConfig(PartsDataConfig):
+    """Files of images."""
+
+    transparency: Literal["white", "keep", "drop"] = Field(
+        "white",
+        description="white: images are drawn on white | keep: a further channel, if the first "
+        "image has it | drop: ignored, as by torchvision's ImageFolder",
+    )
+
+
+class ColumnsDataConfig(ImagesDataConfig):
     """Tables, whose columns have names."""
 
     columns: ColumnsConfig = ColumnsConfig()
@@ -315,13 +335,13 @@ class SyntheticConfig(GeneratedConfig):
     synthetic_classes: int = Field(10, ge=2, description="C, number of classes")
 
 
-class ArraysConfig(DataConfig):
+class ArraysConfig(LabelledDataConfig):
     """An .npz file with x, y and clients."""
 
     has_clients = True
 
 
-class PluginDataConfig(DataConfig):
+class PluginDataConfig(LabelledDataConfig):
     """A function that returns arrays or a Federation."""
 
     source: str
@@ -339,7 +359,7 @@ SOURCE_KINDS = Kinds[DataConfig](
         "svhn": BuiltinKind("SVHN's cropped digits of torchvision or Hugging Face", OfficialDataConfig),
         "medmnist": BuiltinKind("a 2-D data set of MedMNIST, e.g. pathmnist.npz", MedMnistConfig),
         "images": BuiltinKind("images in parquet files", ColumnsDataConfig),
-        "image_folder": BuiltinKind("images in a folder per class", PartsDataConfig),
+        "image_folder": BuiltinKind("images in a folder per class", ImagesDataConfig),
         "csv": BuiltinKind("tables of numbers, in CSV or Parquet files", CsvConfig),
         "hf_disk": BuiltinKind("a Hugging Face data set after save_to_disk", HfDiskConfig),
         "femnist": BuiltinKind("FEMNIST with its writers, as parquet files", ColumnsDataConfig),

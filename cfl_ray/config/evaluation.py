@@ -37,6 +37,11 @@ class EvaluationConfig(ConfigSection):
         description="also test clients whose data have changed on the data that they had before their last change, for "
         "the backward transfer",
     )
+    verify: bool = Field(
+        True,
+        description="at the end of a method, and before its models are used, test the saved models of at most ten "
+        "clients as plain PyTorch modules, and end with an error if their scores are not those recorded",
+    )
     target: float | None = Field(
         None,
         description="target of rounds_to_target and mbit_to_target (P-server, and _local for P-local): a value of the "

@@ -253,7 +253,9 @@ class Experiment(WholeConfig):
         It covers the keys that differ from their defaults.
         """
         excluded: dict[str, Any] = dict.fromkeys(NOT_HASHED | {"methods"}, True) | {"data": set(NOT_IN_RECIPE)}
-        values = self.model_dump(exclude_defaults=True, exclude=excluded)
+        evaluation = self.evaluation.model_copy(update={"verify": True})  # which decides no result
+        experiment = self.model_copy(update={"evaluation": evaluation})
+        values = experiment.model_dump(exclude_defaults=True, exclude=excluded)
         values |= {"format": _FORMAT, "methods": [_hashed_method(entry) for entry in self.methods]}
         values |= self.runtime.model_dump(exclude_defaults=True, include={"precision"})
         if self.data.federation is not None:

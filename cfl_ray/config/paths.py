@@ -15,11 +15,11 @@ from cfl_ray.config.part import keys_of
 from cfl_ray.config.section import FILE, ConfigSection
 from cfl_ray.plugins.loading import note_folder
 from cfl_ray.system.nested import each_text, texts_of
+from cfl_ray.system.sqlite_uris import absolute_sqlite, sqlite_path, sqlite_uri
 
 _WRITTEN = "# paths as written "
 _RECORDED_IN = "# run directory "
 _HEADER_LINES = 4
-_SQLITE = "sqlite:///"
 
 
 def resolved_in(values: dict[str, Any], folder: Path, section: type[ConfigSection]) -> dict[str, Any]:
@@ -114,8 +114,7 @@ def _with_absolute_places(values: dict[str, Any], here: Path) -> dict[str, Any]:
     if shards and "://" not in shards and not shards.startswith("~"):
         shards = str(here / shards)
     uri = tracking["uri"]
-    if uri and uri.startswith(_SQLITE):
-        uri = _SQLITE + str(here / uri.removeprefix(_SQLITE))
+    uri = uri and absolute_sqlite(uri, here)
     places = {"output": str(here / values["output"])}
     return values | places | {"data": data | {"shards": shards}, "tracking": tracking | {"uri": uri}}
 
@@ -136,14 +135,14 @@ def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
         return {}
     moved = {}
     for value in texts_of(values):
-        scheme = _SQLITE if value.startswith(_SQLITE) else ""
-        path = value.removeprefix(scheme)
+        store = sqlite_path(value)
+        path = value if store is None else str(store)
         if not path.startswith("/"):
             continue
         file, name = _split_reference(path)
         there = os.path.normpath(new / os.path.relpath(file, old))
         if not os.path.exists(file) and os.path.exists(there):
-            moved[value] = f"{scheme}{there}{name}"
+            moved[value] = f"{there}{name}" if store is None else sqlite_uri(Path(there))
     return moved
 
 

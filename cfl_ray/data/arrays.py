@@ -15,6 +15,7 @@ from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.system.mapped import mapped_array
 
 Array = np.ndarray | torch.Tensor | Sequence[Any]
+DENSE = "data.labels: dense numbers the labels that occur 0, 1, ..."
 
 
 def federation_from_arrays(
@@ -33,6 +34,7 @@ def federation_from_arrays(
     view: str | None = None,
     normalize: list[list[float]] | None = None,
     targets: str = "class",
+    labels: str = "given",
 ) -> Federation:
     """A federation in which sample (x[r], y[r]) belongs to client clients[r]. Raises DataError for wrong input.
 
@@ -47,13 +49,16 @@ def federation_from_arrays(
     normalize: [means, standard deviations] per channel.
     targets: kind of y: "class"; "real": floats (n,) or (n, d); "binary": 0 or 1 (n, C); "tokens": integers (n, T) below
         num_classes.
+    labels: "given": C is the largest label + 1, or `num_classes`; "dense": labels are numbered 0.. in ascending order.
     """
     x_, y_, ids = _inputs("x", x, vocabulary), targets_of("y", y, targets), _ids("clients", clients)
     _check_lengths(len(x_), y=y_, clients=ids)
     names, client = np.unique(ids, return_inverse=True)
     test = _test_samples(x_test, y_test, (x_, y_), vocabulary, targets)
+    y_, test, class_names = _relabelled(y_, test, labels, targets)
     parts = [("y", y_), ("y_test", None if test is None else test[1])]
     classes = num_outputs(num_classes, parts, targets, vocabulary)
+    unused = _unused_labels(y_, classes, num_classes, targets)
     view = _view(view, test is not None, test_clients is not None, targets)
     owner = None if test is None or test_clients is None else _test_owner(test_clients, names, len(test[0]))
     group_N = _groups(groups, names, client)
@@ -72,6 +77,8 @@ def federation_from_arrays(
         recipe["targets"] = targets
     if classes != num_outputs(None, parts, targets, vocabulary):
         recipe["num_classes"] = classes
+    if class_names:
+        recipe["labels"] = list(class_names)
     rows_N, labels_NC = _rows_by_client(client, len(names)), None
     if view != "holdout":
         parts_N = [(rows, rows[:0]) for rows in rows_N]
@@ -89,8 +96,10 @@ def federation_from_arrays(
         raise DataError(f"holdout is a share between 0 and 1, got {holdout}")
     samples, index = _by_client(x_, y_, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)
     scaling = Scaling(255.0 if x_.dtype == np.uint8 else 1.0, normalize, vocabulary is not None).check(x_.shape[1:])
-    shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:])
-    return ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])
+    shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:], class_names)
+    federation = ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])
+    federation.of_labels = unused
+    return federation
 
 
 def images_from_arrays(
@@ -103,6 +112,7 @@ def images_from_arrays(
     num_classes: int | None = None,
     vocabulary: int | None = None,
     targets: str = "class",
+    labels: str = "given",
 ) -> Images:
     """Samples without clients, which `data.partition` divides among clients. Raises DataError for wrong input.
 
@@ -110,7 +120,9 @@ def images_from_arrays(
     """
     x_, y_ = _inputs("x", x, vocabulary), targets_of("y", y, targets)
     _check_lengths(len(x_), y=y_)
-    test_x, test_y = _test_samples(x_test, y_test, (x_, y_), vocabulary, targets) or (None, None)
+    test = _test_samples(x_test, y_test, (x_, y_), vocabulary, targets)
+    y_, test, class_names = _relabelled(y_, test, labels, targets)
+    test_x, test_y = test or (None, None)
     classes = num_outputs(num_classes, [("y", y_), ("y_test", test_y)], targets, vocabulary)
     if targets == "class" and classes > np.iinfo(np.int16).max:
         raise DataError(f"{classes} classes, at most {np.iinfo(np.int16).max} can be divided; give `clients` yourself")
@@ -129,7 +141,31 @@ def images_from_arrays(
         group=group,
         vocabulary=vocabulary,
         targets=targets,
+        class_names=class_names,
+        warnings=_unused_labels(y_, classes, num_classes, targets),
     )
+
+
+def _relabelled(
+    y: np.ndarray, test: StoredSamples | None, labels: str, targets: str
+) -> tuple[np.ndarray, StoredSamples | None, tuple[str, ...]]:
+    """(y, test samples, names of the classes), with labels as `labels` says."""
+    if labels not in ("given", "dense"):
+        raise DataError(f"labels must be 'given' or 'dense', got {labels!r}")
+    if labels == "given":
+        return y, test, ()
+    if targets != "class":
+        raise DataError(f"labels: dense is for classes, the targets are {targets!r}; leave it out")
+    parts = [("y", y)] + ([] if test is None else [("y_test", test[1])])
+    (y, *test_y), names = dense_labels(parts)
+    return y, None if test is None else (test[0], test_y[0]), names
+
+
+def _unused_labels(y: np.ndarray, classes: int, num_classes: int | None, targets: str) -> tuple[str, ...]:
+    """A warning on labels without a training sample, unless the caller gave the number of classes."""
+    if targets != "class" or num_classes is not None:
+        return ()
+    return tuple(label_warnings("y", y, classes, DENSE))
 
 
 class ArrayFederation(IndexedFederation):
@@ -148,6 +184,11 @@ class ArrayFederation(IndexedFederation):
     ) -> None:
         super().__init__(shape, view, recipe, index, scaling)
         self.samples, self.test_samples, self._names = samples, test, names
+        self.of_labels: tuple[str, ...] = ()  # warnings
+
+    @property
+    def warnings(self) -> list[str]:
+        return [*self.of_labels, *super().warnings]
 
     def client_name(self, client: int) -> str:
         return self._names[client]
@@ -334,6 +375,37 @@ def num_outputs(
             f"num_classes is {num_classes}, but y of targets {targets!r} has {columns} columns; leave it out"
         )
     return columns
+
+
+def dense_labels(parts: Sequence[tuple[str, np.ndarray]]) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """Labels numbered 0.. in ascending order of those in the first part, and the original labels as names.
+
+    parts: (name for messages, integers) of the training part and, if there is one, the test part. Raises DataError for
+    a label that only the test part has.
+    """
+    known = np.unique(parts[0][1])
+    for name, y in parts:
+        if not (is_known := np.isin(y, known)).all():
+            raise DataError(
+                f"{name}: label {y[~is_known][0]} has no training sample, so labels cannot be numbered densely; leave "
+                "its samples out, or number the labels yourself"
+            )
+    return [np.searchsorted(known, y) for _, y in parts], tuple(str(label) for label in known.tolist())
+
+
+_SHOWN = 10  # labels that a message lists
+
+
+def label_warnings(name: str, y: np.ndarray, num_classes: int, remedy: str) -> list[str]:
+    """A warning if not every class has a training sample; otherwise empty. remedy: of unused labels."""
+    labels = np.unique(y)
+    if len(labels) == num_classes:
+        return []
+    shown = ", ".join(map(str, labels[:_SHOWN].tolist())) + (f", ... {labels[-1]}" if len(labels) > _SHOWN else "")
+    return [
+        f"{name}: {len(labels)} of {num_classes} classes have training samples (labels {shown}), the model has an "
+        f"output for each of 0 .. {num_classes - 1}; {remedy}"
+    ]
 
 
 def _ids(name: str, values: Array) -> np.ndarray:

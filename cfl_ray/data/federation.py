@@ -3,6 +3,8 @@
 Shards and in-memory federations have a range of rows for each client, held-out rows last (`IndexedFederation`).
 """
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -92,6 +94,14 @@ class Federation(ABC):
     def digest(self) -> str | None:
         """Hash of the files that hold the data, equal for equal federations; None if there are no files."""
         return None
+
+    @property
+    def content(self) -> str:
+        """Digest of the samples and their division among clients, equal for equal federations.
+
+        By default a hash of the recipe, which has digests of all arrays.
+        """
+        return hashlib.sha256(json.dumps(self.recipe, sort_keys=True, default=str).encode()).hexdigest()
 
     @property
     def notes(self) -> list[str]:
@@ -207,6 +217,10 @@ class FederationView(Federation):
     @property
     def digest(self) -> str | None:
         return self._base.digest
+
+    @property
+    def content(self) -> str:
+        return self._base.content
 
     @property
     def notes(self) -> list[str]:

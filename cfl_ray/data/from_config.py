@@ -24,9 +24,10 @@ from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
 from cfl_ray.data.federation import DataShape, Federation, Scaling, scale_warnings
-from cfl_ray.data.folder import PREPARE_AGAIN, Folder
+from cfl_ray.data.folder import PREPARE_AGAIN, Folder, cache
 from cfl_ray.data.images import Progress, Source
 from cfl_ray.data.plan import FederationPlan, make_plan
+from cfl_ray.data.raw_files import DigestIndex, RawFiles
 from cfl_ray.data.shard_writer import shard_bytes, shard_plan_of, write_shards
 from cfl_ray.data.shards import ShardFederation, open_shards, read_manifest
 from cfl_ray.data.sources import locate
@@ -67,19 +68,101 @@ def build(
     folder = Folder(str(shards if data.shards is None else data.shards))
     if read_manifest(folder) is not None:
         return _reuse(folder, data, _recipe(data, seed, None, targets))
-    sources = _sources(data, loaded, targets)
-    recipe = _recipe(data, seed, sources, targets)
     name = data.source.rpartition(":")[2]
     # the root is not in the recipe, since data may move; by its name, two tables have shards of their own
     root = {"root": Path(data.root).name} if isinstance(data, PartsDataConfig) and data.root is not None else {}
-    folder = folder.child(f"{name}-{data.test.view or 'own'}-{_hash(_recipe(data, seed, None, targets) | root)}")
-    if read_manifest(folder) is None:
-        plan = _plan(data, seed, sources, pixels=True, progress=progress)
-        write_shards(folder.uri, plan, recipe, data.normalize, progress)
-    federation = _reuse(folder, data, recipe)
+    name = f"{name}-{data.test.view or 'own'}-{_hash(_recipe(data, seed, None, targets) | root)}"
+    raw_data = _RawData(data, seed, targets, _sources(data, loaded, targets))
+    federation = _written_or_reused(folder, name, raw_data, progress)
     if loaded is not None and federation.shape != (shape := loaded.read(False, None).data_shape):
         raise DataError(f"{folder.uri} holds {federation.shape}, {data.source} returns {shape}; {PREPARE_AGAIN}")
     return federation
+
+
+@dataclass(frozen=True)
+class _RawData:
+    """The raw data of shards."""
+
+    data: DataConfig
+    seed: int
+    targets: str
+    sources: list[Source]
+
+    def recipe(self) -> dict[str, Any]:
+        """The recipe of their shards; digests that are not known are taken."""
+        return _recipe(self.data, self.seed, self.sources, self.targets)
+
+    @property
+    def files(self) -> list[RawFiles]:
+        """The files whose digests are kept."""
+        return [source.raw for source in self.sources if source.raw is not None and source.digest is None]
+
+    def plan(self, progress: Progress | None) -> FederationPlan:
+        """The plan of the federation, with pixels. Raises DataError if a file changes meanwhile."""
+        before = [source.raw for source in self.sources if source.raw is not None and source.digested is None]
+        for files in before:  # another package reads them
+            files.digest()
+        plan = _plan(self.data, self.seed, self.sources, pixels=True, progress=progress)
+        for files in before:
+            files.check_unchanged()
+        return plan
+
+
+def _written_or_reused(parent: Folder, name: str, raw: _RawData, progress: Progress | None) -> ShardFederation:
+    """The shards of these raw data in the folder `name` below `parent`, or beside it if it has those of other raw data.
+
+    Shards of other raw data stay, since earlier runs may need them.
+    """
+    indices = [DigestIndex(parent.local or cache() / "raw", files.root) for files in raw.files]
+    for files, index in zip(raw.files, indices, strict=True):
+        files.recall(index)
+    folder, said, legacy, recipe = parent.child(name), [], False, {}
+    if (manifest := read_manifest(folder)) is not None:
+        recipe, written = raw.recipe(), manifest.recipe
+        legacy = "digests" in recipe and "digests" not in written
+        if not _is_of_raw_data(written, recipe, indices[0].shards.get(name) if legacy and indices else None):
+            other = parent.child(f"{name}-{_hash({key: recipe.get(key) for key in _RAW})[:8]}")
+            if (manifest := read_manifest(other)) is None:
+                said.append(
+                    f"the raw data have changed since {folder.uri} was written; converted anew into {other.uri}"
+                )
+            folder, legacy = other, False
+    if manifest is None:
+        plan = raw.plan(progress)
+        recipe = raw.recipe()
+        write_shards(folder.uri, plan, recipe, raw.data.normalize, progress)
+    said += _keep(raw, indices, name if legacy else None, recipe)
+    expected = {key: value for key, value in recipe.items() if not (legacy and key == "digests")}
+    federation = _reuse(folder, raw.data, expected)
+    federation.recipe |= recipe if legacy else {}
+    federation.said = tuple(said)
+    return federation
+
+
+def _keep(raw: _RawData, indices: list[DigestIndex], legacy: str | None, recipe: dict[str, Any]) -> list[str]:
+    """Saves new digests in the indices; returns lines on shards that have none. legacy: the name of such shards."""
+    changed = [files.keep(index) for files, index in zip(raw.files, indices, strict=True)]
+    said = []
+    if legacy is not None and indices and legacy not in indices[0].shards:
+        indices[0].shards[legacy], changed[0] = recipe["digests"], True
+        said.append(
+            f"shards {legacy} are of an earlier version, which recorded names and sizes of the raw files, not their "
+            "content; they are taken as made of these files, whose content is compared from now on. Delete the shards "
+            "if the files have changed since, or are images with transparency or 16 bits"
+        )
+    for index, is_new in zip(indices, changed, strict=True):
+        if is_new and not index.save() and said:
+            said.append(f"{index.file} cannot be written: changes of the content go unnoticed")
+    return said
+
+
+_RAW = ("files", "digests")  # keys of a recipe for the raw data
+
+
+def _is_of_raw_data(written: dict[str, Any], wanted: dict[str, Any], digests: list[str] | None) -> bool:
+    """Whether shards are of the wanted raw data. digests: those recorded later for shards that have none."""
+    recorded = written.get("digests", digests)
+    return written.get("files") == wanted.get("files") and recorded in (None, wanted.get("digests"))
 
 
 def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardFederation:
@@ -157,8 +240,11 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: 
         if isinstance(part, PluginShiftConfig | PluginPartitionConfig):  # shards of an edited function are not reused
             recipe[f"{name} code"] = _code_of(SHIFT_KINDS if name == "shift" else PARTITION_KINDS, part.kind)
     if sources is not None:
-        recipe["files"] = [[file.name, file.stat().st_size] for source in sources for file in source.files]
-        if digests := [source.digest for source in sources if source.digest is not None]:
+        raw = [source.raw for source in sources]
+        contents = [source.digest or (files and files.digest()) for source, files in zip(sources, raw, strict=True)]
+        # after the digests, which may find other sizes
+        recipe["files"] = [entry for files in raw if files is not None for entry in files.sizes]
+        if digests := [content for content in contents if content is not None]:
             recipe["digests"] = digests
     return recipe
 
@@ -303,7 +389,7 @@ def _from_mapping(arrays: dict[str, Any], data: PluginDataConfig, seed: int, tar
     if arrays.pop("test_clients", None) is not None:
         raise DataError("it returns test_clients without clients; give both or neither")
     arrays.pop("clients", None)
-    images = images_from_arrays(**arrays, targets=targets)
+    images = images_from_arrays(**arrays, targets=targets, labels=data.labels)
     parts = (images.train_x, images.train_y, images.test_x, images.test_y, images.group)
     of_data = digest(*(part for part in parts if part is not None))
     return Source((), lambda pixels, progress: images, of_data)
@@ -320,4 +406,5 @@ def federation_of(
         view=data.test.view,
         normalize=data.normalize,
         targets=targets,
+        labels=data.labels,
     )

@@ -1,21 +1,26 @@
-"""Files of PNG and JPEG images: parquet files as on Hugging Face, and a folder per class."""
+"""Files of images: parquet files as on Hugging Face, and a folder per class."""
 
 import os
+import stat
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import PIL
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
 from cfl_ray.config import ColumnsConfig
-from cfl_ray.data.images import Encoded, Images, Progress, decode, decoded
-from cfl_ray.data.tables import Named, column_of, concatenated, images_of, label_names
+from cfl_ray.data.decoding import Decoder, Encoded, suffixes
+from cfl_ray.data.images import Images, Progress
+from cfl_ray.data.raw_files import FileState, RawFiles
+from cfl_ray.data.tables import MAX_LABEL, Named, alike_warnings, column_of, concatenated, images_of, label_names
 from cfl_ray.errors import DataError, did_you_mean
 
 BATCH_ROWS = 2048  # encoded images in memory at a time
-SUFFIXES = (".png", ".jpg", ".jpeg")
 CLIENTS_FILE = "clients.csv"
 
 
@@ -29,10 +34,14 @@ def read_parquet(
     num_classes: int | None,
     pixels: bool,
     progress: Progress | None,
+    *,
+    transparency: str = "white",
+    dense: bool = False,
 ) -> Images:
     """The images of these files in file order. Raises DataError naming the file and row of unusable data.
 
-    num_classes: None for the largest label + 1. pixels: False decodes only the first image, for its shape.
+    num_classes: None for the largest label + 1. transparency: as in `Decoder`. dense: as in `images_of`. pixels: False
+    decodes only the first image, for its shape.
     """
     labels, others = label_names(columns.label), [name for name in (columns.client, columns.group) if name]
     parts = [_columns_of(train, [*labels, *others])]
@@ -40,12 +49,14 @@ def read_parquet(
         group = columns.group or ""
         has_groups = group and all(group in _open(file, labels).schema_arrow.names for file in test)
         parts.append(_columns_of(test, [*labels, group] if has_groups else labels))
-    shape = decode(*next(_encoded(train, columns.image))).shape  # a training part has a row
+    decoder = Decoder(transparency).first(*next(_encoded(train, columns.image))[:2])  # a training part has a row
     inputs = (
-        decoded(_encoded(files, columns.image), table.num_rows, shape, pixels, progress)
+        decoder.all(_encoded(files, columns.image), table.num_rows, pixels, progress)
         for files, (_, table) in zip((train, test), parts, strict=False)
     )
-    return images_of(parts, inputs, columns, num_classes=num_classes)
+    images = images_of(parts, inputs, columns, num_classes=num_classes, dense=dense)
+    notes, warnings = decoder.report(parts[0][0])
+    return replace(images, notes=tuple(notes), warnings=(*images.warnings, *warnings))
 
 
 def _columns_of(files: list[Path], names: list[str]) -> Named:
@@ -70,8 +81,8 @@ def _open(file: Path, names: list[str]) -> pq.ParquetFile:
     return opened
 
 
-def _encoded(files: list[Path], name: str) -> Iterator[tuple[Encoded, str]]:
-    """Yields the images in a column, encoded, with their names for messages."""
+def _encoded(files: list[Path], name: str) -> Iterator[tuple[Encoded, str, str]]:
+    """Yields the images in a column, encoded, with their names for messages, as `Decoder.all` takes them."""
     for file in files:
         with _open(file, [name]) as opened:
             kind, row = opened.schema_arrow.field(name).type, 0
@@ -83,66 +94,227 @@ def _encoded(files: list[Path], name: str) -> Iterator[tuple[Encoded, str]]:
                 )
             for batch in opened.iter_batches(BATCH_ROWS, columns=[name]):
                 for value in batch.column(0).field("bytes") if is_struct else batch.column(0):
-                    yield value.as_py(), f"{file}: the image in row {row}"
+                    yield value.as_py(), f"{file}: the image in row {row}", ""
                     row += 1
 
 
 # ---- a folder per class, as torchvision's ImageFolder reads it, with the client of each image if known
 
 
-def files_of(folder: Path) -> list[Path]:
-    """The images below the class folders of `folder`, sorted. Raises DataError if there are none."""
+@dataclass
+class Listing:
+    """The images below the class folders of a folder, in the order of their paths, and what else is there."""
+
+    folder: Path
+    names: list[str] = field(default_factory=list)  # paths below the folder, with /
+    states: list[FileState] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)  # folders with an image, sorted
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # names of what is not read, by the reason
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the images."""
+        return [f"{self.folder}/{name}" for name in self.names]
+
+    @property
+    def labels(self) -> list[str]:
+        """The class of each image."""
+        return [name.partition("/")[0] for name in self.names]
+
+    def leave_out(self, reason: str, name: str) -> None:
+        """Notes what is not read."""
+        self.left_out.setdefault(reason, []).append(name)
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each reason for which something is not read."""
+        lines = []
+        for reason, names in self.left_out.items():
+            kinds = Counter(map(_suffix, names))
+            by_suffix = ", ".join(f"{count} {suffix}" for suffix, count in sorted(kinds.items()) if suffix)
+            examples = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+            counted = f" ({by_suffix})" if by_suffix else ""
+            lines.append(f"{self.folder}: left out, since {reason}: {len(names)}{counted}, {examples}")
+        return lines
+
+
+_NOT_OF_THE_USER = {"__MACOSX", "Thumbs.db", "desktop.ini"}  # what macOS and Windows add; and names that begin with .
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
+def raw_files(root: Path, listings: list[Listing]) -> RawFiles:
+    """The files of these listings, the first of which is the training part's, with the clients.csv of that."""
+    paths = [path for listing in listings for path in listing.paths]
+    states = [state for listing in listings for state in listing.states]
+    clients_file = f"{listings[0].folder}/{CLIENTS_FILE}"
+    if os.path.isfile(clients_file):
+        paths.append(clients_file)
+        states.append(FileState.of(os.stat(clients_file)))
+    below = f"{root}/"
+    return RawFiles(os.path.abspath(root), paths, [path.removeprefix(below) for path in paths], states)
+
+
+def listed(folder: Path, without: Path | None = None) -> Listing:
+    """The images below the class folders of `folder`, and what is left out. Links are followed.
+
+    without: a folder that is no class. Raises DataError without an image, and for a folder that cannot be read.
+    """
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder.absolute()}; set data.root to a folder with a folder per class")
-    for inner in (folder, *(path for path in folder.glob("*") if path.is_dir())):
-        if not os.access(inner, os.R_OK | os.X_OK):  # glob leaves out what it may not read
-            raise DataError(f"{inner.absolute()} cannot be read: permission denied")
-    files = sorted(file for file in folder.glob("*/**/*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    if not files:
-        raise DataError(
-            f"{folder.absolute()} has no {', '.join(SUFFIXES)} file in a folder per class, e.g. {folder.name}/cat/1.png"
-        )
-    return files
+    listing, skipped = Listing(folder), None if without is None else os.path.abspath(without)
+    _walk(listing, os.fspath(folder), "", (), skipped)
+    if not listing.names:
+        others = "".join(f"; {line}" for line in listing.warnings)
+        raise DataError(f"{folder.absolute()} has no image in a folder per class, e.g. {folder.name}/cat/1.png{others}")
+    listing.classes = sorted(set(listing.labels))
+    return listing
 
 
-def read_folders(train: Path, test: Path | None, pixels: bool, progress: Progress | None) -> Images:
+def _walk(listing: Listing, path: str, name: str, above: tuple[tuple[int, int], ...], skipped: str | None) -> None:
+    """Lists a folder in the order of names. above: (device, inode) of the folders around it. name: below the root."""
+    try:
+        with os.scandir(path) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{os.path.abspath(path)} cannot be read: {error.strerror}") from error
+    above = (*above, (status.st_dev, status.st_ino))
+    for entry in found:
+        inner = f"{name}/{entry.name}" if name else entry.name
+        if entry.name in _NOT_OF_THE_USER or entry.name.startswith("."):
+            listing.leave_out("it is hidden or made by the system", inner)
+        elif entry.is_dir():
+            if skipped is not None and os.path.abspath(entry.path) == skipped:
+                continue
+            if (entry.stat().st_dev, entry.stat().st_ino) in above:
+                listing.leave_out("it is a link to a folder that contains it", inner)
+                continue
+            count = len(listing.names)
+            _walk(listing, entry.path, inner, above, skipped)
+            if not name and len(listing.names) == count:
+                listing.leave_out("a folder without an image is no class", inner)
+        else:
+            _list_file(listing, entry, inner, in_class=bool(name))
+
+
+def _list_file(listing: Listing, entry: os.DirEntry[str], name: str, in_class: bool) -> None:
+    """Lists an image, or notes why a file is none."""
+    if not in_class and name == CLIENTS_FILE:
+        return
+    if _suffix(name) not in suffixes():
+        listing.leave_out(f"it is no image by its suffix (of those that Pillow {PIL.__version__} decodes)", name)
+    elif not in_class:
+        listing.leave_out("it is in no class folder", name)
+    else:
+        try:
+            name.encode()
+            status = entry.stat()
+        except UnicodeError:
+            raise DataError(f"{listing.folder}: the file name {name!r} is no text in UTF-8; rename it") from None
+        except OSError as error:  # a link to a missing file, or one that has just been removed
+            raise DataError(f"{entry.path} cannot be read: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode):
+            listing.leave_out("it is a device or a pipe", name)
+            return
+        listing.names.append(name)
+        listing.states.append(FileState.of(status))
+
+
+def read_folders(
+    train: Listing, test: Listing | None, raw: RawFiles, transparency: str, pixels: bool, progress: Progress | None
+) -> Images:
     """The images in a folder that has a folder for each class, numbered in sorted order of the folders' names.
 
-    A test folder in the training folder is not a class. `clients.csv` in the training folder, with columns file (path
-    below the folder) and client, names the client of each image.
+    `clients.csv` in the training folder, with columns file (path below the folder) and client, names the client of each
+    image. raw: reads the files. transparency: as in `Decoder`.
     """
-    files = files_of(train)
-    if test is not None and test.is_relative_to(train):
-        files = [file for file in files if not file.is_relative_to(test)]
-    if not files:
-        raise DataError(f"{train.absolute()} has no image in a folder per class, except in the test folder")
-    classes = sorted({file.relative_to(train).parts[0] for file in files})
-    shape = decode(files[0], str(files[0])).shape
+    paths = train.paths
+    decoder = Decoder(transparency).first(raw.read(paths[0]), paths[0])
+    if not pixels:  # an image of each class and suffix stands for all, so that a summary is quick
+        for path in {(label, _suffix(path)): path for label, path in zip(train.labels, paths, strict=True)}.values():
+            decoder.look(raw.read(path), path)
 
-    def part(files: list[Path], folder: Path) -> tuple[np.ndarray, np.ndarray]:
-        names = [file.relative_to(folder).parts[0] for file in files]
-        if unknown := sorted(set(names) - set(classes)):
-            known = ", ".join(classes)
-            raise DataError(f"{folder}: class {unknown[0]!r} has no training image; the classes are {known}")
-        x = decoded(((file, str(file)) for file in files), len(files), shape, pixels, progress)
-        return x, np.array([classes.index(name) for name in names], np.int16)
+    def part(listing: Listing) -> tuple[np.ndarray, np.ndarray]:
+        if unknown := sorted(set(listing.classes) - set(train.classes)):
+            known = ", ".join(train.classes)
+            raise DataError(f"{listing.folder}: class {unknown[0]!r} has no training image; the classes are {known}")
+        contents = ((raw.read(path), path, _suffix(path)) for path in listing.paths)
+        x = decoder.all(contents, len(listing.names), pixels, progress)
+        label_of = {name: label for label, name in enumerate(train.classes)}
+        return x, np.array([label_of[name] for name in listing.labels], np.int16)
 
-    x, y = part(files, train)
-    test_x, test_y = (None, None) if test is None else part(files_of(test), test)
-    return Images(x, y, test_x, test_y, len(classes), client=_clients(train, files), class_names=tuple(classes))
+    if len(train.classes) > MAX_LABEL + 1:
+        raise DataError(
+            f"{train.folder} has {len(train.classes)} class folders, at most {MAX_LABEL + 1} can be classes"
+        )
+    x, y = part(train)
+    test_x, test_y = (None, None) if test is None else part(test)
+    client, of_clients = _clients(train, raw)
+    notes, warnings = decoder.report(str(train.folder)) if pixels else ([], [])
+    return Images(
+        x,
+        y,
+        test_x,
+        test_y,
+        len(train.classes),
+        scale=255 if x.dtype == np.uint8 else 1,
+        client=client,
+        class_names=tuple(train.classes),
+        notes=tuple(notes),
+        warnings=(
+            *train.warnings,
+            *(test.warnings if test is not None else ()),
+            *_order(train),
+            *warnings,
+            *of_clients,
+        ),
+    )
 
 
-def _clients(folder: Path, files: list[Path]) -> np.ndarray | None:
-    """The client of each image as strings; None without a `clients.csv`."""
-    clients_file = folder / CLIENTS_FILE
-    if not clients_file.is_file():
-        return None
+def _order(listing: Listing) -> list[str]:
+    """A warning if the names of classes are numbers, but not in the order of the labels."""
+    names = listing.classes
+    if not all(name.isdecimal() for name in names) or names == sorted(names, key=int):
+        return []
+    label, name = next((label, name) for label, name in enumerate(names) if int(name) != label)
+    return [
+        f"{listing.folder}: classes are numbered in the order of their names as text, as torchvision does: label "
+        f"{label} is the class {name} (result.class_names)"
+    ]
+
+
+def _clients(listing: Listing, raw: RawFiles) -> tuple[np.ndarray | None, list[str]]:
+    """(the client of each image as strings, warnings); None without a `clients.csv`."""
+    clients_file = f"{listing.folder}/{CLIENTS_FILE}"
+    if not os.path.isfile(clients_file):
+        return None, []
+    columns = pyarrow.csv.ConvertOptions(
+        include_columns=["file", "client"],
+        column_types={"file": pa.string(), "client": pa.string()},  # ids as they are written: 007 is not 7
+        strings_can_be_null=False,
+    )
     try:
-        table = pyarrow.csv.read_csv(clients_file)
-        client_of = {str(row["file"]): str(row["client"]) for row in table.select(["file", "client"]).to_pylist()}
-    except (pyarrow.ArrowException, KeyError, OSError) as error:
+        table = pyarrow.csv.read_csv(pa.BufferReader(raw.read(clients_file)), convert_options=columns)
+    except (pa.ArrowException, KeyError, OSError) as error:
         raise DataError(f"{clients_file} must be a CSV file with columns file and client: {error}") from error
-    names = [file.relative_to(folder).as_posix() for file in files]
-    if missing := [name for name in names if name not in client_of]:
-        raise DataError(f"{clients_file} names no client for {missing[0]} ({len(missing)} of {len(names)} images)")
-    return np.array([client_of[name] for name in names], np.str_)
+    client_of: dict[str, str] = {}
+    for row, (name, client) in enumerate(
+        zip(*(table[column].to_pylist() for column in table.column_names), strict=True)
+    ):
+        if not client.strip():
+            raise DataError(f"{clients_file}: the client in row {row} (the first is row 0) is empty; fill it")
+        if client_of.setdefault(name, client) != client:
+            raise DataError(
+                f"{clients_file} names two clients for {name}: {client_of[name]} and {client}; an image has one client"
+            )
+    if missing := [name for name in listing.names if name not in client_of]:
+        raise DataError(
+            f"{clients_file} names no client for {missing[0]} ({len(missing)} of {len(listing.names)} images)"
+        )
+    others = sorted(client_of.keys() - set(listing.names))
+    lines = [f"{clients_file} names {len(others)} files that are not read, e.g. {others[0]}"] if others else []
+    ids = np.array([client_of[name] for name in listing.names], np.str_)
+    return ids, lines + alike_warnings(f"{clients_file}: column 'client'", ids, "client")

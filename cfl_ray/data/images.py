@@ -3,18 +3,18 @@
 Arrays of samples may be larger than memory.
 """
 
-import io
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
 from cfl_ray.config import DataConfig
 from cfl_ray.config.data import FilesDataConfig
 from cfl_ray.data.federation import DataShape
+from cfl_ray.data.raw_files import RawFiles
 from cfl_ray.errors import DataError
 from cfl_ray.system.mapped import mapped_array
 
@@ -83,9 +83,15 @@ class Images:
 class Source:
     """A data set whose files exist but are not read yet."""
 
-    files: tuple[Path, ...]  # empty if the data come with a library or from a function
+    files: tuple[Path, ...]  # empty with `digested`, and if the data come with a library or from a function
     read: Callable[[bool, Progress | None], Images]  # (whether to read pixels, progress)
-    digest: str | None = None  # hash of the data; None: names and sizes of the files stand for it
+    digest: str | None = None  # hash of the data; None: that of the files
+    digested: RawFiles | None = None  # the files, if `read` takes their digests; None: their digests are taken before
+
+    @cached_property
+    def raw(self) -> RawFiles | None:
+        """The files with their digests; None without files."""
+        return self.digested or (RawFiles.of(self.files) if self.files else None)
 
 
 def roots(data: DataConfig) -> list[Path]:
@@ -120,54 +126,3 @@ def find(data: DataConfig, subfolders: list[str], patterns: list[str], name: str
                 return folder, files
     places = ", ".join(str(folder.absolute()) for folder in folders)
     raise DataError(f"data set {name!r} not found: no {' or '.join(patterns)} in {places}; to get it: {get}")
-
-
-# ---- pixels
-
-
-Encoded = bytes | Path | None  # content or path of a PNG or JPEG file; None: missing
-
-
-def decoded(
-    images: Iterable[tuple[Encoded, str]],
-    count: int,
-    shape: tuple[int, ...],
-    pixels: bool = True,
-    progress: Progress | None = None,
-) -> np.ndarray:
-    """The images, with names for messages, as uint8 (count, *shape); if `pixels` is false, a broadcast 0."""
-    if not pixels:
-        return np.broadcast_to(np.uint8(0), (count, *shape))
-    x = mapped_array((count, *shape))
-    for done, (content, name) in enumerate(images, 1):
-        x[done - 1] = decode(content, name, shape)
-        if progress and (done % 1000 == 0 or done == count):
-            progress("decoding images", done, count)
-    return x
-
-
-def decode(content: Encoded, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-    """An image as uint8 (C, H, W); C is 1 for a grey image and 3 for other images.
-
-    shape: that of the first image, which decides C. Raises DataError for an image of another height or width, and for
-    colours if the first image is grey.
-    """
-    if content is None:
-        raise DataError(f"{name} has no image bytes; files that hold only paths are not supported, embed the images")
-    file = io.BytesIO(content) if isinstance(content, bytes) else content
-    try:
-        with Image.open(file, formats=("PNG", "JPEG")) as image:
-            # checked before decoding, so that a huge image is not decoded
-            if shape is not None and (image.height, image.width) != shape[1:]:
-                raise DataError(
-                    f"{name} is {image.height}x{image.width}, the first image is {shape[1]}x{shape[2]}; "
-                    "resize all to the same size"
-                )
-            is_grey = image.mode in ("1", "L", "LA")
-            grey = is_grey if shape is None else shape[0] == 1
-            pixels = np.asarray(image.convert("L" if grey else "RGB"))
-            if grey and not is_grey and (np.asarray(image.convert("RGB")) != pixels[..., None]).any():
-                raise DataError(f"{name} has colours, the first image is grey; convert all images to one mode")
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{name} is neither PNG nor JPEG, or damaged: {error}") from error
-    return pixels[None] if grey else pixels.transpose(2, 0, 1)

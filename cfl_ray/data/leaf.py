@@ -7,12 +7,15 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cfl_ray.data.arrays import DENSE, label_warnings
 from cfl_ray.data.images import Images, Progress
+from cfl_ray.data.tables import numbered
 from cfl_ray.errors import DataError
 
 SIDE = 28  # pixels
@@ -20,6 +23,7 @@ CLASSES = 62
 
 Samples = tuple[np.ndarray, np.ndarray]  # x: uint8 (n, C, H, W) or token ids int32 (n, length); y: int16 (n,)
 Convert = Callable[[Path, str, int, Any, Any], Samples]  # (file, user, number of samples, x, y) -> Samples
+Content = Callable[[Path], bytes]  # of a file
 
 
 def read(
@@ -28,23 +32,56 @@ def read(
     convert: Convert,
     num_classes: int,
     vocabulary: int | None,
+    content: Content,
+    dense: bool,
     progress: Progress | None,
 ) -> Images:
     """The samples of LEAF's files, with their users as clients.
 
     convert: makes the samples of a user, or raises DataError for unusable data. vocabulary: number of token ids; None:
-    the samples are images.
+    the samples are images. dense: whether labels are numbered anew, as in `dense_labels`.
     """
-    train_x, train_y, client = _part(train, convert, progress)
-    test_x, test_y, _ = _part(test, convert, progress) if test else (None, None, None)
-    scale = 255 if vocabulary is None else 1
-    return Images(train_x, train_y, test_x, test_y, num_classes, scale, client, vocabulary=vocabulary)
+    empty: list[str] = []  # users without samples
+    train_x, train_y, client = _part(train, convert, content, empty, progress)
+    test_x, test_y, _ = _part(test, convert, content, empty, progress) if test else (None, None, None)
+    class_names: tuple[str, ...] = ()
+    if dense:
+        parts = [(str(files[0].parent), y) for files, y in ((train, train_y), (test, test_y)) if y is not None]
+        (train_y, *tests), class_names = numbered(parts)
+        test_y, num_classes = next(iter(tests), None), len(class_names)
+    warnings = label_warnings(str(train[0].parent), train_y, num_classes, DENSE)
+    if empty:
+        warnings.append(f"{train[0].parent.parent}: {len(empty)} users without samples are left out, e.g. {empty[0]}")
+    return Images(
+        train_x,
+        train_y,
+        test_x,
+        test_y,
+        num_classes,
+        scale=255 if vocabulary is None else 1,
+        client=client,
+        vocabulary=vocabulary,
+        class_names=class_names,
+        notes=(f"{train[0].parent}: read {len(np.unique(client))} users with {len(train_y)} samples",),
+        warnings=tuple(warnings),
+    )
 
 
-def _part(files: list[Path], convert: Convert, progress: Progress | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _part(
+    files: list[Path], convert: Convert, content: Content, empty: list[str], progress: Progress | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     xs, ys, names = [], [], []
+    file_of: dict[str, Path] = {}  # of each user
     for done, file in enumerate(files, 1):
-        for user, count, x_of_user, y_of_user in _users(file):
+        for user, count, x_of_user, y_of_user in _users(file, content):
+            if (first := file_of.setdefault(user, file)) != file:
+                raise DataError(
+                    f"user {user!r} is in {first} and in {file}; LEAF's own reader takes the last and loses the other, "
+                    "so put the samples of a user into one file, or remove the copy"
+                )
+            if not count:
+                empty.append(user)
+                continue
             x, y = convert(file, user, count, x_of_user, y_of_user)
             xs.append(x)
             ys.append(y)
@@ -58,21 +95,50 @@ def _part(files: list[Path], convert: Convert, progress: Progress | None) -> tup
     return np.concatenate(xs), np.concatenate(ys), np.asarray(names, dtype=np.str_)
 
 
-def _users(file: Path) -> Iterator[tuple[str, int, Any, Any]]:
-    """Yields (user, number of samples, x, y) for every user of a file who has samples."""
+def _users(file: Path, content: Content) -> Iterator[tuple[str, int, Any, Any]]:
+    """Yields (user, number of samples, x, y) for every user of a file. Raises DataError for lists that disagree."""
     try:
-        content = json.loads(file.read_bytes())
-        counts = list(zip(content["users"], content["num_samples"], strict=False))  # a user without a count is ignored
-        user_data = content["user_data"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        parsed = json.loads(content(file), object_pairs_hook=partial(_once, file))
+        users, counts, user_data = parsed["users"], parsed["num_samples"], parsed["user_data"]
+        hierarchies = parsed.get("hierarchies")
+        lengths = {"users": len(users), "num_samples": len(counts), "user_data": len(user_data)}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{file} is not a LEAF file (users, num_samples, user_data): {error!r}") from error
-    for user, count in counts:
+    if hierarchies:
+        lengths["hierarchies"] = len(hierarchies) if isinstance(hierarchies, list) else -1
+    if not (isinstance(users, list) and isinstance(counts, list) and isinstance(user_data, dict)):
+        raise DataError(f"{file} is not a LEAF file: users and num_samples must be lists, user_data an object")
+    known: set[str] = set()
+    for user in map(str, users):
+        if user in known:
+            raise DataError(f"{file}: users lists {user!r} twice; a user is listed once")
+        if user not in user_data:
+            raise DataError(f"{file}: user_data has no entry for user {user!r}, whom users lists; add it")
+        known.add(user)
+    if others := [user for user in user_data if user not in known]:
+        raise DataError(f"{file}: users does not list user {others[0]!r}, who has an entry in user_data; add the name")
+    if len(set(lengths.values())) > 1:
+        disagreeing = ", ".join(f"{count} of {name}" for name, count in lengths.items())
+        raise DataError(f"{file} has {disagreeing}; each user needs an entry in all")
+    for user, count in zip(map(str, users), counts, strict=True):
         try:
             x, y = user_data[user]["x"], user_data[user]["y"]
         except (KeyError, TypeError) as error:
             raise DataError(f"{file}: data of user {user!r} cannot be read: {error!r}") from error
-        if count:
-            yield str(user), count, x, y
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise DataError(f"{file}: num_samples of user {user!r} must be a whole number from 0, got {count!r}")
+        if count == 0 and (x or y):
+            raise DataError(f"{file}: num_samples of user {user!r} is 0, but the user has data; correct one of them")
+        yield user, count, x, y
+
+
+def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises DataError for a name that it has twice, of which json would keep the last."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise DataError(f"{file} has the name {name!r} twice in one object; rename one or remove the copy")
+    return made
 
 
 def handwriting(file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
@@ -116,14 +182,16 @@ def characters(file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
     return np.array(tokens, np.int32), np.array(labels, np.int16)[:, 0]
 
 
-def read_tweets(train: list[Path], test: list[Path], vocabulary: int, progress: Progress | None) -> Images:
+def read_tweets(
+    train: list[Path], test: list[Path], vocabulary: int, content: Content, dense: bool, progress: Progress | None
+) -> Images:
     """Sentiment140: the first 25 words of each tweet, labelled with its sentiment, 0 or 1.
 
     The vocabulary has the most frequent words of the training files; equally frequent words in alphabetical order.
     """
     counts: Counter[str] = Counter()
     for file in train:
-        for user, count, x, y in _users(file):
+        for user, count, x, y in _users(file, content):
             _check_text(file, user, count, x, y)
             counts.update(word for tweet in x for word in _words(_text(tweet)))
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 2]
@@ -146,7 +214,7 @@ def read_tweets(train: list[Path], test: list[Path], vocabulary: int, progress: 
             )
         return tokens, labels.astype(np.int16)
 
-    return read(train, test, words, 2, vocabulary, progress)
+    return read(train, test, words, 2, vocabulary, content, dense, progress)
 
 
 def _words(text: str) -> list[str]:

@@ -164,6 +164,12 @@ class ShardFederation(IndexedFederation):
         return hashlib.sha256(self._folder.read(MANIFEST) or b"").hexdigest()
 
     @property
+    def content(self) -> str:
+        """As in the base class, from the digests of the files: the recipe has the form of its version of cfl_ray."""
+        files = (self.manifest.index, *self.manifest.train, *self.manifest.test)
+        return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
+
+    @property
     def notes(self) -> list[str]:
         """Lines on what was read when the shards were written."""
         return self.manifest.notes

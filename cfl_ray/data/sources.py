@@ -23,13 +23,16 @@ from cfl_ray.config.data import (
     CsvConfig,
     FilesDataConfig,
     HfDiskConfig,
+    ImagesDataConfig,
     PartsDataConfig,
     Sent140LeafConfig,
 )
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_files, leaf, tables
+from cfl_ray.data.arrays import DENSE, label_warnings
 from cfl_ray.data.hf_disk import saved_dataset
 from cfl_ray.data.images import Images, Progress, Source, find, roots
+from cfl_ray.data.raw_files import RawFiles
 from cfl_ray.data.table_files import CsvFormat
 from cfl_ray.data.tables import read_npz
 from cfl_ray.errors import DataError, did_you_mean
@@ -180,16 +183,32 @@ def medmnist(data: FilesDataConfig) -> Source:
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise DataError(f"data.train_files: {root.absolute()} holds {len(files)} data sets, name one of: {names}")
-    return Source(tuple(files), lambda pixels, progress: _read_medmnist(files[0]))
+    return Source(tuple(files), lambda pixels, progress: _read_medmnist(files[0], data.labels == "dense"))
 
 
-def _read_medmnist(file: Path) -> Images:
+def _read_medmnist(file: Path, dense: bool) -> Images:
     names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels")]
     arrays = read_npz(file, names, None, f"a file of medmnist has {', '.join(names)}")
     parts = [
         _medmnist_part(file, name, arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")
     ]
-    return Images(*parts[0], *parts[1], num_classes=max(int(y.max()) for _, y in parts) + 1)
+    labels: list[np.ndarray] = [y for _, y in parts]
+    class_names: tuple[str, ...] = ()
+    if dense:
+        labels, class_names = tables.numbered(
+            [(f"{file}: {name}_labels", y) for name, y in zip(("train", "test"), labels, strict=True)]
+        )
+    num_classes = len(class_names) or max(int(y.max()) for y in labels) + 1
+    warnings = label_warnings(f"{file}: train_labels", labels[0], num_classes, DENSE)
+    return Images(
+        parts[0][0],
+        labels[0],
+        parts[1][0],
+        labels[1],
+        num_classes,
+        class_names=class_names,
+        warnings=tuple(warnings),
+    )
 
 
 def _medmnist_part(file: Path, part: str, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -205,6 +224,9 @@ def _medmnist_part(file: Path, part: str, x: np.ndarray, y: np.ndarray) -> tuple
         )
     if len(x) != len(y):
         raise DataError(f"{file} has {len(x)} {part}_images and {len(y)} {part}_labels, expected as many")
+    if y.dtype.kind not in "iu" or (len(y) and not 0 <= y.min() <= y.max() <= tables.MAX_LABEL):
+        found = f"{y.min()}..{y.max()}" if y.dtype.kind in "iuf" and len(y) else str(y.dtype)
+        raise DataError(f"{file}: {part}_labels must be integers in 0..{tables.MAX_LABEL}, got {found}")
     x = x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
     return x, y.reshape(len(y)).astype(np.int16)
 
@@ -310,7 +332,12 @@ def images(data: ColumnsDataConfig) -> Source:
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
     usual = ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
     train, test = _parts(data, [""], usual, "images", get)
-    return Source((*train, *test), partial(image_files.read_parquet, train, test, data.columns, None))
+    return Source((*train, *test), partial(_parquet(data), train, test, data.columns, None))
+
+
+def _parquet(data: ColumnsDataConfig) -> Callable[..., Images]:
+    """Reads the images of Parquet files as `data` says."""
+    return partial(image_files.read_parquet, transparency=data.transparency, dense=data.labels == "dense")
 
 
 def femnist(data: ColumnsDataConfig) -> Source:
@@ -322,7 +349,7 @@ def femnist(data: ColumnsDataConfig) -> Source:
     usual = ["hf/femnist/data/*.parquet", "data/*.parquet", "*.parquet"]
     train, test = _parts(data, ["", "femnist"], usual, "femnist", get)
     names = {"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
-    return Source((*train, *test), partial(image_files.read_parquet, train, test, ColumnsConfig(**names), leaf.CLASSES))
+    return Source((*train, *test), partial(_parquet(data), train, test, ColumnsConfig(**names), leaf.CLASSES))
 
 
 def _parts(
@@ -367,7 +394,12 @@ def _leaf(name: str, data: FilesDataConfig, read: Callable[..., Images], get: st
     subfolders = [data.train_files] if data.train_files else usual
     root, train = find(data, subfolders, ["train/*.json"], f"{name}_leaf", get)
     test = sorted(root.glob("test/*.json"))
-    return Source((*train, *test), lambda pixels, progress: read(train, test, progress=progress))
+    raw, dense = RawFiles.of([*train, *test]), data.labels == "dense"
+    return Source(
+        (),
+        lambda pixels, progress: read(train, test, content=raw.read, dense=dense, progress=progress),
+        digested=raw,
+    )
 
 
 def shakespeare_leaf(data: FilesDataConfig) -> Source:
@@ -391,17 +423,21 @@ def csv(data: CsvConfig, targets: str = "class") -> Source:
     train, test = _parts(data, [""], ["*.csv"], "csv", get)
     files = (*train, *test)
     digest = " ".join(map(sha256_once, files))  # an edited table may have the same size
-    written = CsvFormat(data.delimiter, data.encoding, data.decimal)
-    return Source(files, lambda pixels, progress: tables.read_csv(train, test, data.columns, targets, written), digest)
+    written, dense = CsvFormat(data.delimiter, data.encoding, data.decimal), data.labels == "dense"
+    return Source(
+        files, lambda pixels, progress: tables.read_csv(train, test, data.columns, targets, written, dense), digest
+    )
 
 
-def image_folder(data: PartsDataConfig) -> Source:
+def image_folder(data: ImagesDataConfig) -> Source:
     """Images in a folder for each class."""
-    train, test = _folders(data)
-    files = image_files.files_of(train) + ([] if test is None else image_files.files_of(test))
-    clients_file = train / image_files.CLIENTS_FILE
-    files += [clients_file] if clients_file.is_file() else []
-    return Source(tuple(files), partial(image_files.read_folders, train, test))
+    folder, test_folder = _folders(data)
+    if test_folder is not None and test_folder.is_dir() and folder.is_dir() and test_folder.samefile(folder):
+        raise DataError(f"data.train_files and data.test_files name the same folder, {folder.absolute()}")
+    train = image_files.listed(folder, without=test_folder)
+    test = None if test_folder is None else image_files.listed(test_folder)
+    raw = image_files.raw_files(roots(data)[0], [train] if test is None else [train, test])
+    return Source((), partial(image_files.read_folders, train, test, raw, data.transparency), digested=raw)
 
 
 def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
@@ -413,7 +449,10 @@ def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
     parts = [saved_dataset(folder) for folder in (train, test) if folder is not None]
     files = [file for part in parts for file in (*part.files, *part.descriptions)]
     return Source(
-        tuple(files), lambda pixels, progress: tables.read_hf(train, test, data.columns, data.vocabulary, targets)
+        tuple(files),
+        lambda pixels, progress: tables.read_hf(
+            train, test, data.columns, data.vocabulary, targets, data.transparency, data.labels == "dense"
+        ),
     )
 
 

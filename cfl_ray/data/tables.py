@@ -18,8 +18,9 @@ import pyarrow.compute as pc
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data import hf_disk
-from cfl_ray.data.arrays import num_outputs, numbers, targets_of, tokens
-from cfl_ray.data.images import Images, decode, decoded
+from cfl_ray.data.arrays import DENSE, dense_labels, label_warnings, num_outputs, numbers, targets_of, tokens
+from cfl_ray.data.decoding import Decoder
+from cfl_ray.data.images import Images
 from cfl_ray.data.index_columns import counting_columns, index_columns
 from cfl_ray.data.table_files import COMMON, CsvFormat, is_number, is_text, plain, read_rows
 from cfl_ray.errors import DataError, did_you_mean
@@ -80,9 +81,12 @@ def integer_labels(part: Named, column: str) -> np.ndarray:
     y = column_of(part, column).to_numpy()
     if len(y) and not 0 <= y.min() <= y.max() <= MAX_LABEL:
         rows = int((y == -1).sum())
-        unlabelled = f"; -1 marks rows without a label ({rows} of {len(y)}): leave them out" if rows else ""
+        no_label = (
+            f"leave out the rows of -1, which have no label ({rows} of {len(y)}); if it is a class, " if rows else ""
+        )
         raise DataError(
-            f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}{unlabelled}"
+            f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}; "
+            f"{no_label}{DENSE}"
         )
     return y.astype(np.int16)
 
@@ -177,7 +181,12 @@ def read_npz(file: Path, required: Sequence[str], optional: Sequence[str] | None
 
 
 def read_csv(
-    train: list[Path], test: list[Path], columns: ColumnsConfig, targets: str = "class", csv: CsvFormat = COMMON
+    train: list[Path],
+    test: list[Path],
+    columns: ColumnsConfig,
+    targets: str = "class",
+    csv: CsvFormat = COMMON,
+    dense: bool = False,
 ) -> Images:
     """The samples of CSV or Parquet files. Inputs are float32 (n, F), a number for each feature column."""
     labels = label_names(columns.label)
@@ -198,7 +207,7 @@ def read_csv(
         column_of(parts[0], column)
     features, warnings = _features(parts[0], [tables[file] for file in train], columns, sorted(left_out))
     inputs = (np.stack([_numbers(part, name, warnings) for name in features], 1) for part in parts)
-    images = images_of(parts, inputs, columns, targets=targets)
+    images = images_of(parts, inputs, columns, targets=targets, dense=dense)
     return replace(images, warnings=(*images.warnings, *dict.fromkeys(warnings)))
 
 
@@ -247,7 +256,13 @@ _SHOWN = 20  # columns that a warning lists
 
 
 def read_hf(
-    train: Path, test: Path | None, columns: ColumnsConfig, vocabulary: int | None, targets: str = "class"
+    train: Path,
+    test: Path | None,
+    columns: ColumnsConfig,
+    vocabulary: int | None,
+    targets: str = "class",
+    transparency: str = "white",
+    dense: bool = False,
 ) -> Images:
     """The samples of data sets that `Dataset.save_to_disk` wrote into these folders.
 
@@ -265,8 +280,11 @@ def read_hf(
     class_names: tuple[str, ...] = ()
     if targets == "class" and isinstance(columns.label, str):
         class_names = hf_disk.common_class_names(saved, columns.label)
-    inputs = (_lists_or_images(part, columns.image, vocabulary) for part in parts)
-    return images_of(parts, inputs, columns, vocabulary, targets, class_names=class_names)
+    decoder = Decoder(transparency)
+    inputs = (_lists_or_images(part, columns.image, vocabulary, decoder) for part in parts)
+    images = images_of(parts, inputs, columns, vocabulary, targets, dense=dense, class_names=class_names)
+    notes, warnings = decoder.report(parts[0][0])
+    return replace(images, notes=tuple(notes), warnings=(*images.warnings, *warnings))
 
 
 _OTHER_MEDIA = ("Audio", "Video", "Pdf", "Nifti", "Mesh", "Translation", "TranslationVariableLanguages")
@@ -279,20 +297,24 @@ def images_of(
     vocabulary: int | None = None,
     targets: str = "class",
     num_classes: int | None = None,
+    dense: bool = False,
     class_names: tuple[str, ...] = (),
 ) -> Images:
     """The samples of a training part and, if given, a test part, with labels, clients and groups.
 
     inputs: of each part; they are computed after the labels are checked. num_classes: None for the largest label + 1.
-    class_names: of integer labels, if the files have them; their number is that of the classes.
+    dense: whether integer labels are numbered anew, as in `dense_labels`. class_names: of integer labels, if the files
+    have them; their number is that of the classes.
     """
     warnings: list[str] = []
-    num_classes = len(class_names) or num_classes
     if targets != "class":
         labels = [_targets(part, columns.label, targets) for part in parts]
     elif isinstance(columns.label, str):
-        labels, words = _labels(parts, columns.label)
-        class_names = words or class_names
+        labels, words = _labels(parts, columns.label, dense)
+        if dense and words:
+            class_names = _names_of(words, class_names) if class_names else words
+        num_classes = len(class_names) or num_classes
+        class_names = class_names or words
         warnings += alike_warnings(f"{parts[0][0]}: column {columns.label!r}", np.array(words), "class")
     else:
         raise DataError(
@@ -301,6 +323,7 @@ def images_of(
         )
     named = [(f"{file}: column {columns.label!r}", y) for (file, _), y in zip(parts, labels, strict=True)]
     num_classes = num_outputs(num_classes, named, targets, vocabulary)
+    warnings += label_warnings(named[0][0], labels[0], num_classes, DENSE) if targets == "class" else []
     client = None if columns.client is None else ids_of(parts[0], columns.client, "client")
     if client is not None:
         warnings += alike_warnings(f"{parts[0][0]}: column {columns.client!r}", client, "client")
@@ -402,11 +425,16 @@ def _numbers(part: Named, column: str, warnings: list[str]) -> np.ndarray:
     return x
 
 
-def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """The labels of each part, int16 (n,), and the words by label, in sorted order of the training words, if any."""
+def _labels(parts: list[Named], column: str, dense: bool) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """The labels of each part, int16 (n,), and the words by label, in sorted order of the training words, if any.
+
+    dense: as in `images_of`; the words are the original integers.
+    """
     columns = [column_of(part, column) for part in parts]
     kinds = [values.type for values in columns]
     if all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in kinds):
+        if dense:
+            return numbered([(f"{part[0]}: column {column!r}", column_of(part, column).to_numpy()) for part in parts])
         return [integer_labels(part, column) for part in parts], ()
     for (file, _), kind in zip(parts, kinds, strict=True):
         if not pa.types.is_integer(kind) and not is_text(kind):
@@ -431,6 +459,21 @@ def _labels(parts: list[Named], column: str) -> tuple[list[np.ndarray], tuple[st
     return [np.searchsorted(known, part_words).astype(np.int16) for part_words in words], tuple(known.tolist())
 
 
+def _names_of(codes: tuple[str, ...], class_names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the classes that occur. codes: ascending integers as text."""
+    if not 0 <= int(codes[0]) <= int(codes[-1]) < len(class_names):
+        raise DataError(f"labels {codes[0]}..{codes[-1]} do not fit the {len(class_names)} names of classes")
+    return tuple(class_names[int(code)] for code in codes)
+
+
+def numbered(parts: list[tuple[str, np.ndarray]]) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """The labels of each part numbered densely, int16 (n,), and the original labels. parts: as in `dense_labels`."""
+    labels, names = dense_labels(parts)
+    if len(names) > MAX_LABEL + 1:
+        raise DataError(f"{parts[0][0]}: {len(names)} different labels, at most {MAX_LABEL + 1} can be classes")
+    return [y.astype(np.int16) for y in labels], names
+
+
 def label_names(columns: str | list[str]) -> list[str]:
     """The names of the label columns."""
     return [columns] if isinstance(columns, str) else columns
@@ -451,14 +494,14 @@ def _targets(part: Named, columns: str | list[str], targets: str) -> np.ndarray:
         raise DataError(f"{place}: {error}") from error
 
 
-def _lists_or_images(part: Named, column: str, vocabulary: int | None) -> np.ndarray:
+def _lists_or_images(part: Named, column: str, vocabulary: int | None, decoder: Decoder) -> np.ndarray:
     values = column_of(part, column)
     kind = values.type
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         images = [
-            (value["bytes"], f"{part[0]}: the image in row {row}") for row, value in enumerate(values.to_pylist())
+            (value["bytes"], f"{part[0]}: the image in row {row}", "") for row, value in enumerate(values.to_pylist())
         ]
-        return decoded(images, len(images), decode(*images[0]).shape)
+        return decoder.first(*images[0][:2]).all(images, len(images))
     if not is_list(kind):
         raise DataError(
             f"{part[0]}: input column {column!r} must hold images or lists of numbers, it holds {kind}; "

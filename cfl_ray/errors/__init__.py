@@ -36,6 +36,10 @@ class RunError(UserError):
     """A failure of a run that had started correctly."""
 
 
+class NotReproduced(RunError):
+    """A complete run with a saved model that does not give the recorded scores."""
+
+
 class NotReady(RunError):
     """A request that a live run cannot take just now: it is only starting, or between two methods."""
 

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.config.unused import unused_keys
-from cfl_ray.errors import RunStopped
+from cfl_ray.errors import NotReproduced, RunStopped
 from cfl_ray.lifecycle.load import load_trained
 from cfl_ray.lifecycle.recorder import MethodRecorder, finish_log, write_figures
 from cfl_ray.methods import full_label
@@ -25,16 +25,18 @@ from cfl_ray.results.environment import add_fallbacks
 from cfl_ray.results.export import save_models
 from cfl_ray.results.load import FoundRun, recorded_result
 from cfl_ray.results.reporting import report_at_the_end
-from cfl_ray.results.results import MethodResult, Results
+from cfl_ray.results.results import MethodResult, Results, divergence
 from cfl_ray.results.run_record import content_params
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.results.trained import TrainedMethod
+from cfl_ray.results.verification import verify
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import Session
 from cfl_ray.setup.schedule import ignored_events
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import raise_interrupt
+from cfl_ray.system.threads import one_thread
 from cfl_ray.tracking import RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
 from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, metric_names, primary_of
 
@@ -60,6 +62,11 @@ class Watcher:
 
     def round(self, label: str, report: RoundReport) -> None:
         """A round is complete."""
+
+    def complete(self, results: Results) -> None:
+        """All rounds of all methods are complete."""
+        if reasons := divergence(results):
+            self.warn(reasons)
 
     def warn(self, text: str) -> None:
         """Something is wrong that does not end the run."""
@@ -95,6 +102,7 @@ class Driver:
         self.parent: RunLog | None = None  # of the comparison of all methods
         self.writer = ThreadPoolExecutor(1, "end-of-method")
         self.ending: Future[None] | None = None  # of the previous method
+        self.not_reproduced: list[str] = []  # by saved models of the methods so far
         self.uri: str | None = None  # of MLflow; None: results stay in files
         if self.experiment.tracking.uses_mlflow and directory:
             self.uri = resolve_uri(self.experiment.tracking, self.experiment.output)
@@ -113,6 +121,8 @@ class Driver:
             self._check_ending(wait=True)
             if self.directory is not None:
                 self._write_artifacts(self.directory, results)
+            if self.not_reproduced:
+                raise NotReproduced("; ".join(self.not_reproduced))
             status = "FINISHED"
         except (KeyboardInterrupt, RunStopped):
             status = "KILLED"
@@ -120,7 +130,9 @@ class Driver:
         finally:
             self.writer.shutdown()  # waits for the end of the last method
             finish_log(parent, status, _comparison(results), self.watcher.warn)
-        return Results(results, self.directory, redact(self.uri) if self.uri else None, self.run_info)
+        finished = Results(results, self.directory, redact(self.uri) if self.uri else None, self.run_info)
+        self.watcher.complete(finished)
+        return finished
 
     def _write_artifacts(self, directory: Path, results: dict[str, MethodResult]) -> None:
         """Writes the figures that compare all methods, and the report."""
@@ -141,20 +153,37 @@ class Driver:
             recorder = MethodRecorder(self.setup, label, directory, run_log)
             recorder.summarise(self._rounds(label, recorder))
             self._check_ending(wait=True)
+            open_trained = cache(self._opens_trained(label))
+            is_reproduced = self._verify(recorder.result(), open_trained)
             if run_dir is not None and self.uri is not None and self.experiment.tracking.log_models:
                 # here, not with the end of the method: torch.export must not run while the next method trains
-                trained = load_trained(self.setup, label, run_dir)
-                save_models(trained, RunDirectory(run_dir).method(label).models, self.watcher.warn)
+                save_models(open_trained(), RunDirectory(run_dir).method(label).models, self.watcher.warn)
         except BaseException as error:
             status: EndStatus = "KILLED" if isinstance(error, (KeyboardInterrupt, RunStopped)) else "FAILED"
             finish_log(run_log, status, {}, self.watcher.warn)
             raise
-        self.ending = self.writer.submit(recorder.finish, self.watcher.warn)
+        end: EndStatus = "FINISHED" if is_reproduced else "FAILED"
+        self.ending = self.writer.submit(recorder.finish, self.watcher.warn, end)
         return recorder.result(self._opens_trained(label))
 
-    def _opens_trained(self, label: str) -> Callable[[], TrainedMethod] | None:
+    def _verify(self, result: MethodResult, open_trained: Callable[[], TrainedMethod]) -> bool:
+        """Whether the saved models give the recorded scores. If not, the run goes on, and ends with an error."""
+        if not self.experiment.evaluation.verify:
+            return True
+        try:
+            with one_thread():  # the hosts train the next method, and a second thread would wait for them
+                verify(open_trained(), result, self.experiment)
+        except NotReproduced as error:
+            self.watcher.warn(str(error))
+            self.not_reproduced.append(str(error))
+            return False
+        return True
+
+    def _opens_trained(self, label: str) -> Callable[[], TrainedMethod]:
         if self.directory is None:
-            return self.session.trained()
+            of_session = self.session.trained()
+            assert of_session is not None  # a session on a cluster keeps files
+            return of_session
         return partial(load_trained, self.setup, label, self.directory)
 
     def _rounds(self, label: str, recorder: MethodRecorder) -> RoundReport:

@@ -14,7 +14,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, shown
 from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
 from cfl_ray.lifecycle.extension import begin_extended, check_extension
-from cfl_ray.lifecycle.load import opener
+from cfl_ray.lifecycle.load import opener, verify_saved
 from cfl_ray.results.environment import Environment, read_environment, write_environment
 from cfl_ray.results.load import finished_results
 from cfl_ray.results.results import Results
@@ -239,7 +239,7 @@ class _Launch:
         if self.extend is not None:
             run_info["extends"] = str(self.extend.absolute())
         if self.directory is not None:
-            self._keep_environment(self.directory, environment)
+            self._keep_environment(self.directory, environment, setup)
             if not self.resumed:
                 if self.replay is not None:
                     replayed, run = RunDirectory(self.replay), RunDirectory(self.directory)
@@ -289,11 +289,18 @@ class _Launch:
             "or choose another folder"
         )
 
-    def _keep_environment(self, directory: Path, now: Environment) -> None:
-        """Writes the environment of a new run; warns of changes since then in a resumed run."""
+    def _keep_environment(self, directory: Path, now: Environment, setup: Setup) -> None:
+        """Writes the environment of a new run; warns of changes since then in a resumed run.
+
+        Raises DataError for other data, and NotReproduced if the code was edited and gives its models other outputs.
+        """
+        now = now.with_inputs(self.experiment, setup.federation)
         if self.resumed and (before := read_environment(directory)) is not None:
+            before.check_data(setup.federation, directory)
             for line in before.changes(now):
                 self.watcher.warn(line)
+            if edited := before.edited_code(self.experiment):
+                verify_saved(setup, directory, edited)
             return
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_environment(directory, now)

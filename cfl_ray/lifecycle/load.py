@@ -1,23 +1,28 @@
 """Loading of a finished, stopped or live run from its files, with its trained methods."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 from cfl_ray.config import Experiment
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError, DataError
-from cfl_ray.results.load import recorded_run
+from cfl_ray.results.environment import read_environment
+from cfl_ray.results.load import recorded_result, recorded_run
 from cfl_ray.results.results import Results
-from cfl_ray.results.run_record import check_is_of_run
+from cfl_ray.results.run_record import check_is_of_run, check_not_edited
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.results.trust import load_record
+from cfl_ray.results.verification import verify
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.setup.prepare import prepare
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import read_end
+
+_logger = logging.getLogger(__name__)
 
 
 def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: bool = False) -> Results:
@@ -37,18 +42,30 @@ def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: b
     def setup() -> Setup:
         if experiment is None:
             load_record(directory, trust)  # checks trust in the paths of the record, which are read now
+            check_not_edited(run_directory, of_run)
         return prepare(of_run)
 
     return recorded_run(directory, of_run, opener(directory, setup))
 
 
 def opener(run_dir: Path, setup: Callable[[], Setup]) -> Callable[[str], TrainedMethod]:
-    """A function from a label to the trained method of a run. setup: makes the run's setup, once, on first use."""
+    """A function from a label to the trained method of a run, which raises NotReproduced as `verify` does.
+
+    setup: makes the run's setup, once, on first use.
+    """
+
+    edited: list[str] = []  # the user's files
 
     @cache
     def prepared() -> Setup:
         try:
-            return setup()
+            made = setup()
+            if (before := read_environment(run_dir)) is not None:
+                before.check_data(made.federation, run_dir)
+                edited.extend(before.edited_code(made.experiment))
+                if edited:
+                    _logger.warning("edited since %s began: %s", run_dir, ", ".join(edited))
+            return made
         except ConfigError as error:
             raise type(error)(
                 f"the models of {run_dir} need the run's data and network again, and these cannot be made: {error}; "
@@ -56,7 +73,13 @@ def opener(run_dir: Path, setup: Callable[[], Setup]) -> Callable[[str], Trained
                 "(to_frame, client_metrics) need neither"
             ) from error
 
-    return lambda label: load_trained(prepared(), label, run_dir)
+    def trained(label: str) -> TrainedMethod:
+        of_method = load_trained(prepared(), label, run_dir)
+        result = recorded_result(label, RunDirectory(run_dir).method(label).path)
+        verify(of_method, result, prepared().experiment, edited)
+        return of_method
+
+    return trained
 
 
 def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:
@@ -81,3 +104,14 @@ def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:
             f"{directory.end} and resume the run, which trains from round {trained.round} on"
         )
     return trained
+
+
+def verify_saved(setup: Setup, run_dir: Path, edited: Sequence[str]) -> None:
+    """Raises NotReproduced if the newest saved models of a method do not give the scores that are recorded for them.
+
+    edited: the user's files that were edited since the run began.
+    """
+    for label in setup.methods:
+        store, directory = checkpoint_store(setup, run_dir, label), RunDirectory(run_dir).method(label).path
+        if store is not None and directory.is_dir() and store.rounds():
+            verify(load_trained(setup, label, run_dir), recorded_result(label, directory), setup.experiment, edited)

@@ -101,14 +101,17 @@ class MethodRecorder:
             clients=self.clients.kept,
         )
 
-    def finish(self, warn: Callable[[str], None]) -> None:
-        """Writes figures, tables and the end. A run that was killed before this writes them when it is resumed."""
-        status: EndStatus = "FAILED"
+    def finish(self, warn: Callable[[str], None], status: EndStatus = "FINISHED") -> None:
+        """Writes figures, tables and the end. A run that was killed before this writes them when it is resumed.
+
+        status: FAILED for a method whose saved models are not those that were evaluated.
+        """
+        wanted, status = status, "FAILED"
         try:
             if self.directory is not None:
                 self._write_artifacts(RunDirectory(self.directory))
                 RunDirectory(self.directory).sync_records()  # a finished method is not continued: none is written again
-            status = "FINISHED"
+            status = wanted
         finally:
             finish_log(self.run_log, status, self.summary, warn)
 

@@ -5,14 +5,16 @@ experiment. A resumed run keeps its engine, and warns of other changes.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from cfl_ray.config import RuntimeConfig
+from cfl_ray.config import Experiment, RuntimeConfig
+from cfl_ray.data.federation import Federation
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.errors import DataError
+from cfl_ray.results.user_code import code_of, edited_files
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system import cpu
 from cfl_ray.system.files import read_json, read_record, write_json
@@ -37,11 +39,33 @@ class Environment:
     torch: str  # version
     one_by_one: bool  # whether a chunk of work is one client, which changes the order of sums
     has_deadline: bool  # whether slow clients are excluded
+    data: str = ""  # digest of the federation (`Federation.content`); empty: not known
+    code: dict[str, str] = field(default_factory=dict)  # digests of the user's files (`code_of`)
+
+    def with_inputs(self, experiment: Experiment, federation: Federation) -> "Environment":
+        """This environment with the data and the code of an experiment whose parts are loaded."""
+        return replace(self, data=federation.content, code=code_of(experiment))
+
+    def check_data(self, federation: Federation, run_dir: Path) -> None:
+        """Raises DataError if a run began with other data than this federation. run_dir: of the run."""
+        if self.data and self.data != (now := federation.content):
+            raise DataError(
+                f"the data of {run_dir} have changed since the run began (digest {self.data[:12]} then, {now[:12]} "
+                "now): restore the data, or begin a new run; the recorded metrics can be read without them"
+            )
+
+    def edited_code(self, experiment: Experiment) -> list[str]:
+        """The user's files that were edited since a run of the experiment began in this environment."""
+        return edited_files(self.code, code_of(experiment))
 
     def changes(self, now: "Environment") -> list[str]:
         """A line for each change from this environment to `now`."""
         before, after = asdict(self), asdict(now)
-        return [
+        edited = [
+            f"{file} was edited since this run began: its results may be of both versions of the code"
+            for file in edited_files(self.code, now.code)
+        ]
+        return edited + [
             f"this run began with {title} {_in_words(before[name])} and continues with {_in_words(after[name])}: "
             "its results can differ from those of an undisturbed run"
             for name, title in _TITLES.items()

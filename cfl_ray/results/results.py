@@ -21,7 +21,7 @@ from cfl_ray.results.arrow_log import ClientMetrics, by_name, read_client_metric
 from cfl_ray.results.trained import Newcomer, TrainedMethod, adapt, place
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
-from cfl_ray.tracking.record import PAST_SCORES, is_evaluated
+from cfl_ray.tracking.record import PAST_SCORES, is_evaluated, why_diverged
 
 if TYPE_CHECKING:  # pandas is imported when a frame is made
     import pandas as pd
@@ -252,6 +252,13 @@ class MethodResult:
     def assignments(self) -> pd.DataFrame:
         """A row per client: client, name, cluster, group, served_by, why; see `TrainedMethod.assignments`."""
         return self.trained.assignments()
+
+
+def divergence(results: Results) -> str | None:
+    """The methods that diverged, with reasons and advice; None if none did."""
+    diverged = {label: why for label, method in results.methods.items() if (why := why_diverged(method.records))}
+    reasons = "; ".join(f"{label} diverged: {why}" for label, why in diverged.items())
+    return f"{reasons}; lower local.lr, or set local.clip_norm" if reasons else None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.reuse import ReusingBackend
 from cfl_ray.errors import RunError, RunStopped, UserError
 from cfl_ray.nn.network import Network
+from cfl_ray.plugins.calling import place_of
 from cfl_ray.population.population import Cohort
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
@@ -235,6 +236,11 @@ class RoundLoop:
             raise RunError(
                 f"the model's frozen parameters (digest {self.setup.frozen or 'none'}) are not those of the run "
                 f"(digest {snapshot.frozen or 'none'}); its factory and model.weights must be as when the run began"
+            )
+        if (saved := snapshot.state.models_KP.shape[-1]) != self.network.spec.size:
+            raise RunError(
+                f"the model {place_of(self.setup.recipe.factory)} has {self.network.spec.size} trained parameters and "
+                f"statistics, and the models of the run have {saved}; its code must be as when the run began"
             )
         return snapshot
 

@@ -31,6 +31,7 @@ from cfl_ray.errors.redaction import split
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import with_credentials
 from cfl_ray.system.files import PRIVATE, private_folder, write_text
+from cfl_ray.system.sqlite_uris import absolute_sqlite, sqlite_path, sqlite_uri
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, mbit
 
 if TYPE_CHECKING:  # importing mlflow takes a second or two, so only a delivering process does it
@@ -248,7 +249,7 @@ def _create_store(path: Path) -> None:
         return
     folder.mkdir(mode=0o700, exist_ok=True)  # on a network disk the folder remains while a file in it is open
     draft = folder / uuid.uuid4().hex  # new to this process, since MLflow caches connections by name
-    MlflowClient(f"sqlite:///{draft}")
+    MlflowClient(sqlite_uri(draft))
     shutil.copyfile(draft, folder / "whole")
     (folder / "whole").chmod(PRIVATE)
     (folder / "whole").rename(path)
@@ -373,10 +374,14 @@ def resolve_uri(tracking: Any, output: str | Path) -> str:
     The first that is set counts; hidden credentials in it are restored if they are known. The SQLite store is
     `mlflow.db` below `output`.
     """
-    uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path(output) / 'mlflow.db'}"
+    uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or store_below(output)
     uri = with_credentials(uri) or uri
-    path = None if "?" in uri else sqlite_path(uri)
-    return f"sqlite:///{path}" if path else uri  # absolute, since a later command may run in another folder
+    return absolute_sqlite(uri, Path.cwd())  # since a later command may run in another folder
+
+
+def store_below(output: str | Path) -> str:
+    """Returns the URI of the SQLite store of an output folder."""
+    return sqlite_uri((Path(output) / "mlflow.db").resolve())
 
 
 def accepts_connection(uri: str) -> bool:
@@ -395,10 +400,3 @@ def accepts_connection(uri: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def sqlite_path(uri: str) -> Path | None:
-    """Returns the file of an SQLite URI, None for any other URI."""
-    if not uri.startswith("sqlite:///"):
-        return None
-    return Path(uri.removeprefix("sqlite:///").split("?")[0]).resolve()

@@ -23,7 +23,7 @@ from cfl_ray.security.credentials import hides, with_credentials
 from cfl_ray.security.signing import is_signed, sign
 from cfl_ray.system.files import read_record
 from cfl_ray.tracking.delivery import MLFLOW, Delivery, lacks, lock, redacted_reason, update_cursor
-from cfl_ray.tracking.mlflow import MlflowRun, accepts_connection, page_of
+from cfl_ray.tracking.mlflow import MlflowRun, accepts_connection, page_of, store_below
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, read_end, read_info
 
 _PURPOSE = "destination of a run's results"
@@ -184,7 +184,7 @@ def deliver_pending(
     seconds: longest wait; deliveries in progress end in the background.
     warn: receives a line for each undelivered run.
     """
-    chosen = (uri, os.environ.get("MLFLOW_TRACKING_URI"), f"sqlite:///{(Path(output) / 'mlflow.db').resolve()}")
+    chosen = (uri, os.environ.get("MLFLOW_TRACKING_URI"), store_below(output))
     known = {redact(destination) for destination in chosen if destination}
     pending: list[tuple[Path, str]] = []
     unknown: dict[str, list[Path]] = {}

@@ -40,7 +40,7 @@ def test_shards_can_be_named_directly_and_need_no_raw_data(tmp_path, data_root):
         build(SOURCE_KINDS.of(root="/nowhere", shards=made.uri, **options), 1, "unused")
 
 
-def test_raw_data_that_changed_are_noticed(tmp_path, data_root):
+def test_raw_data_of_another_size_make_new_shards(tmp_path, data_root):
     data = SOURCE_KINDS.of(
         source="femnist",
         root=str(tmp_path),
@@ -48,12 +48,11 @@ def test_raw_data_that_changed_are_noticed(tmp_path, data_root):
         test={"view": "holdout"},
     )
     write_femnist(data_root, tmp_path / "train.parquet", 300)
-    build(data, 0, tmp_path / "shards")
+    first = build(data, 0, tmp_path / "shards")
     write_femnist(data_root, tmp_path / "train.parquet", 400)
-    with pytest.raises(
-        DataError, match="holds another federation: its files .* the raw data changed: delete the folder"
-    ):
-        build(data, 0, tmp_path / "shards")
+    second = build(data, 0, tmp_path / "shards")
+    assert "the raw data have changed since" in second.warnings[0] and second.uri != first.uri
+    assert first.num_samples_N.sum() < second.num_samples_N.sum()
 
 
 def test_damaged_shards_are_found_before_the_run(tmp_path):

@@ -81,6 +81,61 @@ def test_unusable_content_is_named(tmp_path, source, ann, message):
         read(tmp_path, f"{source}_leaf")
 
 
+CHANGES = {  # of a file with the users ann and bob, who have a sample each
+    "users twice": (lambda file: file["users"].append("ann"), "a.json: users lists 'ann' twice"),
+    "no entry": (lambda file: file["user_data"].pop("bob"), "a.json: user_data has no entry for user 'bob'"),
+    "not listed": (lambda file: file["users"].pop(), "a.json: users does not list user 'bob', who has an entry"),
+    "no count": (lambda file: file["num_samples"].pop(), "a.json has 2 of users, 1 of num_samples, 2 of user_data"),
+    "hierarchies": (lambda file: file.update(hierarchies=["x"]), "2 of user_data, 1 of hierarchies; each user needs"),
+    "text": (lambda file: file.update(num_samples=["1", 1]), "num_samples of user 'ann' must be a whole number .* '1'"),
+    "real": (lambda file: file.update(num_samples=[1, 1.5]), "num_samples of user 'bob' must be a whole number .* 1.5"),
+    "none": (lambda file: file.update(num_samples=[0, 1]), "num_samples of user 'ann' is 0, but the user has data"),
+    "more": (lambda file: file.update(num_samples=[1, 2]), r"user 'bob' needs x of shape \(2, 784\)"),
+    "no x": (lambda file: file["user_data"]["bob"].pop("x"), "data of user 'bob' cannot be read: KeyError"),
+    "lists": (lambda file: file.update(users={"ann": 1, "bob": 1}), "users and num_samples must be lists"),
+}
+
+
+@pytest.mark.parametrize("change, message", CHANGES.values(), ids=CHANGES)
+def test_lists_that_disagree_are_named(tmp_path, change, message):
+    write(tmp_path, "train/a.json", ann=user([0]), bob=user([1]))
+    file = json.loads((tmp_path / "train/a.json").read_text())
+    change(file)
+    (tmp_path / "train/a.json").write_text(json.dumps(file))
+    with pytest.raises(DataError, match=message):
+        read(tmp_path)
+
+
+def test_a_user_in_two_files(tmp_path):
+    """In both parts a user is the same; in two files of one part, samples would be joined or lost."""
+    write(tmp_path, "train/a.json", ann=user([0]))
+    write(tmp_path, "test/a.json", ann=user([1]))
+    assert read(tmp_path).client.tolist() == ["ann"]
+    write(tmp_path, "train/b.json", ann=user([2]))
+    with pytest.raises(DataError, match="user 'ann' is in .*train/a.json and in .*train/b.json; LEAF's own reader"):
+        read(tmp_path)
+
+
+def test_a_name_twice_in_an_object(tmp_path):
+    write(tmp_path, "train/a.json", ann=user([0]))
+    text = (tmp_path / "train/a.json").read_text()
+    (tmp_path / "train/a.json").write_text(text.replace('"user_data": {', '"user_data": {"ann": {}, '))
+    with pytest.raises(DataError, match="a.json has the name 'ann' twice in one object"):
+        read(tmp_path)
+
+
+def test_labels_and_users_without_samples_are_told(tmp_path):
+    write(tmp_path, "train/a.json", ann=user([0, 2]), bob=user([]))
+    images = read(tmp_path)
+    assert images.notes == (f"{tmp_path}/train: read 1 users with 2 samples",)
+    labels, empty = images.warnings
+    assert "2 of 62 classes have training samples (labels 10, 12)" in labels
+    assert empty == f"{tmp_path}: 1 users without samples are left out, e.g. bob"
+    dense = read(tmp_path, labels="dense")
+    assert dense.train_y.tolist() == [0, 1] and dense.class_names == ("10", "12") and dense.num_classes == 2
+    assert len(dense.warnings) == 1
+
+
 def test_files_without_a_sample(tmp_path):
     write(tmp_path, "train/a.json", ann=user([]))
     with pytest.raises(DataError, match="no user of its 1 JSON files has a sample"):

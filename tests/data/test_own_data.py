@@ -1,5 +1,7 @@
 """Data that users bring: functions, tables, folders of images, saved data sets and torch Datasets."""
 
+import os
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -67,18 +69,18 @@ class TestFunction:
         )
         data = SOURCE_KINDS.of(source=f"{tmp_path}/stored.py:load", partition={"clients": 3})
         np.save(tmp_path / "x.npy", np.ones((12, 2)))
-        build(data, 0, tmp_path / "shards")
+        assert (build(data, 0, tmp_path / "shards").train(0)[0] == 1).all()
         np.save(tmp_path / "x.npy", np.zeros((12, 2)))
-        with pytest.raises(DataError, match="the raw data changed: delete the folder"):
-            build(data, 0, tmp_path / "shards")
+        assert (build(data, 0, tmp_path / "shards").train(0)[0] == 0).all()
 
     def test_an_edited_table_of_the_same_size_is_not_mixed_with_earlier_shards(self, tmp_path):
         data = SOURCE_KINDS.of(source="csv", root=str(tmp_path), partition={"clients": 2})
         (tmp_path / "t.csv").write_text("a,label\n" + "1.5,0\n2.5,1\n" * 10)
-        build(data, 0, tmp_path / "shards")
+        x, y = build(data, 0, tmp_path / "shards").train(0)
+        assert ((x[:, 0] > 2) == (y == 1)).all()
         (tmp_path / "t.csv").write_text("a,label\n" + "1.5,1\n2.5,0\n" * 10)
-        with pytest.raises(DataError, match="the raw data changed: delete the folder"):
-            build(data, 0, tmp_path / "shards")
+        x, y = build(data, 0, tmp_path / "shards").train(0)
+        assert ((x[:, 0] > 2) == (y == 0)).all()
 
     def test_two_tables_have_shards_of_their_own(self, tmp_path):
         uris = []
@@ -320,12 +322,22 @@ class TestImageFolder:
         with pytest.raises(DataError, match="9.png is 9x9, the first image is 4x5; resize all"):
             self.read(folder, train_files="train")
         (folder / "train" / "dog" / "9.png").write_text("no image")
-        with pytest.raises(DataError, match="9.png is neither PNG nor JPEG"):
+        with pytest.raises(DataError, match="9.png is no image that Pillow .* can read, or damaged: its content"):
             self.read(folder, train_files="train")
 
     def test_a_folder_that_may_not_be_read_is_no_empty_one(self, folder, monkeypatch):
-        monkeypatch.setattr("os.access", lambda path, mode: path.name != "dog")
-        with pytest.raises(DataError, match="/train/dog cannot be read: permission denied"):
+        scandir = os.scandir
+
+        def refused(path):
+            if os.path.basename(path) == "dog":
+                raise PermissionError(13, "Permission denied")
+            return scandir(path)
+
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(DataError, match="/train/dog cannot be read: Permission denied"),
+        ):
+            patch.setattr("os.scandir", refused)
             self.read(folder, train_files="train")
 
     def test_grey_images_among_colours_and_colours_among_grey_images(self, folder):
@@ -337,8 +349,183 @@ class TestImageFolder:
         Image.new("RGB", (5, 4), (8, 8, 8)).save(last)  # without colours
         assert self.read(folder, train_files="train").train_x[:, 0, 0, 0].tolist() == [3] * 6 + [8]
         Image.new("RGB", (5, 4), (8, 8, 9)).save(last)
-        with pytest.raises(DataError, match="9.png has colours, the first image is grey; convert all images"):
+        images = self.read(folder, train_files="train")  # the others get three equal channels
+        assert images.train_x[:, :, 0, 0].tolist() == [[3, 3, 3]] * 6 + [[8, 8, 9]]
+        assert "red, green and blue (8 bits, divided by 255): 6 .png (L), 1 .png (RGB)" in images.warnings[0]
+        last.rename(folder / "test" / "dog" / "9.png")
+        with pytest.raises(DataError, match="0.png is red, green and blue .*, the training images are grey"):
+            self.read(folder, train_files="train", test_files="test")
+
+    def test_every_image_is_read_or_named(self, folder):
+        """Suffixes of several formats; files and folders of other programs; files at the wrong place."""
+        train, pixels = folder / "train", Image.new("RGB", (5, 4), (9, 9, 9))
+        for name in ("cat/a.BMP", "cat/b.tiff", "cat/inner/c.webp", "dog/d.ppm", ".ipynb_checkpoints/1.png"):
+            (train / name).parent.mkdir(exist_ok=True)
+            pixels.save(train / name, lossless=True)
+        for name in ("cat/._0.png", "cat/Thumbs.db", "__MACOSX/1.png", "cat/notes.txt", "dog/1.heic", "readme.md"):
+            (train / name).parent.mkdir(exist_ok=True)
+            (train / name).touch()
+        (train / "empty").mkdir()
+        pixels.save(train / "at_the_top.png")
+        images = self.read(folder, train_files="train")
+        assert images.class_names == ("cat", "dog") and images.train_y.tolist() == [0] * 6 + [1] * 4
+        lines = "\n".join(images.warnings)
+        for line in (
+            "it is hidden or made by the system: 4 (1 .db, 1 .png), .ipynb_checkpoints, __MACOSX, cat/._0.png, ...",
+            "decodes): 3 (1 .heic, 1 .md, 1 .txt), cat/notes.txt, dog/1.heic, readme.md",
+            "since a folder without an image is no class: 1, empty",
+            "since it is in no class folder: 1 (1 .png), at_the_top.png",
+        ):
+            assert line in lines
+        assert images.notes == (
+            f"{train}: read 10 images, red, green and blue (8 bits, divided by 255): "
+            "1 .bmp (RGB), 6 .png (RGB), 1 .ppm (RGB), 1 .tiff (RGB), 1 .webp (RGB)",
+        )
+
+    def test_notes_and_warnings_reach_every_run(self, folder, tmp_path):
+        """Also a run that reuses the shards."""
+        (folder / "train" / "cat" / "notes.txt").touch()
+        data = SOURCE_KINDS.of(source="image_folder", root=str(folder), train_files="train", partition={"clients": 2})
+        (of_summary,) = describe(data, 0).warnings
+        for _ in range(2):
+            federation = build(data, 0, tmp_path / "shards")
+            assert federation.warnings == [of_summary] and "1 .txt), cat/notes.txt" in of_summary
+            assert FederationView(federation).notes == federation.notes
+            assert "read 6 images" in federation.notes[0]
+
+    def test_a_summary_knows_the_channels_of_mixed_folders(self, folder, tmp_path):
+        """It looks at an image of each class and suffix."""
+        Image.new("L", (5, 4), 3).save(folder / "train" / "cat" / "0.png")
+        Image.new("I;16", (5, 4), 3).save(folder / "train" / "dog" / "9.tif")
+        data = SOURCE_KINDS.of(source="image_folder", root=str(folder), train_files="train", partition={"clients": 2})
+        federation = build(data, 0, tmp_path / "shards")
+        assert describe(data, 0).shape == federation.shape and federation.shape.input == (3, 4, 5)
+        assert federation.train(0)[0].max() <= 1
+
+    def test_links_are_followed(self, folder):
+        train = folder / "train"
+        (train / "dog" / "0.png").rename(folder / "0.png")
+        (train / "dog" / "0.png").symlink_to(folder / "0.png")
+        (train / "cat").rename(folder / "elsewhere")
+        (train / "cat").symlink_to(folder / "elsewhere")
+        (train / "cat" / "again").symlink_to(train)
+        images = self.read(folder, train_files="train")
+        assert len(images.train_y) == 6 and images.class_names == ("cat", "dog")
+        assert "since it is a link to a folder that contains it: 1, cat/again" in images.warnings[0]
+        (folder / "0.png").unlink()
+        with pytest.raises(DataError, match="dog/0.png cannot be read: No such file"):
             self.read(folder, train_files="train")
+
+    def test_parts_that_are_the_same_folder(self, folder):
+        with pytest.raises(DataError, match="data.train_files and data.test_files name the same folder"):
+            self.read(folder, train_files="train", test_files="./train")
+
+    def test_no_image(self, tmp_path):
+        (tmp_path / "cat").mkdir()
+        (tmp_path / "cat" / "1.heic").touch()
+        with pytest.raises(DataError, match=r"has no image in a folder per class.*left out, since .*\(1 .heic\)"):
+            self.read(tmp_path)
+
+    def test_numbers_as_names_of_classes(self, tmp_path):
+        for name in range(11):
+            (tmp_path / str(name)).mkdir()
+            Image.new("L", (2, 2)).save(tmp_path / str(name) / "1.png")
+        images = self.read(tmp_path)
+        assert images.class_names[2] == "10" and "label 2 is the class 10" in images.warnings[0]
+
+    def test_alpha(self, folder):
+        """Transparent everywhere: white, ignored, or a channel."""
+        for file in (folder / "train").rglob("*.png"):
+            Image.new("RGBA", (5, 4), (1, 2, 3, 0)).save(file)
+        for alpha, expected in {"white": [255] * 3, "drop": [1, 2, 3], "keep": [1, 2, 3, 0]}.items():
+            images = self.read(folder, train_files="train", transparency=alpha)
+            assert images.train_x[0, :, 0, 0].tolist() == expected
+            assert bool(images.warnings) == (alpha != "keep")
+
+    @pytest.mark.parametrize(
+        "text, message",
+        [
+            ("file,client\ncat/0.png,a\ncat/0.png,b\n", "names two clients for cat/0.png: a and b"),
+            ("file,client\ncat/0.png,\n", r"the client in row 0 \(the first is row 0\) is empty"),
+            ("file;client\ncat/0.png;a\n", "must be a CSV file with columns file and client"),
+            ("file,client\ncat/0.png,\xe9\n", "must be a CSV file with columns file and client"),
+        ],
+    )
+    def test_files_of_clients_that_are_refused(self, folder, text, message):
+        (folder / "train" / "clients.csv").write_bytes(text.encode("latin-1"))
+        with pytest.raises(DataError, match=message):
+            self.read(folder, train_files="train")
+
+    def test_ids_of_clients_are_texts(self, folder):
+        names = [f"{name}/{number}.png" for name in ("cat", "dog") for number in range(3)]
+        lines = [f"{name},{client}" for name, client in zip(names, ("007", "7", "1e3", "1000", "true", "True"))]
+        (folder / "train" / "clients.csv").write_text("\n".join(["file,client", *lines, "cat/9.png,x"]))
+        images = self.read(folder, train_files="train")
+        assert images.client.tolist() == ["007", "7", "1e3", "1000", "true", "True"]
+        assert "clients.csv names 1 files that are not read, e.g. cat/9.png" in images.warnings[0]
+
+
+class TestDenseLabels:
+    """Labels 10, 20 and 30 of every source: 31 classes and a warning, or three named 10, 20 and 30."""
+
+    LABELS = [10, 20, 30, 10, 20, 30]
+
+    def of(self, tmp_path, source):
+        y = np.array(self.LABELS)
+        x = np.arange(12, dtype=np.float32).reshape(6, 2)
+        if source == "csv":
+            rows = "".join(f"{label / 10},1,{label}\n" for label in self.LABELS)
+            (tmp_path / "t.csv").write_text(f"a,b,label\n{rows}")
+            return {"source": "csv", "root": str(tmp_path / "t.csv")}
+        if source == "arrays":
+            np.savez(tmp_path / "a.npz", x=x, y=y, clients=[0, 0, 0, 1, 1, 1])
+            return {"source": "arrays", "root": str(tmp_path / "a.npz")}
+        if source == "medmnist":
+            images = np.zeros((6, 2, 2), np.uint8)
+            np.savez(tmp_path / "m.npz", train_images=images, train_labels=y, test_images=images, test_labels=y)
+            return {"source": "medmnist", "root": str(tmp_path), "train_files": "m.npz"}
+        if source == "images":
+            Image.new("L", (2, 2)).save(tmp_path / "i.png")
+            image = {"bytes": (tmp_path / "i.png").read_bytes(), "path": ""}
+            pa.parquet.write_table(pa.table({"image": [image] * 6, "label": y}), tmp_path / "i.parquet")
+            return {"source": "images", "root": str(tmp_path / "i.parquet")}
+        (tmp_path / "mine.py").write_text(
+            f"import numpy as np\ndef load(): return np.arange(12.0).reshape(6, 2), np.array({self.LABELS})\n"
+        )
+        return {"source": f"{tmp_path}/mine.py:load"}
+
+    @pytest.mark.parametrize("source", ["csv", "arrays", "medmnist", "images", "function"])
+    def test_every_source(self, tmp_path, source):
+        data = self.of(tmp_path, source) | {"partition": {"clients": 2}, "test": {"view": "holdout"}}
+        federation = build(SOURCE_KINDS.of(**data), 0, tmp_path / "shards")
+        (line,) = [line for line in federation.warnings if "have training samples" in line]
+        assert "3 of 31 classes have training samples (labels 10, 20, 30)" in line and "data.labels: dense" in line
+        assert federation.shape.num_classes == 31 and line in describe(SOURCE_KINDS.of(**data), 0).warnings
+        dense = build(SOURCE_KINDS.of(**data, labels="dense"), 0, tmp_path / "shards")
+        assert dense.shape.num_classes == 3 and dense.shape.class_names == ("10", "20", "30")
+        assert not any("have training samples" in line for line in dense.warnings)
+        for client in range(2):
+            assert torch.equal(10 * (dense.train(client)[1] + 1), federation.train(client)[1])
+
+    def test_labels_beyond_the_limit_of_shards(self, tmp_path):
+        (tmp_path / "t.csv").write_text("a,label\n" + "1,100000\n2,-1\n" * 3)
+        data = {"source": "csv", "root": str(tmp_path / "t.csv"), "partition": {"clients": 2}}
+        with pytest.raises(DataError, match="must lie in 0..32767, got -1..100000; .*data.labels: dense numbers"):
+            build(SOURCE_KINDS.of(**data), 0, tmp_path / "shards")
+        federation = build(SOURCE_KINDS.of(**data, labels="dense"), 0, tmp_path / "shards")
+        assert federation.shape.class_names == ("-1", "100000")
+
+    def test_a_label_of_test_samples_only(self):
+        x = np.zeros((2, 2), np.float32)
+        with pytest.raises(DataError, match="y_test: label 9 has no training sample"):
+            federation_from_arrays(x, [1, 3], [0, 1], x_test=x, y_test=[3, 9], labels="dense")
+
+    def test_recipes_of_earlier_versions_stay(self, tmp_path):
+        """The new keys are in a recipe only if they are set, so that shards are found again."""
+        data = SOURCE_KINDS.of(source="images", root=str(tmp_path))
+        assert not {"labels", "transparency"} & data.to_recipe().keys()
+        changed = data.model_copy(update={"labels": "dense", "transparency": "keep"})
+        assert changed.to_recipe() == data.to_recipe() | {"labels": "dense", "transparency": "keep"}
 
 
 class TestHfDisk:

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from cfl_ray.config.partition import PARTITION_KINDS
 from cfl_ray.data.partition import divide, even_shares, writers
@@ -55,6 +56,42 @@ def test_dirichlet_is_skewed_for_small_alpha_and_even_for_large():
         return np.mean([len(np.unique(LABELS[part])) for part in draw(kind="dirichlet", alpha=alpha)])
 
     assert classes_per_client(0.05) < 4 and classes_per_client(1000.0) > 9.5
+
+
+@pytest.mark.parametrize("alpha", [1e-300, 1e-100, 1e100, 1e300])
+def test_concentrations_at_their_limits(alpha):
+    """Small ones give all samples of a class to one client, each equally likely; large ones equal shares."""
+    y = np.zeros(1000, int)
+    owners = np.zeros(5)
+    for seed in range(200):
+        parts = draw(seed, 5, 1, y, kind="classes", classes_per_client=1, share_alpha=alpha)
+        sizes = np.array([len(part) for part in parts])
+        assert sizes.sum() == 1000 and (
+            sorted(sizes) == [1, 1, 1, 1, 996] if alpha < 1 else (abs(sizes - 200) <= 1).all()
+        )
+        owners[sizes.argmax()] += 1
+    if alpha < 1:  # binomial (200, 1/5): 40 +- 5.7
+        assert abs(owners - 40).max() < 4 * 5.7
+
+
+@pytest.mark.parametrize(
+    "key, kind", [("alpha", "dirichlet"), ("group_alpha", "dirichlet"), ("share_alpha", "classes")]
+)
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (0, "greater than 0"),
+        (-1, "greater than 0"),
+        (float("inf"), "a finite number"),
+        (float("nan"), "a finite number"),
+        (5e-324, "must lie between 1e-300 and 1e[+]300, got 4.94066e-324"),
+        (1e-310, "must lie between 1e-300 and 1e[+]300, got 1e-310"),
+        (1e308, "must lie between 1e-300 and 1e[+]300, got 1e[+]308"),
+    ],
+)
+def test_concentrations_beyond_their_limits(key, kind, value, message):
+    with pytest.raises(ValidationError, match=f"{key}\n.*{message}"):
+        PARTITION_KINDS.of(kind=kind, **{key: value})
 
 
 def test_dirichlet_redraws_until_the_smallest_client_has_enough():

@@ -159,7 +159,7 @@ class TestLabels:
             ([datetime.datetime(2020, 1, 1)] * 2, "must hold integers or words, it holds timestamp"),
             ([decimal.Decimal("1.5")] * 2, "must hold integers or words, it holds decimal128"),
             ([0.0, 1.0], "it holds double; set task: regression"),
-            ([-1, 1], r"must lie in 0..32767, got -1..1; -1 marks rows without a label \(1 of 2\)"),
+            ([-1, 1], r"must lie in 0..32767, got -1..1; leave out the rows of -1, which have no label \(1 of 2\)"),
             ([{"a": 1}] * 2, "must hold integers or words, it holds struct"),
             ([None, None], "column 'kind' is empty"),
         ],

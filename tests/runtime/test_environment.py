@@ -47,6 +47,8 @@ def test_what_has_changed_is_said_with_both_values(interrupted, notes):
         "torch": torch.__version__,
         "one_by_one": False,
         "has_deadline": False,
+        "data": kept["data"],
+        "code": {},
     }
     before = kept | {"torch": "1.0", "instructions": "VSX", "device": "cuda, a GPU", "has_deadline": True}
     file.write_text(json.dumps(before))

@@ -1,0 +1,311 @@
+"""Pixels of encoded images, in every format that Pillow decodes by itself.
+
+All images of a data set get one shape and type: uint8, or float32 if there are images of more than 8 bits.
+"""
+
+import io
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import closing, suppress
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import PIL
+from PIL import ExifTags, Image, ImageCms, ImageFile, UnidentifiedImageError
+
+from cfl_ray.data.images import Progress
+from cfl_ray.errors import DataError
+from cfl_ray.system.mapped import mapped_array
+
+Encoded = bytes | None  # content of an image file; None: missing
+
+_GREY = ("1", "L", "LA", "La")
+_NUMBERS = {8: "8 bits, divided by 255", 16: "16 bits, divided by 65535", 32: "numbers as they are"}  # by their bits
+# Ghostscript, another program, draws the first; of the second, Pillow reads the size only
+_NOT_DECODED = ("EPS", "MPEG")
+
+
+@cache
+def formats() -> tuple[str, ...]:
+    """Names of the formats that this Pillow decodes without another program."""
+    known = Image.registered_extensions().values()  # imports all plugins of Pillow
+    names = {name for name in known if name in Image.OPEN and name not in _NOT_DECODED}
+    return tuple(sorted(name for name in names if not _is_stub(name)))
+
+
+def _is_stub(name: str) -> bool:
+    """Whether Pillow identifies files of this format, but leaves their decoding to other packages."""
+    opener = Image.OPEN[name][0]
+    return isinstance(opener, type) and issubclass(opener, ImageFile.StubImageFile)
+
+
+@cache
+def suffixes() -> frozenset[str]:
+    """Suffixes, in lower case, of the files that this Pillow decodes."""
+    decoded = {*formats(), "MPO"}  # opened as JPEG
+    return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in decoded)
+
+
+class Pixels(NamedTuple):
+    """The values of a decoded image."""
+
+    values: np.ndarray  # (C, H, W), C is 1 or 3: uint8, or float32 for more bits
+    alpha: np.ndarray | None  # uint8 (H, W); None if it is not kept
+    bits: int  # 8: 0..255; 16: float32 0..1; 32: float32, numbers as they are
+
+
+class Layout(NamedTuple):
+    """Channels and type of arrays of images."""
+
+    colours: bool = False  # three channels instead of a grey one
+    alpha: bool = False  # another channel, the last
+    bits: int = 8  # as in `Pixels`
+
+    @property
+    def channels(self) -> int:
+        """C."""
+        return (3 if self.colours else 1) + self.alpha
+
+    @property
+    def dtype(self) -> type[np.generic]:
+        """Type of the arrays."""
+        return np.uint8 if self.bits == 8 else np.float32
+
+    @property
+    def most(self) -> int:
+        """The value of alpha that means opaque."""
+        return 255 if self.bits == 8 else 1
+
+    @property
+    def in_words(self) -> str:
+        """Channels and numbers."""
+        colours = "red, green and blue" if self.colours else "grey"
+        return f"{colours}{' with alpha' * self.alpha} ({_NUMBERS[self.bits]})"
+
+
+class Decoder:
+    """Decodes images to arrays (C, H, W) of one shape and type, and counts what it saw.
+
+    All have the height and width of the first. They have colours if the first has or any has, likewise transparency if
+    it is kept, and 16 bits: a grey image then gets three equal channels, an opaque one is opaque everywhere, and values
+    of 8 bits are numbers between 0 and 1, too. Test images have what the training images have.
+
+    transparency: white: images are drawn on white; keep: it becomes the last channel; drop: it is ignored.
+    """
+
+    def __init__(self, transparency: str = "white") -> None:
+        self.transparency = transparency
+        self.size: tuple[int, int] | None = None  # height and width; None before the first image
+        self.layout = Layout()
+        self.is_final = False  # whether the training images are decoded
+        self.seen: Counter[tuple[str, str]] = Counter()  # images by kind and mode
+        self.remarks: Counter[str] = Counter()  # images by what is not used of them
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(C, H, W); raises DataError before the first image."""
+        assert self.size is not None
+        return (self.layout.channels, *self.size)
+
+    def first(self, content: Encoded, name: str) -> "Decoder":
+        """This decoder, with the size and layout of an image unless it has one already. name: for messages."""
+        if self.size is None:
+            with closing(_opened(content, name)) as image:
+                pixels = self._pixels(image, name)
+            channels, height, width = pixels.values.shape
+            self.size, self.layout = (height, width), Layout(channels == 3, pixels.alpha is not None, pixels.bits)
+        return self
+
+    def all(
+        self,
+        images: Iterable[tuple[Encoded, str, str]],
+        count: int,
+        pixels: bool = True,
+        progress: Progress | None = None,
+    ) -> np.ndarray:
+        """The images as an array (count, C, H, W); if `pixels` is false, a broadcast 0.
+
+        images: (content, name for messages, kind for the report; empty: the format). Raises DataError for an image of
+        another size, and after the training images for one that has what none of them has.
+        """
+        if not pixels:
+            return np.broadcast_to(self.layout.dtype(0), (count, *self.shape))
+        x = mapped_array((count, *self.shape), self.layout.dtype)
+        for done, (content, name, kind) in enumerate(images, 1):
+            before = self.layout
+            one = self.look(content, name, kind)
+            if self.layout != before:
+                x = self._in_new_layout(x, before, done - 1)
+            x[done - 1] = self._fitted(one)
+            if progress and (done % 1000 == 0 or done == count):
+                progress("decoding images", done, count)
+        self.is_final = True
+        return x
+
+    def look(self, content: Encoded, name: str, kind: str = "") -> Pixels:
+        """Decodes an image, with the layout widened to what it has. Arguments and errors: as for `all`."""
+        with closing(_opened(content, name)) as image:
+            # checked before decoding, so that a huge image is not decoded
+            if (size := (image.height, image.width)) != self.size:
+                assert self.size is not None
+                raise DataError(
+                    f"{name} is {size[0]}x{size[1]}, the first image is {self.size[0]}x{self.size[1]}; "
+                    "resize all to the same size"
+                )
+            self._remember(image, kind)
+            pixels = self._pixels(image, name)
+            if _is_turned(image):
+                self.remarks["have an orientation in EXIF, which is not applied, as in torchvision's ImageFolder"] += 1
+        self._widen(pixels, name)
+        return pixels
+
+    def _widen(self, pixels: Pixels, name: str) -> None:
+        """Adds to the layout what an image has and no image before had."""
+        x, alpha, bits = pixels
+        before = self.layout
+        if 32 in (bits, before.bits) and bits != before.bits:
+            raise DataError(
+                f"{name} has {_NUMBERS[bits]}, others have {_NUMBERS[before.bits]}; convert all to one mode"
+            )
+        self.layout = Layout(
+            colours=before.colours or (len(x) == 3 and bool((x != x[:1]).any())),
+            alpha=before.alpha or (alpha is not None and bool((alpha < 255).any())),
+            bits=max(bits, before.bits),
+        )
+        if self.is_final and self.layout != before:
+            raise DataError(
+                f"{name} is {self.layout.in_words}, the training images are {before.in_words}; convert all to one mode"
+            )
+
+    def _in_new_layout(self, x: np.ndarray, before: Layout, count: int) -> np.ndarray:
+        """A copy of an array whose first `count` images were decoded in the layout `before`."""
+        new, old = mapped_array((len(x), *self.shape), self.layout.dtype), x[:count]
+        if self.layout.dtype != before.dtype:
+            old = old / np.float32(255)
+        colours = 3 if self.layout.colours else 1
+        new[:count, :colours] = old[:, : 3 if before.colours else 1]
+        if self.layout.alpha:
+            new[:count, -1:] = old[:, -1:] if before.alpha else self.layout.most
+        return new
+
+    def _fitted(self, pixels: Pixels) -> np.ndarray:
+        """The values of an image in the layout of all."""
+        x, alpha, bits = pixels
+        if bits < self.layout.bits:
+            x = x / np.float32(255)  # equal to that of 16 bits, 257 x / 65535
+        x = np.broadcast_to(x, (3, *x.shape[1:])) if self.layout.colours else x[:1]
+        if not self.layout.alpha:
+            return x
+        kept = np.full(x.shape[1:], 255, np.uint8) if alpha is None else alpha
+        return np.concatenate([x, (kept if self.layout.bits == 8 else kept / np.float32(255))[None]])
+
+    def _remember(self, image: Image.Image, kind: str) -> None:
+        """Counts an image that is not decoded yet, and what will not be used of it."""
+        self.seen[kind or str(image.format), image.mode] += 1
+        if _frames(image) > 1:
+            self.remarks["have several frames, of which the first is read"] += 1
+        if image.has_transparency_data and self.transparency == "white":
+            text = (
+                "have transparency and are drawn on white; data.transparency: keep makes it a channel, drop ignores it"
+            )
+            self.remarks[text] += 1
+        if image.has_transparency_data and self.transparency == "drop":
+            self.remarks["have transparency, which is ignored (data.transparency: drop)"] += 1
+        if _loses_bits(image):
+            self.remarks["have colours of 16 bits, of which Pillow reads the upper 8"] += 1
+
+    def _pixels(self, image: Image.Image, name: str) -> Pixels:
+        """The values of an image, decoded here. Raises DataError if it is damaged."""
+        transparent = image.has_transparency_data
+        try:
+            is_16 = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+            if is_16 or image.mode in ("I", "F"):
+                values = np.asarray(image)
+                x = values.astype(np.float32) / np.float32(65535 if is_16 else 1)
+                is_clear = values == image.info.get("transparency", -1) if transparent else np.zeros(values.shape, bool)
+                if self.transparency == "white":
+                    x[is_clear] = 1
+                alpha = np.where(is_clear, 0, 255).astype(np.uint8) if transparent else None
+                pixels = Pixels(x[None], alpha if self.transparency == "keep" else None, 16 if is_16 else 32)
+            else:
+                pixels = self._of_8_bits(image)
+        except Exception as error:  # plugins of Pillow raise errors of many classes
+            raise _unreadable(name, error) from error
+        if pixels.bits == 32 and not np.isfinite(pixels.values).all():
+            raise DataError(f"{name} has NaN or infinity among its numbers; correct it or leave it out")
+        return pixels
+
+    def _of_8_bits(self, image: Image.Image) -> Pixels:
+        is_grey, alpha = image.mode in _GREY, None
+        if not image.has_transparency_data or self.transparency == "drop":
+            drawn = _converted(image, "L" if is_grey else "RGB")
+        else:
+            drawn = _converted(image, "RGBA")
+            if self.transparency == "keep":
+                alpha = np.asarray(drawn.getchannel("A"))
+            else:
+                drawn = Image.alpha_composite(Image.new("RGBA", drawn.size, "white"), drawn)
+        x = np.asarray(drawn)
+        x = x[None] if x.ndim == 2 else x.transpose(2, 0, 1)
+        return Pixels(x[:1] if is_grey else x[:3], alpha, 8)
+
+    def report(self, what: str) -> tuple[list[str], list[str]]:
+        """(notes, warnings) on the images that were decoded. what: name of the data."""
+        if not self.seen:
+            return [], []
+        kinds = ", ".join(f"{count} {kind} ({mode})" for (kind, mode), count in sorted(self.seen.items()))
+        note = f"{what}: read {self.seen.total()} images, {self.layout.in_words}: {kinds}"
+        is_mixed = len({mode for _, mode in self.seen}) > 1
+        remarks = [f"{what}: {count} images {text}" for text, count in sorted(self.remarks.items())]
+        return ([] if is_mixed else [note]), [note] * is_mixed + remarks
+
+
+def _opened(content: Encoded, name: str) -> Image.Image:
+    """The image, of which only the header is read."""
+    if content is None:
+        raise DataError(f"{name} has no image bytes; files that hold only paths are not supported, embed the images")
+    try:
+        return Image.open(io.BytesIO(content), formats=formats())
+    except Exception as error:  # plugins of Pillow raise errors of many classes
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: Exception) -> DataError:
+    reason = "its content is of no known format" if isinstance(error, UnidentifiedImageError) else error or type(error)
+    return DataError(f"{name} is no image that Pillow {PIL.__version__} can read, or damaged: {reason}")
+
+
+def _converted(image: Image.Image, mode: str) -> Image.Image:
+    """The image in mode L, RGB or RGBA."""
+    if image.mode == "LAB":  # Pillow converts it by profiles only
+        lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        image = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB") or image
+    straight = {"La": "LA", "RGBa": "RGBA"}.get(image.mode)  # multiplied by alpha
+    return (image.convert(straight) if straight else image).convert(mode)
+
+
+def _frames(image: Image.Image) -> int:
+    with suppress(Exception):  # damaged after the first
+        return int(getattr(image, "n_frames", 1))
+    return 1
+
+
+def _is_turned(image: Image.Image) -> bool:
+    """Whether EXIF asks to turn an image that is decoded. Pillow turns TIFF files itself, and then removes the tag."""
+    with suppress(Exception):  # damaged EXIF
+        return image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1)
+    return False
+
+
+def _loses_bits(image: Image.Image) -> bool:
+    """Whether Pillow decodes colours of 16 bits as 8 bits. Called before decoding."""
+    if image.mode.startswith(("I", "F")):
+        return False
+    codecs = [(tile[0], tile[3]) for tile in getattr(image, "tile", [])]
+    of_tiles = [(name, args if isinstance(args, tuple) else (args,)) for name, args in codecs]
+    return any(
+        (isinstance(arg, str) and ";16" in arg) or (name == "ppm" and isinstance(arg, int) and arg > 255)
+        for name, args in of_tiles
+        for arg in args
+    )
