@@ -50,7 +50,9 @@ class ColumnsConfig(ConfigSection):
         "numbers of equal length, or of token ids",
     )
     features: list[str] | None = Field(
-        None, description="columns of numbers that make up the input (csv); null: all but label, client and group"
+        None,
+        description="columns of numbers that make up the input (csv); null: all but label, client, group and an index "
+        "of the rows, with a warning that names them",
     )
     label: str | list[str] = Field(
         "label",
@@ -68,10 +70,8 @@ class ColumnsConfig(ConfigSection):
 
 
 NOT_IN_RECIPE = ("root", "download", "shards")  # keys for the location of the samples
-_LATER = (
-    "labels",
-    "transparency",
-)  # keys that recipes of earlier versions do not have; in a recipe only if they are set
+# keys that recipes of earlier versions do not have; in a recipe only if they are set
+_LATER = ("labels", "transparency", "delimiter", "encoding", "decimal")
 
 
 class DataConfig(ConfigSection):
@@ -282,6 +282,24 @@ class ColumnsDataConfig(ImagesDataConfig):
         return values
 
 
+class CsvConfig(ColumnsDataConfig):
+    """Tables of numbers."""
+
+    delimiter: Literal[",", ";", "\t", "|", " "] = Field(
+        ",", description='what separates the columns of CSV files: , | ; | a tab, "\\t" | "|" | a space'
+    )
+    encoding: str = Field(
+        "utf-8", description="encoding of CSV files, as Python names it: utf-8 | cp1252 (Excel) | latin-1 | utf-16"
+    )
+    decimal: Literal[".", ","] = Field(".", description="decimal point of CSV files")
+
+    @model_validator(mode="after")
+    def _check_decimal(self) -> Self:
+        if self.decimal == self.delimiter:
+            raise ValueError(f"decimal and delimiter must differ, got {self.decimal!r} for both; set delimiter: ';'")
+        return self
+
+
 class HfDiskConfig(ColumnsDataConfig):
     """Tables whose inputs can be token ids."""
 
@@ -342,7 +360,7 @@ SOURCE_KINDS = Kinds[DataConfig](
         "medmnist": BuiltinKind("a 2-D data set of MedMNIST, e.g. pathmnist.npz", MedMnistConfig),
         "images": BuiltinKind("images in parquet files", ColumnsDataConfig),
         "image_folder": BuiltinKind("images in a folder per class", ImagesDataConfig),
-        "csv": BuiltinKind("tables of numbers, in CSV or Parquet files", ColumnsDataConfig),
+        "csv": BuiltinKind("tables of numbers, in CSV or Parquet files", CsvConfig),
         "hf_disk": BuiltinKind("a Hugging Face data set after save_to_disk", HfDiskConfig),
         "femnist": BuiltinKind("FEMNIST with its writers, as parquet files", ColumnsDataConfig),
         "femnist_leaf": BuiltinKind("FEMNIST with its writers, as LEAF's JSON files", FilesDataConfig),

@@ -17,6 +17,7 @@ from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.plugins.calling import call_plugin, described, place_of
 from cfl_ray.plugins.registry import Registry
 
+IGNORED = -100  # a target token that is not learned and not counted, as of PyTorch's cross_entropy
 MetricFunction = Callable[[Tensor, Tensor], Any]  # (outputs, targets) of one client's test samples -> one number
 
 
@@ -100,13 +101,13 @@ def r2(outputs: Tensor, targets: Tensor) -> float:
 
 
 def token_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the tokens whose output is the largest."""
-    return (outputs.argmax(-1) == targets).double().mean().item()
+    """Share of the tokens whose output is the largest; NaN if none counts."""
+    return (outputs.argmax(-1) == targets)[targets != IGNORED].double().mean().item()
 
 
 def perplexity(outputs: Tensor, targets: Tensor) -> float:
-    """Exponential of the mean cross entropy of a token."""
-    return cross_entropy(outputs.double().transpose(1, 2), targets).exp().item()
+    """Exponential of the mean cross entropy of a token; NaN if none counts."""
+    return cross_entropy(outputs.double().transpose(1, 2), targets, ignore_index=IGNORED).exp().item()
 
 
 _BUILTIN = (

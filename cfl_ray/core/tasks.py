@@ -5,6 +5,8 @@ class      int64 (n,)              (n, C)                    classification
 real       float32 (n,) or (n, d)  (n, 1) or (n, d)          regression
 binary     float32 (n, C), 0 or 1  (n, C)                    multi_label
 tokens     int64 (n, T)            (n, T, V)                 next_token
+
+A target token of IGNORED is not learned and counts in no metric, as padding.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cfl_ray.core.metrics import METRICS, Metric, resolve_metric
+from cfl_ray.core.metrics import IGNORED, METRICS, Metric, resolve_metric
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.plugins.calling import call_plugin, failure_of, place_of
 from cfl_ray.plugins.registry import Registry
@@ -149,8 +151,9 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def token_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of the tokens of each sample."""
-    return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none").mean(1)
+    """Mean cross entropy of the tokens of each sample, without those that are IGNORED; 0 for a sample of only these."""
+    losses = F.cross_entropy(outputs.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+    return losses.mean(1) * (targets.shape[1] / (targets != IGNORED).sum(1).clamp(min=1))
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from cfl_ray.core.tasks import TARGETS
+from cfl_ray.core.tasks import IGNORED, TARGETS
 from cfl_ray.data.federation import DataShape, Federation, Index, IndexedFederation, Scaling, StoredSamples
 from cfl_ray.data.images import Images
 from cfl_ray.data.plan import split_rows
@@ -327,9 +327,16 @@ def targets_of(name: str, values: Array, targets: str) -> np.ndarray:
     if y.dtype.kind not in "iufb":
         raise DataError(f"{name} must be numbers, got {y.dtype}")
     if targets == "tokens":
-        if y.ndim != 2 or y.dtype.kind not in "iu" or 0 in y.shape or y.min() < 0:
+        if y.ndim != 2 or y.dtype.kind not in "iu" or 0 in y.shape:
             raise DataError(f"{name} must be token ids from 0, integers (n, T), got {y.dtype} of shape {y.shape}")
-        return y.astype(np.int64, copy=False)
+        y = y.astype(np.int64, copy=False)
+        _check_rows(name, (y >= 0) | (y == IGNORED), f"negative token ids other than {IGNORED}, which is not learned,")
+        if not (counts_n := (y != IGNORED).any(1)).all():
+            raise DataError(
+                f"{name}: every target in row {counts_n.argmin()} is {IGNORED}, which is not learned "
+                f"({(~counts_n).sum()} of {len(y)} rows); leave these samples out"
+            )
+        return y
     if y.ndim not in ((1, 2) if targets == "real" else (2,)) or 0 in y.shape:
         expected = "(n,) or (n, d)" if targets == "real" else "(n, C)"
         raise DataError(f"{name} must have shape {expected} for targets {targets!r}, got {y.shape}")

@@ -17,7 +17,7 @@ from cfl_ray.config import ColumnsConfig
 from cfl_ray.data.decoding import Decoder, Encoded, suffixes
 from cfl_ray.data.images import Images, Progress
 from cfl_ray.data.raw_files import FileState, RawFiles
-from cfl_ray.data.tables import MAX_LABEL, Named, column_of, concatenated, images_of, label_names
+from cfl_ray.data.tables import MAX_LABEL, Named, alike_warnings, column_of, concatenated, images_of, label_names
 from cfl_ray.errors import DataError, did_you_mean
 
 BATCH_ROWS = 2048  # encoded images in memory at a time
@@ -316,4 +316,5 @@ def _clients(listing: Listing, raw: RawFiles) -> tuple[np.ndarray | None, list[s
         )
     others = sorted(client_of.keys() - set(listing.names))
     lines = [f"{clients_file} names {len(others)} files that are not read, e.g. {others[0]}"] if others else []
-    return np.array([client_of[name] for name in listing.names], np.str_), lines
+    ids = np.array([client_of[name] for name in listing.names], np.str_)
+    return ids, lines + alike_warnings(f"{clients_file}: column 'client'", ids, "client")

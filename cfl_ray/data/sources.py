@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from cfl_ray.config import ColumnsConfig, DataConfig
 from cfl_ray.config.data import (
     ColumnsDataConfig,
+    CsvConfig,
     FilesDataConfig,
     HfDiskConfig,
     ImagesDataConfig,
@@ -29,8 +30,10 @@ from cfl_ray.config.data import (
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_files, leaf, tables
 from cfl_ray.data.arrays import DENSE, label_warnings
+from cfl_ray.data.hf_disk import saved_dataset
 from cfl_ray.data.images import Images, Progress, Source, find, roots
 from cfl_ray.data.raw_files import RawFiles
+from cfl_ray.data.table_files import CsvFormat
 from cfl_ray.data.tables import read_npz
 from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.system.files import sha256_once
@@ -414,14 +417,16 @@ def sent140_leaf(data: Sent140LeafConfig) -> Source:
 # --- the user's own files -----------------------------------------------------------------------
 
 
-def csv(data: ColumnsDataConfig, targets: str = "class") -> Source:
+def csv(data: CsvConfig, targets: str = "class") -> Source:
     """The samples of CSV or Parquet files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.parquet'"
     train, test = _parts(data, [""], ["*.csv"], "csv", get)
     files = (*train, *test)
     digest = " ".join(map(sha256_once, files))  # an edited table may have the same size
-    dense = data.labels == "dense"
-    return Source(files, lambda pixels, progress: tables.read_csv(train, test, data.columns, targets, dense), digest)
+    written, dense = CsvFormat(data.delimiter, data.encoding, data.decimal), data.labels == "dense"
+    return Source(
+        files, lambda pixels, progress: tables.read_csv(train, test, data.columns, targets, written, dense), digest
+    )
 
 
 def image_folder(data: ImagesDataConfig) -> Source:
@@ -441,7 +446,8 @@ def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
     for key, folder in (("root or data.train_files", train), ("test_files", test)):
         if folder is not None and not folder.is_dir():
             raise DataError(f"data.{key}: there is no folder {folder.absolute()} of Dataset.save_to_disk")
-    files = [file for folder in (train, test) if folder is not None for file in sorted(folder.glob("*.arrow"))]
+    parts = [saved_dataset(folder) for folder in (train, test) if folder is not None]
+    files = [file for part in parts for file in (*part.files, *part.descriptions)]
     return Source(
         tuple(files),
         lambda pixels, progress: tables.read_hf(

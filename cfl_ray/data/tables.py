@@ -3,6 +3,8 @@
 Messages of checks name the file, the column and the row.
 """
 
+import re
+import unicodedata
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -12,14 +14,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv
-import pyarrow.parquet
 
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.tasks import TARGETS
+from cfl_ray.data import hf_disk
 from cfl_ray.data.arrays import DENSE, dense_labels, label_warnings, num_outputs, numbers, targets_of, tokens
 from cfl_ray.data.decoding import Decoder
 from cfl_ray.data.images import Images
+from cfl_ray.data.index_columns import counting_columns, index_columns
+from cfl_ray.data.table_files import COMMON, CsvFormat, is_number, is_text, plain, read_rows
 from cfl_ray.errors import DataError, did_you_mean
 
 MAX_LABEL = np.iinfo(np.int16).max
@@ -31,8 +34,8 @@ def column_of(part: Named, column: str) -> pa.ChunkedArray:
     name, table = part
     if column not in table.column_names:
         raise DataError(f"{name} has no column {column!r}{did_you_mean(column, table.column_names)}; set data.columns")
-    values = table[column]
-    empty = pc.equal(values, "") if is_text(values.type) else values.is_null()
+    values = plain(table[column])
+    empty = pc.equal(pc.utf8_trim_whitespace(values), "") if is_text(values.type) else values.is_null()
     if count := pc.sum(empty := pc.fill_null(empty, True)).as_py():
         what = "is empty" if is_text(values.type) else "is empty (or NA or NaN)"
         place = f"row {pc.index(empty, True)} (the first is row 0){f' and {count - 1} more' * (count > 1)}"
@@ -52,43 +55,91 @@ def check_numbers(
     kind = values.type
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or (booleans and pa.types.is_boolean(kind)):
         return values
+    if pa.types.is_decimal(kind):
+        return values.cast(pa.float64())
     example = ""
     if is_text(kind):
         cells = values.to_pylist()
-        row = next((row for row, cell in enumerate(cells) if not _is_number(cell)), 0)
-        example = f", e.g. {cells[row]!r} in row {row} (the first is row 0)"
+        row = next((row for row, cell in enumerate(cells) if not is_number(cell)), 0)
+        example = f", e.g. {cells[row]!r} in row {row} (the first is row 0){_about(cells[row])}"
+    elif pa.types.is_temporal(kind):
+        example = "; write a number instead, e.g. days or seconds since a date of your choice"
     raise DataError(f"{part[0]}: {what} {column!r} must hold numbers, it holds {kind}{example}{advice}")
 
 
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
+def _about(cell: str) -> str:
+    """The reason why a cell may be no number, to follow it in a message; else an empty text."""
+    if re.fullmatch(r"\s*[-+]?\d{1,3}(,\d{3})+(\.\d*)?\s*", cell):
+        return ", which has separators of thousands: remove them"
+    if re.fullmatch(r"\s*[-+]?(\d+|\d{1,3}(\.\d{3})+),\d+\s*", cell):
+        return ', which has a decimal comma: set data.decimal: ","'
+    return ""
 
 
 def integer_labels(part: Named, column: str) -> np.ndarray:
     """A column of integers or booleans as labels, int16 (n,). Raises DataError for labels outside 0..MAX_LABEL."""
     y = column_of(part, column).to_numpy()
     if len(y) and not 0 <= y.min() <= y.max() <= MAX_LABEL:
+        rows = int((y == -1).sum())
+        no_label = (
+            f"leave out the rows of -1, which have no label ({rows} of {len(y)}); if it is a class, " if rows else ""
+        )
         raise DataError(
-            f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}; {DENSE}"
+            f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}; "
+            f"{no_label}{DENSE}"
         )
     return y.astype(np.int16)
 
 
 def ids_of(part: Named, column: str, what: str) -> np.ndarray:
-    """A column of integers or strings. what: client or group."""
+    """The ids in a column, integers or strings. what: client or group."""
     values = column_of(part, column)
-    if pa.types.is_integer(values.type):
+    kind = values.type
+    if pa.types.is_integer(kind):
         return values.to_numpy()
-    if is_text(values.type):
-        return np.asarray(values.to_pylist(), np.str_)
+    if pa.types.is_floating(kind):  # pandas holds integers so if a row had none
+        numbers = values.to_numpy()
+        if (numbers == np.round(numbers)).all() and (np.abs(numbers) < 2**53).all():
+            return numbers.astype(np.int64)
+    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
+        return np.asarray([_text_of(value) for value in values.to_pylist()], np.str_)
+    elif not pa.types.is_nested(kind):
+        return np.asarray(values.cast(pa.string()).to_pylist(), np.str_)
     raise DataError(
         f"{part[0]}: {what} column {column!r} must hold integers or strings, it holds {values.type}; "
         f"set data.columns.{what}"
     )
+
+
+def _text_of(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.hex()
+
+
+def alike_warnings(place: str, ids: np.ndarray, what: str) -> list[str]:
+    """A warning if ids are text and differ in spelling only: 007 and 7, 1 and 1.0, or white space; otherwise empty.
+
+    place: file and column. what: client, group or class.
+    """
+    if ids.dtype.kind != "U":
+        return []
+    spellings: dict[str, list[str]] = {}
+    for name in np.unique(ids).tolist():
+        folded = " ".join(unicodedata.normalize("NFKC", name).split())
+        spellings.setdefault(f"{float(folded):.17g}" if is_number(folded) else folded, []).append(name)
+    warnings = []
+    if alike := [names for names in spellings.values() if len(names) > 1]:
+        shown = " and ".join(map(repr, alike[0]))
+        more = f", and {len(alike) - 1} more such pairs" if len(alike) > 1 else ""
+        warnings.append(f"{place}: {shown} are different: a {what} each{more}; if they are the same, write them alike")
+    if missing := sorted({name for names in spellings.values() for name in names} & _MISSING):
+        warnings.append(f"{place}: {missing[0]!r} is taken as a word, the name of a {what}, not as an empty cell")
+    return warnings
+
+
+_MISSING = {"NA", "N/A", "n/a", "#N/A", "<NA>", "NaN", "nan", "-nan", "NULL", "null", "None", "none", "nil", "NaT", "?"}
 
 
 def groups_of(train: np.ndarray, test: np.ndarray | None, where: str) -> tuple[np.ndarray, np.ndarray | None]:
@@ -102,11 +153,6 @@ def groups_of(train: np.ndarray, test: np.ndarray | None, where: str) -> tuple[n
     if unknown := sorted(set(test.tolist()) - set(values.tolist())):
         raise DataError(f"{where}: group {unknown[0]!r} has no training row")
     return group.astype(np.int32), np.searchsorted(values, test).astype(np.int32)
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Whether a column holds strings."""
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def read_npz(file: Path, required: Sequence[str], optional: Sequence[str] | None, needs: str) -> dict[str, np.ndarray]:
@@ -135,22 +181,78 @@ def read_npz(file: Path, required: Sequence[str], optional: Sequence[str] | None
 
 
 def read_csv(
-    train: list[Path], test: list[Path], columns: ColumnsConfig, targets: str = "class", dense: bool = False
+    train: list[Path],
+    test: list[Path],
+    columns: ColumnsConfig,
+    targets: str = "class",
+    csv: CsvFormat = COMMON,
+    dense: bool = False,
 ) -> Images:
     """The samples of CSV or Parquet files. Inputs are float32 (n, F), a number for each feature column."""
-    parts = [concatenated(files, [_rows(file) for file in files]) for files in (train, test) if files]
+    labels = label_names(columns.label)
+    ids = [name for name in (columns.client, columns.group) if name is not None]
+    as_text = labels if targets == "class" else []
+    tables = {file: read_rows(file, csv, ids, as_text) for file in (*train, *test)}
+    given = {*labels, *ids, *(columns.features or ())}
+    left_out = {name for table in tables.values() for name in index_columns(table)} - given
+    parts = []
+    for files in (train, test):
+        if files:
+            used = [_without(tables[file], left_out) for file in files]
+            parts.append(concatenated(files, used, text=[*ids, *as_text]))
     for part in parts:
-        for name in label_names(columns.label):
+        for name in labels:
             column_of(part, name)
-    for column in (columns.client, columns.group):
-        if column is not None:
-            column_of(parts[0], column)
+    for column in ids:
+        column_of(parts[0], column)
+    features, warnings = _features(parts[0], [tables[file] for file in train], columns, sorted(left_out))
+    inputs = (np.stack([_numbers(part, name, warnings) for name in features], 1) for part in parts)
+    images = images_of(parts, inputs, columns, targets=targets, dense=dense)
+    return replace(images, warnings=(*images.warnings, *dict.fromkeys(warnings)))
+
+
+def _without(table: pa.Table, names: set[str]) -> pa.Table:
+    return table.select([index for index, name in enumerate(table.column_names) if name not in names])
+
+
+def _features(
+    train: Named, tables: list[pa.Table], columns: ColumnsConfig, left_out: list[str]
+) -> tuple[list[str], list[str]]:
+    """The names of the feature columns, and warnings on columns that were chosen or left out without being named.
+
+    tables: of each training file. left_out: columns that are not in `train`.
+    """
+    name, table = train
     special = {*label_names(columns.label), columns.client, columns.group}
-    features = columns.features or [name for name in parts[0][1].column_names if name not in special]
+    if columns.features:
+        if wrong := [column for column in columns.features if column in special]:
+            raise DataError(
+                f"data.columns.features names {wrong[0]!r}, which is the label, the client or the group: a model would "
+                "read its target from its input; leave it out"
+            )
+        return columns.features, []
+    others = [column for column in table.column_names if column not in special]
+    usual, counting = counting_columns(tables, others)
+    features = [column for column in others if column not in usual]
     if not features:
-        raise DataError(f"{parts[0][0]} has no column except {columns.label!r}; set data.columns.features")
-    inputs = (np.stack([_numbers(part, name) for name in features], 1) for part in parts)
-    return images_of(parts, inputs, columns, targets=targets, dense=dense)
+        raise DataError(f"{name} has no column except {columns.label!r}; set data.columns.features")
+    shown = ", ".join(features[:_SHOWN]) + (f", ... ({len(features)} in all)" if len(features) > _SHOWN else "")
+    warnings = [
+        f"{name}: the inputs are the columns {shown}: all others; if one of them would not be known of a new sample, "
+        "name the inputs in data.columns.features"
+    ]
+    if index := [*left_out, *usual]:
+        listed = ", ".join(map(repr, index))
+        warnings.append(f"{name}: left out as an index of the rows: {listed}; data.columns.features can name it")
+    if counting:
+        warnings.append(
+            f"{name}: the input {counting[0]!r} numbers the rows, as an index or an id does; if it is one, name the "
+            "other inputs in data.columns.features"
+        )
+    return features, warnings
+
+
+_SHOWN = 20  # columns that a warning lists
 
 
 def read_hf(
@@ -166,12 +268,26 @@ def read_hf(
 
     The input column contains images, or lists of equal length: of numbers, or of token ids if `vocabulary` is given.
     """
-    parts = [_saved(folder) for folder in (train, test) if folder is not None]
+    saved = [hf_disk.saved_dataset(folder) for folder in (train, test) if folder is not None]
+    for part in saved:
+        if (kind := part.kind_of(columns.image)) in _OTHER_MEDIA:
+            raise DataError(
+                f"{part.folder}: input column {columns.image!r} is {kind}, which is not read; set data.columns.image "
+                "to images or lists of numbers"
+            )
+    ids = [name for name in (columns.client, columns.group) if name is not None]
+    parts = [concatenated(part.files, part.tables(), text=ids) for part in saved]
+    class_names: tuple[str, ...] = ()
+    if targets == "class" and isinstance(columns.label, str):
+        class_names = hf_disk.common_class_names(saved, columns.label)
     decoder = Decoder(transparency)
     inputs = (_lists_or_images(part, columns.image, vocabulary, decoder) for part in parts)
-    images = images_of(parts, inputs, columns, vocabulary, targets, dense=dense)
+    images = images_of(parts, inputs, columns, vocabulary, targets, dense=dense, class_names=class_names)
     notes, warnings = decoder.report(parts[0][0])
     return replace(images, notes=tuple(notes), warnings=(*images.warnings, *warnings))
+
+
+_OTHER_MEDIA = ("Audio", "Video", "Pdf", "Nifti", "Mesh", "Translation", "TranslationVariableLanguages")
 
 
 def images_of(
@@ -182,29 +298,39 @@ def images_of(
     targets: str = "class",
     num_classes: int | None = None,
     dense: bool = False,
+    class_names: tuple[str, ...] = (),
 ) -> Images:
     """The samples of a training part and, if given, a test part, with labels, clients and groups.
 
     inputs: of each part; they are computed after the labels are checked. num_classes: None for the largest label + 1.
-    dense: whether integer labels are numbered anew, as in `dense_labels`.
+    dense: whether integer labels are numbered anew, as in `dense_labels`. class_names: of integer labels, if the files
+    have them; their number is that of the classes.
     """
-    class_names: tuple[str, ...] = ()
+    warnings: list[str] = []
     if targets != "class":
         labels = [_targets(part, columns.label, targets) for part in parts]
     elif isinstance(columns.label, str):
-        labels, class_names = _labels(parts, columns.label, dense)
+        labels, words = _labels(parts, columns.label, dense)
+        if dense and words:
+            class_names = _names_of(words, class_names) if class_names else words
+        num_classes = len(class_names) or num_classes
+        class_names = class_names or words
+        warnings += alike_warnings(f"{parts[0][0]}: column {columns.label!r}", np.array(words), "class")
     else:
         raise DataError(
             f"data.columns.label names {len(columns.label)} columns, a class has 1; name a single column, or set "
             "task: multi_label (csv, hf_disk)"
         )
     named = [(f"{file}: column {columns.label!r}", y) for (file, _), y in zip(parts, labels, strict=True)]
-    num_classes = num_outputs(None if dense and class_names else num_classes, named, targets, vocabulary)
-    warnings = label_warnings(named[0][0], labels[0], num_classes, DENSE) if targets == "class" else []
+    num_classes = num_outputs(num_classes, named, targets, vocabulary)
+    warnings += label_warnings(named[0][0], labels[0], num_classes, DENSE) if targets == "class" else []
     client = None if columns.client is None else ids_of(parts[0], columns.client, "client")
+    if client is not None:
+        warnings += alike_warnings(f"{parts[0][0]}: column {columns.client!r}", client, "client")
     group = test_group = None
     if (name := columns.group) is not None:
         values = [ids_of(part, name, "group") for part in parts if part is parts[0] or name in part[1].column_names]
+        warnings += alike_warnings(f"{parts[0][0]}: column {name!r}", values[0], "group")
         group, test_group = groups_of(values[0], values[1] if len(values) == 2 else None, f"{parts[-1][0]}: {name!r}")
     x, *test_x = inputs
     for what, (train, *test) in {"inputs": [x, *test_x], "targets": labels}.items():
@@ -232,58 +358,71 @@ def images_of(
 # --- files --------------------------------------------------------------------------------------
 
 
-def _rows(file: Path) -> pa.Table:
-    kind = "Parquet" if file.suffix == ".parquet" else "CSV"
-    try:
-        table = pa.parquet.read_table(file) if kind == "Parquet" else pa.csv.read_csv(file)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read as a {kind} file: {error}") from error
-    for index, field in enumerate(table.schema):
-        if pa.types.is_dictionary(field.type):  # categories of pandas
-            table = table.set_column(index, field.name, table.column(index).cast(field.type.value_type))
-    return table
-
-
-def _saved(folder: Path) -> Named:
-    files = sorted(folder.glob("*.arrow"))
-    if not files:
-        raise DataError(
-            f"{folder} holds no *.arrow file of Dataset.save_to_disk; for a DatasetDict name its part, "
-            "e.g. data.train_files: train"
-        )
-    tables = []
-    for file in files:
-        try:
-            with pa.memory_map(str(file)) as source:
-                tables.append(pa.ipc.open_stream(source).read_all())
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{file} is not a readable Arrow stream file: {error}") from error
-    return concatenated(files, tables)
-
-
-def concatenated(files: list[Path], tables: list[pa.Table]) -> Named:
+def concatenated(files: list[Path], tables: list[pa.Table], text: Iterable[str] = ()) -> Named:
     """The rows of all tables, with a name.
 
-    Raises DataError for different columns, two columns of the same name, and without a row.
+    text: columns that become text if they are text in one of the tables. Raises DataError for different columns, two
+    columns of the same name, types that do not agree, and without a row.
     """
     for file, table in zip(files, tables, strict=True):
         if len(set(table.column_names)) < len(table.column_names):
             raise DataError(f"{file} has two columns of the same name, rename one: {', '.join(table.column_names)}")
         if table.column_names != tables[0].column_names:
             raise DataError(f"{file} has columns {table.column_names}, {files[0]} has {tables[0].column_names}")
+    for name in set(text) & set(tables[0].column_names):
+        tables = _as_text_if_any(tables, name)
     name = str(files[0]) if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
-    table = pa.concat_tables(tables, promote_options="permissive")
+    try:
+        table = pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        for column in tables[0].column_names:
+            for file, other in zip(files, tables, strict=True):
+                first, kind = tables[0].schema.field(column).type, other.schema.field(column).type
+                if not _agree(first, kind):
+                    raise DataError(
+                        f"{file}: column {column!r} holds {kind}, but {first} in {files[0]}; they must agree"
+                    ) from error
+        raise DataError(f"{name}: its files hold different types: {error}") from error
     if table.num_rows == 0:
         raise DataError(f"{name} holds no row")
     return name, table
 
 
+def _agree(first: pa.DataType, second: pa.DataType) -> bool:
+    schemas = [pa.schema([pa.field("", kind)]) for kind in (first, second)]
+    try:
+        pa.unify_schemas(schemas, promote_options="permissive")
+    except pa.ArrowException:
+        return False
+    return True
+
+
+def _as_text_if_any(tables: list[pa.Table], name: str) -> list[pa.Table]:
+    """The tables, with this column as text if it is text in one of them and integers in another."""
+    if not any(is_text(table.schema.field(name).type) for table in tables):
+        return tables
+    return [
+        table.set_column(table.column_names.index(name), name, table[name].cast(pa.string()))
+        if pa.types.is_integer(table.schema.field(name).type)
+        else table
+        for table in tables
+    ]
+
+
 # --- columns ------------------------------------------------------------------------------------
 
 
-def _numbers(part: Named, column: str) -> np.ndarray:
-    values = check_numbers(part, column, "feature column", "; set data.columns.features")
-    return numbers(f"{part[0]}: column {column!r}", values.to_numpy())
+def _numbers(part: Named, column: str, warnings: list[str]) -> np.ndarray:
+    """A feature column as float32. warnings: gets a line if float32 does not have the digits that tell rows apart."""
+    values = check_numbers(part, column, "feature column", "; set data.columns.features").to_numpy()
+    x = numbers(f"{part[0]}: column {column!r}", values)
+    spread, lost = float(values.std()), float(np.abs(values - x.astype(np.float64)).max())
+    if lost > spread / 1000 > 0:
+        warnings.append(
+            f"{part[0]}: column {column!r} loses up to {lost:.2g} when it is stored as float32, its standard deviation "
+            f"is {spread:.2g}; subtract a constant, e.g. {values.mean():.6g}, in the file"
+        )
+    return x
 
 
 def _labels(parts: list[Named], column: str, dense: bool) -> tuple[list[np.ndarray], tuple[str, ...]]:
@@ -320,6 +459,13 @@ def _labels(parts: list[Named], column: str, dense: bool) -> tuple[list[np.ndarr
     return [np.searchsorted(known, part_words).astype(np.int16) for part_words in words], tuple(known.tolist())
 
 
+def _names_of(codes: tuple[str, ...], class_names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the classes that occur. codes: ascending integers as text."""
+    if not 0 <= int(codes[0]) <= int(codes[-1]) < len(class_names):
+        raise DataError(f"labels {codes[0]}..{codes[-1]} do not fit the {len(class_names)} names of classes")
+    return tuple(class_names[int(code)] for code in codes)
+
+
 def numbered(parts: list[tuple[str, np.ndarray]]) -> tuple[list[np.ndarray], tuple[str, ...]]:
     """The labels of each part numbered densely, int16 (n,), and the original labels. parts: as in `dense_labels`."""
     labels, names = dense_labels(parts)
@@ -337,8 +483,8 @@ def _targets(part: Named, columns: str | list[str], targets: str) -> np.ndarray:
     """Targets that are not classes: a number from each label column, or the lists in a single column."""
     place = f"{part[0]}: data.columns.label {columns!r}"
     try:
-        if isinstance(columns, str) and pa.types.is_nested(column_of(part, columns).type):
-            y = np.asarray(column_of(part, columns).to_pylist())
+        if isinstance(columns, str) and is_list((values := column_of(part, columns)).type):
+            y = stacked(place, values)
         else:
             advice = "; correct the cell, or set data.columns.label"
             parts = [check_numbers(part, name, "label column", advice).to_numpy() for name in label_names(columns)]
@@ -356,25 +502,66 @@ def _lists_or_images(part: Named, column: str, vocabulary: int | None, decoder: 
             (value["bytes"], f"{part[0]}: the image in row {row}", "") for row, value in enumerate(values.to_pylist())
         ]
         return decoder.first(*images[0][:2]).all(images, len(images))
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+    if not is_list(kind):
         raise DataError(
             f"{part[0]}: input column {column!r} must hold images or lists of numbers, it holds {kind}; "
             "set data.columns.image"
         )
-    rows = values.to_pylist()
-    lengths = np.array([len(row) for row in rows])
-    if (lengths != lengths[0]).any():
-        row = int((lengths != lengths[0]).argmax())
-        raise DataError(
-            f"{part[0]}: column {column!r} has {lengths[row]} values in row {row}, {lengths[0]} in row 0; "
-            "fill or cut them to equal lengths"
-        )
-    try:
-        x = np.asarray(rows)
-    except ValueError as error:
-        raise DataError(f"{part[0]}: column {column!r} holds lists of different shapes: {error}") from error
     name = f"{part[0]}: column {column!r}"
+    x = stacked(name, values)
     return numbers(name, x) if vocabulary is None else tokens(name, x, vocabulary)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column holds lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def stacked(place: str, values: pa.ChunkedArray) -> np.ndarray:
+    """Lists of numbers, or of lists, as one array (n, ...). Raises DataError for unequal lengths and for gaps.
+
+    place: begins messages.
+    """
+    shape: tuple[int, ...] = ()
+    arrays, first = [], 0
+    for chunk in values.chunks:
+        if len(chunk):
+            array, inner = _stacked(place, chunk, first, shape)
+            arrays.append(array)
+            shape, first = inner, first + len(chunk)
+    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+
+
+def _stacked(place: str, values: pa.Array, first: int, expected: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
+    """(array, shape of a row) of a chunk. first: its first row. expected: the shape of rows before; (): none."""
+    rows = len(values)
+    shape: list[int] = []
+    while is_list(values.type):
+        if values.null_count:
+            row = first + pc.index(values.is_null(), True).as_py() * rows // len(values)
+            raise DataError(f"{place} has a missing list in row {row}; fill it, or delete the row")
+        lengths = pc.list_value_length(values).to_numpy(zero_copy_only=False)
+        depth = len(shape)
+        wanted = expected[depth] if depth < len(expected) else int(lengths[0])
+        if (lengths != wanted).any():
+            entry = int((lengths != wanted).argmax())
+            raise DataError(
+                f"{place} has {lengths[entry]} values in row {first + entry * rows // len(values)}, {wanted} in row 0; "
+                "fill or cut them to equal lengths"
+            )
+        if wanted == 0:
+            raise DataError(f"{place} has 0 values in row {first}; fill or cut them to equal lengths of at least 1")
+        shape.append(wanted)
+        values = pc.list_flatten(values)
+    if values.null_count:
+        row = first + pc.index(values.is_null(), True).as_py() * rows // len(values)
+        raise DataError(f"{place} has a missing number in row {row}; fill it, or delete the row")
+    kind = values.type
+    if pa.types.is_decimal(kind):
+        values = values.cast(pa.float64())
+    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise DataError(f"{place} must hold lists of numbers, it holds lists of {kind}; set data.columns")
+    return values.to_numpy(zero_copy_only=False).reshape(rows, *shape), tuple(shape)
 
 
 # ---- traces
@@ -430,7 +617,7 @@ def _table(path: str | Path, key: str, columns: Sequence[str]) -> Named:
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"{key}: there is no file {file}")
-    table = _rows(file)
+    table = read_rows(file)
     if missing := [name for name in columns if name not in table.column_names]:
         raise DataError(
             f"{file} has no column {missing[0]!r}{did_you_mean(missing[0], table.column_names)}; "

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from cfl_ray.core.metrics import IGNORED
 from cfl_ray.data.federation import DataShape
 
 # powers of 2 above all inputs, all trained weights, all buffers and signatures; changes below 2^21 have exact sums
@@ -49,6 +50,11 @@ def _invalid_target_reason(y: Tensor, shape: DataShape) -> str | None:
         return reason and f"targets with {reason}"
     if shape.targets == "binary":
         return None if bool(((y == 0) | (y == 1)).all()) else "labels other than 0 and 1"
+    if shape.targets == "tokens":
+        counts = y != IGNORED
+        if not bool(counts.flatten(1).any(1).all()):
+            return f"a sample whose targets are all {IGNORED}, which is not learned"
+        y = y[counts]
     low, high = (int(value) for value in torch.aminmax(y))
     if low >= 0 and high < shape.num_classes:
         return None

@@ -48,6 +48,13 @@ def test_of_tokens():
     p = outputs.double().softmax(-1).gather(-1, y[..., None])
     assert value("perplexity", outputs, y) == pytest.approx(math.exp(-p.log().mean()))
     assert value("token_accuracy", outputs, y) == pytest.approx(float((outputs.argmax(-1) == y).double().mean()))
+    counted = torch.rand(6, 4, generator=DRAW) > 0.5
+    y[~counted] = -100
+    assert value("perplexity", outputs, y) == pytest.approx(math.exp(-p[..., 0][counted].log().mean()))
+    hits = (outputs.argmax(-1) == y)[counted]
+    assert 0 < hits.double().mean() < 1
+    assert value("token_accuracy", outputs, y) == pytest.approx(float(hits.double().mean()))
+    assert math.isnan(value("token_accuracy", outputs, torch.full_like(y, -100)))
 
 
 def test_a_function_becomes_a_metric_with_its_name():

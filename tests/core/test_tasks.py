@@ -24,6 +24,22 @@ def test_losses_of_each_sample():
     assert torch.allclose(TASKS.builtin["next_token"].loss(logits, tokens), -p.log().mean(1), atol=1e-6)
 
 
+def test_tokens_of_minus_100_are_not_learned():
+    """The loss of a sample is PyTorch's mean over its other tokens; without one it is 0."""
+    logits, tokens = torch.randn(5, 4, 6, generator=DRAW), torch.randint(6, (5, 4), generator=DRAW)
+    loss = TASKS.builtin["next_token"].loss
+    whole = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens, reduction="none").mean(1)
+    assert torch.equal(loss(logits, tokens), whole)  # to the last bit without one
+    for sample, ignored in enumerate(([], [0], [1, 2], [0, 1, 3])):
+        tokens[sample, ignored] = -100
+        expected = torch.nn.functional.cross_entropy(logits[sample], tokens[sample])
+        assert torch.allclose(loss(logits, tokens)[sample], expected)
+    tokens[4] = -100
+    logits.requires_grad_()
+    loss(logits, tokens).sum().backward()
+    assert loss(logits, tokens)[4] == 0 and not logits.grad[tokens == -100].any() and logits.grad[tokens >= 0].any()
+
+
 def test_classification_is_pytorchs_cross_entropy_to_the_last_bit():
     y = torch.tensor([0, 1, 2, 0, 1, 2, 0])
     assert torch.equal(CLASSIFICATION.mean_loss(F, y), torch.nn.functional.cross_entropy(F, y))

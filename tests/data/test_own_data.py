@@ -278,8 +278,10 @@ class TestCsv:
     def test_inputs_with_large_values_are_told(self, tmp_path):
         (tmp_path / "t.csv").write_text("age,dose,kind\n" + "60,1,a\n80,2,b\n" * 4)
         data = {"source": "csv", "root": str(tmp_path), "columns": {"label": "kind"}, "partition": {"clients": 2}}
-        (text,) = describe(SOURCE_KINDS.of(**data), 0).warnings
+        columns, text = describe(SOURCE_KINDS.of(**data), 0).warnings
+        assert "the inputs are the columns age, dose: all others" in columns
         assert text.startswith("inputs have large values (number 0 of 2: mean ") and "data.normalize" in text
+        data["columns"] = {"label": "kind", "features": ["age", "dose"]}
         assert not describe(SOURCE_KINDS.of(**data, normalize=[[70, 1.5], [10, 1]]), 0).warnings
         x = np.array([[60.0, 1], [80, 2]], np.float32).repeat(4, 0)
         federation = federation_from_arrays(x, np.arange(8) % 2, np.zeros(8, int))
@@ -519,7 +521,7 @@ class TestDenseLabels:
     def test_labels_beyond_the_limit_of_shards(self, tmp_path):
         (tmp_path / "t.csv").write_text("a,label\n" + "1,100000\n2,-1\n" * 3)
         data = {"source": "csv", "root": str(tmp_path / "t.csv"), "partition": {"clients": 2}}
-        with pytest.raises(DataError, match="must lie in 0..32767, got -1..100000; data.labels: dense numbers"):
+        with pytest.raises(DataError, match="must lie in 0..32767, got -1..100000; .*data.labels: dense numbers"):
             build(SOURCE_KINDS.of(**data), 0, tmp_path / "shards")
         federation = build(SOURCE_KINDS.of(**data, labels="dense"), 0, tmp_path / "shards")
         assert federation.shape.class_names == ("-1", "100000")

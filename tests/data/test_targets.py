@@ -145,7 +145,7 @@ def test_token_lists_of_a_saved_data_set(tmp_path):
     save(Y["tokens"].tolist())
     assert_all_samples(build(data, 0, tmp_path / "shards", targets="tokens"), "tokens")
     save([[1, 2]] * 19 + [[1]])
-    with pytest.raises(DataError, match="data.columns.label 'next': "):
+    with pytest.raises(DataError, match="data.columns.label 'next' has 1 values in row 19, 2 in row 0"):
         build(data, 0, tmp_path / "others", targets="tokens")
     save(Y["tokens"].tolist())
     save(Y["tokens"][:, 1:].tolist(), "tests")
@@ -213,3 +213,18 @@ def test_changes_and_growth():
 def test_a_data_set_of_classes_is_refused():
     with pytest.raises(DataError, match="data set 'digits' has classes, the task needs targets 'real'"):
         build(SOURCE_KINDS.of(source="digits"), 0, "unused", targets="real")
+
+
+def test_ignored_tokens_are_kept_and_samples_of_only_these_refused(tmp_path):
+    y = Y["tokens"].copy()
+    y[:, 2:] = -100
+    federation = federation_from_arrays(**arrays("tokens") | {"y": y}, clients=OWNER)
+    assert sorted(federation.train(0)[1][:, 2:].unique().tolist()) == [-100] and federation.shape.num_classes == 6
+    for row, value, message in (
+        (7, -100, r"y: every target in row 7 is -100, which is not learned \(1 of 20 rows\); leave these samples out"),
+        (7, -1, "y has negative token ids other than -100, which is not learned, in 1 of 20 rows, first in row 7"),
+    ):
+        wrong = y.copy()
+        wrong[row] = value
+        with pytest.raises(DataError, match=message):
+            federation_from_arrays(**arrays("tokens") | {"y": wrong}, clients=OWNER)

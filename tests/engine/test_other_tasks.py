@@ -82,6 +82,17 @@ def test_vectorised_equals_sequential_with_padding(name):
     assert torch.allclose(*found, rtol=0, atol=1e-5) and not torch.allclose(found[0], one.model(), atol=1e-2)
 
 
+@pytest.mark.parametrize("engine", ["vectorised", pytest.param("manual", marks=pytest.mark.cpu)])
+def test_ignored_tokens_teach_nothing_in_any_engine(engine, monkeypatch):
+    """Equal to the reference, which is another model than one that also learns the ignored tokens."""
+    learned = stage("next_token", batch_size=5).play(FedAvg(), None).models_KP
+    ignored = TARGETS["next_token"].clone() if torch.is_tensor(TARGETS["next_token"]) else TARGETS["next_token"].copy()
+    ignored[::2, 1:] = -100
+    monkeypatch.setitem(TARGETS, "next_token", ignored)
+    found = [stage("next_token", one, batch_size=5).play(FedAvg(), None).models_KP for one in ("sequential", engine)]
+    assert torch.allclose(*found, rtol=0, atol=1e-5) and not torch.allclose(found[0], learned, atol=1e-2)
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", MODELS)
 def test_manual_equals_sequential(name):
@@ -150,3 +161,12 @@ def test_targets_that_do_not_fit_exclude_a_client():
     assert invalid_data_reason(x, torch.full((2, 3), 0.5), shape["multi_label"]) == "labels other than 0 and 1"
     tokens = torch.zeros(2, 4, dtype=torch.long)
     assert invalid_data_reason(tokens, tokens + 6, shape["next_token"]) == "target tokens 6 .. 6, expected 0 .. 5"
+    targets = tokens.clone()
+    targets[:, 1] = -100
+    assert invalid_data_reason(tokens, targets, shape["next_token"]) is None
+    targets[1] = -100
+    assert invalid_data_reason(tokens, targets, shape["next_token"]) == (
+        "a sample whose targets are all -100, which is not learned"
+    )
+    targets[1] = -1
+    assert invalid_data_reason(tokens, targets, shape["next_token"]) == "target tokens -1 .. 0, expected 0 .. 5"
