@@ -124,8 +124,10 @@ class TestFiles:
         data = section(tmp_path / "d", partition={"clients": 2})
         build(data, 0, tmp_path / "shards")
         save(tmp_path / "d", ROWS, label={"names": ["apple", "pear", "fig"], "_type": "ClassLabel"})
-        again = build(data, 0, tmp_path / "shards")
-        assert again.shape.class_names[0] == "apple" and "the raw data have changed" in again.warnings[0]
+        with pytest.raises(DataError, match="the raw data have changed"):
+            build(data, 0, tmp_path / "shards")
+        again = build(data, 0, tmp_path / "shards", converts_changed=True)
+        assert again.shape.class_names[0] == "apple"
 
 
 class TestClasses:
