@@ -22,6 +22,7 @@ from cfl_ray.config.data import (
 )
 from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
+from cfl_ray.core import global_generators
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
 from cfl_ray.data.federation import DataShape, Federation, Scaling, scale_warnings
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder, cache
@@ -80,7 +81,8 @@ def build(
     root = {"root": Path(data.root).name} if isinstance(data, PartsDataConfig) and data.root is not None else {}
     name = f"{name}-{data.test.view or 'own'}-{_hash(_recipe(data, seed, None, targets) | root)}"
     raw_data = _RawData(data, seed, targets, _sources(data, loaded, targets))
-    federation = _written_or_reused(folder, name, raw_data, progress, converts_changed)
+    with global_generators.seeded(seed):  # for shifts and partitions of users
+        federation = _written_or_reused(folder, name, raw_data, progress, converts_changed)
     if loaded is not None and federation.shape != (shape := loaded.read(False, None).data_shape):
         raise DataError(f"{folder.uri} holds {federation.shape}, {data.source} returns {shape}; {PREPARE_AGAIN}")
     return federation
@@ -376,7 +378,8 @@ def load_function(data: PluginDataConfig, seed: int, targets: str = "class") -> 
     if not callable(function):
         raise DataError(f"data.source {data.source!r} is {type(function).__name__}, expected a function")
     check_options("data.source", function, data.options)
-    result = call_plugin("data.source", partial(function, **data.options), error=DataError)
+    with global_generators.seeded(seed):
+        result = call_plugin("data.source", partial(function, **data.options), error=DataError)
     if isinstance(result, Federation):
         return result
     try:

@@ -80,6 +80,19 @@ class TestFunction:
         assert (build(data, 0, tmp_path / "shards", converts_changed=True).train(0)[0] == 0).all()
         assert (build(data, 0, tmp_path / "shards").train(0)[0] == 0).all()  # from now on
 
+    def test_draws_of_the_function_have_the_seed_of_the_run(self, tmp_path):
+        (tmp_path / "drawn.py").write_text(
+            "import random\nimport numpy as np\nimport torch\n\n"
+            "def load():\n"
+            "    x = np.random.normal(size=(12, 2)) + torch.randn(12, 2).numpy() + random.random()\n"
+            "    return x, np.arange(12) % 3\n"
+        )
+        data = SOURCE_KINDS.of(source=f"{tmp_path}/drawn.py:load", partition={"clients": 3})
+        before = np.random.get_state()[1].copy()
+        first, again = (build(data, 0, tmp_path / folder).train(0)[0] for folder in ("a", "b"))
+        assert torch.equal(first, again) and (np.random.get_state()[1] == before).all()
+        assert not torch.equal(first, build(data, 1, tmp_path / "c").train(0)[0])
+
     def test_an_edited_table_of_the_same_size_is_not_mixed_with_earlier_shards(self, tmp_path):
         data = SOURCE_KINDS.of(source="csv", root=str(tmp_path), partition={"clients": 2})
         (tmp_path / "t.csv").write_text("a,label\n" + "1.5,0\n2.5,1\n" * 10)
