@@ -121,6 +121,8 @@ class _Walk:
         for kind in type(module).__mro__:
             if _is_users(kind):
                 for name, value in list(vars(kind).items()):
+                    if name == "__init__":  # what it has made is in the attributes
+                        continue
                     if isinstance(value, FunctionType | Tensor | np.ndarray | list | tuple | dict):
                         yield f"{prefix}{name}", value
 

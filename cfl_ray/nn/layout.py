@@ -17,12 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from cfl_ray.nn.held import fingerprint_of
+
 OFFSETS = (1e2, 1e4)  # means of the tried values, whose standard deviation is 1
 RATIO = 8.0  # of the errors in both layouts from which a function is less exact in channels-last
 ROUNDING = 2e-5  # relative error that is called rounding
 _POSITIONS = 4096  # of an image, times the samples of a batch: sums over fewer positions hide errors
 # Products, most of the time of a forward pass: oneDNN's are equally exact in both layouts.
 _PRODUCTS = {"conv1d", "conv2d", "conv_transpose2d", "linear", "matmul", "bmm"}
+# Without sums over positions, if all images have one shape: a value or gradient depends on few others.
+_BY_VALUE = {
+    *("relu", "leaky_relu", "relu6", "elu", "celu", "selu", "silu", "gelu", "mish", "hardswish", "hardsigmoid"),
+    *("hardtanh", "sigmoid", "tanh", "softplus", "clone", "contiguous", "flatten", "reshape", "view", "cat", "concat"),
+    *("add", "iadd", "radd", "sub", "isub", "rsub", "mul", "imul", "rmul", "max_pool2d", "dropout"),
+    *("maximum", "minimum", "get", "getitem"),  # get: of an attribute such as `shape` or `mT`
+}
+_tried: dict[str, bool] = {}  # whether calls, with the values of their arguments, lose digits; of all modules
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,10 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         arguments = _mapped((args, kwargs or {}), self._sample)
         call = FunctionCall(function, arguments)
-        if call.name not in _PRODUCTS and any(sample.image for sample in _samples_in(arguments)):
+        samples = call.samples
+        if any(sample.image for sample in samples) and not (
+            call.name in _PRODUCTS or (call.name in _BY_VALUE and len({sample.shape for sample in samples}) == 1)
+        ):
             described = _mapped(arguments, lambda part: tuple(part.shape) if isinstance(part, Tensor) else part)
             self.calls.setdefault(f"{function} {described}", call)
         return function(*args, **(kwargs or {}))
@@ -159,8 +172,21 @@ def inexact_functions(module: nn.Module, x: Tensor) -> frozenset[str]:
     """
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         return frozenset({"script"})
+    names = set[str]()
     with torch.random.fork_rng(devices=[]):
-        return frozenset(call.name for call in recorded_calls(module, x) if call.loses_digits())
+        for call in recorded_calls(module, x):
+            if call.name not in names and _loses_digits(call):
+                names.add(call.name)
+    return frozenset(names)
+
+
+def _loses_digits(call: FunctionCall) -> bool:
+    """`call.loses_digits()`, computed once in a process, which makes several networks of a module."""
+    values = _mapped(call.arguments, lambda part: fingerprint_of(part) if isinstance(part, Tensor) else part)
+    key = f"{call.function} {values}"
+    if key not in _tried:
+        _tried[key] = call.loses_digits()
+    return _tried[key]
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -322,3 +322,19 @@ class TestSharedParameters:
         module = nn.Linear(4, 3)
         tried(lambda: copy.deepcopy(module))
         tried(net(lambda own: own.register_buffer("table", TABLE), lambda own, x: x * own.table))
+
+
+_PRETRAINED = nn.Linear(4, 4)
+
+
+class _CopiesPretrained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = copy.deepcopy(_PRETRAINED), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def test_copies_of_a_global_module_in_init_are_no_untrained_parameters():
+    assert tried(_CopiesPretrained).warnings == ()

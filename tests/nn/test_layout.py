@@ -12,6 +12,7 @@ from training_tasks import tasks_of
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.engine import manual, sequential, vectorised
 from cfl_ray.models import REGISTRY
+from cfl_ray.nn import layout
 from cfl_ray.nn.layout import inexact_functions
 from cfl_ray.nn.network import Network, template_of
 
@@ -142,3 +143,13 @@ def test_engines_are_as_exact_as_the_contiguous_layout(engine, norm, offset):
     (result,) = engine.train(network, [task])
     change = (result.row_P - task.start_P)[: network.spec.trained].double()
     assert (change - expected).norm() < 4 * (plain - expected).norm() + 1e-4 * expected.norm()
+
+
+def test_equal_calls_are_tried_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(layout, "_tried", {})
+    monkeypatch.setattr(layout.FunctionCall, "loses_digits", lambda call: tried.append(call.name) or False)
+    norm = nn.Sequential(nn.Conv2d(1, 32, 3), nn.GroupNorm(4, 32), nn.ReLU(), nn.AvgPool2d(2))
+    for _ in range(2):
+        assert inexact_functions(norm, torch.rand(2, *SHAPE)) == frozenset()
+    assert sorted(tried) == ["avg_pool2d", "group_norm"]  # not relu, which has no sums
