@@ -11,6 +11,7 @@ from cfl_ray.core.tasks import IGNORED, TARGETS
 from cfl_ray.data.federation import DataShape, Federation, Index, IndexedFederation, Scaling, StoredSamples
 from cfl_ray.data.images import Images
 from cfl_ray.data.plan import split_rows
+from cfl_ray.data.reading import reading
 from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.system.mapped import mapped_array
 
@@ -247,12 +248,12 @@ def _test_owner(test_clients: Array, names: np.ndarray, n_test: int) -> np.ndarr
 
 
 def _numpy(name: str, values: Array) -> np.ndarray:
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
-    try:
-        return np.asarray(values)
-    except ValueError as error:
-        raise DataError(f"{name} is not an array: {error}") from error
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise DataError(
+            f"{name} has {np.ma.count_masked(values)} masked values; fill them ({name}.filled(...)) or leave them out"
+        )
+    with reading(name, "an array", "convert it to a NumPy array or a dense tensor of float32 or integers"):
+        return np.asarray(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)
 
 
 def _inputs(name: str, values: Array, vocabulary: int | None) -> np.ndarray:
@@ -307,11 +308,25 @@ def tokens(name: str, x: np.ndarray, vocabulary: int) -> np.ndarray:
 def _labels(name: str, values: Array) -> np.ndarray:
     y = _numpy(name, values)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        number = "; numpy.unique(..., return_inverse=True)[1] numbers words" if y.dtype.kind in "US" else ""
+        number = f"; {_remedy_of_labels(name, y)}"
         raise DataError(f"{name} must be integers of shape (n,), got {y.dtype} of shape {y.shape}{number}")
     if len(y) and y.min() < 0:
         raise DataError(f"{name} has the negative label {y.min()} in row {y.argmin()}; labels run from 0")
+    if len(y) and y.max() > np.iinfo(np.int32).max:
+        raise DataError(
+            f"{name} has the label {y.max()} in row {y.argmax()}, too large for a class; number the classes"
+        )
     return y.astype(np.int64, copy=False)
+
+
+def _remedy_of_labels(name: str, y: np.ndarray) -> str:
+    if y.dtype.kind in "USO" and y.ndim == 1:
+        return "numpy.unique(..., return_inverse=True)[1] numbers words"
+    if y.ndim == 2 and y.shape[1] == 1:
+        return f"write {name}[:, 0]"
+    if y.ndim == 2:
+        return f"{name}.argmax(1) makes labels of one-hot rows; task multi_label learns several labels per sample"
+    return f"convert them, e.g. {name}.astype(int), or set task: regression to learn numbers"
 
 
 def targets_of(name: str, values: Array, targets: str) -> np.ndarray:
@@ -560,7 +575,8 @@ def _arrays(dataset: PairDataset, name: str, targets: str) -> tuple[np.ndarray, 
         raise DataError(f"{name} has 0 samples, expected at least 1")
     x, labels = np.empty(0), []
     for row in range(len(dataset)):
-        sample = dataset[row]
+        with reading(f"{name}[{row}]", "a sample", f"correct the dataset ({type(dataset).__name__})"):
+            sample = dataset[row]
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             columns = ", e.g. [(row['image'], row['label']) for row in dataset]" * isinstance(sample, dict)
             raise DataError(f"{name}[{row}] is {type(sample).__name__}, expected a pair (input, label){columns}")
@@ -582,9 +598,9 @@ def _arrays(dataset: PairDataset, name: str, targets: str) -> tuple[np.ndarray, 
 
 
 def _input(value: Any, name: str) -> np.ndarray:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().numpy()
-    x = np.asarray(value)
+    if getattr(value, "mode", None) in ("P", "PA") and hasattr(value, "getbands"):
+        raise DataError(f"{name} is an image of mode {value.mode}, numbers of colours; write image.convert('RGB')")
+    x = _numpy(f"the input of {name}", value)
     if x.dtype == object:
         raise DataError(f"the input of {name} is {type(value).__name__}, expected a tensor, an array or an image")
     if hasattr(value, "getbands"):  # a PIL image: (H, W) or (H, W, C)
@@ -593,7 +609,7 @@ def _input(value: Any, name: str) -> np.ndarray:
 
 
 def _target(value: Any, name: str, targets: str) -> np.ndarray:
-    y = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+    y = _numpy(f"the target of {name}", value)
     if targets == "class":
         if y.size != 1 or not np.issubdtype(y.dtype, np.integer):
             raise DataError(f"the label of {name} is {y.dtype} of shape {y.shape}, expected one integer")

@@ -15,6 +15,7 @@ import PIL
 from PIL import ExifTags, Image, ImageCms, ImageFile, UnidentifiedImageError
 
 from cfl_ray.data.images import Progress
+from cfl_ray.data.reading import reason as reason_of
 from cfl_ray.errors import DataError
 from cfl_ray.system.mapped import mapped_array
 
@@ -272,7 +273,7 @@ def _opened(content: Encoded, name: str) -> Image.Image:
 
 
 def _unreadable(name: str, error: Exception) -> DataError:
-    reason = "its content is of no known format" if isinstance(error, UnidentifiedImageError) else error or type(error)
+    reason = "its content is of no known format" if isinstance(error, UnidentifiedImageError) else reason_of(error)
     return DataError(f"{name} is no image that Pillow {PIL.__version__} can read, or damaged: {reason}")
 
 

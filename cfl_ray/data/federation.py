@@ -332,6 +332,16 @@ def scale_warnings(x: torch.Tensor) -> list[str]:
     ]
 
 
+def layout_warnings(shape: tuple[int, ...]) -> list[str]:
+    """A warning if inputs of this shape seem to be images with the channels last; otherwise empty."""
+    if len(shape) != 3 or shape[-1] not in (1, 3, 4) or min(shape[:2]) <= 4:
+        return []
+    return [
+        f"inputs of shape {shape} seem to be images with the channels last; networks take {shape[0]} channels of "
+        f"{shape[1]}x{shape[2]} from them: give x.transpose(0, 3, 1, 2) if that is not meant"
+    ]
+
+
 class IndexedFederation(Federation):
     """A federation whose samples are rows of files, which subclasses read."""
 
@@ -353,11 +363,12 @@ class IndexedFederation(Federation):
 
     @property
     def warnings(self) -> list[str]:
-        """Of the inputs of client 0, unless they are stored with a scale."""
+        """Of the layout, and of the inputs of client 0 unless they are stored with a scale."""
+        lines = layout_warnings(self.shape.input)
         try:
-            return scale_warnings(self.train(0)[0]) if self.scale == 1 else []
+            return lines + (scale_warnings(self.train(0)[0]) if self.scale == 1 else [])
         except (DataError, OSError):  # a run excludes the client and names the reason
-            return []
+            return lines
 
     def train(self, client: int) -> TensorSamples:
         start = self.index.offset_N[client]

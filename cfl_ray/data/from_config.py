@@ -24,11 +24,12 @@ from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
 from cfl_ray.core import global_generators
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
-from cfl_ray.data.federation import DataShape, Federation, Scaling, scale_warnings
+from cfl_ray.data.federation import DataShape, Federation, Scaling, layout_warnings, scale_warnings
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder, cache
 from cfl_ray.data.images import Progress, Source
 from cfl_ray.data.plan import FederationPlan, make_plan
 from cfl_ray.data.raw_files import DigestIndex, RawFiles
+from cfl_ray.data.reading import reading
 from cfl_ray.data.shard_writer import shard_bytes, shard_plan_of, write_shards
 from cfl_ray.data.shards import ShardFederation, open_shards, read_manifest
 from cfl_ray.data.sources import locate
@@ -210,7 +211,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         groups = len({client.group for client in plan.clients if client.group >= 0})
         test_sets, size = len(plan.test_sets), shard_bytes(plan)
         scaling = Scaling(plan.images.scale, data.normalize, plan.images.vocabulary is not None)
-        warnings = [*plan.images.warnings]
+        warnings = [*plan.images.warnings, *layout_warnings(shape.input)]
         warnings += scale_warnings(scaling.to_tensor(plan.images.train_x[plan.clients[0].train]))
     samples = int(num_samples_N.min()), float(np.median(num_samples_N)), int(num_samples_N.max())
     return FederationSummary(
@@ -353,7 +354,8 @@ def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
         )
     required, needs = ("x", "y", "clients"), "it needs x, y and clients"
     optional = ("groups", "x_test", "y_test", "test_clients", "num_classes", "vocabulary")
-    arrays: dict[str, Any] = read_npz(file, required, optional, needs)
+    with reading(str(file), "an .npz file of plain arrays", "write it again with numpy.savez"):
+        arrays: dict[str, Any] = read_npz(file, required, optional, needs)
     if data.test.view == "holdout" and "test_clients" not in arrays:
         arrays = {name: array for name, array in arrays.items() if not name.endswith("_test")}
     numbers = {name: arrays.pop(name).squeeze().tolist() for name in ("num_classes", "vocabulary") if name in arrays}

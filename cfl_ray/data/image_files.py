@@ -17,11 +17,13 @@ from cfl_ray.config import ColumnsConfig
 from cfl_ray.data.decoding import Decoder, Encoded, suffixes
 from cfl_ray.data.images import Images, Progress
 from cfl_ray.data.raw_files import FileState, RawFiles
+from cfl_ray.data.reading import reading
 from cfl_ray.data.tables import MAX_LABEL, Named, alike_warnings, column_of, concatenated, images_of, label_names
 from cfl_ray.errors import DataError, did_you_mean
 
 BATCH_ROWS = 2048  # encoded images in memory at a time
 CLIENTS_FILE = "clients.csv"
+_PARQUET, _GET_AGAIN = "a parquet file", "write or download it again"
 
 
 # ---- parquet files: each row has the bytes of an image, and its label
@@ -63,7 +65,7 @@ def _columns_of(files: list[Path], names: list[str]) -> Named:
     """These columns of all files."""
     tables = []
     for file in files:
-        with _open(file, names) as opened:
+        with _open(file, names) as opened, reading(str(file), _PARQUET, _GET_AGAIN):
             tables.append(opened.read(columns=list(dict.fromkeys(names))))
         for name in names:
             column_of((str(file), tables[-1]), name)  # an error names the file, and the row in it
@@ -71,10 +73,8 @@ def _columns_of(files: list[Path], names: list[str]) -> Named:
 
 
 def _open(file: Path, names: list[str]) -> pq.ParquetFile:
-    try:
+    with reading(str(file), _PARQUET, _GET_AGAIN):
         opened = pq.ParquetFile(file)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file} is not a readable parquet file: {error}") from error
     known = opened.schema_arrow.names
     if missing := [name for name in names if name not in known]:
         raise DataError(f"{file} has no column {missing[0]!r}{did_you_mean(missing[0], known)}; set data.columns")
@@ -92,10 +92,17 @@ def _encoded(files: list[Path], name: str) -> Iterator[tuple[Encoded, str, str]]
                     f"{file}: image column {name!r} must be bytes or a struct of bytes and path, it is {kind}; "
                     "set data.columns.image"
                 )
-            for batch in opened.iter_batches(BATCH_ROWS, columns=[name]):
+            with reading(str(file), _PARQUET, _GET_AGAIN):
+                batches = opened.iter_batches(BATCH_ROWS, columns=[name])
+            while (batch := _next(batches, file)) is not None:
                 for value in batch.column(0).field("bytes") if is_struct else batch.column(0):
                     yield value.as_py(), f"{file}: the image in row {row}", ""
                     row += 1
+
+
+def _next(batches: Iterator[pa.RecordBatch], file: Path) -> pa.RecordBatch | None:
+    with reading(str(file), _PARQUET, _GET_AGAIN):
+        return next(batches, None)
 
 
 # ---- a folder per class, as torchvision's ImageFolder reads it, with the client of each image if known
@@ -109,6 +116,7 @@ class Listing:
     names: list[str] = field(default_factory=list)  # paths below the folder, with /
     states: list[FileState] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)  # folders with an image, sorted
+    nested: list[str] = field(default_factory=list)  # classes with images only in folders of their own
     left_out: dict[str, list[str]] = field(default_factory=dict)  # names of what is not read, by the reason
 
     @property
@@ -127,8 +135,18 @@ class Listing:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for each reason for which something is not read."""
+        """A line for each reason for which something is not read, and on folders that may be no classes."""
         lines = []
+        if self.nested:
+            named = f"{', '.join(self.nested[:3])}{', ...' * (len(self.nested) > 3)}"
+            lines.append(
+                f"{self.folder}: all images of {named} lie in folders of their own and are read as one class each; if "
+                "these inner folders are the classes, name the folder that has them in data.root or data.train_files"
+            )
+        if len(self.classes) == 1:
+            lines.append(
+                f"{self.folder} has one class, {self.classes[0]}: every model predicts it, so scores say nothing"
+            )
         for reason, names in self.left_out.items():
             kinds = Counter(map(_suffix, names))
             by_suffix = ", ".join(f"{count} {suffix}" for suffix, count in sorted(kinds.items()) if suffix)
@@ -170,7 +188,34 @@ def listed(folder: Path, without: Path | None = None) -> Listing:
         others = "".join(f"; {line}" for line in listing.warnings)
         raise DataError(f"{folder.absolute()} has no image in a folder per class, e.g. {folder.name}/cat/1.png{others}")
     listing.classes = sorted(set(listing.labels))
+    _check_classes(listing)
     return listing
+
+
+# folders of the parts of a data set, in lower case
+_PARTS = {"train", "training", "test", "testing", "val", "valid", "validation", "eval", "dev"}
+
+
+def _check_classes(listing: Listing) -> None:
+    """Raises DataError if the folders are parts of a data set, each with a folder per class, and no classes.
+
+    Warns of a folder whose images all lie in folders of its own, which may be the classes that are meant.
+    """
+    directly = {name.partition("/")[0] for name in listing.names if name.count("/") == 1}
+    nested = [name for name in listing.classes if name not in directly]
+    if not nested:
+        return
+    if nested == listing.classes and all(name.lower() in _PARTS for name in nested):
+        raise DataError(
+            f"{listing.folder.absolute()} has the folders {', '.join(nested)}, each with folders of images: these are "
+            f"parts of a data set, not classes; set data.train_files: {max(nested, key=_is_training)} (and "
+            "data.test_files), or rename the folders"
+        )
+    listing.nested = nested
+
+
+def _is_training(name: str) -> bool:
+    return name.lower().startswith("train")
 
 
 def _walk(listing: Listing, path: str, name: str, above: tuple[tuple[int, int], ...], skipped: str | None) -> None:
@@ -296,10 +341,9 @@ def _clients(listing: Listing, raw: RawFiles) -> tuple[np.ndarray | None, list[s
         column_types={"file": pa.string(), "client": pa.string()},  # ids as they are written: 007 is not 7
         strings_can_be_null=False,
     )
-    try:
-        table = pyarrow.csv.read_csv(pa.BufferReader(raw.read(clients_file)), convert_options=columns)
-    except (pa.ArrowException, KeyError, OSError) as error:
-        raise DataError(f"{clients_file} must be a CSV file with columns file and client: {error}") from error
+    content = raw.read(clients_file)
+    with reading(clients_file, "a CSV file with columns file and client"):
+        table = pyarrow.csv.read_csv(pa.BufferReader(content), convert_options=columns)
     client_of: dict[str, str] = {}
     for row, (name, client) in enumerate(
         zip(*(table[column].to_pylist() for column in table.column_names), strict=True)

@@ -40,6 +40,20 @@ class Images:
     notes: tuple[str, ...] = ()  # lines on what was read
     warnings: tuple[str, ...] = ()  # lines on what was left out, or probably not meant to be as it is
 
+    def __post_init__(self) -> None:
+        """Raises DataError if samples and targets, or both parts, do not fit each other."""
+        for part, x, y in (("training", self.train_x, self.train_y), ("test", self.test_x, self.test_y)):
+            if x is not None and y is not None and len(x) != len(y):
+                raise DataError(
+                    f"the {part} part has {len(x)} inputs and {len(y)} targets; each input needs one target"
+                )
+        test, train = self.test_x, self.train_x
+        if test is not None and (test.shape[1:], test.dtype) != (train.shape[1:], train.dtype):
+            raise DataError(
+                f"training inputs are {train.dtype} of shape {train.shape[1:]}, test inputs are {test.dtype} of shape "
+                f"{test.shape[1:]}; give both the same shape and type"
+            )
+
     @property
     def data_shape(self) -> DataShape:
         """The shapes of inputs and targets in the federation of these samples."""

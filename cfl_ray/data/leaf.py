@@ -15,6 +15,7 @@ import numpy as np
 
 from cfl_ray.data.arrays import DENSE, label_warnings
 from cfl_ray.data.images import Images, Progress
+from cfl_ray.data.reading import reading
 from cfl_ray.data.tables import numbered
 from cfl_ray.errors import DataError
 
@@ -98,7 +99,8 @@ def _part(
 def _users(file: Path, content: Content) -> Iterator[tuple[str, int, Any, Any]]:
     """Yields (user, number of samples, x, y) for every user of a file. Raises DataError for lists that disagree."""
     try:
-        parsed = json.loads(content(file), object_pairs_hook=partial(_once, file))
+        with reading(str(file), "a LEAF file (users, num_samples, user_data)", "run LEAF's preprocess.sh again"):
+            parsed = json.loads(content(file), object_pairs_hook=partial(_once, file))
         users, counts, user_data = parsed["users"], parsed["num_samples"], parsed["user_data"]
         hierarchies = parsed.get("hierarchies")
         lengths = {"users": len(users), "num_samples": len(counts), "user_data": len(user_data)}
@@ -144,7 +146,7 @@ def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def handwriting(file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
     """FEMNIST: images as uint8, without loss, since LEAF's pixels are 8-bit values divided by 255."""
     try:
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.int64)
+        x, y = np.asarray(x, np.float64), _whole(np.asarray(y))
     except (ValueError, TypeError, OverflowError) as error:
         raise DataError(f"{file}: data of user {user!r} cannot be read: {error!r}") from error
     if x.shape != (count, SIDE * SIDE) or y.shape != (count,):
@@ -157,6 +159,15 @@ def handwriting(file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
     if not 0 <= y.min() <= y.max() < CLASSES:
         raise DataError(f"{file}: labels of user {user!r} must lie in 0..{CLASSES - 1}, got {y.min()}..{y.max()}")
     return np.rint(x * 255).astype(np.uint8).reshape(-1, 1, SIDE, SIDE), y.astype(np.int16)
+
+
+def _whole(y: np.ndarray) -> np.ndarray:
+    """Labels as integers; 3.0 and "3" are 3. Raises ValueError or OverflowError for other numbers."""
+    if y.dtype.kind == "f" and np.isinf(y).any():
+        raise OverflowError("cannot convert float infinity to integer")
+    if y.dtype.kind == "f" and len(broken := y[y != np.floor(y)]):  # NaN among them
+        raise ValueError(f"label {broken.flat[0]} is no whole number")
+    return y.astype(np.int64)
 
 
 # --- text ---------------------------------------------------------------------------------------
@@ -193,7 +204,7 @@ def read_tweets(
     for file in train:
         for user, count, x, y in _users(file, content):
             _check_text(file, user, count, x, y)
-            counts.update(word for tweet in x for word in _words(_text(tweet)))
+            counts.update(word for tweet in x for word in _words(_text(file, user, tweet)))
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 2]
     token_of = {word: number for number, word in enumerate(frequent, 2)}
 
@@ -201,10 +212,10 @@ def read_tweets(
         _check_text(file, user, count, x, y)
         tokens = np.full((count, MAX_WORDS), FILL, np.int32)
         for row, tweet in enumerate(x):
-            for place, word in enumerate(_words(_text(tweet))[:MAX_WORDS]):
+            for place, word in enumerate(_words(_text(file, user, tweet))[:MAX_WORDS]):
                 tokens[row, place] = token_of.get(word, UNKNOWN)
         try:
-            labels = np.array([int(value) for value in y])
+            labels = _whole(np.array(y))
         except (ValueError, TypeError, OverflowError) as error:
             raise DataError(f"{file}: labels of user {user!r} must be 0 or 1: {error}") from error
         labels = np.where(labels == 4, 1, labels)  # the original files have 4 for positive
@@ -221,9 +232,14 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[\w']+|[.,!?;]", text.lower())
 
 
-def _text(tweet: Any) -> str:
+def _text(file: Path, user: str, tweet: Any) -> str:
     """The text of a tweet, which LEAF stores with its other fields."""
-    return str(tweet[TEXT_OF_TWEET]) if isinstance(tweet, list) and len(tweet) > TEXT_OF_TWEET else str(tweet)
+    text = tweet[TEXT_OF_TWEET] if isinstance(tweet, list) and len(tweet) > TEXT_OF_TWEET else tweet
+    if not isinstance(text, str):
+        raise DataError(
+            f"{file}: user {user!r} has a tweet that is no text but {type(text).__name__}; leave the sample out"
+        )
+    return text
 
 
 def _check_text(file: Path, user: str, count: int, x: Any, y: Any) -> None:

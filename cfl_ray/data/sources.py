@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cfl_ray.config import ColumnsConfig, DataConfig
@@ -33,6 +32,7 @@ from cfl_ray.data.arrays import DENSE, label_warnings
 from cfl_ray.data.hf_disk import saved_dataset
 from cfl_ray.data.images import Images, Progress, Source, find, roots
 from cfl_ray.data.raw_files import RawFiles
+from cfl_ray.data.reading import reading, reason
 from cfl_ray.data.table_files import CsvFormat
 from cfl_ray.data.tables import read_npz
 from cfl_ray.errors import DataError, did_you_mean
@@ -125,13 +125,17 @@ def _open_torchvision(name: str, root: Path, train: bool, download: bool = False
         if download:
             socket.setdefaulttimeout(_SILENCE_SECONDS)
         return getattr(datasets, dataset.kind)(str(root), **part, download=download)
-    except (RuntimeError, OSError, ValueError, AssertionError) as error:
+    except Exception as error:  # of torchvision, pickle, zlib, scipy and numpy
         where = root.absolute()
         if not download:
-            raise DataError(f"data set {name!r} could not be read from {where}: {error}") from error
+            raise DataError(
+                f"data set {name!r} could not be read from {where}: {reason(error)}; delete its files there and "
+                "download them again (data.download: true)"
+            ) from error
         raise DataError(
-            f"data set {name!r} could not be downloaded to {where}: {error} (a server is given up if it sends nothing "
-            f"for {_SILENCE_SECONDS:g} s); try again, or put the files of torchvision.datasets.{dataset.kind} there"
+            f"data set {name!r} could not be downloaded to {where}: {reason(error)} (a server is given up if it "
+            f"sends nothing for {_SILENCE_SECONDS:g} s); try again, or put the files of "
+            f"torchvision.datasets.{dataset.kind} there"
         ) from error
     finally:
         socket.setdefaulttimeout(before)
@@ -188,7 +192,8 @@ def medmnist(data: FilesDataConfig) -> Source:
 
 def _read_medmnist(file: Path, dense: bool) -> Images:
     names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels")]
-    arrays = read_npz(file, names, None, f"a file of medmnist has {', '.join(names)}")
+    with reading(str(file), "an .npz file of medmnist", "download it again"):
+        arrays = read_npz(file, names, None, f"a file of medmnist has {', '.join(names)}")
     parts = [
         _medmnist_part(file, name, arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")
     ]
@@ -217,6 +222,10 @@ def _medmnist_part(file: Path, part: str, x: np.ndarray, y: np.ndarray) -> tuple
             f"{file}: {part}_images is {x.dtype} of shape {x.shape}, expected uint8 (n, height, width) or "
             "(n, height, width, 3); the 3-D data sets of medmnist are not supported"
         )
+    if 0 in x.shape:
+        raise DataError(f"{file}: {part}_images has no pixel, its shape is {x.shape}; put images into both parts")
+    if y.ndim == 0:
+        raise DataError(f"{file}: {part}_labels is one number, expected a label for each of {len(x)} images")
     if y.ndim == 2 and y.shape[1] != 1:
         raise DataError(
             f"{file}: {part}_labels has {y.shape[1]} labels per image, expected 1; for data sets with several labels "
@@ -295,13 +304,9 @@ def mnist_by_writer(data: DataConfig) -> Source:
 
 def _join_writers(images: Images, file: Path) -> Images:
     """MNIST with the writer of each image as its client, and the writer's NIST partition (hsf) as its group."""
-    try:
+    with reading(str(file), "a parquet file with columns split, row, writer, hsf"):
         table = pq.read_table(file, columns=["split", "row", "writer", "hsf"])
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{file} cannot be read as a parquet file with columns split, row, writer, hsf: {error}"
-        ) from error
-    split, row, writer, hsf = (table[name].to_numpy() for name in table.column_names)
+        split, row, writer, hsf = (table[name].to_numpy() for name in table.column_names)
     group = np.unique(hsf, return_inverse=True)[1].astype(np.int32)
 
     def in_row_order(part: str, values: np.ndarray, expected: int) -> np.ndarray:

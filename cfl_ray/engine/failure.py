@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cfl_ray.errors import DataError, UserError
+from cfl_ray.errors import DataError, RunError, UserError
 from cfl_ray.nn.places import layer_of
 
 _MACHINE = (OSError, MemoryError, DataError)
@@ -21,10 +21,9 @@ _MACHINE = (OSError, MemoryError, DataError)
 _IN_TEXT = re.compile(r"out of memory|can't allocate memory|(CUDA|HIP|XPU|cuDNN|MIOpen) error|CUBLAS_STATUS")
 
 
-class ClientFailure(Exception):
+class ClientFailure(RunError):
     """Work on one client failed. The message names the client and the stage."""
 
-    says_where = True  # see `cfl_ray.errors.says_where`
     may_be_machine = False  # see `may_be_machine`; an attribute, since causes are lost on the way to another process
 
 
@@ -52,6 +51,6 @@ def naming_client(client: int, stage: str, what: str = "client") -> Iterator[Non
         last = traceback.extract_tb(error.__traceback__)[-1]
         # a UserError says it
         where = "" if isinstance(error, UserError) else f" ({last.name}, line {last.lineno}){layer_of(error)}"
-        failure = ClientFailure(f"{what} {client} failed while {stage}: {error}{where}")
+        failure = ClientFailure(f"{what} {client} failed while {stage}: {str(error) or type(error).__name__}{where}")
         failure.may_be_machine = may_be_machine(error)
         raise failure from error

@@ -68,6 +68,7 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
         return {name: FrozenParameter(tensor, requires_grad=False) for name, tensor in load_file(file).items()}
     except Exception as error:  # safetensors does not document which errors a damaged file raises
         raise ConfigError(
-            f"model.weights: {file} cannot be read as a safetensors file ({str(error).splitlines()[0]}); "
+            f"model.weights: {file} cannot be read as a safetensors file "
+            f"({type(error).__name__} {str(error).partition(chr(10))[0]}); "
             "safetensors.torch.save_file(model.state_dict(), FILE) writes such a file"
         ) from error
