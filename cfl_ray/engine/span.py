@@ -41,6 +41,7 @@ from cfl_ray.nn.network import Network
 from cfl_ray.nn.passes import Passes, passes_of, why_no_passes
 
 _MAX_SAMPLES_PER_INPUT = 0.5  # n / D up to which the shortcut can be faster
+_MAX_OFFSET = 100.0  # norm of the mean sample, in deviations, up to which the outputs' deviations keep their digits
 _BATCH_SAMPLES = 2048  # samples of all clients of a batch on a CPU; larger products are not faster
 
 
@@ -53,7 +54,21 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
     weights = {tuple(term.weight for term in task.proximal) for task in tasks}
     if _together(network) and len(weights) > 1:
         return "the weights of proximal terms differ between clients"
-    return next((reason for task in tasks if (reason := _training_without_shortcut(task))), None)
+    if reason := next((reason for task in tasks if (reason := _training_without_shortcut(task))), None):
+        return reason
+    if network.batch_statistics and any(_far_from_zero(task.x) for task in tasks):
+        return f"with batch statistics, the inputs of a client are more than {_MAX_OFFSET:g} deviations from zero"
+    return None
+
+
+def _far_from_zero(x: Tensor) -> bool:
+    """Whether the mean of the samples is so much larger than their deviations that the Gram matrix loses these.
+
+    A normalisation with batch statistics removes the mean, and the digits that the Gram matrix keeps with it.
+    """
+    x_nD = x.flatten(1).double()
+    mean_D = x_nD.mean(0)
+    return bool(mean_D.square().sum() > _MAX_OFFSET**2 * (x_nD - mean_D).square().sum(1).mean())
 
 
 def _network_without_shortcut(network: Network) -> str | None:

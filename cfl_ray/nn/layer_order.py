@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -20,6 +21,7 @@ class LayerOrder:
             for name, part in module.named_modules()
             if any(p.requires_grad for p in part.parameters(recurse=False))
             and not any(p.requires_grad for child in part.children() for p in child.parameters())
+            and not isinstance(part, torch.jit.ScriptModule)  # refuses hooks: its calls are not seen
         }
         self.called: list[str] = []
         self.handles: list[RemovableHandle] = []

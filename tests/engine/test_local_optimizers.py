@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from closeness import close
 from federations import Stage, uneven
 from training_tasks import by_torch, mlp, rows, tasks_of, with_batch_norm
 
@@ -26,7 +27,7 @@ class TestSequentialIsTorch:
         network = Network(mlp, (6,))
         (task,) = tasks_of(network, [10], local)
         expected, _ = by_torch(mlp, network, task, lambda p: OPTIMIZERS.builtin[name](p, lr=0.05))
-        assert torch.allclose(rows(sequential, network, [task])[0], expected, rtol=0, atol=1e-6)
+        assert close(rows(sequential, network, [task])[0], expected, 1e-5)
         assert (expected - task.start_P).abs().max() > 1e-3
 
     def test_options_a_proximal_term_a_step_schedule_and_clipping(self):
@@ -36,7 +37,7 @@ class TestSequentialIsTorch:
         (task,) = tasks_of(network, [10], local, [(0.5,)])
         adamw = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1, betas=(0.8, 0.9))
         expected, _ = by_torch(mlp, network, task, adamw)
-        assert torch.allclose(rows(sequential, network, [task])[0], expected, rtol=0, atol=1e-6)
+        assert close(rows(sequential, network, [task])[0], expected, 1e-5)
 
     @pytest.mark.parametrize("schedule", [None, COSINE])
     def test_clipped_sgd(self, schedule):
@@ -48,7 +49,7 @@ class TestSequentialIsTorch:
         (task,) = tasks_of(network, [10], local, [(0.5,)])
         expected, _ = by_torch(mlp, network, task)
         found = rows(sequential, network, [task])[0]
-        assert torch.allclose(found, expected, rtol=0, atol=1e-6)
+        assert close(found, expected, 1e-5)
         free = rows(sequential, network, [replace(task, local=replace(local, clip_norm=None))])[0]
         assert not torch.allclose(free, found, atol=1e-3)
 
@@ -87,9 +88,9 @@ class TestVectorised:
         network = Network(mlp, (6,))
         tasks = tasks_of(network, [12, 5, 9], local, [(0.3,)])
         expected = rows(sequential, network, tasks)
-        assert torch.allclose(rows(vectorised, network, tasks), expected, rtol=0, atol=1e-5)
+        assert close(rows(vectorised, network, tasks), expected, 2e-5)
         if network.device.type == "cpu":
-            assert torch.allclose(rows(manual, network, tasks), expected, rtol=0, atol=1e-5)
+            assert close(rows(manual, network, tasks), expected, 2e-5)
 
     def test_refuses_what_rows_cannot_share(self):
         network = Network(mlp, (6,))

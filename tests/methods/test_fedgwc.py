@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from closeness import close
 from federations import planted
 from linear import ETA, N_0, N_1, gradient, loss, matrix, stage
 from rounds import groups
@@ -52,13 +53,13 @@ def test_interactions_follow_the_formulas():
     reward = reward_of(np.array([losses(one, i, w, 2) for i in (0, 1)]), [N_0, N_1])
     state = one.play(method, None)
     expected = np.repeat((reward / reward.sum())[:, None], 2, 1)
-    assert state.seen_S.tolist() == [0, 1] and np.allclose(state.interaction_SS, expected, rtol=0, atol=1e-5)
+    assert state.seen_S.tolist() == [0, 1] and close(state.interaction_SS, expected, 2e-5)
     v = np.square(expected - 1 / 4).mean()
     assert state.change_K[0] == pytest.approx(v, abs=1e-5)
     state = one.play(method, [1], state=state, first=2)
     after = expected.copy()
     after[1, 1] = expected[1, 1] / 2 + 1 / 2  # the only participant has the whole reward
-    assert np.allclose(state.interaction_SS, after, rtol=0, atol=1e-5)
+    assert close(state.interaction_SS, after, 2e-5)
     assert state.change_K[0] == pytest.approx(v / 2 + (after[1, 1] - expected[1, 1]) ** 2 / 2, abs=1e-5)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from closeness import close
 from federations import Stage, planted
 from linear import ETA, STEPS, assert_close, gradient, matrix, mean, stage
 from rounds import COHORTS, accuracy, floats, groups, row_accuracy
@@ -70,7 +71,7 @@ def test_statistics_of_batch_norm_are_means_with_any_beta():
     trained, first_P = one.network.spec.trained, one.model()
     assert torch.equal(found.models_KP[0, trained:], expected.models_KP[0, trained:])
     change_P = expected.models_KP[0] - first_P
-    assert torch.allclose((found.models_KP[0] - first_P)[:trained], 2 * change_P[:trained], rtol=0, atol=1e-5)
+    assert close((found.models_KP[0] - first_P)[:trained], 2 * change_P[:trained], 2e-5)
 
 
 def test_the_rate_of_w_is_at_most_1_over_lambda():
@@ -90,7 +91,7 @@ def test_with_one_inner_step_of_rate_1_over_lambda_it_is_fedavg(weights):
     method = PFedMe(lam=2.0, inner_steps=1, personal_lr=0.5, mu=0.0, eta=0.3, weights=weights)
     one, other = groups(batch_size=30), groups(batch_size=30)
     found, expected = one.play(method, *COHORTS), other.play(FedAvg(weights=weights), *COHORTS)
-    assert torch.allclose(found.models_KP, expected.models_KP, rtol=0, atol=1e-5) and floats(one) == floats(other)
+    assert close(found.models_KP, expected.models_KP, 2e-5) and floats(one) == floats(other)
 
 
 def test_clients_predict_with_their_own_model_and_others_with_the_global_one():
