@@ -95,7 +95,6 @@ def torchvision(root):
         (parquet, "pyarrow.parquet.ParquetFile.read", "train.parquet"),
         (parquet, "pyarrow.parquet.ParquetFile.iter_batches", "train.parquet"),
         (parquet, "PIL.Image.open", "train.parquet: the image in row 0"),
-        (leaf, "json.loads", "a.json"),
         (arrays, "numpy.load", "a.npz"),
         (medmnist, "numpy.load", "pathmnist.npz"),
         (torchvision, "torchvision.datasets.MNIST", "'mnist'"),

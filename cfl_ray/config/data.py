@@ -144,11 +144,16 @@ class DataConfig(ConfigSection):
             raise ValueError(f"a Federation made in Python, got {value!r}; in a file, name the data by data.source")
         return value
 
+    @property
+    def later_defaults(self) -> set[str]:
+        """Keys with their defaults that recipes of earlier versions do not have."""
+        fields = type(self).model_fields
+        return {key for key in _LATER if key in fields and getattr(self, key) == fields[key].default}
+
     def to_recipe(self, exclude_defaults: bool = False) -> dict[str, Any]:
         """The values that decide the content of shards, with paths as they were written."""
-        fields = type(self).model_fields
-        unset = {key for key in _LATER if key in fields and getattr(self, key) == fields[key].default}
-        values = self.model_dump(mode="json", exclude={*NOT_IN_RECIPE, *unset}, exclude_defaults=exclude_defaults)
+        excluded = {*NOT_IN_RECIPE, *self.later_defaults}
+        values = self.model_dump(mode="json", exclude=excluded, exclude_defaults=exclude_defaults)
         recipe: dict[str, Any] = with_replaced(values, self._written)
         return recipe
 

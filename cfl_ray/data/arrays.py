@@ -312,7 +312,7 @@ def _labels(name: str, values: Array) -> np.ndarray:
         raise DataError(f"{name} must be integers of shape (n,), got {y.dtype} of shape {y.shape}{number}")
     if len(y) and y.min() < 0:
         raise DataError(f"{name} has the negative label {y.min()} in row {y.argmin()}; labels run from 0")
-    if len(y) and y.max() > np.iinfo(np.int32).max:
+    if len(y) and y.max() > np.iinfo(np.int64).max:  # of uint64
         raise DataError(
             f"{name} has the label {y.max()} in row {y.argmax()}, too large for a class; number the classes"
         )

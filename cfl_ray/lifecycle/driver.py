@@ -268,7 +268,8 @@ def params_of(experiment: Experiment) -> dict[str, str]:
     `content.KEY` is a checksum of the file that KEY names.
     """
     values, defaults = flatten(experiment.to_dict()), flatten(Experiment().to_dict())
-    without = {"name", "output", *(f"data.{key}" for key in NOT_IN_RECIPE), *unused_keys(experiment)}
+    of_data = {f"data.{key}" for key in (*NOT_IN_RECIPE, *experiment.data.later_defaults)}
+    without = {"name", "output", *of_data, *unused_keys(experiment)}
     return {
         key: value
         for key, value in values.items()

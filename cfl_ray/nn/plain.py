@@ -23,8 +23,8 @@ def plain(module: nn.Module) -> nn.Module:
     """The module, or the module that `torch.compile` wraps; compiled parts are replaced in place.
 
     The engines change tensors and modes between steps, for which compiled code would be compiled again. Rows of
-    parameters are dense, so embeddings get dense gradients. Modules of `torch.export`, which refuse `train()` and
-    `eval()`, answer the same in both.
+    parameters are dense, so embeddings get dense gradients. Modules of `torch.export`, which refuse a change of their
+    mode, answer the same in training and evaluation.
     """
     module = _uncompiled(module)
     for part in list(module.modules()):

@@ -471,8 +471,8 @@ class TestImageFolder:
         [
             ("file,client\ncat/0.png,a\ncat/0.png,b\n", "names two clients for cat/0.png: a and b"),
             ("file,client\ncat/0.png,\n", r"the client in row 0 \(the first is row 0\) is empty"),
-            ("file;client\ncat/0.png;a\n", "must be a CSV file with columns file and client"),
-            ("file,client\ncat/0.png,\xe9\n", "must be a CSV file with columns file and client"),
+            ("file;client\ncat/0.png;a\n", "cannot be read as a CSV file with columns file and client"),
+            ("file,client\ncat/0.png,\xe9\n", "cannot be read as a CSV file with columns file and client"),
         ],
     )
     def test_files_of_clients_that_are_refused(self, folder, text, message):

@@ -104,7 +104,7 @@ def test_columns_that_do_not_exist_or_are_of_another_kind(tmp_path):
         read(files, image="label")
     with pytest.raises(DataError, match="client column 'weight' must hold integers or strings, it holds double"):
         read(files, client="weight")
-    with pytest.raises(DataError, match="is not a readable parquet file"):
+    with pytest.raises(DataError, match="cannot be read as a parquet file"):
         (tmp_path / "b.parquet").write_text("no")
         read([tmp_path / "b.parquet"])
 
