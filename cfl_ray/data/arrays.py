@@ -59,7 +59,7 @@ def federation_from_arrays(
     y_, test, class_names = _relabelled(y_, test, labels, targets)
     parts = [("y", y_), ("y_test", None if test is None else test[1])]
     classes = num_outputs(num_classes, parts, targets, vocabulary)
-    unused = _unused_labels(y_, classes, num_classes, targets)
+    warnings = *_unused_labels(y_, classes, num_classes, targets), *copied_tokens("y", x_, y_, targets)
     view = _view(view, test is not None, test_clients is not None, targets)
     owner = None if test is None or test_clients is None else _test_owner(test_clients, names, len(test[0]))
     group_N = _groups(groups, names, client)
@@ -99,7 +99,7 @@ def federation_from_arrays(
     scaling = Scaling(255.0 if x_.dtype == np.uint8 else 1.0, normalize, vocabulary is not None).check(x_.shape[1:])
     shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:], class_names)
     federation = ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])
-    federation.of_labels = unused
+    federation.of_labels = warnings
     return federation
 
 
@@ -143,7 +143,7 @@ def images_from_arrays(
         vocabulary=vocabulary,
         targets=targets,
         class_names=class_names,
-        warnings=_unused_labels(y_, classes, num_classes, targets),
+        warnings=(*_unused_labels(y_, classes, num_classes, targets), *copied_tokens("y", x_, y_, targets)),
     )
 
 
@@ -420,6 +420,16 @@ def label_warnings(name: str, y: np.ndarray, num_classes: int, remedy: str) -> l
     return [
         f"{name}: {len(labels)} of {num_classes} classes have training samples (labels {shown}), the model has an "
         f"output for each of 0 .. {num_classes - 1}; {remedy}"
+    ]
+
+
+def copied_tokens(name: str, x: np.ndarray, y: np.ndarray, targets: str) -> list[str]:
+    """A warning if all target tokens that are learned equal the input tokens at their places; otherwise empty."""
+    if targets != "tokens" or x.shape != y.shape or not ((x == y) | (y == IGNORED)).all():
+        return []
+    return [
+        f"{name}: the target tokens equal the input tokens at the same places, so a model learns to copy; labels of "
+        "transformers are so, whose models shift them: next_token needs the next tokens, x[:, :-1] and y[:, 1:]"
     ]
 
 

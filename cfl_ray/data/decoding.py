@@ -92,11 +92,12 @@ class Decoder:
     it is kept, and 16 bits: a grey image then gets three equal channels, an opaque one is opaque everywhere, and values
     of 8 bits are numbers between 0 and 1, too. Test images have what the training images have.
 
-    transparency: white: images are drawn on white; keep: it becomes the last channel; drop: it is ignored.
+    transparency: white: images are drawn on white; keep: it becomes the last channel; drop: it is ignored. mode: of
+    Pillow, to which every image is converted; None: its own.
     """
 
-    def __init__(self, transparency: str = "white") -> None:
-        self.transparency = transparency
+    def __init__(self, transparency: str = "white", mode: str | None = None) -> None:
+        self.transparency, self.mode = transparency, mode
         self.size: tuple[int, int] | None = None  # height and width; None before the first image
         self.layout = Layout()
         self.is_final = False  # whether the training images are decoded
@@ -218,8 +219,10 @@ class Decoder:
 
     def _pixels(self, image: Image.Image, name: str) -> Pixels:
         """The values of an image, decoded here. Raises DataError if it is damaged."""
-        transparent = image.has_transparency_data
         try:
+            if self.mode is not None and image.mode != self.mode:
+                image = image.convert(self.mode)
+            transparent = image.has_transparency_data
             is_16 = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
             if is_16 or image.mode in ("I", "F"):
                 values = np.asarray(image)

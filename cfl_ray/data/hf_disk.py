@@ -47,6 +47,12 @@ class SavedDataset:
         feature = self.features.get(column)
         return str(feature.get("_type", "")) if isinstance(feature, dict) else ""
 
+    def mode_of(self, column: str) -> str | None:
+        """The mode of Pillow to which datasets converts the images of a column; None: their own."""
+        feature = self.features.get(column)
+        mode = feature.get("mode") if isinstance(feature, dict) else None
+        return mode if isinstance(mode, str) else None
+
 
 def saved_dataset(folder: Path) -> SavedDataset:
     """The data set in a folder. Raises DataError if `save_to_disk` did not write it, and if a file is missing."""
@@ -131,7 +137,9 @@ def common_class_names(parts: list[SavedDataset], column: str) -> tuple[str, ...
     for part, other in zip(parts, names, strict=True):
         if other != names[0]:
             unknown = next((name for name in other if name not in names[0]), None)
-            about = f"{unknown!r} is new{did_you_mean(unknown, names[0])}" if unknown else "they differ in order"
+            about = "they differ in order" if other and set(other) == set(names[0]) else "they differ"
+            if unknown and names[0]:
+                about = f"{unknown!r} is new{did_you_mean(unknown, names[0])}"
             raise DataError(
                 f"{part.folder}: column {column!r} has {len(other)} names of classes, {parts[0].folder} has "
                 f"{len(names[0])}: {about}, so equal codes are different classes; cast one part, "

@@ -11,7 +11,7 @@ import pyarrow as pa
 # names that writers give to an index: pandas ("Unnamed: 0" when it reads a CSV file), R ("" in a CSV file), readr
 _WRITTEN = re.compile(r"\s*|Unnamed: \d+(_level_\d+)?|__index_level_\d+__|\.\.\.\d+")
 _USUAL = {"index", "level_0", "rownames", "row.names", "row_names", "rowname", "rowid", "row_id", "row", "X"}
-_FEWEST = 10  # rows; fewer numbers are distinct and without a gap by chance
+FEWEST = 10  # rows; fewer numbers are distinct and without a gap by chance
 
 
 def index_columns(table: pa.Table) -> list[str]:
@@ -29,7 +29,7 @@ def counting_columns(tables: Sequence[pa.Table], names: Sequence[str]) -> tuple[
     Such a column has distinct integers without a gap, in any order.
     """
     counting = [name for name in names if all(_counts(table[name]) for table in tables)]
-    if sum(table.num_rows for table in tables) < _FEWEST:
+    if sum(table.num_rows for table in tables) < FEWEST:
         return [], []
     return [name for name in counting if name in _USUAL], [name for name in counting if name not in _USUAL]
 

@@ -4,6 +4,8 @@ Well-known image data sets are read in the layouts of torchvision, of the Huggin
 """
 
 import glob
+import os
+import re
 import socket
 import warnings
 from collections.abc import Callable
@@ -337,7 +339,7 @@ def images(data: ColumnsDataConfig) -> Source:
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
     usual = ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
     train, test = _parts(data, [""], usual, "images", get)
-    return Source((*train, *test), partial(_parquet(data), train, test, data.columns, None))
+    return Source((*train, *test), _warned(train, partial(_parquet(data), train, test, data.columns, None)))
 
 
 def _parquet(data: ColumnsDataConfig) -> Callable[..., Images]:
@@ -379,6 +381,27 @@ def _parts(
         names = ", ".join(path.name for path in test)
         raise DataError(f"data.train_files and data.test_files name the same files in {folder.absolute()}: {names}")
     return train, test
+
+
+def _warned(files: list[Path], read: Callable[..., Images]) -> Callable[..., Images]:
+    """`read`, with a warning if training files have the names of parts that are usually not trained on."""
+    common = Path(os.path.commonpath([file.parent for file in files]))
+    held_out = [file for file in files if _HELD_OUT.search(file.relative_to(common).as_posix())]
+    if not held_out or len(held_out) == len(files):
+        return read
+    line = (
+        f"{held_out[0]} is a training file by data.train_files, as are {len(files) - 1} others; if it is a test part, "
+        "name it in data.test_files; name the training files alone in data.train_files"
+    )
+
+    def with_warning(pixels: bool, progress: Progress | None) -> Images:
+        images = read(pixels, progress)
+        return replace(images, warnings=(line, *images.warnings))
+
+    return with_warning
+
+
+_HELD_OUT = re.compile(r"(?<![a-z])(test|val|valid|validation|dev|eval|holdout)(?![a-z])", re.IGNORECASE)
 
 
 def femnist_leaf(data: FilesDataConfig) -> Source:
@@ -429,9 +452,11 @@ def csv(data: CsvConfig, targets: str = "class") -> Source:
     files = (*train, *test)
     digest = " ".join(map(sha256_once, files))  # an edited table may have the same size
     written, dense = CsvFormat(data.delimiter, data.encoding, data.decimal), data.labels == "dense"
-    return Source(
-        files, lambda pixels, progress: tables.read_csv(train, test, data.columns, targets, written, dense), digest
-    )
+
+    def read(pixels: bool, progress: Progress | None) -> Images:
+        return tables.read_csv(train, test, data.columns, targets, written, dense)
+
+    return Source(files, _warned(train, read), digest)
 
 
 def image_folder(data: ImagesDataConfig) -> Source:

@@ -8,20 +8,31 @@ import unicodedata
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from PIL import Image
 
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data import hf_disk
-from cfl_ray.data.arrays import DENSE, dense_labels, label_warnings, num_outputs, numbers, targets_of, tokens
+from cfl_ray.data.arrays import (
+    DENSE,
+    copied_tokens,
+    dense_labels,
+    label_warnings,
+    num_outputs,
+    numbers,
+    targets_of,
+    tokens,
+)
 from cfl_ray.data.decoding import Decoder
 from cfl_ray.data.images import Images
-from cfl_ray.data.index_columns import counting_columns, index_columns
+from cfl_ray.data.index_columns import FEWEST, counting_columns, index_columns
 from cfl_ray.data.table_files import COMMON, CsvFormat, is_number, is_text, plain, read_rows
 from cfl_ray.errors import DataError, did_you_mean
 
@@ -44,12 +55,12 @@ def column_of(part: Named, column: str) -> pa.ChunkedArray:
 
 
 def check_numbers(
-    part: Named, column: str, what: str = "column", advice: str = "", booleans: bool = True
+    part: Named, column: str, what: str = "column", advice: str = "", booleans: bool = True, decimal: str = "."
 ) -> pa.ChunkedArray:
     """A column of numbers without nulls. Raises DataError with the first row without a number.
 
     what: name of the column's role, for the message. advice: text at the end of the message. booleans: whether true and
-    false count as 1 and 0.
+    false count as 1 and 0. decimal: as in `CsvFormat`, by which CSV files were read.
     """
     values = column_of(part, column)
     kind = values.type
@@ -60,18 +71,29 @@ def check_numbers(
     example = ""
     if is_text(kind):
         cells = values.to_pylist()
-        row = next((row for row, cell in enumerate(cells) if not is_number(cell)), 0)
-        example = f", e.g. {cells[row]!r} in row {row} (the first is row 0){_about(cells[row])}"
+        row = next((row for row, cell in enumerate(cells) if not _is_written_with(decimal, cell)), 0)
+        example = f", e.g. {cells[row]!r} in row {row} (the first is row 0){_about(cells[row], decimal)}"
     elif pa.types.is_temporal(kind):
         example = "; write a number instead, e.g. days or seconds since a date of your choice"
     raise DataError(f"{part[0]}: {what} {column!r} must hold numbers, it holds {kind}{example}{advice}")
 
 
-def _about(cell: str) -> str:
+def _is_written_with(decimal: str, cell: str) -> bool:
+    """Whether a cell is a number with this decimal mark."""
+    return is_number(cell) if decimal == "." else "." not in cell and is_number(cell.replace(decimal, "."))
+
+
+def _about(cell: str, decimal: str) -> str:
     """The reason why a cell may be no number, to follow it in a message; else an empty text."""
+    if decimal == ",":
+        if re.fullmatch(r"\s*[-+]?\d{1,3}(\.\d{3})+(,\d*)?\s*", cell):
+            return ", which has separators of thousands: remove them"
+        return ', which has a decimal point, but data.decimal is ","' if is_number(cell) else ""
     if re.fullmatch(r"\s*[-+]?\d{1,3}(,\d{3})+(\.\d*)?\s*", cell):
         return ", which has separators of thousands: remove them"
-    if re.fullmatch(r"\s*[-+]?(\d+|\d{1,3}(\.\d{3})+),\d+\s*", cell):
+    if re.fullmatch(r"\s*[-+]?\d{1,3}(\.\d{3})+,\d+\s*", cell):
+        return ', which has separators of thousands: remove them; for the decimal comma set data.decimal: ","'
+    if re.fullmatch(r"\s*[-+]?\d+,\d+\s*", cell):
         return ', which has a decimal comma: set data.decimal: ","'
     return ""
 
@@ -128,7 +150,7 @@ def alike_warnings(place: str, ids: np.ndarray, what: str) -> list[str]:
     spellings: dict[str, list[str]] = {}
     for name in np.unique(ids).tolist():
         folded = " ".join(unicodedata.normalize("NFKC", name).split())
-        spellings.setdefault(f"{float(folded):.17g}" if is_number(folded) else folded, []).append(name)
+        spellings.setdefault(_folded_number(folded) if is_number(folded) else folded, []).append(name)
     warnings = []
     if alike := [names for names in spellings.values() if len(names) > 1]:
         shown = " and ".join(map(repr, alike[0]))
@@ -137,6 +159,14 @@ def alike_warnings(place: str, ids: np.ndarray, what: str) -> list[str]:
     if missing := sorted({name for names in spellings.values() for name in names} & _MISSING):
         warnings.append(f"{place}: {missing[0]!r} is taken as a word, the name of a {what}, not as an empty cell")
     return warnings
+
+
+def _folded_number(text: str) -> str:
+    """A number in one spelling; integers keep all their digits, which float64 does not have."""
+    with suppress(ValueError):
+        return str(int(text))
+    value = float(text)
+    return str(int(value)) if value.is_integer() else f"{value:.17g}"
 
 
 _MISSING = {"NA", "N/A", "n/a", "#N/A", "<NA>", "NaN", "nan", "-nan", "NULL", "null", "None", "none", "nil", "NaT", "?"}
@@ -206,8 +236,10 @@ def read_csv(
     for column in ids:
         column_of(parts[0], column)
     features, warnings = _features(parts[0], [tables[file] for file in train], columns, sorted(left_out))
-    inputs = (np.stack([_numbers(part, name, warnings) for name in features], 1) for part in parts)
+    inputs = (np.stack([_numbers(part, name, csv.decimal, warnings) for name in features], 1) for part in parts)
     images = images_of(parts, inputs, columns, targets=targets, dense=dense)
+    if not columns.features:
+        warnings += _label_copies(parts[0][0], features, images)
     return replace(images, warnings=(*images.warnings, *dict.fromkeys(warnings)))
 
 
@@ -255,6 +287,20 @@ def _features(
 _SHOWN = 20  # columns that a warning lists
 
 
+def _label_copies(name: str, features: list[str], images: Images) -> list[str]:
+    """A warning if an input column equals the labels, or the numbers of their names; otherwise empty."""
+    y = images.train_y
+    if y.ndim != 1 or len(y) < FEWEST or len(np.unique(y)) == 1:
+        return []
+    copies = [column for column, x in zip(features, images.train_x.T, strict=True) if (x == y).all()]
+    if not copies:
+        return []
+    return [
+        f"{name}: the input {copies[0]!r} equals the label in every row (classes are numbers in the order of their "
+        "names), as a copy does; if it is one, name the other inputs in data.columns.features"
+    ]
+
+
 def read_hf(
     train: Path,
     test: Path | None,
@@ -280,7 +326,17 @@ def read_hf(
     class_names: tuple[str, ...] = ()
     if targets == "class" and isinstance(columns.label, str):
         class_names = hf_disk.common_class_names(saved, columns.label)
-    decoder = Decoder(transparency)
+    modes = [part.mode_of(columns.image) for part in saved]
+    if len(set(modes)) > 1:
+        raise DataError(
+            f"{saved[1].folder}: input column {columns.image!r} has images of mode {modes[1]}, {saved[0].folder} of "
+            f"{modes[0]}; cast one part, test.cast_column({columns.image!r}, train.features[{columns.image!r}])"
+        )
+    if modes[0] is not None and modes[0] not in Image.MODES:
+        raise DataError(
+            f"{saved[0].folder}: input column {columns.image!r} has the unknown mode {modes[0]!r} of images"
+        )
+    decoder = Decoder(transparency, modes[0])
     inputs = (_lists_or_images(part, columns.image, vocabulary, decoder) for part in parts)
     images = images_of(parts, inputs, columns, vocabulary, targets, dense=dense, class_names=class_names)
     notes, warnings = decoder.report(parts[0][0])
@@ -338,6 +394,7 @@ def images_of(
             raise DataError(
                 f"{parts[1][0]} holds {what} of shape {shape}, {parts[0][0]} of {train.shape[1:]}; they must agree"
             )
+    warnings += copied_tokens(f"{parts[0][0]}: column {columns.label!r}", x, labels[0], targets)
     return Images(
         x,
         labels[0],
@@ -367,8 +424,9 @@ def concatenated(files: list[Path], tables: list[pa.Table], text: Iterable[str] 
     for file, table in zip(files, tables, strict=True):
         if len(set(table.column_names)) < len(table.column_names):
             raise DataError(f"{file} has two columns of the same name, rename one: {', '.join(table.column_names)}")
-        if table.column_names != tables[0].column_names:
+        if sorted(table.column_names) != sorted(tables[0].column_names):
             raise DataError(f"{file} has columns {table.column_names}, {files[0]} has {tables[0].column_names}")
+    tables = [table.select(tables[0].column_names) for table in tables]
     for name in set(text) & set(tables[0].column_names):
         tables = _as_text_if_any(tables, name)
     name = str(files[0]) if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
@@ -412,9 +470,9 @@ def _as_text_if_any(tables: list[pa.Table], name: str) -> list[pa.Table]:
 # --- columns ------------------------------------------------------------------------------------
 
 
-def _numbers(part: Named, column: str, warnings: list[str]) -> np.ndarray:
+def _numbers(part: Named, column: str, decimal: str, warnings: list[str]) -> np.ndarray:
     """A feature column as float32. warnings: gets a line if float32 does not have the digits that tell rows apart."""
-    values = check_numbers(part, column, "feature column", "; set data.columns.features").to_numpy()
+    values = check_numbers(part, column, "feature column", "; set data.columns.features", decimal=decimal).to_numpy()
     x = numbers(f"{part[0]}: column {column!r}", values)
     spread, lost = float(values.std()), float(np.abs(values - x.astype(np.float64)).max())
     if lost > spread / 1000 > 0:

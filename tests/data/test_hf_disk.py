@@ -1,11 +1,13 @@
 """Data sets in the layout of `Dataset.save_to_disk`, without the package datasets, and with it if it is here."""
 
+import io
 import json
 from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build
@@ -245,3 +247,28 @@ def test_the_package_itself_reads_the_same_rows(tmp_path):
     assert list(images.class_names) == loaded.features["label"].names
     loaded.filter(lambda row: row["label"] == 1).shuffle(seed=0).save_to_disk(tmp_path / "e")
     assert read(tmp_path / "e").train_x.tolist() == [row["x"] for row in datasets.load_from_disk(tmp_path / "e")]
+
+
+class TestModes:
+    """`Image(mode=...)`, to which datasets converts images when it reads them."""
+
+    @staticmethod
+    def saved(folder, mode):
+        file = io.BytesIO()
+        Image.new("RGB", (3, 2), (200, 100, 0)).save(file, "PNG")
+        features = {"x": {"_type": "Image"} | ({"mode": mode} if mode else {})}
+        save(folder, {"x": [{"bytes": file.getvalue(), "path": None}] * 2, "label": [0, 1]}, features=features)
+
+    def test_images_have_the_mode_of_the_column(self, tmp_path):
+        self.saved(tmp_path / "own", None)
+        self.saved(tmp_path / "grey", "L")
+        assert read(tmp_path / "own").train_x[0, :, 0, 0].tolist() == [200, 100, 0]
+        grey = read(tmp_path / "grey").train_x
+        assert grey.shape == (2, 1, 2, 3)
+        assert grey[0, 0, 0, 0] == (200 * 299 + 100 * 587) // 1000  # luma of ITU-R 601-2
+
+    def test_parts_of_two_modes_are_refused(self, tmp_path):
+        self.saved(tmp_path / "train", "L")
+        self.saved(tmp_path / "test", None)
+        with pytest.raises(DataError, match="test: input column 'x' has images of mode None, .*train of L"):
+            read(tmp_path, train_files="train", test_files="test")

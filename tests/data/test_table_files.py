@@ -347,3 +347,48 @@ class TestFiles:
     def test_recipes_have_new_keys_only_if_they_are_set(self, tmp_path):
         assert not {"delimiter", "encoding", "decimal"} & section(tmp_path).to_recipe().keys()
         assert section(tmp_path, delimiter=";").to_recipe()["delimiter"] == ";"
+
+
+class TestAlarms:
+    def test_large_integers_are_not_alike(self, tmp_path):  # float64 has 53 bits: 2**64 and 2**64 + 1 are equal there
+        file = written(tmp_path, "a,kind,shop\n" + f"1,0,{2**64}\n2,1,{2**64 + 1}\n")
+        images = read(file, {"label": "kind", "features": ["a"], "client": "shop"})
+        assert images.client.tolist() == [str(2**64), str(2**64 + 1)] and not images.warnings
+        file = written(tmp_path, "a,kind,shop\n" + f"1,0,{2**64}\n2,1,0{2**64}\n")
+        (alike,) = read(file, {"label": "kind", "features": ["a"], "client": "shop"}).warnings
+        assert f"'0{2**64}' and '{2**64}' are different" in alike
+
+    def test_columns_may_have_another_order_in_each_file(self, tmp_path):
+        written(tmp_path, "a,b,kind\n1,2,0\n", "p0.csv")
+        written(tmp_path, "kind,b,a\n1,4,3\n", "p1.csv")
+        images = read(tmp_path, {"label": "kind"})
+        assert images.train_x.tolist() == [[1, 2], [3, 4]] and images.train_y.tolist() == [0, 1]
+
+    @pytest.mark.parametrize("other, is_told", [("test.csv", True), ("fold_VAL.csv", True), ("latest.csv", False)])
+    def test_test_files_that_are_training_files(self, other, is_told, tmp_path):
+        for name in ("p0.csv", other):
+            written(tmp_path, "a,kind\n1,0\n2,1\n", name)
+        told = read(tmp_path, {"label": "kind", "features": ["a"]}).warnings
+        assert len(told) == is_told and all(f"{other} is a training file by data.train_files" in line for line in told)
+        assert not read(tmp_path / other, {"label": "kind", "features": ["a"]}).warnings  # named alone
+
+    @pytest.mark.parametrize(
+        "cell, decimal, about",
+        [
+            ("1.000,50", ".", "separators of thousands: remove them; for the decimal comma set data.decimal"),
+            ("1.000,50", ",", "'1.000,50' in row 1 .*separators of thousands: remove them; set data.columns"),
+            ("1.000", ",", "'1.000' in row 1 .*separators of thousands: remove them; set data.columns"),
+            ("1.5", ",", "'1.5' in row 1 .*has a decimal point, but data.decimal is"),
+        ],
+    )
+    def test_marks_of_decimals_and_thousands(self, cell, decimal, about, tmp_path):
+        file = written(tmp_path, f"a;kind\n{'12,5' if decimal == ',' else '12.5'};0\n{cell};1\n")
+        with pytest.raises(DataError, match=about):
+            read(file, {"label": "kind"}, delimiter=";", decimal=decimal)
+
+    def test_a_copy_of_the_label(self, tmp_path):
+        rows = "".join(f"{row % 3},{row % 2},{'pq'[row % 2]}\n" for row in range(12))
+        file = written(tmp_path, "a,target,kind\n" + rows)
+        _, copy = read(file, {"label": "kind"}).warnings
+        assert "the input 'target' equals the label in every row" in copy
+        assert not read(file, {"label": "kind", "features": ["a", "target"]}).warnings

@@ -228,3 +228,11 @@ def test_ignored_tokens_are_kept_and_samples_of_only_these_refused(tmp_path):
         wrong[row] = value
         with pytest.raises(DataError, match=message):
             federation_from_arrays(**arrays("tokens") | {"y": wrong}, clients=OWNER)
+
+
+def test_target_tokens_that_are_the_inputs_are_told():
+    copied = np.where(np.arange(4) < 3, TOKENS, -100)  # padding is not learned
+    (told,) = federation_from_arrays(**arrays("tokens") | {"y": copied}, clients=OWNER).warnings
+    assert "the target tokens equal the input tokens at the same places" in told
+    shifted = {"x": TOKENS[:, :-1], "y": TOKENS[:, 1:]}
+    assert not federation_from_arrays(**arrays("tokens") | shifted, clients=OWNER).warnings
