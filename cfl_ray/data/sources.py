@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -339,7 +339,7 @@ def images(data: ColumnsDataConfig) -> Source:
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
     usual = ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
     train, test = _parts(data, [""], usual, "images", get)
-    return Source((*train, *test), _warned(train, partial(_parquet(data), train, test, data.columns, None)))
+    return Source((*train, *test), _warned(partial(_parquet(data), train, test, data.columns, None), _held_out(train)))
 
 
 def _parquet(data: ColumnsDataConfig) -> Callable[..., Images]:
@@ -383,20 +383,38 @@ def _parts(
     return train, test
 
 
-def _warned(files: list[Path], read: Callable[..., Images]) -> Callable[..., Images]:
-    """`read`, with a warning if training files have the names of parts that are usually not trained on."""
+def _held_out(files: list[Path]) -> list[str]:
+    """A warning if some training files have the names of parts that are usually not trained on; otherwise empty."""
     common = Path(os.path.commonpath([file.parent for file in files]))
     held_out = [file for file in files if _HELD_OUT.search(file.relative_to(common).as_posix())]
     if not held_out or len(held_out) == len(files):
-        return read
-    line = (
+        return []
+    return [
         f"{held_out[0]} is a training file by data.train_files, as are {len(files) - 1} others; if it is a test part, "
         "name it in data.test_files; name the training files alone in data.train_files"
-    )
+    ]
+
+
+def _copied(files: Sequence[Path], digests: list[str]) -> list[str]:
+    """A warning if two files have the same content; otherwise empty. digests: of each file."""
+    # rows of client=1 and client=2 differ by the names of their folders
+    contents = [
+        (digest, *(part for part in file.parts[:-1] if "=" in part))
+        for file, digest in zip(files, digests, strict=True)
+    ]
+    first = dict(zip(reversed(contents), reversed(files), strict=True))
+    for file, content in zip(files, contents, strict=True):
+        if first[content] != file:
+            return [f"{file} has the same content as {first[content]}: its rows are read twice; leave one out"]
+    return []
+
+
+def _warned(read: Callable[..., Images], lines: list[str]) -> Callable[..., Images]:
+    """`read`, with more warnings."""
 
     def with_warning(pixels: bool, progress: Progress | None) -> Images:
         images = read(pixels, progress)
-        return replace(images, warnings=(line, *images.warnings))
+        return replace(images, warnings=(*lines, *images.warnings))
 
     return with_warning
 
@@ -450,13 +468,13 @@ def csv(data: CsvConfig, targets: str = "class") -> Source:
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.parquet'"
     train, test = _parts(data, [""], ["*.csv"], "csv", get)
     files = (*train, *test)
-    digest = " ".join(map(sha256_once, files))  # an edited table may have the same size
+    digests = [sha256_once(file) for file in files]  # an edited table may have the same size
     written, dense = CsvFormat(data.delimiter, data.encoding, data.decimal), data.labels == "dense"
 
     def read(pixels: bool, progress: Progress | None) -> Images:
         return tables.read_csv(train, test, data.columns, targets, written, dense)
 
-    return Source(files, _warned(train, read), digest)
+    return Source(files, _warned(read, [*_held_out(train), *_copied(files, digests)]), " ".join(digests))
 
 
 def image_folder(data: ImagesDataConfig) -> Source:

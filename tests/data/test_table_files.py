@@ -367,7 +367,7 @@ class TestAlarms:
     @pytest.mark.parametrize("other, is_told", [("test.csv", True), ("fold_VAL.csv", True), ("latest.csv", False)])
     def test_test_files_that_are_training_files(self, other, is_told, tmp_path):
         for name in ("p0.csv", other):
-            written(tmp_path, "a,kind\n1,0\n2,1\n", name)
+            written(tmp_path, f"a,kind\n{len(name)},0\n2,1\n", name)
         told = read(tmp_path, {"label": "kind", "features": ["a"]}).warnings
         assert len(told) == is_told and all(f"{other} is a training file by data.train_files" in line for line in told)
         assert not read(tmp_path / other, {"label": "kind", "features": ["a"]}).warnings  # named alone
@@ -392,3 +392,20 @@ class TestAlarms:
         _, copy = read(file, {"label": "kind"}).warnings
         assert "the input 'target' equals the label in every row" in copy
         assert not read(file, {"label": "kind", "features": ["a", "target"]}).warnings
+
+    def test_files_of_the_same_content(self, tmp_path):
+        for name, value in (("p0.csv", 1), ("p1.csv", 3), ("p2.csv", 1)):
+            written(tmp_path, f"a,kind\n{value},0\n2,1\n", name)
+        (told,) = read(tmp_path, {"label": "kind", "features": ["a"]}).warnings
+        assert told.startswith(f"{tmp_path / 'p2.csv'} has the same content as {tmp_path / 'p0.csv'}")
+        parts = {"train_files": "p0.csv", "test_files": "p2.csv"}
+        assert "has the same content" in read(tmp_path, {"label": "kind", "features": ["a"]}, **parts).warnings[0]
+        assert not read(tmp_path, {"label": "kind", "features": ["a"]}, **parts | {"test_files": "p1.csv"}).warnings
+
+    def test_equal_rows_of_two_clients_in_folders(self, tmp_path):
+        for shop in (1, 2):
+            (tmp_path / f"shop={shop}").mkdir()
+            written(tmp_path / f"shop={shop}", "a,kind\n1,0\n2,1\n")
+        columns = {"label": "kind", "features": ["a"], "client": "shop"}
+        images = read(tmp_path, columns, train_files="**/*.csv")
+        assert images.client.tolist() == [1, 1, 2, 2] and not images.warnings
