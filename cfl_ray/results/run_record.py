@@ -91,14 +91,15 @@ def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
     known = {".".join(path) for path, _ in keys_of(Experiment)}  # those that are not in `here` belong to other kinds
     unused, off, places = unused_keys(now), OFF | NEUTRAL, [f"data.{key}" for key in NOT_IN_RECIPE]
     given = not_default(now, unused)
+    later = {f"data.{key}" for key in now.data.later_defaults}  # which run.json lacks
 
     def is_compared(key: str) -> bool:
         if key.partition(".")[0] in {*NOT_HASHED, "session"} or key in places or (key not in here and key in known):
             return False
         if key.startswith("content."):
             return key in here and key in there  # a file that is missing has an error of its own
-        if key in there:
-            return True
+        if key in there or key in later:
+            return key in there
         return key in given if key in unused else here[key] not in off  # run.json lacks keys without effect
 
     keys = [key for key in sorted({*there, *here}) if is_compared(key)]

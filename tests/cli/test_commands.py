@@ -426,8 +426,8 @@ METRIC_OF_MANY = """def mine(outputs, targets):
 def test_an_error_that_names_the_authors_line_names_no_other(capsys):
     Path("mine.py").write_text(METRIC_OF_MANY)
     status, _, message = call(capsys, "run", *QUICK, "evaluation.metrics=[mine.py:mine]", "runtime.backend=in_process")
-    assert status == 1 and message.count("line") == 2 and re.search(r"mine\.py, line 1\) failed.*\(line 3\);", message)
-    assert "; Every saved round is kept; go on with: cfl-ray resume " in message
+    assert status == 1 and message.count("line") == 2 and re.search(r"mine\.py, line 1\) failed.*\(line 3\)\.", message)
+    assert ". Every saved round is kept; go on with: cfl-ray resume " in message
 
 
 def test_a_plugin_that_ends_the_process_is_an_error(capsys):
