@@ -13,7 +13,7 @@ import ray
 from ray._private import node, ray_constants
 from ray.exceptions import RayError, RayTaskError
 
-from cfl_ray.engine.failure import ClientFailure, may_be_machine
+from cfl_ray.engine.failure import may_be_machine
 from cfl_ray.errors import ConfigError, RunError, UserError
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.on_ray.fork_server import SOCKET_VARIABLE, WORKER_PROGRAM, fork_server
@@ -164,8 +164,6 @@ def as_user_error(error: RayTaskError) -> UserError:
     cause = error.cause
     if isinstance(cause, UserError):
         return cause
-    if isinstance(cause, ClientFailure):
-        return RunError(str(cause))
     return RunError(f"{type(cause).__name__}: {cause}")
 
 
