@@ -20,7 +20,8 @@ def code_of(experiment: Experiment) -> dict[str, str]:
     By the file's name with that of its folder, which stay if both are moved. The experiment's parts are loaded.
     Functions that were typed into a console or a notebook have no file.
     """
-    named = {Path(text.rpartition(":")[0]).resolve() for text in texts_of(experiment.to_dict()) if ".py:" in text}
+    texts = (Path(text.rpartition(":")[0]) for text in texts_of(experiment.to_dict()) if ".py:" in text)
+    named = {file.resolve() for file in texts if file.is_file()}  # a job's working directory may be gone
     folders = {file.parent for file in named}
     modules = (Path(module.__file__).resolve() for module in sent_by_value() if module.__file__)
     imported = {file for file in modules if any(file.is_relative_to(folder) for folder in folders)}

@@ -39,11 +39,14 @@ def sqlite_path(uri: str) -> Path | None:
     return Path(database or "").absolute()
 
 
-def absolute_sqlite(uri: str, folder: Path) -> str:
-    """The URI with an absolute path, if it is that of an SQLite file. folder: where relative paths begin."""
+def absolute_sqlite(uri: str, folder: Path | None = None) -> str:
+    """The URI with an absolute path, if it is that of an SQLite file.
+
+    folder: where relative paths begin; None: in the working directory, which has to exist for relative paths alone.
+    """
     if not uri.startswith(_PLAIN) or uri.startswith(f"{_PLAIN}/"):
         return uri
     query = "".join(uri.partition("?")[1:])
     path = sqlite_path(uri.removesuffix(query))
     assert path is not None
-    return sqlite_uri(folder / path.relative_to(Path.cwd())) + query
+    return sqlite_uri((folder or Path.cwd()) / path.relative_to(Path.cwd())) + query

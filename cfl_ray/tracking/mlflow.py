@@ -376,7 +376,7 @@ def resolve_uri(tracking: Any, output: str | Path) -> str:
     """
     uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or store_below(output)
     uri = with_credentials(uri) or uri
-    return absolute_sqlite(uri, Path.cwd())  # since a later command may run in another folder
+    return absolute_sqlite(uri)  # since a later command may run in another folder
 
 
 def store_below(output: str | Path) -> str:

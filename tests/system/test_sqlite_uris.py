@@ -45,3 +45,12 @@ def test_a_relative_uri_becomes_absolute(uri, expected):
 def test_other_uris_have_no_file():
     assert sqlite_path("postgresql://host/db") is None
     assert sqlite_path("sqlite:///runs/m.db?timeout=5") == Path.cwd() / "runs/m.db"
+
+
+def test_absolute_uris_need_no_working_directory(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert absolute_sqlite(f"sqlite:///{tmp_path}/m.db") == f"sqlite:///{tmp_path}/m.db"
+    assert sqlite_uri(tmp_path / "a%20b") == f"sqlite+pysqlite:///{tmp_path}/a%2520b"
