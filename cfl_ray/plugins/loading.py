@@ -8,8 +8,17 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.machinery import (
+    BYTECODE_SUFFIXES,
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from cfl_ray.errors import ConfigError, did_you_mean
@@ -19,6 +28,18 @@ PREFIX = "cfl_ray_plugin_"
 _NEIGHBOURS: dict[str, Path] = {}  # module -> folder, for modules that a user's file imported from its own folder
 _READ: dict[str, tuple[int, int]] = {}  # module -> state of its file when it was imported, for all modules of users
 _FOLDERS: dict[Path, Path] = {}  # relative path in a config -> folder of the config, for messages
+
+
+class _FromSource(SourceFileLoader):
+    """Compiles a file at each import.
+
+    Python's cached bytecode counts as that of a file with the same size and the same second of its last change, so a
+    script that writes a file, runs it, and writes it again would run the first version twice.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        file = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(file), file)
 
 
 def note_folder(file: Path, folder: Path) -> None:
@@ -76,13 +97,15 @@ def _module(file: Path) -> ModuleType:
     """The module of a user's file, imported anew if the file or one of its folder's modules was edited since."""
     name, folder = PREFIX + file.stem, file.resolve().parent
     of_folder = [name for name, path in _files().items() if path.is_relative_to(folder)]
+    of_folder += [name for name, of in _NEIGHBOURS.items() if of == folder and name not in of_folder]  # without a file
     if any(_state(name) != _READ.get(name) for name in of_folder):
         for stale in of_folder:  # all of them: they import each other
             del sys.modules[stale]
             _NEIGHBOURS.pop(stale, None)
     if name in sys.modules and sys.modules[name].__file__ == str(file.resolve()):
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file.resolve())
+    loader = _FromSource(name, str(file.resolve())) if file.suffix in SOURCE_SUFFIXES else None
+    spec = importlib.util.spec_from_file_location(name, file.resolve(), loader=loader)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{file} cannot be imported: it is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
@@ -107,9 +130,12 @@ def _files() -> dict[str, Path]:
 
 def _state(name: str) -> tuple[int, int]:
     """Time of the last change and size of a module's file; zeros if the file is gone."""
+    file = sys.modules[name].__file__
     try:
-        stat = Path(sys.modules[name].__file__ or "").stat()
+        stat = Path(file).stat() if file else None
     except FileNotFoundError:
+        stat = None
+    if stat is None:  # deleted, or a package without __init__.py
         return 0, 0
     return stat.st_mtime_ns, stat.st_size
 
@@ -129,7 +155,8 @@ def _neighbours_of(folder: Path) -> Iterator[None]:
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
-        yield
+        with _compiled_anew(folder):
+            yield
     except Exception:
         for name in _imported_from(folder, before):
             del sys.modules[name]
@@ -141,11 +168,39 @@ def _neighbours_of(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
+@contextlib.contextmanager
+def _compiled_anew(folder: Path) -> Iterator[None]:
+    """Context in which files below a folder, without installed packages, are imported without cached bytecode."""
+    finder_of = FileFinder.path_hook(
+        (ExtensionFileLoader, EXTENSION_SUFFIXES),
+        (_FromSource, SOURCE_SUFFIXES),
+        (SourcelessFileLoader, BYTECODE_SUFFIXES),
+    )
+
+    def hook(path: str) -> Any:
+        if not Path(path).resolve().is_relative_to(folder) or is_installed(Path(path)):
+            raise ImportError(f"{path} is not below {folder}")
+        return finder_of(path)
+
+    def forget() -> None:
+        for path in [path for path in sys.path_importer_cache if Path(path).resolve().is_relative_to(folder)]:
+            del sys.path_importer_cache[path]
+
+    sys.path_hooks.insert(0, hook)
+    forget()
+    try:
+        yield
+    finally:
+        sys.path_hooks.remove(hook)
+        forget()
+
+
 def _imported_from(folder: Path, before: set[str]) -> list[str]:
     """Names of the modules in a folder that were imported since `before`, without this and installed packages."""
     names = []
     for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
+        module = sys.modules[name]
+        file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), None)
         if file is None or name.startswith(PREFIX) or name.partition(".")[0] == __name__.partition(".")[0]:
             continue
         path = Path(file).resolve()

@@ -1,3 +1,4 @@
+import os
 import sys
 
 import pytest
@@ -29,6 +30,27 @@ def test_an_edited_file_is_imported_anew_with_its_neighbours(tmp_path):
     assert load_plugin(f"{second}:Shared", "model") is load_plugin(f"{first}:Shared", "model")
     (tmp_path / "second.py").write_text("VALUE = 'edited'\n")
     assert load_plugin(f"{second}:VALUE", "model") == "edited"
+
+
+@pytest.mark.parametrize("edited", ["model.py", "near.py", "pack/inner.py"])
+def test_an_edit_within_the_same_second_and_of_the_same_size_counts(tmp_path, monkeypatch, edited):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (tmp_path / "pack").mkdir()
+    texts = {
+        "model.py": "import near\nfrom pack import inner\nown = 1\n",
+        "near.py": "own = 1\n",
+        "pack/inner.py": "own = 1\n",
+    }
+    read = "total = own, near.own, inner.own\n"
+    for text, milliseconds in (("own = 1", 100), ("own = 2", 200)):
+        for name, content in texts.items():
+            file = tmp_path / name
+            file.write_text(
+                content.replace("own = 1", text if name == edited else "own = 1") + read * (name == "model.py")
+            )
+            os.utime(file, ns=(1_700_000_000_000_000_000 + milliseconds * 1_000_000,) * 2)
+        total = load_plugin(f"{tmp_path / 'model.py'}:total", "the model")
+    assert total == tuple(2 if name == edited else 1 for name in texts)
 
 
 def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path):
