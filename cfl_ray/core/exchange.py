@@ -66,7 +66,7 @@ class ModelTables:
         return Rows(len(self.tables) - 1, sent.row_M)
 
     def given(self, how: LocalTraining) -> Given:
-        """What the clients get for their program, with the models as rows of these tables."""
+        """The models and numbers that clients get for their program, with the models as rows of these tables."""
         proximal = tuple(term.with_anchor(self.rows(term.anchor)) for term in how.proximal if term.acts)
         models = {name: self.rows(value) for name, value in how.given.items() if isinstance(value, Sent)}
         number_of = {

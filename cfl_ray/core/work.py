@@ -177,7 +177,7 @@ class ClientState:
     private: bool = True  # False: the columns are also uploaded
     # weight of these columns in the model that the client predicts with; 1 - share is that of the received columns
     share: float = 1.0
-    # with `columns` None: whether the local step changes a client's share, which starts as `share`, and is kept
+    # with `columns` None: whether the last number that the client program keeps is the client's share
     learned_share: bool = False
     # with `columns` None: the columns that the next training starts from; None: all of them
     resumed: Columns | None = None
@@ -278,7 +278,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Given:
-    """What each of M clients gets for its client program, beside the model from which it starts."""
+    """Models and numbers that each of M clients gets for its client program, beside the model from which it starts."""
 
     models: Mapping[str, Rows] = field(default_factory=dict)  # by name
     number_of: Mapping[str, np.ndarray] = field(default_factory=dict)  # by name: (M, ...)

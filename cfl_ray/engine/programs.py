@@ -59,7 +59,7 @@ def begun(chunk: OpenChunk[Train], index: int, task: TrainingTask) -> TrainingTa
 
 
 def finished(chunk: OpenChunk[Train], index: int, task: TrainingTask, result: TrainingResult) -> Held:
-    """What the client holds after the program's `finish`, on the CPU, models as whole rows."""
+    """The tensors that the client holds after the program's `finish`, on the CPU, models as whole rows."""
     held = _on_cpu(task) | {name: value.cpu() for name, value in result.moved.items()}
     if task.program.overrides("finish"):
         with naming_client(task.client, "finishing its program"):
