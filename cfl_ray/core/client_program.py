@@ -160,7 +160,3 @@ class ClientProgram:
             Need.TRACE: self.trace > 0,
         }
         return {need for need, holds in given.items() if holds}
-
-    def finishes(self, spec: ParamSpec) -> bool:
-        """Whether a client keeps, uploads or reports something of the program after the last step."""
-        return self.overrides("finish") or bool(self.keeps(spec) or self.uploads(spec) or self.reports(spec))

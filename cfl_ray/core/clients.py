@@ -529,7 +529,7 @@ class Clients:
             program=how.program,
             given=tables.given(how),
             frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
-            finishes=how.program.finishes(self.spec),
+            kept_numbers=sum(first.numel() for first in how.program.keeps(self.spec).values()),
             reports=how.program.reports(self.spec),
             local=local,
             steps_M=steps_M,

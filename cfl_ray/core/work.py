@@ -394,7 +394,7 @@ class Train(Work):
     clip: Clip | None = None  # clipping of uploads, which also returns whether each was within the norm; None: none
     local_test_samples: int = 0  # test samples per client for P-local; 0: no test
     mixture: Mixture | None = None  # each client trains all K models of table 0: row k is the start of its k-th entry
-    finishes: bool = False  # `ClientProgram.finishes`
+    kept_numbers: int = 0  # count of `ClientProgram.keeps`
     reports: Mapping[str, int] = field(default_factory=dict)  # `ClientProgram.reports`
 
     def parts(self, size: int) -> list[slice]:
@@ -410,6 +410,12 @@ class Train(Work):
 
     def rows(self) -> list[Rows]:
         return [self.start, *super().rows(), *self.given.rows(), *_all_rows(self.mixture)]
+
+    @property
+    def finishes(self) -> bool:
+        """Whether a client keeps, uploads or reports something of its program after the last step."""
+        uploads = self.averaging is not None and bool(self.averaging.uploads)
+        return self.program.overrides("finish") or uploads or bool(self.kept_numbers or self.reports)
 
     @property
     def models_per_client(self) -> int:

@@ -53,7 +53,7 @@ class TrainingTask:
 
     @property
     def needs(self) -> set[Need]:
-        """What an engine must be able to do for this training, beside steps of SGD with fixed proximal terms."""
+        """The needs of this training beside steps of SGD with fixed proximal terms."""
         local = self.local
         of_training = {
             Need.EXAMPLES: local.examples is not None,

@@ -59,8 +59,7 @@ class DryBackend:
             self._count(work)
         if (state := work.client_state) is not None and isinstance(work, Train):
             columns = self.spec.size if state.columns is None else state.columns.count
-            numbers = sum(first.numel() for first in work.program.keeps(self.spec).values())
-            floats = columns + numbers + (self.spec.trained if work.local.persist else 0)
+            floats = columns + work.kept_numbers + (self.spec.trained if work.local.persist else 0)
             self.kept[state.name] = work.models_per_client * floats
         if isinstance(work, Train | FitMixture) and work.mixture is not None:
             self.kept[MIXTURE_WEIGHTS] = work.mixture.num_models
