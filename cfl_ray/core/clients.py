@@ -527,7 +527,7 @@ class Clients:
             self.ids_M,
             start=tables.rows(start),
             program=how.program,
-            given=tables.given(how),
+            given=tables.given(how, len(self)),
             frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
             kept_numbers=sum(first.numel() for first in how.program.keeps(self.spec).values()),
             reports=how.program.reports(self.spec),

@@ -47,6 +47,10 @@ class LocalTraining:
     chained: bool = False  # each client starts from the result of the previous client; this is not federated averaging
     mixture: Mixture | None = None  # set by `Clients.train_mixture`: weights of the samples in the loss
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.program, ClientProgram):
+            raise TypeError(f"program must be an object of a subclass of ClientProgram, got {described(self.program)}")
+
 
 class ModelTables:
     """The distinct model tables of one exchange, each of which is sent once."""
@@ -65,13 +69,19 @@ class ModelTables:
         self.tables.append(sent.models_KP)
         return Rows(len(self.tables) - 1, sent.row_M)
 
-    def given(self, how: LocalTraining) -> Given:
+    def given(self, how: LocalTraining, num_clients: int) -> Given:
         """The models and numbers that clients get for their program, with the models as rows of these tables."""
         proximal = tuple(term.with_anchor(self.rows(term.anchor)) for term in how.proximal if term.acts)
         models = {name: self.rows(value) for name, value in how.given.items() if isinstance(value, Sent)}
         number_of = {
             name: np.asarray(value, np.float32) for name, value in how.given.items() if not isinstance(value, Sent)
         }
+        for name, values_M in number_of.items():
+            if values_M.shape[:1] != (num_clients,):
+                shape = values_M.shape
+                raise ValueError(
+                    f"given {name!r} has the shape {shape}, expected one entry for each of {num_clients} clients"
+                )
         return Given(models, number_of, proximal)
 
     def as_tuple(self) -> tuple[Tensor, ...]:

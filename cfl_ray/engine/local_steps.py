@@ -18,10 +18,10 @@ from cfl_ray.core.client_program import Batch, ClientProgram, Forward, Gradient,
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Proximal
 from cfl_ray.engine.task import BatchIndex, TrainingResult, TrainingTask
-from cfl_ray.errors import RunError
+from cfl_ray.errors import RunError, UserError
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.splitmix import keys_on, split_each
-from cfl_ray.plugins.calling import described, place_of
+from cfl_ray.plugins.calling import described, failure_of, place_of
 
 _DRAWN = 1 << 15  # values of masks that are drawn together, for several batches
 
@@ -160,15 +160,31 @@ def moved_by_steps(network: Network, task: TrainingTask, held: Held, row_P: Tens
 
 def scalar_loss(program: ClientProgram, batch: Batch, held: Held) -> Tensor:
     """The program's own loss of a batch. Raises RunError if it is not one number."""
-    loss = program.loss(batch, held)
+    loss = _returned(program, "loss", batch.loss.device, batch, held)
     if not isinstance(loss, Tensor) or loss.shape:
         raise RunError(f"{place_of(program)}: loss returned {described(loss)}, expected one number")
     return loss
 
 
+def _returned(program: ClientProgram, hook: str, device: torch.device, *arguments: Any) -> Any:
+    """The result of a hook. An exception in it becomes a RunError that names the program and its line.
+
+    On a GPU errors of PyTorch stay what they are: they may be due to its memory, or say that a step is not recorded.
+    """
+    try:
+        return getattr(program, hook)(*arguments)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and device.type != "cpu":
+            raise
+        alone = "; set one_by_one = True if it cannot be computed under vmap" if "vmap" in str(error) else ""
+        raise RunError(f"client program {failure_of(program, error, f' in {hook}')}{alone}") from error
+
+
 def direction(program: ClientProgram, gradient: Gradient, w: Tensor, held: Held, number: Any) -> Tensor:
     """The direction of the program's own step. Raises RunError if it has not the shape of `w`."""
-    step = program.step(gradient, w, held, number)
+    step = _returned(program, "step", w.device, gradient, w, held, number)
     if not isinstance(step, Tensor) or step.shape != w.shape:
         raise RunError(
             f"{place_of(program)}: step returned {described(step)}, expected a direction of shape {tuple(w.shape)}"

@@ -28,6 +28,7 @@ from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.core.work import Describe, FitMixture, Losses, Outcome, Train, Work
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.engine.local_steps import direction
 from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.system.threads import one_thread
 
@@ -91,7 +92,7 @@ class DryBackend:
         numbers = {name: torch.ones(values_M.shape[1:]) for name, values_M in given.number_of.items()}
         kept = {name: first.float().clone() for name, first in program.keeps(self.spec).items()}
         gradient = CountedGradient(self.spec, self.shape)
-        program.step(gradient, w_P, {name: w_P.clone() for name in names} | numbers | kept, 0)
+        direction(program, gradient, w_P, {name: w_P.clone() for name in names} | numbers | kept, 0)
         return gradient.passes
 
     def num_features(self, work: Describe) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import close
-from federations import Stage, uneven
+from federations import Stage, protected, uneven
 from rounds import assert_survives_an_interruption
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
@@ -19,15 +19,22 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from cfl_ray import Experiment, simulate
 from cfl_ray.core.aggregation.rules import Median
 from cfl_ray.core.clients import ClientProgram, ClientState, LocalTraining, UpdateFeatures
+from cfl_ray.core.exchange import Sent
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.rng import stream
+from cfl_ray.core.secure_aggregation import SecureAggregation
+from cfl_ray.core.versions import NotAsynchronous, Received, Versions
+from cfl_ray.engine.engines import chunk_size
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.privacy.noisy_sums import Noise, Privacy, PrivateRun
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extend" / "client_program.md").read_text()
 ENGINES = ["sequential", "vectorised"]
 LOCAL = LocalSGD(epochs=2, batch_size=4, lr=0.2)
-SIZES = [9, 4, 14]  # partial batches, and different numbers of steps
+SIZES = [9, 4, 14, 7, 5, 11, 8, 6]  # partial batches, and different numbers of steps; chunks of two clients
+ALL = range(len(SIZES))
 
 
 def mlp() -> nn.Module:
@@ -56,6 +63,11 @@ def shown(tmp_path, monkeypatch):
         return found
 
     return module
+
+
+def test_clients_are_trained_together():
+    """A vmap batch of one client would be trained by `sequential`."""
+    assert chunk_size(len(SIZES), "vectorised") == 2
 
 
 class Torch:
@@ -108,12 +120,12 @@ class TestScaffold:
 
     @pytest.mark.parametrize("engine", ["sequential", "vectorised", "manual"])
     def test_is_algorithm_1(self, engine, shown):
-        one, cohorts = stage(engine), [[0, 1, 2], [0, 2], [1, 2]]
+        one, cohorts = stage(engine), [ALL, [0, 2, 3, 4, 7], [1, 2, 3, 5, 6, 7]]
         state = one.play(shown("scaffold").Scaffold(), *cohorts)
         w, c, own = self.by_torch(one, cohorts)
         assert close(state.models_KP[0], w, 2e-5) and close(state.c_KP[0], c, 2e-5)
-        assert c.abs().max() > 0.01 and set(one.client_states) == {("Corrected", i) for i in range(3)}
-        assert all(close(one.client_states["Corrected", i], own[i], 2e-5) for i in range(3))
+        assert c.abs().max() > 0.01 and set(one.client_states) == {("Corrected", i) for i in ALL}
+        assert all(close(one.client_states["Corrected", i], own[i], 2e-5) for i in ALL)
 
     def test_two_rows_go_each_way(self, shown):
         one = stage("vectorised")
@@ -123,7 +135,7 @@ class TestScaffold:
 
     @pytest.mark.parametrize("engine", ENGINES)
     def test_survives_an_interruption(self, engine, shown, tmp_path):
-        cohorts = [[0, 1], [1, 2], [0, 2], [0, 1, 2]]
+        cohorts = [[0, 1, 2, 3, 5], [1, 2, 4, 6, 7], [0, 2], ALL]
         method = shown("scaffold").Scaffold()
         assert_survives_an_interruption(lambda: stage(engine), method, cohorts, tmp_path / "checkpoints")
 
@@ -131,7 +143,7 @@ class TestScaffold:
         shown("scaffold")
         found = []
         for engine in ENGINES:
-            settings = {"rounds": 3, "data": {"partition": {"clients": 6}}, "tracking": {"enabled": False}}
+            settings = {"rounds": 3, "data": {"partition": {"clients": 12}}, "tracking": {"enabled": False}}
             method = f"{tmp_path}/scaffold.py:Scaffold"
             results = simulate(Experiment(methods=["fedavg", method], runtime={"engine": engine}, **settings))
             found.append([results[name].final["train_loss"] for name in ("fedavg", "scaffold")])
@@ -146,8 +158,8 @@ class TestScaffold:
         how = LocalTraining(program=shown("scaffold").Corrected(), given={"c": c})
         clients.train(sent, how=how, average=clients.weights())
         plain = stage(engine, local=one.local)
-        plain.clients().train(plain.clients().send(w), average=np.ones(3))
-        for i in range(3):
+        plain.clients().train(plain.clients().send(w), average=np.ones(len(SIZES)))
+        for i in ALL:
             kept, buffer = one.client_states["Corrected", i], plain.client_states["momentum", i]
             assert len(kept) == 2 * len(buffer) and close(kept[len(buffer) :], buffer, 1e-5)
 
@@ -155,10 +167,10 @@ class TestScaffold:
 class TestContrastive:
     @pytest.mark.parametrize("engine", ENGINES)
     def test_is_the_loss_of_the_paper(self, engine, shown):
-        one, method = stage(engine), shown("moon").Moon()
-        state = one.play(method, [0, 1, 2], [0, 2])
+        one, method, cohorts = stage(engine), shown("moon").Moon(), [ALL, [0, 2, 3, 4, 7]]
+        state = one.play(method, *cohorts)
         clients, w, previous = Torch(one), one.model(), {}
-        for round, cohort in enumerate([[0, 1, 2], [0, 2]], 1):
+        for round, cohort in enumerate(cohorts, 1):
             for i in cohort:
                 y, before = w.clone(), previous.get(i, w)
                 for index_B in clients.batches(i, round):
@@ -173,15 +185,12 @@ class TestContrastive:
             sizes = torch.tensor([float(SIZES[i]) for i in cohort])
             w = (sizes / sizes.sum()) @ torch.stack([previous[i] for i in cohort])
         assert close(state.models_KP[0], w, 2e-5)
-        assert all(close(one.client_states["previous", i], previous[i], 2e-5) for i in range(3))
-        assert not close(state.models_KP[0], stage(engine).play(FedAvg(), [0, 1, 2], [0, 2]).models_KP[0], 1e-3)
+        assert all(close(one.client_states["previous", i], previous[i], 2e-5) for i in ALL)
+        assert not close(state.models_KP[0], stage(engine).play(FedAvg(), *cohorts).models_KP[0], 1e-3)
 
     def test_engines_agree_with_batch_statistics(self, shown):
         """Equal sizes, as these need; the models of the pass have their own statistics."""
-        states = [
-            stage(engine, with_batch_norm, [8, 8, 8]).play(shown("moon").Moon(), [0, 1, 2], [0, 1, 2])
-            for engine in ENGINES
-        ]
+        states = [stage(engine, with_batch_norm, [8] * 8).play(shown("moon").Moon(), ALL, ALL) for engine in ENGINES]
         assert close(states[0].models_KP, states[1].models_KP, 2e-5)
 
 
@@ -245,32 +254,34 @@ class TestHooks:
         plain = stage(engine)
         clients = plain.clients(round=1)
         clients.train(
-            clients.send(plain.model(1)[None]), client_state=ClientState("own", private=False), average=np.ones(3)
+            clients.send(plain.model(1)[None]),
+            client_state=ClientState("own", private=False),
+            average=np.ones(len(SIZES)),
         )
         rows, received = [], plain.model(2)
-        for i in range(3):
+        for i in ALL:
             share = 0.5 + 0.1 * (plain.client_states["own", i] - received).sign()
             rows.append(received.lerp(plain.client_states["own", i], share))
             assert close(one.client_states["own", i][-len(share) :], share, 1e-6)
             assert updates.reported("mean")[i].item() == pytest.approx(share.mean().item(), rel=1e-5)
         clients = plain.clients(round=2)
         features = UpdateFeatures(plain.network.spec.all)
-        expected = clients.train(clients.send(torch.stack(rows), np.arange(3)), features=features).features_MF
+        expected = clients.train(clients.send(torch.stack(rows), np.arange(len(SIZES))), features=features).features_MF
         size = plain.network.spec.size
-        found = torch.stack([one.client_states["own", i][:size] for i in range(3)])
+        found = torch.stack([one.client_states["own", i][:size] for i in ALL])
         assert close(found, expected, 2e-5)
         steps = LOCAL.steps_of(np.array(SIZES))
         assert updates.reported("seen").tolist() == [[n, k] for n, k in zip(SIZES, steps)]
-        assert one.stats.traffic.up_bits == 32 * 3 * (size + 3)
+        assert one.stats.traffic.up_bits == 32 * len(SIZES) * (size + 3)
 
     def test_a_pass_of_the_present_model_in_a_step(self):
         heads = []
         for engine in ENGINES + ["manual"]:
             _, one = self.train(engine, OwnHead(0.5))
-            heads.append(torch.stack([one.client_states["own", i][-15:] for i in range(3)]))
+            heads.append(torch.stack([one.client_states["own", i][-15:] for i in ALL]))
         assert close(heads[0], heads[1], 1e-5) and close(heads[0], heads[2], 1e-5)
         one, (clients, expected) = stage("sequential"), (Torch(stage("sequential")), [])
-        for i in range(3):
+        for i in ALL:
             w, head, (_, y) = one.model(1), torch.zeros(3, 5), one.federation.train(i)
             for index_B in clients.batches(i, 1):
                 head.requires_grad_()
@@ -291,9 +302,9 @@ class TestHooks:
                 held["sum"] = torch.tensor([1.0, len(client.y) if len(client.y) > 4 else torch.inf])
 
         updates, one = self.train(engine, Spoiled())
-        assert updates.valid_M.tolist() == [True, False, True]
-        # the means of the others by samples, 9 and 14
-        expected = torch.tensor([[1.0, (9 * 9 + 14 * 14) / 23]])
+        assert updates.valid_M.tolist() == [size > 4 for size in SIZES]
+        others = np.array([size for size in SIZES if size > 4])
+        expected = torch.tensor([[1.0, (others * others).sum() / others.sum()]])  # by samples
         assert close(updates.uploaded("sum", torch.zeros(1, 2)), expected, 1e-6)
         assert "its sum has numbers that are not finite" in one.stats.excluded[1].reason
 
@@ -313,6 +324,32 @@ class TestHooks:
         with pytest.raises(RunError, match=message):
             self.train("sequential", own())
 
+    @pytest.mark.parametrize("engine", ENGINES)
+    @pytest.mark.parametrize("hook", ["step", "loss", "begin", "finish"])
+    def test_an_error_in_a_hook_names_the_line(self, hook, engine, shown, tmp_path):
+        (tmp_path / "mine.py").write_text(
+            "from cfl_ray import ClientProgram\n\n\nclass Mine(ClientProgram):\n"
+            f"    def {hook}(self, *arguments):\n        return arguments['c']\n"
+        )
+        mine = __import__("mine")
+        with pytest.raises(RunError, match=rf"{hook} .*line 6|in {hook} failed: TypeError: .*line 6"):
+            self.train(engine, mine.Mine())
+        del sys.modules["mine"]
+
+    def test_a_loss_without_a_batching_rule_says_what_to_do(self):
+        class Branching(ClientProgram):
+            def loss(self, batch, held):
+                return batch.loss * 2 if batch.loss > 1 else batch.loss
+
+        with pytest.raises(RunError, match="(?s)Branching .* in loss failed: .*; set one_by_one = True"):
+            self.train("vectorised", Branching())
+
+    def test_wrong_arguments_are_named(self):
+        with pytest.raises(TypeError, match="program must be an object of a subclass of ClientProgram, got type"):
+            LocalTraining(program=OwnHead)
+        with pytest.raises(ValueError, match=r"given 'z' has the shape \(2, 5\), expected one entry for each of 8"):
+            self.train("sequential", ClientProgram(), given={"z": np.zeros((2, 5))})
+
     def test_a_loss_that_branches_is_left_to_sequential(self):
         @dataclass(frozen=True)
         class Branching(ClientProgram):
@@ -322,9 +359,18 @@ class TestHooks:
                 return batch.loss * 2 if batch.loss > 1 else batch.loss
 
         found = [self.train(engine, Branching())[0].averaged(torch.zeros(1, 53)) for engine in ENGINES]
-        assert torch.equal(*found)
+        assert close(*found, 1e-6)
         updates, _ = self.train("vectorised", Branching())
         assert any("a loss that branches on values" in line for line in updates.outcome.fallbacks)
+
+
+@dataclass(frozen=True)
+class Sum(ClientProgram):
+    def uploads(self, spec):
+        return {"sum": spec.size}
+
+    def finish(self, client, start_P, row_P, held):
+        held["sum"] = row_P
 
 
 class TestUploads:
@@ -342,7 +388,8 @@ class TestUploads:
     def test_are_averaged_by_output_row(self):
         one = stage("vectorised")
         clients = one.clients()
-        weight_RM = np.array([[1, 0, 3], [0, 1, 0.0], [0, 0, 0]])
+        weight_RM = np.zeros((3, len(SIZES)))
+        weight_RM[0, [0, 2]], weight_RM[1, 1] = [1, 3], 1
         sent = clients.send(one.model()[None])
         updates = clients.train(sent, how=LocalTraining(program=self.Two()), average=weight_RM)
         expected = torch.tensor([[(9 + 3 * 14) / 4], [4.0], [-1.0]])
@@ -355,6 +402,27 @@ class TestUploads:
         with pytest.raises(ValueError, match="rows of 2 numbers, not 1"):
             updates.uploaded("count", torch.zeros(3, 2))
 
+    def test_are_refused_where_the_server_may_not_read_them(self):
+        one = stage("sequential")
+        noise = PrivateRun(Privacy(1.0, 1.0, 3.0), Noise(b"key"))
+        clients = protected(one.clients(), noise=noise)
+        for program, values in ((self.Two(), "the size that clients report"), (Sum(), "the sum that clients upload")):
+            with pytest.raises(PrivacyError, match=values):
+                clients.train(
+                    clients.send(one.model()[None]), how=LocalTraining(program=program), average=np.ones(len(SIZES))
+                )
+        secure = protected(one.clients(), masks=SecureAggregation(clip=1.0))
+        with pytest.raises(PrivacyError, match="the sum that clients upload"):
+            secure.train(secure.send(one.model()[None]), how=LocalTraining(program=Sum()), average=np.ones(len(SIZES)))
+        versions = Received(Versions(strict=True), dict.fromkeys(ALL, 0), 0)
+        late = replace(one.clients(), received=versions)
+        with pytest.raises(NotAsynchronous, match="its clients upload sum beside their models"):
+            late.train(
+                Sent(one.model()[None], np.zeros(len(SIZES), int)),
+                how=LocalTraining(program=Sum()),
+                average=np.ones(len(SIZES)),
+            )
+
     def test_need_an_average_and_the_mean(self):
         one = stage("sequential")
         clients, how = one.clients(), LocalTraining(program=self.Two())
@@ -362,7 +430,7 @@ class TestUploads:
             clients.train(clients.send(one.model()[None]), how=how)
         robust = one.clients(aggregation=Median())
         with pytest.raises(ConfigError, match="which only the mean averages"):
-            robust.train(robust.send(one.model()[None]), how=how, average=np.ones(3))
+            robust.train(robust.send(one.model()[None]), how=how, average=np.ones(len(SIZES)))
 
 
 def test_a_program_sees_its_class_attributes_not_names_of_engines():
