@@ -119,7 +119,7 @@ THREE_SIZES = [{"keep": 0.1, "clients": 3}, {"keep": 0.3, "clients": 3}, {"keep"
 
 def labels(client):
     """Returns int64 (C,): training samples of each label of a client."""
-    return np.bincount(client.variant.train_labels(client.train), minlength=client.variant.images.num_classes)
+    return np.bincount(client.variant.train_labels(client.train), minlength=client.variant.data_set.num_classes)
 
 
 class TestCut:
