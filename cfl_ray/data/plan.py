@@ -251,8 +251,8 @@ def _test_rows(group: Group, true_group: int, data: DataConfig, seed: int) -> np
         rows = np.flatnonzero(data_set.test_group == true_group)
     else:
         rows = group.test_rows
-    if data.test.max_images is not None and len(rows) > data.test.max_images:
-        rows = np.sort(stream(seed, -1, -1, -1, "data/test images").choice(rows, data.test.max_images, replace=False))
+    if data.test.max_samples is not None and len(rows) > data.test.max_samples:
+        rows = np.sort(stream(seed, -1, -1, -1, "data/test images").choice(rows, data.test.max_samples, replace=False))
     return rows
 
 

@@ -78,7 +78,7 @@ def config():
         clients: int | None = 4,
         view: str = "cluster",
         shift: dict | None = None,
-        max_images: int | None = None,
+        max_samples: int | None = None,
         fraction: float = 0.2,
         source: str = "digits",
         pool: bool = False,
@@ -88,7 +88,7 @@ def config():
             source=source,
             shift=shift or {},
             partition={"kind": kind, "clients": clients, **partition},
-            test={"view": view, "max_images": max_images, "fraction": fraction, "pool": pool},
+            test={"view": view, "max_samples": max_samples, "fraction": fraction, "pool": pool},
         )
 
     return make

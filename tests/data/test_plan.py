@@ -109,7 +109,7 @@ def test_label_view_without_a_test_image_of_any_label_names_the_client(planned, 
 
 
 def test_test_images_are_capped_once_for_all(planned):
-    plan = planned(max_images=30, shift={"kind": "rotated"})
+    plan = planned(max_samples=30, shift={"kind": "rotated"})
     assert [len(one.rows) for one in plan.test_sets] == [30] * 4
     assert np.array_equal(plan.test_sets[0].rows, plan.test_sets[3].rows)
 
