@@ -53,7 +53,14 @@ def kind_of(tasks: Sequence[TrainingTask]) -> Hashable:
     local = first.local
     moments = (bool(local.momentum), local.optimizer is not None)
     held = first.held
-    extras = (first.batches_per_step, *moments, len(held.proximal), held.frozen_P is not None, len(held.models))
+    extras = (
+        first.batches_per_step,
+        *moments,
+        len(held.proximal),
+        held.frozen_P is not None,
+        len(held.models),
+        type(first.program),
+    )
     return (1 << (samples - 1).bit_length(), 1 << (min(batch, samples) - 1).bit_length(), *extras)
 
 

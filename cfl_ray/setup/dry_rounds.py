@@ -127,7 +127,8 @@ class CountedGradient:
 
     def forward(self, w: Tensor | str, batch: int) -> Forward:
         self.passes += 1
-        features = self.spec.shapes[self.spec.num_params - 2][-1:]  # of a linear last layer with a bias
+        matrices = [shape for shape in self.spec.shapes[: self.spec.num_params] if len(shape) == 2]
+        features = matrices[-1][-1:] if matrices else (1,)  # the inputs of a linear last layer
         y = torch.zeros(1, *self.shape.target_shape, dtype=torch.int64)
         return Forward(torch.ones(1, *features), torch.ones(1, *self.shape.outputs), y, torch.ones(1))
 

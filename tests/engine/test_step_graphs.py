@@ -3,7 +3,8 @@
 On a CPU, a record is the step itself, on the tensors of the record. With `--device cuda`, it is a CUDA graph.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -114,10 +115,25 @@ def test_proximal_terms_and_frozen_models(graphs):
     assert graphs.recorded == 2, "weights that differ between clients are another kind"
 
 
+@dataclass(frozen=True)
+class _Near(ClientProgram):
+    """A loss on the features of the model and of another one, and a step with a pass of that."""
+
+    mu: float
+    only_tensors: ClassVar = True
+
+    def loss(self, batch, held):
+        other = batch.forward("a")
+        return batch.loss + self.mu * batch.mean((batch.features - other.features).square().sum(1))
+
+    def step(self, gradient, w, held, number):
+        return gradient(w, 0) + 0.1 * (gradient.forward("a", 0).outputs.mean((-2, -1)))[..., None]
+
+
 @pytest.mark.parametrize(
     "program, model",
-    [(FirstOrder(0.1), ""), (KeptTheta(1.0, 2, 0.1, 0.0), "theta"), (Aligned(0.3), "a")],
-    ids=["per_fedavg", "pfedme", "pfedgraph"],
+    [(FirstOrder(0.1), ""), (KeptTheta(1.0, 2, 0.1, 0.0), "theta"), (Aligned(0.3), "a"), (_Near(0.5), "a")],
+    ids=["per_fedavg", "pfedme", "pfedgraph", "a loss on features"],
 )
 def test_steps_of_methods_and_second_models(program, model, graphs):
     network = Network(mlp, FLAT)

@@ -29,6 +29,7 @@ from cfl_ray.engine.engines import chunk_size
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.privacy.noisy_sums import Noise, Privacy, PrivateRun
+from cfl_ray.setup.dry_rounds import load_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extend" / "client_program.md").read_text()
 ENGINES = ["sequential", "vectorised"]
@@ -438,3 +439,19 @@ def test_a_program_sees_its_class_attributes_not_names_of_engines():
     assert ClientProgram().needs == set()
     assert {need.name for need in OwnHead(0.1).needs} == {"STEP"}
     assert {need.name for need in ClientProgram(trace=2).needs} == {"TRACE"}
+
+
+@pytest.mark.parametrize("program, passes", [(ClientProgram(), 1), (OwnHead(0.1), 2)])
+def test_the_plan_counts_the_passes_of_a_step(program, passes):
+    """Of a step without training, on ones."""
+
+    @dataclass(frozen=True)
+    class Own(FedAvg, name="own"):
+        def round(self, state, clients, rng):
+            how = LocalTraining(program=program)
+            updates = clients.train(clients.send(state.models_KP), how=how, average=clients.weights())
+            return state.advance(models_KP=updates.averaged(default=state.models_KP))
+
+    one = stage("sequential")
+    load = load_of(Own(), 4, 8, one.network.spec, LOCAL, one.federation.shape)
+    assert load.trainings == passes
