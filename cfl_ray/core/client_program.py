@@ -140,7 +140,7 @@ class ClientProgram:
         return gradient(w, 0)
 
     def loss(self, batch: Batch, held: Held) -> Tensor:
-        """The loss of a batch, a number, whose gradient is taken. Statistics report the task's loss for the default."""
+        """The loss of a batch, a number, whose gradient is taken; it is reported as the training loss."""
         return batch.loss
 
     def finish(self, client: ProgramClient, start_P: Tensor, row_P: Tensor, held: Held) -> None:
