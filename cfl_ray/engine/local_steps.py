@@ -17,6 +17,7 @@ from torch import Tensor
 from cfl_ray.core.client_program import Batch, ClientProgram, Forward, Gradient, Held
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Proximal
+from cfl_ray.engine.failure import may_be_machine
 from cfl_ray.engine.task import BatchIndex, TrainingResult, TrainingTask
 from cfl_ray.errors import RunError, UserError
 from cfl_ray.nn.network import Network
@@ -43,8 +44,8 @@ class LocalGradient(ABC):
         self._masks: list[Tensor] = []
         self._drawn = 0
         self._seeds: dict[int, int] = {}  # by batch of the current step
-        held, moves = task.held.for_steps(network.spec.trained), task.program.moves
-        self.held = {name: value.to(network.device, copy=name in moves) for name, value in held.items()}
+        held = task.held.for_steps(network.spec.trained)
+        self.held = {name: value.to(network.device, copy=True) for name, value in held.items()}
 
     def begin(self, batches: list[BatchIndex]) -> None:
         """Begins a step that uses these batches."""
@@ -173,10 +174,10 @@ def _returned(program: ClientProgram, hook: str, device: torch.device, *argument
     """
     try:
         return getattr(program, hook)(*arguments)
-    except (UserError, MemoryError):
+    except UserError:
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and device.type != "cpu":
+        if may_be_machine(error) or (isinstance(error, RuntimeError) and device.type != "cpu"):
             raise
         alone = "; set one_by_one = True if it cannot be computed under vmap" if "vmap" in str(error) else ""
         raise RunError(f"client program {failure_of(program, error, f' in {hook}')}{alone}") from error

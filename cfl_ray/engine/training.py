@@ -188,15 +188,13 @@ def _results(chunk: OpenChunk[Train], summed: set[int], together: TrainedTogethe
     for result in together.of(chunk):
         trained.add(result.index)
         yield _attacked(chunk, result)
-    before_P = None
+    before_P: Tensor | None = None
     for index in rest:
         if index in trained or index in chunk.excluded:
             continue
-        task = training_task(chunk, index)
+        task = training_task(chunk, index, before_P)
         if task is None:
             continue
-        if before_P is not None:
-            task = replace(task, start_P=before_P)
         with naming_client(task.client, "training"):
             result = chunk.train_one(task)
         result = _attacked(chunk, replace(result, index=index))
@@ -244,8 +242,11 @@ def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int
 # ---- one client
 
 
-def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
-    """The task of a client. If its data are not valid, excludes the client and returns None."""
+def training_task(chunk: OpenChunk[Train], index: int, before_P: Tensor | None = None) -> TrainingTask | None:
+    """The task of a client. If its data are not valid, excludes the client and returns None.
+
+    before_P: result of the previous client, from which this one starts; None: it starts from its own row.
+    """
     samples = chunk.samples(index)
     weight_n = None if samples is None else mixtures.sample_weights(chunk, index)
     if samples is None or index in chunk.excluded:
@@ -253,7 +254,7 @@ def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
     work, (start_P, held) = chunk.work, programs.held_by(chunk, index)
     task = TrainingTask(
         chunk.client(index),
-        start_P,
+        start_P if before_P is None else before_P,
         *samples,
         steps=int(work.steps_M[index]),
         local=work.local,
