@@ -21,12 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from cfl_ray.tracking import Mlflow, RoundRecord, RunInfo, RunLog, deliver_pending
+from cfl_ray.tracking.delivery import lacks
 from cfl_ray.tracking.mlflow import connect
 from jobs.chaos.mlflow_server import USER, MlflowServer
 from jobs.parts.line import Line
 
 METRICS = 22
 _ROUND_SECONDS = 0.02
+_PATIENCE_SECONDS = 180.0
 _FAULTS: dict[str, Callable[[Line], None]] = {}  # by name; each prepares a line
 _COLUMNS = ("server", "line", "entries", "lost", "twice", "requests", "delay, ms", "end, s")
 
@@ -106,7 +108,10 @@ def tried(server: MlflowServer, kind: str, fault: str, rounds: int, folder: Path
         end = time.monotonic() - began
         line.cut = lambda line, path: False
         time.sleep(max(line.unavailable - time.monotonic(), 0))
-        deliver_pending(folder.parent, line.uri, seconds=60)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while lacks(folder, "mlflow") and time.monotonic() < deadline:  # as later commands do
+            deliver_pending(folder.parent, line.uri, seconds=60)
+            time.sleep(1)
     found = _delivered(server, experiment)
     wanted = {(f"m{i}", round) for i in range(METRICS) for round in range(1, rounds + 1)}
     values = (kind, fault, len(found), len(wanted - set(found)), len(found) - len(set(found)))
