@@ -27,6 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, NoReturn
 
+from cfl_ray.runtime.on_ray import ray_internals
 from cfl_ray.system.imports import uncollected
 from cfl_ray.system.variables import ONE_THREAD, environment
 
@@ -48,7 +49,7 @@ _READ_LATER = "RAY_", "CFL_RAY_", "MLFLOW_", "GIT_", "KMP_DUPLICATE_LIB_OK", "KM
 _RAY_MODULES = (
     "cfl_ray.runtime.on_ray.host_process",
     "cfl_ray.runtime.on_ray.server_process",
-    "ray._private.workers.default_worker",
+    ray_internals.WORKER_MODULE,
 )
 
 
@@ -128,6 +129,12 @@ def _forked_or_new() -> _ForkServer:
             return server
         server.end()
     return _new_program()
+
+
+def end_unused() -> None:
+    """Ends the fork server of `forkable_imports`, which this program will not use."""
+    while _forked:
+        _forked.pop().end()
 
 
 @contextmanager
@@ -220,7 +227,7 @@ class _Forks:
             self.environment = environment | _ANY_JOB
             _change_environment(_differences(os.environ, self.environment))
             _import(_RAY_MODULES)
-        program = _program(arguments)
+        program = ray_internals.program_of_worker(arguments)
         if program is None or environment | _ANY_JOB != self.environment:
             return None
         return _Worker(program, environment, files)
@@ -255,16 +262,6 @@ def _change_environment(changes: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def _program(arguments: list[str]) -> list[str] | None:
-    """The Python program of a worker, with its arguments; None if Ray has to prepare more than that."""
-    from ray._private.runtime_env.context import RuntimeEnvContext
-    from ray._private.workers.setup_worker import parser
-
-    options, program = parser.parse_known_args(arguments)
-    context = RuntimeEnvContext.deserialize(options.serialized_runtime_env_context or "{}")
-    return program if options.language == "PYTHON" and vars(context) == vars(RuntimeEnvContext()) else None
 
 
 def _serve(worker_path: list[str]) -> NoReturn:
