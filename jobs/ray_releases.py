@@ -42,8 +42,8 @@ SECONDS = 300  # for a release: without workers, a run waits for longer
 NAMED = "--in-this-environment"
 
 
-class Trial(NamedTuple):
-    """A release and how it did."""
+class ReleaseTrial(NamedTuple):
+    """A release, and whether it can be named as tried."""
 
     release: str
     seconds: float
@@ -94,7 +94,7 @@ def from_lower_bound(index: str, project: str) -> list[str]:
     return [str(release) for release in releases if release >= Version(lower[1])]
 
 
-def try_release(release: str) -> Trial:
+def try_release(release: str) -> ReleaseTrial:
     """Installs a release in an environment of its own and runs this module there."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cfl-ray-release-") as folder:
@@ -111,7 +111,7 @@ def try_release(release: str) -> Trial:
             variables = os.environ | {"PYTHONPATH": path}
             done = _ended([str(python), "-m", "jobs.ray_releases", NAMED, release], variables)
     last = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["no output"]
-    return Trial(release, time.monotonic() - began, "" if done.returncode == 0 else last[0])
+    return ReleaseTrial(release, time.monotonic() - began, "" if done.returncode == 0 else last[0])
 
 
 def _ended(command: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
