@@ -38,7 +38,7 @@ from jobs.chaos.same_outcome import outcome
 ROOT = Path(__file__).parents[1]
 METHODS = ["ditto", "ifca"]  # client states; comparisons
 KILLED_AFTER = {2: "ClientHost", 4: "ServerActor"}  # round of the first method: actor
-SECONDS = 300  # for a release: without workers, a run waits for longer
+RELEASE_SECONDS = 300  # limit for a release: a run that gets no workers waits for longer
 NAMED = "--in-this-environment"
 
 
@@ -115,15 +115,15 @@ def try_release(release: str) -> ReleaseTrial:
 
 
 def _ended(command: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A process that has ended, within SECONDS; with its group, so that no worker stays."""
+    """A process that has ended, within RELEASE_SECONDS; with its group, so that no worker stays."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=variables, text=True, start_new_session=True, cwd=ROOT, **pipes) as process:
         try:
-            out, error = process.communicate(timeout=SECONDS)
+            out, error = process.communicate(timeout=RELEASE_SECONDS)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             out, error = process.communicate()
-            return subprocess.CompletedProcess(command, 1, out, f"not done within {SECONDS} s")
+            return subprocess.CompletedProcess(command, 1, out, f"not done within {RELEASE_SECONDS} s")
     return subprocess.CompletedProcess(command, process.returncode, out, error)
 
 

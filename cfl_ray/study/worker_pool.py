@@ -100,7 +100,7 @@ def _room_of_cluster(runtime: RuntimeConfig, address: str) -> int:
 
 
 _ATTEMPTS = 3  # at a run whose process dies
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 1.0  # between two looks at the processes
 _IDLE_SECONDS = 10.0  # in which an idle process ends
 KILL_SECONDS = 90.0  # after which an interrupted process that hangs is killed: it may be delivering what it has
 END_SECONDS = 30.0  # in which a run whose parent was killed writes what it has

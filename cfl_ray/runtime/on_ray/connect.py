@@ -24,7 +24,7 @@ from cfl_ray.system.variables import environment
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
 _LOOPBACK = "127.0.0.1"
-_CONNECT_SECONDS = 10
+_CONNECT_SECONDS = 10  # limit for a cluster to accept a connection
 _fork_server = ExitStack()  # of the cluster that this process has started
 # how often Ray tries to reach a cluster: 20 times by default, each up to 40 s
 _WAIT_VARIABLE = "RAY_gcs_server_port_wait_time_s"

@@ -36,7 +36,7 @@ WORKER_PROGRAM = str(Path(__file__).with_name("fork_worker.py"))
 _KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, with its files
 _LARGEST_MESSAGE = 1 << 20  # bytes: the arguments and the environment of a worker
 _STDIN = 0
-_SECONDS = 10.0  # for a message, and for the end of the fork server
+_MESSAGE_SECONDS = 10.0  # limit for a message, also for that of the fork server's end
 _MODULES = "cfl_ray.engine.worker", "cfl_ray.methods", "cfl_ray.runtime.round_loop"
 _MODULES_OF_SOME_METHODS = ("sklearn.decomposition",)  # of the server, which imports them in a round; takes a second
 _FILES = 65536  # most files that a process may have open, as Ray sets it for its own processes
@@ -62,7 +62,7 @@ class _ForkServer(NamedTuple):
 
     def end(self) -> None:
         """Asks it to end its forks and itself, and waits until it has."""
-        self.control.settimeout(_SECONDS)
+        self.control.settimeout(_MESSAGE_SECONDS)
         with self.control, suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)
             self.control.recv(1)
@@ -195,7 +195,7 @@ class _Forks:
             if listening.fileno() not in ready:
                 continue
             with suppress(OSError), listening.accept()[0] as connection:  # otherwise Ray's worker starts as usual
-                connection.settimeout(_SECONDS)
+                connection.settimeout(_MESSAGE_SECONDS)
                 message, files, _, _ = socket.recv_fds(connection, _LARGEST_MESSAGE, 4)
                 worker = self._wanted(message, files[1:])
                 child = None if worker is None else _fork()

@@ -23,16 +23,16 @@ from cfl_ray.runtime.on_ray.stall import StallRule, StartWatch
 from cfl_ray.setup.engine_choice import engine_choice
 from cfl_ray.setup.setup import Setup
 
-_PLACE_SECONDS = 300  # for a host to start while others are ready
+_HOST_START_SECONDS = 300  # limit for a host to start while others are ready
 _FIRST_HOST_SECONDS = 900  # runtime.wait_for_hosts: auto, before a run has had a host: machines take minutes to boot
-_STEP_SECONDS = 1.0  # of a wait for hosts
-# from the loss of a node until the cluster detects it: five of Ray's health checks fail, each 10 s and a pause of 3 s
-_NODE_SECONDS = 120
-# of a wait, after which the user is notified (again): longer than hosts take to start if the cluster has room
+_HOST_POLL_SECONDS = 1.0  # between two looks at hosts that the run waits for
+# limit for the cluster to detect that a node is lost: five of Ray's health checks fail, each 10 s and a pause of 3 s
+_LOST_NODE_SECONDS = 120
+# a run that has waited so long for hosts tells the user (again); hosts start faster if the cluster has room
 _NOTICE_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
-_MEASURE_SECONDS = 600  # for a host to measure its engines
-_ANSWER_SECONDS = 1.0  # for a host to report the progress of its call
-_ROOM_SECONDS = 1.0  # between checks for new room on the cluster, which take about a millisecond
+_MEASURE_SECONDS = 600  # limit for a host to measure its engines
+_ANSWER_SECONDS = 1.0  # limit for a host to report the progress of its call
+_ROOM_CHECK_SECONDS = 1.0  # between checks for new room on the cluster, which take about a millisecond
 
 
 @dataclass
@@ -152,10 +152,10 @@ class Pool:
         starting hosts are given up. Otherwise raises as `ready`.
         """
         needed, began, notices = not self.ready_now, time.monotonic(), 0
-        limit = self._limit() if needed else _PLACE_SECONDS
+        limit = self._limit() if needed else _HOST_START_SECONDS
         try:
             while (waited := time.monotonic() - began) < limit:
-                ended, _ = ray.wait(starting, timeout=min(_STEP_SECONDS, limit - waited))
+                ended, _ = ray.wait(starting, timeout=min(_HOST_POLL_SECONDS, limit - waited))
                 self.polls += 1
                 if ended:
                     return ended
@@ -173,7 +173,7 @@ class Pool:
         if needed:
             raise RunError(f"{self._what_is_missing(limit, limit)}; start machines, or raise runtime.wait_for_hosts")
         for host in [host for host in self.hosts if not host.is_ready]:
-            self._give_up(host, f"could not be placed within {_PLACE_SECONDS} s (free: {free()})")
+            self._give_up(host, f"could not be placed within {_HOST_START_SECONDS} s (free: {free()})")
         return []
 
     def _limit(self) -> float:
@@ -303,7 +303,7 @@ class Pool:
     def next_exchange(self) -> int:
         """A new exchange number. Starts hosts if the cluster has new room."""
         if time.monotonic() >= self._next_check:
-            self._next_check = time.monotonic() + _ROOM_SECONDS
+            self._next_check = time.monotonic() + _ROOM_CHECK_SECONDS
             self._refill()
             self.watch_starts()
         self.exchanges += 1
@@ -358,12 +358,12 @@ class Pool:
         return len(self.given_up)
 
     def _node_is_lost(self, host: Host) -> bool:
-        """Whether the last host was lost with its node. Waits up to `_NODE_SECONDS` until the cluster detects it."""
+        """Whether the last host was lost with its node. Waits up to `_LOST_NODE_SECONDS` for the cluster."""
         if not host.node or host.node == ray.get_runtime_context().get_node_id():
             return False
-        deadline = time.monotonic() + _NODE_SECONDS
+        deadline = time.monotonic() + _LOST_NODE_SECONDS
         while alive([host.node]) and time.monotonic() < deadline:
-            time.sleep(_STEP_SECONDS)
+            time.sleep(_HOST_POLL_SECONDS)
         return not alive([host.node])
 
     def end(self, host: Host, why: str) -> None:
