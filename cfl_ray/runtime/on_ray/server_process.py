@@ -33,7 +33,7 @@ from cfl_ray.system import cpu
 from cfl_ray.system.allocator import return_large_arrays
 from cfl_ray.system.threads import one_thread
 
-_OPEN_SECONDS = 120  # limit for all hosts to read the federation
+_OPEN_SECONDS = 120  # limit for a host on another node to read shards
 _GOING_BACK = 5  # times that a server goes back to the same checkpoint
 
 
