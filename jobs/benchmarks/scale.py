@@ -1,6 +1,6 @@
 """Server time and traffic of a round with more hosts than one machine can run: `python -m jobs.benchmarks scale`.
 
-The code of the server is the real one (`runtime.on_ray`: chunks, schedule, dispatch, collection). Hosts and object
+The code of the server is the real one (`runtime.on_ray`: chunks, their queue, dispatch, collection). Hosts and object
 store are simulated in virtual time. Traffic between nodes is counted. At the end, it compares rounds on 2, 16 and, if
 memory allows, 64 real hosts of this machine with the simulation.
 """

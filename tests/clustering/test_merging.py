@@ -109,7 +109,7 @@ def test_means_are_over_active_clients_and_the_larger_cluster_is_by_all_its_memb
 
 
 def test_the_closest_old_cluster_in_the_same_and_in_another_new_cluster():
-    """0, 1 and 2, at 0, 20 and 60 degrees, are merged above cos 45; 3, at 120, and 4, without an active client, stay."""
+    """0, 1, 2, at 0, 20, 60 degrees, are merged above cos 45; 3, at 120, and 4, without an active client, stay."""
     angle_S = torch.deg2rad(torch.tensor([0.0, 20, 60, 120, 0]))
     signature_SF = torch.stack([angle_S.cos(), angle_S.sin()], dim=1)
     merged = merge_similar(signature_SF, np.arange(5), 5, np.cos(np.pi / 4), np.arange(5) < 4)
