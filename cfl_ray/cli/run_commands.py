@@ -79,7 +79,7 @@ def resume(run_dir: inputs.RunDir, trust: inputs.Trust = False, in_process: inpu
         display.finish(results)
         return
     say(f"{run_dir} is finished: nothing is left to do.")
-    inputs.deliver_earlier_results(experiment)
+    inputs.say_earlier_results(experiment)
     display.show(results)
 
 
