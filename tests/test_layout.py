@@ -254,8 +254,8 @@ def test_one_class_name_means_one_thing():
 
 def test_config_sections_end_in_config():
     from cfl_ray.config import ConfigSection, Experiment
-    from cfl_ray.config.published import PublishedTable, PublishedTables
     from cfl_ray.config.study import Study
+    from cfl_ray.results.published import PublishedTable, PublishedTables
 
     def below(cls):
         return {cls, *(one for child in cls.__subclasses__() for one in below(child))}

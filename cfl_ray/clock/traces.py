@@ -23,9 +23,7 @@ def read_trace(path: str | Path, num_clients: int) -> tuple[np.ndarray, np.ndarr
     if not pa.types.is_integer(table["client"].type):
         raise DataError(f"{file}: column 'client' must hold client ids, integers, it holds {table['client'].type}")
     client_I = column_of(part, "client").to_numpy().astype(np.int64)
-    from_I, to_I = (
-        check_numbers(part, name, booleans=False).to_numpy().astype(np.float64) for name in _TRACE_COLUMNS[1:]
-    )
+    from_I, to_I = (_floats(part, name) for name in _TRACE_COLUMNS[1:])
     _refuse(
         file,
         (client_I < 0) | (client_I >= num_clients),
@@ -46,9 +44,7 @@ def read_devices(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
     communication, kbit/s. Raises DataError naming the file, the row and the value of an unusable device.
     """
     file, table = part = _table(path, "clock.file", _DEVICE_COLUMNS)
-    compute_R, network_R = (
-        check_numbers(part, name, booleans=False).to_numpy().astype(np.float64) for name in _DEVICE_COLUMNS
-    )
+    compute_R, network_R = (_floats(part, name) for name in _DEVICE_COLUMNS)
     if not len(table):
         raise DataError(f"{file} has no device")
     for name, values_R in zip(_DEVICE_COLUMNS, (compute_R, network_R), strict=True):
@@ -71,7 +67,13 @@ def _table(path: str | Path, key: str, columns: Sequence[str]) -> tuple[str, pa.
     return str(file), table
 
 
+def _floats(part: tuple[str, pa.Table], column: str) -> np.ndarray:
+    """A column of numbers, float64."""
+    return check_numbers(part, column, booleans=False).to_numpy().astype(np.float64)
+
+
 def _refuse(file: str, bad_I: np.ndarray, message: Callable[[int], str]) -> None:
+    """Raises DataError for the first bad row."""
     if bad_I.any():
         row = int(bad_I.argmax())
         raise DataError(f"{file}, row {row}: {message(row)}")

@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from cfl_ray.config import Experiment
-from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import ConfigError, Interrupted, RunError, command, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
@@ -20,6 +19,7 @@ from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.report.ranks import ranks_of, ranks_table
 from cfl_ray.results import comparison
 from cfl_ray.results.load import find_runs
+from cfl_ray.results.published import load_published
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.results.study_folder import is_finished, run_folders

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 from filelock import FileLock
 
+from cfl_ray.config import TrackingConfig
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
