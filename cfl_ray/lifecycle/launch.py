@@ -268,7 +268,7 @@ class _Launch:
             os.environ.setdefault("RAY_AUTH_MODE", "token")
         # Imports ray, which `simulate` does not need; before the cluster is joined, which for a while leaves a
         # submitted job without the folder of its code.
-        from cfl_ray.runtime.on_ray.session import RaySession
+        from cfl_ray.runtime.on_ray.ray_session import RaySession
 
         return RaySession(setup, self.directory, self.watcher.warn)
 

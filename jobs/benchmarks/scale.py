@@ -26,11 +26,11 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, ChunkResult, Rows, Train
 from cfl_ray.engine.autotune import EngineChoice
-from cfl_ray.runtime.on_ray import backend as backend_module
 from cfl_ray.runtime.on_ray import collect as collect_module
 from cfl_ray.runtime.on_ray import dispatch as dispatch_module
-from cfl_ray.runtime.on_ray.backend import Exchange, RayBackend
+from cfl_ray.runtime.on_ray import ray_backend as backend_module
 from cfl_ray.runtime.on_ray.collect import Collected
+from cfl_ray.runtime.on_ray.ray_backend import Exchange, RayBackend
 
 GBITS = 10  # a second, of a node's link in each direction
 HOSTS_PER_NODE = 10

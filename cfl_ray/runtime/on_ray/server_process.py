@@ -18,10 +18,10 @@ from cfl_ray.data import Federation, open_shards
 from cfl_ray.errors import DataError, RunError
 from cfl_ray.results.environment import Environment, described, read_environment
 from cfl_ray.runtime.journal import JoinedShards
-from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.on_ray.connect import as_user_error, short_reason
 from cfl_ray.runtime.on_ray.host_process import fetch
 from cfl_ray.runtime.on_ray.pool import Pool
+from cfl_ray.runtime.on_ray.ray_backend import RayBackend
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.stall import Progress
 from cfl_ray.runtime.requests import Requests

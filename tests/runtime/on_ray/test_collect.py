@@ -17,11 +17,11 @@ from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.work import Address, AverageDeferred, Averaging, Losses, Rows, Train
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.privacy.noisy_sums import Noise, Privacy, PrivateRun
-from cfl_ray.runtime.on_ray import backend as backend_module
 from cfl_ray.runtime.on_ray import collect
-from cfl_ray.runtime.on_ray.backend import Exchange, RayBackend
+from cfl_ray.runtime.on_ray import ray_backend as backend_module
 from cfl_ray.runtime.on_ray.chunk_queue import ChunkQueue
 from cfl_ray.runtime.on_ray.collect import Collected
+from cfl_ray.runtime.on_ray.ray_backend import Exchange, RayBackend
 from cfl_ray.setup.prepare import prepare
 
 CLIENTS = 24

@@ -10,9 +10,9 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RuntimeEnvSe
 from cfl_ray.errors import RunError, RunStopped
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.on_ray import ask, retry
-from cfl_ray.runtime.on_ray import session as session_module
+from cfl_ray.runtime.on_ray import ray_session as session_module
+from cfl_ray.runtime.on_ray.ray_session import RaySession
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
-from cfl_ray.runtime.on_ray.session import RaySession
 from cfl_ray.runtime.on_ray.stall import Progress, StallRule
 from cfl_ray.setup.prepare import prepare
 
