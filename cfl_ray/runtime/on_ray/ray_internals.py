@@ -17,7 +17,23 @@ from typing import Any
 
 from cfl_ray.system.variables import environment
 
-TRIED: tuple[str, ...] = ("2.60.0",)
+TRIED: tuple[str, ...] = (
+    "2.52.0",
+    "2.52.1",
+    "2.53.0",
+    "2.54.0",
+    "2.54.1",
+    "2.55.0",
+    "2.55.1",
+    "2.56.0",
+    "2.56.1",
+    "2.57.0",
+    "2.57.1",
+    "2.58.0",
+    "2.58.1",
+    "2.59.0",
+    "2.60.0",
+)
 WORKER_MODULE = "ray._private.workers.default_worker"  # the program of a worker; imports what a worker needs
 SETUP_VARIABLE = "CFL_RAY_SETUP_WORKER"  # with the path of Ray's program that starts a worker; also in fork_worker
 _SETUP_MODULE = "ray._private.workers.setup_worker"
