@@ -52,7 +52,7 @@ FOREIGN = {  # package of others -> the only place that may import it
     "typer": "cli/",
     "rich": "cli/",
 }
-LIGHT = ["cfl_ray.cli.commands", "cfl_ray.cli.tables", "cfl_ray.cli.live_client", "cfl_ray.runtime.on_ray.ask"]
+LIGHT = ["cfl_ray.cli.commands", "cfl_ray.cli.printed_tables", "cfl_ray.cli.live_client", "cfl_ray.runtime.on_ray.ask"]
 LIGHT += ["cfl_ray.runtime.on_ray.host_actor", "cfl_ray.runtime.on_ray.server_actor"]
 
 

@@ -16,7 +16,7 @@ from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
 from cfl_ray.lifecycle.extension import begin_extended, check_extension
 from cfl_ray.lifecycle.load import opener, verify_saved
 from cfl_ray.results.environment import Environment, read_environment, write_environment
-from cfl_ray.results.load import finished_results
+from cfl_ray.results.recorded_runs import finished_results
 from cfl_ray.results.results import Results
 from cfl_ray.results.run_record import (
     check_hash_of_run,

@@ -43,7 +43,7 @@ from cfl_ray.population.availability import (
 )
 from cfl_ray.setup import checks
 from cfl_ray.setup.protection import protected
-from cfl_ray.setup.schedule import data_changes, population_of
+from cfl_ray.setup.scheduled_changes import data_changes, population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import new_trackers
 from cfl_ray.tracking.record import check_score_name

@@ -22,7 +22,7 @@ from cfl_ray.lifecycle.launch import StudyPlace, run_of_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.setup.setup import Setup
-from cfl_ray.study.plan import StudyRun
+from cfl_ray.study.study_plan import StudyRun
 from cfl_ray.system.files import write_text
 from cfl_ray.system.machine import available_memory, usable_cpus
 from cfl_ray.system.signals import repeats_later
