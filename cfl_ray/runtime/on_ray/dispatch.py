@@ -18,14 +18,14 @@ from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.stall import POLL_SECONDS, STOP_SECONDS
 
 _CALLS_PER_HOST = 2  # one running, one queued, so that the host never waits for the server
-# a chunk that failed on so many hosts, or so many times, ends the run; a single bad host cannot reach these limits
+# a chunk that fails on so many hosts, or so many times, ends the run; a single bad host cannot reach either limit
 _FAILED_HOSTS, _FAILED_TIMES = 3, 6
-_NAMED = 5  # ranges of clients in a message
-_IDLE = 0.05  # of a CPU, below which a host does not compute: hosts may share a busy CPU
+_NAMED = 5  # most ranges of clients that a message names
+_IDLE = 0.05  # a host that takes a smaller share of a CPU does not compute: hosts may share a busy CPU
 
 
 class Calls(Protocol):
-    """Makes calls from chunks, and receives their results: `backend.Exchange`, which documents these."""
+    """Makes calls from chunks, and receives their results: `ray_backend.Exchange`, which documents these."""
 
     @property
     def stays_on_hosts(self) -> bool: ...
@@ -52,11 +52,12 @@ class _Call:
     chunks: list[Chunk]
     returns: list[ray.ObjectRef[Any]]
     seconds: float | None  # its time limit; None: no limit
-    since: float  # when it could begin, or its host has last made progress
+    since: float  # time at which it could begin, or at which its host last made progress
     chunks_done: int = 0  # at the last query
     reported: str = ""  # its last report, if it is slow
-    next_report: float = 0.0  # seconds without progress after which it is reported (again)
-    computed: tuple[float, float] | None = None  # time and CPU seconds of its host, at the last query of a stop
+    next_report: float = 0.0  # seconds without progress until it is reported (again)
+    # time and CPU seconds of its host at the last query, made while a request to stop waits; None: not queried
+    computed: tuple[float, float] | None = None
 
 
 @dataclass

@@ -47,7 +47,7 @@ class Host:
     node: str = ""
     pid: int = 0
     device: str = ""
-    added: bool = False  # after the run began
+    added: bool = False  # whether it was added after the run began
     environment: HostEnvironment | None = None  # None until it is ready
 
     @property
@@ -69,19 +69,19 @@ class Pool:
     choice: EngineChoice | None = None
     kept_engine: str | None = None  # engine of the run before it was interrupted
     hosts: list[Host] = field(default_factory=list)
-    exchanges: int = 0  # begun
-    finished: int = 0  # exchanges
+    exchanges: int = 0  # number of exchanges that have begun
+    finished: int = 0  # number of exchanges that have ended
     changes: int = 0  # grows whenever a host is added, becomes ready or is lost
     given_up: list[str] = field(default_factory=list)  # nodes of the hosts that were given up; "": not known
     notes: list[str] = field(default_factory=list)  # one line for each host that was lost or added, until read
     last_fault: tuple[float, str] | None = None  # (seconds since 1970, the fault)
     not_started: set[int] = field(default_factory=set)  # numbers of hosts that failed when they started
     had_hosts: bool = False  # whether any host of the run has been ready
-    waiting: str = ""  # the wait of a run without hosts, as text; empty while it has hosts. Read by other threads
+    waiting: str = ""  # for the user of a run that waits for its first host; empty otherwise. Read by other threads
     stop_asked: Callable[[], bool] = lambda: False  # whether a user has asked to stop, which ends a wait for hosts
     slow: str = ""  # the hosts that make no progress, as text; read by other threads
     reported: str = ""  # `slow` as of the last report; the time between reports doubles
-    polls: int = 0  # of work in progress; grows while the thread of the rounds is alive
+    polls: int = 0  # number of polls of work in progress, which grows while the thread of the rounds is alive
     kinds: dict[tuple[str, str], None] = field(default_factory=dict)  # (instructions, PyTorch) of hosts, in order
     federation_ref: ray.ObjectRef[Any] | None = None  # of the federation, if it is not that of `setup_ref`
     _next_check: float = 0.0

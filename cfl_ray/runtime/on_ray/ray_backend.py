@@ -98,7 +98,7 @@ class RayBackend(KeepsClientStates):
 class _KeptValues:
     """Values of one kind that clients keep after the work, by key: client states, or a part of deferred results."""
 
-    nbytes: int  # of each value
+    nbytes: int  # size of each value
     values: dict[int, StoredValue] = field(default_factory=dict)
 
     @property
@@ -131,15 +131,15 @@ class Exchange:
     def __init__(self, backend: RayBackend, work: Work, number: int):
         self.backend, self.work, self.number = backend, work, number
         self.setup = backend.pool.setup
-        self.results: list[ChunkResult] = []  # of calls
-        self.skipped: list[ChunkResult] = []  # of excluded clients
+        self.results: list[ChunkResult] = []  # returned by calls
+        self.skipped: list[ChunkResult] = []  # empty results of excluded clients
         self.states, self.deferred = _kept_values(work)
         self.kept = [kind for kind in (self.states, *self.deferred) if kind is not None]
-        self.node_of: dict[ray.ObjectRef[Any], str] = {}  # of the values of calls in progress
-        # of the values that a client keeps, and of the features or the description that the call returns of it
+        self.node_of: dict[ray.ObjectRef[Any], str] = {}  # node of each value that a call in progress makes
+        # size of the values that a client keeps, and of the features or the description that the call returns of it
         self.bytes_per_client = sum(kind.nbytes for kind in self.kept) + 4 * self._returned_floats()
-        self.cost = 0.0  # of all chunks
-        self.received_cost = 0.0  # of the chunks whose results were received
+        self.cost = 0.0  # cost of all chunks
+        self.received_cost = 0.0  # cost of the chunks whose results were received
         self.return_sums = False  # whether calls return their sums; otherwise these are collected from the hosts
         self.sums = HostSums()
         self.changes: dict[int, Tensor] = {}  # float32 (P,) by output row: sums over all hosts

@@ -53,10 +53,10 @@ class ServerProcess:
         self.setup: Setup = fetch(packed[0])
         cpu.check_instructions(self.setup.experiment.runtime.cpu_capability, "in the server")
         self.run_dir, self.session, self.last_fault = run_dir, session, fault
-        self.label = ""  # of the present method
+        self.label = ""  # label of the present method
         self.loop: RoundLoop | None = None  # None while it is made
         self.requests: Requests | None = None  # of the loop, or of the last one while the next is made
-        self.rounds: Iterator[RoundReport] = iter(())  # of the loop
+        self.rounds: Iterator[RoundReport] = iter(())  # reports of the loop
         self.replacing = threading.Lock()  # held while a loop is made, which reads all granted requests
         kept = read_environment(run_dir)
         engine = kept.engine if kept else None
