@@ -115,13 +115,13 @@ def try_release(release: str) -> ReleaseTrial:
 
 
 def _ended(command: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A process that has ended, within RELEASE_SECONDS; with its group, so that no worker stays."""
+    """The process of a command, when it has ended; its group is killed if it takes longer than RELEASE_SECONDS."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=variables, text=True, start_new_session=True, cwd=ROOT, **pipes) as process:
         try:
             out, error = process.communicate(timeout=RELEASE_SECONDS)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, signal.SIGKILL)  # Ray's processes end with the driver
             out, error = process.communicate()
             return subprocess.CompletedProcess(command, 1, out, f"not done within {RELEASE_SECONDS} s")
     return subprocess.CompletedProcess(command, process.returncode, out, error)

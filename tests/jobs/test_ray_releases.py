@@ -1,5 +1,7 @@
 """Releases of Ray that are tried: which they are, and what is wrong with one that does not pass."""
 
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -66,3 +68,9 @@ def test_another_release_than_the_one_to_try_is_refused():
 def test_the_installed_release_passes(capsys, monkeypatch):
     monkeypatch.setattr(ray_internals, "TRIED", ray_internals.TRIED)  # restored afterwards
     assert ray_releases.try_here(ray.__version__) == 0, capsys.readouterr().out
+
+
+def test_a_release_without_workers_ends_in_time(monkeypatch):
+    monkeypatch.setattr(ray_releases, "RELEASE_SECONDS", 0.5)
+    done = ray_releases._ended([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
+    assert done.returncode == 1 and done.stderr == "not done within 0.5 s"
