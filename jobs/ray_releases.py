@@ -76,7 +76,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def _is_fork_server(process: psutil.Process | None) -> bool:
-    return process is not None and fork_server.__file__ in process.cmdline()
+    return process is not None and fork_server.__file__ in _title(process)
 
 
 def offered() -> list[str]:

@@ -50,7 +50,14 @@ def started(tmp_path_factory):
 
 def fork_servers():
     """Those of this process; without those whose command line the kernel does not show yet."""
-    return [child for child in psutil.Process().children() if fork_server.__file__ in child.cmdline()]
+
+    def commands(child):
+        try:
+            return child.cmdline()
+        except psutil.Error:  # it has ended
+            return []
+
+    return [child for child in psutil.Process().children() if fork_server.__file__ in commands(child)]
 
 
 def output_of_worker(started, *arguments, language="PYTHON", **variables):
