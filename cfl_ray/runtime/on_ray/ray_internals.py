@@ -43,6 +43,7 @@ _USED = {
     "ray._private.runtime_env.context": ("RuntimeEnvContext.deserialize",),
     _SETUP_MODULE: ("parser.parse_known_args",),
 }
+_ARGUMENTS = (("ray._private.node", "Node", "ray_params"), ("ray._private.parameter", "RayParams", "setup_worker_path"))
 
 
 def why_not() -> str:
@@ -66,8 +67,9 @@ def _lacking() -> str:
                 attrgetter(name)(import_module(module))
             except Exception:  # of any kind in an import
                 return f"{module}.{name}"
-    if "setup_worker_path" not in signature(import_module("ray._private.parameter").RayParams).parameters:
-        return "ray._private.parameter.RayParams.setup_worker_path"
+    for module, function, argument in _ARGUMENTS:
+        if argument not in signature(getattr(import_module(module), function)).parameters:
+            return f"the argument {argument} of {module}.{function}"
     return "" if _file_of(WORKER_MODULE) else WORKER_MODULE
 
 

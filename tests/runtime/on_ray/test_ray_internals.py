@@ -92,9 +92,16 @@ def test_an_import_that_fails_in_another_way(start, monkeypatch, tmp_path):
     check_starts_as_ray_does(start, monkeypatch, "ray._private.workers.setup_worker")
 
 
-def test_parameters_of_another_name(start, monkeypatch):
-    monkeypatch.setattr("ray._private.parameter.RayParams", lambda worker_setup_path: None)
-    check_starts_as_ray_does(start, monkeypatch, "setup_worker_path")
+@pytest.mark.parametrize(
+    "place, changed, named",
+    [
+        ("node.Node.__init__", lambda self, parameters: None, "ray_params of ray._private.node.Node"),
+        ("parameter.RayParams", lambda worker_setup_path: None, "setup_worker_path of ray._private.parameter"),
+    ],
+)
+def test_arguments_of_another_name(place, changed, named, start, monkeypatch):
+    monkeypatch.setattr(f"ray._private.{place}", changed)
+    check_starts_as_ray_does(start, monkeypatch, f"lacks the argument {named}")
 
 
 def test_a_release_without_the_constant_of_loopback(monkeypatch):
