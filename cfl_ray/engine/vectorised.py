@@ -17,21 +17,10 @@ from cfl_ray.engine.vmap_batches import in_batches
 from cfl_ray.engine.vmap_steps import VmapSteps
 from cfl_ray.nn.network import Network
 
-# On a CPU, a step of a vmap batch costs about 1 ms before any arithmetic, whatever its number of clients, and is slower
-# than other engines if the arithmetic takes longer than the calls.
-_BATCH_SECONDS, _LONG_STEP_SECONDS = 2e-3, 5e-4
-
 
 def chunk_size(num_clients: int) -> int:
     """Clients of a chunk for a cohort: many, because the clients of a chunk share operations."""
     return min(max(num_clients // 16, min(-(-num_clients // 4), 8)), 64)
-
-
-def no_gain(network: Network, seconds: float, clients: int) -> str | None:
-    """Reason why a vmap batch of `clients` cannot beat another engine with `seconds` per step; None if it may."""
-    if network.device.type != "cpu" or (seconds <= _LONG_STEP_SECONDS and seconds * clients >= _BATCH_SECONDS):
-        return None
-    return f"no gain on a CPU for {clients} clients in a chunk and {1e3 * seconds:.2f} ms per step"
 
 
 def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cfl_ray.checkpoint.lease import SharedDirectory
     from cfl_ray.checkpoint.segments import ClientStateFile, EntryFile
     from cfl_ray.config import RuntimeConfig
-    from cfl_ray.engine.autotune import EngineChoice
+    from cfl_ray.engine.choice import EngineChoice
     from cfl_ray.runtime.on_ray.host_process import HostProcess
     from cfl_ray.runtime.on_ray.stored import Place
 
@@ -79,8 +79,8 @@ class ClientHost:
         assert self.process is not None, "it has no work before it is ready"
         return self.process
 
-    def measure_engine(self) -> EngineChoice:
-        return self._ready().measure_engine()
+    def engine_by_rule(self) -> EngineChoice:
+        return self._ready().engine_by_rule()
 
     def set_engine(self, engine: str) -> None:
         self._ready().worker.engine = engine
