@@ -36,7 +36,7 @@ def choose(facts: Facts) -> EngineChoice:
     engine, *others = sorted(costs, key=costs.__getitem__)
     listed = ", ".join(f"{name} {_estimate(name, costs[name], facts)}" for name in others)
     estimate = _estimate(engine, costs[engine], facts)
-    parts = [f"{engine}: a local step of a client takes about {estimate}" + f" ({listed})" * bool(listed)]
+    parts = [f"{engine}: estimated {estimate} for a local step of a client" + f" ({listed})" * bool(listed)]
     for reason in dict.fromkeys(facts.cannot.values()):
         parts.append(f"not {', '.join(name for name, why in facts.cannot.items() if why == reason)}: {reason}")
     return EngineChoice(engine, "; ".join(parts))
@@ -70,7 +70,8 @@ def facts_of(network: Network, federation: Federation, local: LocalSGD, division
     tasks = [median, *(_task_of(network, federation, local, size) for size in others)]
     cannot = {name: reason for name, engine in ENGINES.items() if (reason := engine.why_not(network, tasks))}
     counts, shape = counts_of(network), network.spec.shapes[0]
-    operations = [] if why_no_passes(network) else [step.operation for step in passes_of(network).steps]
+    written_out = network.device.type == "cpu" and why_no_passes(network) is None
+    operations = [step.operation for step in passes_of(network).steps] if written_out else []
     return Facts(
         network.device.type,
         counts.calls,
