@@ -1,69 +1,20 @@
 """The engines: implementations of local training on a host.
 
-An engine is a module of this package with the functions that `Engine` lists, and an entry of `ENGINES`. All results
-equal those of the sequential engine up to rounding. Clients that an engine cannot train are trained sequentially.
+An engine is a module of this package with an `ENGINE`, and has its name in `core.engine_names`. All results equal
+those of the sequential engine up to rounding. Clients that an engine cannot train are trained sequentially.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from importlib import import_module
 
-from cfl_ray.engine import manual, rule, sequential, span, vectorised
-from cfl_ray.engine.chunks import limited_size
-from cfl_ray.engine.rule import Facts
-from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.core import engine_names as names
+from cfl_ray.engine.engine import Engine
 from cfl_ray.nn.network import Network
 
 _TOGETHER = 256  # most clients that are counted as trained together if several chunks are
 
-
-@dataclass(frozen=True)
-class Engine:
-    """The functions of an engine. By default, clients are trained one at a time."""
-
-    # reason, a line, why the engine cannot train the network or, with tasks, these clients together on its loss
-    cannot: Callable[[Network, Sequence[TrainingTask]], str | None]
-    train: Callable[[Network, Iterable[TrainingTask]], Iterator[TrainingResult]]  # each from its own start, in order
-    cost: Callable[[Facts, int], float]  # of a local step, given the clients that are trained at once (`engine.rule`)
-    # whether the clients of a chunk are trained together, on a GPU the clients of several chunks
-    together: bool = False
-    # trains clients without computing their models; yields the number of the first client of a batch, and the batch.
-    # None: not supported
-    train_sums: Callable[[Network, Iterable[TrainingTask]], Iterator[tuple[int, span.SpanBatch]]] | None = None
-    # whether it may fail on operations of a network, such as those that vmap does not support, and is tried first
-    is_tried: bool = False
-    chunk_size: Callable[[int], int] = partial(limited_size, chunks=128, most=8)  # clients of a chunk, for a cohort
-
-    def why_not(self, network: Network, tasks: Sequence[TrainingTask]) -> str | None:
-        """Reason, a line, why the engine cannot train the network or these clients together; None if it can."""
-        if self.train is not sequential.train and any(task.objective is not None for task in tasks):
-            return "only sequential has a loss on features"
-        if self.train is not sequential.train and any(task.local.examples is not None for task in tasks):
-            return "only sequential clips the gradients of single samples"
-        return self.cannot(network, tasks)
-
-
-SEQUENTIAL = "sequential"  # the definition of local training, which can train everything
-ENGINES = {
-    SEQUENTIAL: Engine(sequential.why_not, sequential.train, rule.sequential),
-    "span": Engine(
-        span.why_not,
-        span.train,
-        rule.span,
-        together=True,
-        train_sums=span.batches,
-        chunk_size=partial(limited_size, chunks=60, most=24),
-    ),
-    "manual": Engine(manual.why_not, manual.train, rule.manual),
-    "vectorised": Engine(
-        vectorised.why_not,
-        vectorised.train,
-        rule.vectorised,
-        together=True,
-        is_tried=True,
-        chunk_size=vectorised.chunk_size,
-    ),
-}
+ENGINES: dict[str, Engine] = {name: import_module(f"cfl_ray.engine.{name}").ENGINE for name in names.ENGINES}
+SEQUENTIAL = names.SEQUENTIAL
 
 
 def chunk_size(num_clients: int, engine: str, one_by_one: bool = False) -> int:

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from cfl_ray.engine import rule
+from cfl_ray.engine.engine import Engine
 from cfl_ray.engine.example_gradients import ExampleGradient
 from cfl_ray.engine.local_steps import (
     LocalGradient,
@@ -102,3 +104,6 @@ class _Gradient(LocalGradient):
             raise
         self.losses.append(loss.detach())
         return grads
+
+
+ENGINE = Engine(why_not, train, rule.sequential, is_reference=True)

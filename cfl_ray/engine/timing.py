@@ -12,7 +12,8 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Averaging
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.choice import median_task
-from cfl_ray.engine.engines import ENGINES, Division, Engine
+from cfl_ray.engine.engine import Engine
+from cfl_ray.engine.engines import ENGINES, Division
 from cfl_ray.engine.reduce import ChunkSums
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.vmap_batches import train_alone

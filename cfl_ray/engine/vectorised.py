@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from cfl_ray.engine import sequential
+from cfl_ray.engine import rule, sequential
+from cfl_ray.engine.engine import Engine
 from cfl_ray.engine.local_steps import whole_companion
 from cfl_ray.engine.step_graphs import graphs_of
 from cfl_ray.engine.task import TrainingResult, TrainingTask
@@ -112,3 +113,6 @@ def _largest(rows_mP: Tensor, trained: int) -> list[tuple[float, float]]:
     if len(bounds) == 1:
         bounds.append(torch.zeros_like(bounds[0]))
     return [(weights, buffers) for weights, buffers in torch.stack(bounds, 1).tolist()]
+
+
+ENGINE = Engine(why_not, train, rule.vectorised, together=True, is_tried=True, chunk_size=chunk_size)

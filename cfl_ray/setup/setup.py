@@ -12,6 +12,7 @@ from cfl_ray.clock.virtual_time import Asynchrony, VirtualTime
 from cfl_ray.config import Experiment
 from cfl_ray.config.attack import AttackersConfig
 from cfl_ray.config.unused import warnings_of
+from cfl_ray.core.engine_names import SEQUENTIAL
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.params import ParamSpec
@@ -107,7 +108,7 @@ class Setup:
                 )
         return network
 
-    def worker(self, device: str = "cpu", engine: str = "sequential") -> Worker:
+    def worker(self, device: str = "cpu", engine: str = SEQUENTIAL) -> Worker:
         """A new worker for a process."""
         return Worker(self.network(device), self.federation, engine, self.attack)
 

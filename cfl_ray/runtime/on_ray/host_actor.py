@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import ray
 
+from cfl_ray.core.engine_names import SEQUENTIAL
 from cfl_ray.system.cpu import instructions_environment
 from cfl_ray.system.imports import uncollected
 from cfl_ray.system.variables import ONE_THREAD, environment
@@ -127,7 +128,7 @@ class StartedHost(NamedTuple):
 def start_host(
     runtime: RuntimeConfig,
     setup_ref: ray.ObjectRef[Any],
-    engine: str = "sequential",
+    engine: str = SEQUENTIAL,
     pause: float = 0.0,
     federation_ref: ray.ObjectRef[Any] | None = None,
 ) -> StartedHost:

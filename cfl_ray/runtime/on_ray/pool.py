@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from cfl_ray.core.engine_names import SEQUENTIAL
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.choice import EngineChoice
 from cfl_ray.errors import RunError, RunStopped
@@ -124,7 +125,7 @@ class Pool:
                 self.lost(host, error)
 
     def _start_another(self, pause: float = 0.0) -> StartedHost:
-        engine = self.choice.engine if self.choice else "sequential"
+        engine = self.choice.engine if self.choice else SEQUENTIAL
         return start_host(self.setup.experiment.runtime, self.setup_ref, engine, pause, self.federation_ref)
 
     # ---- starting hosts: a host gets no work before it is ready, since it may wait for room on the cluster forever
