@@ -32,7 +32,7 @@ def time_engines(
     """
     first = median_task(network, federation, local)
     first = replace(first, x=_random(first.x).to(network.device), y=first.y.to(network.device), only_summed=True)
-    first = replace(first, steps=min(first.steps, _STEPS))
+    first = replace(first, start_P=network.flat.clone(), steps=min(first.steps, _STEPS))
     found: dict[str, float | str] = {}
     for repetition in range(1 + _REPETITIONS):
         for name, engine in ENGINES.items():

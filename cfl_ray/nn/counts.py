@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from cfl_ray.core import global_generators
 from cfl_ray.nn.graph import RESHAPES, replaced
 from cfl_ray.nn.network import Network
 
 _BATCH = 2
+_FREE = RESHAPES | {"__get__"}  # __get__: of an attribute such as `shape` or `mT`
 
 
 class Counts(NamedTuple):
@@ -23,7 +25,7 @@ def counts_of(network: Network) -> Counts:
     """The counts of a network in evaluation mode, without reshapes and attributes of tensors."""
     x = network.input(torch.zeros(_BATCH, *network.input_shape, dtype=network.dtype))
     module = network.module.eval()
-    with torch.no_grad(), _Counting() as counting:
+    with global_generators.kept(), torch.no_grad(), _Counting() as counting:
         module(x)
     return Counts(counting.calls, (x.numel() + counting.numbers) // _BATCH)
 
@@ -39,7 +41,7 @@ class _Counting(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         tensors: list[Tensor] = []
         replaced(result, lambda part: tensors.append(part) if isinstance(part, Tensor) else None)
-        if tensors and function.__name__ != "__get__" and function.__name__ not in RESHAPES:
+        if tensors and getattr(function, "__name__", "") not in _FREE:
             self.calls += 1
             self.numbers += sum(tensor.numel() for tensor in tensors)
         return result
