@@ -36,7 +36,7 @@ class Engine:
     """The functions of an engine. By default, clients are trained one at a time."""
 
     # reason, a line, why the engine cannot train the network or, with tasks, these clients together on its loss
-    cannot: Callable[[Network, Sequence[TrainingTask]], str | None]
+    why_not: Callable[[Network, Sequence[TrainingTask]], str | None]
     train: Callable[[Network, Iterable[TrainingTask]], Iterator[TrainingResult]]  # each from its own start, in order
     cost: Callable[[Facts, int], float]  # of a local step, given the clients that are trained at once (`engine.rule`)
     # whether the clients of a chunk are trained together, on a GPU the clients of several chunks
@@ -47,12 +47,3 @@ class Engine:
     # whether it may fail on operations of a network, such as those that vmap does not support, and is tried first
     is_tried: bool = False
     chunk_size: Callable[[int], int] = partial(limited_size, chunks=128, most=8)  # clients of a chunk, for a cohort
-    is_reference: bool = False  # whether it defines local training, and can train everything
-
-    def why_not(self, network: Network, tasks: Sequence[TrainingTask]) -> str | None:
-        """Reason, a line, why the engine cannot train the network or these clients together; None if it can."""
-        if not self.is_reference and any(task.objective is not None for task in tasks):
-            return "only sequential has a loss on features"
-        if not self.is_reference and any(task.local.examples is not None for task in tasks):
-            return "only sequential clips the gradients of single samples"
-        return self.cannot(network, tasks)

@@ -114,7 +114,7 @@ def test_clients_that_the_chosen_engine_did_not_train_are_recorded_with_the_reas
     experiment, notes, tmp_path, monkeypatch
 ):
     manual = ENGINES["manual"]
-    refuses = replace(manual, cannot=lambda network, tasks: "an odd client" if tasks and tasks[0].client % 2 else None)
+    refuses = replace(manual, why_not=lambda network, tasks: "an odd client" if tasks and tasks[0].client % 2 else None)
     monkeypatch.setitem(ENGINES, "manual", refuses)
     run_dir, made = tmp_path / "run", experiment(runtime={"engine": "manual"}, methods=["fedavg", "ditto"])
     simulate_until(2, made, run_dir)
