@@ -54,7 +54,8 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, Rows, Train
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.engine.chunks import outcome_of
-from cfl_ray.engine.engines import ENGINES, Engine, chunk_size
+from cfl_ray.engine.engine import Engine
+from cfl_ray.engine.engines import ENGINES, chunk_size
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.engine.worker import Worker

@@ -90,7 +90,7 @@ def test_an_engine_that_cannot_train_it_is_refused_with_the_reason(engine, reaso
         accuracies("text.yaml", "rounds=2", "methods=[fedavg]", f"runtime.engine={engine}")
 
 
-def test_the_measured_engine_trains_it_as_the_sequential_one():
+def test_the_chosen_engine_trains_it_as_the_sequential_one():
     few = ("rounds=2", "methods=[fedavg]")
     assert accuracies("text.yaml", *few, "runtime.engine=auto") == accuracies("text.yaml", *few)
 

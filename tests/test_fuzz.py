@@ -9,7 +9,7 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +24,6 @@ from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.cli import live_client
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.data import open_shards
-from cfl_ray.engine import autotune
 from cfl_ray.errors import UserError
 from cfl_ray.results import trust
 from cfl_ray.results.arrow_log import ClientMetrics, Reassignments
@@ -34,8 +33,6 @@ from cfl_ray.run_directory import RunDirectory, session_file
 from cfl_ray.run_directory.session_file import ServerAddress, publish_server
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.security import credentials
-from cfl_ray.setup.engine_choice import engine_choice
-from cfl_ray.setup.prepare import prepare
 from cfl_ray.tracking import Mlflow, RunLog, delivery, mlflow_tracker, read_end, read_info, read_records
 from cfl_ray.tracking.trackers import CsvFile
 
@@ -80,7 +77,6 @@ def pristine(tmp_path_factory) -> Path:
     shutil.rmtree(folder / "made")
     (folder / "evil.py").write_text(f"open({str(folder / 'was_imported')!r}, 'w')\n")
     (folder / "mine.yaml").write_text(experiment.to_yaml())
-    (folder / "engine-choices.json").write_text(json.dumps({"x": ["span", "measured"]}))
     (folder / "home").mkdir()
     (folder / "home/credentials.json").write_text(json.dumps({"http://***@host": "http://new:word@host"}))
     return folder
@@ -183,14 +179,6 @@ def _resume(folder: Path) -> None:
     resume(folder / "run", on_ray=False)
 
 
-def _choose_engine(folder: Path) -> None:
-    setup = prepare(config.load(folder / "mine.yaml").model_copy(update={"output": str(folder)}))
-    runtime = setup.experiment.runtime.model_copy(update={"engine": "auto"})
-    setup = replace(setup, experiment=setup.experiment.model_copy(update={"runtime": runtime}))
-    choice = engine_choice(setup, "cpu", lambda: autotune.EngineChoice("sequential", "measured"))
-    assert choice.engine in autotune.ENGINES
-
-
 def _find_credentials(folder: Path) -> None:
     credentials.with_credentials("http://***@host")
     credentials.remember_credentials(["http://new:word@host"])
@@ -248,7 +236,6 @@ TARGETS = {
         "run/ditto/client_metrics.arrow", other_bytes, _append_to_records, 60, writes=True
     ),
     "journal of a run that goes on": Target("run/ditto/events.jsonl", other_json_lines, _resume, 3, writes=True),
-    "engines": Target("engine-choices.json", other_json, _choose_engine, 40, writes=True),
     "credentials": Target("home/credentials.json", other_json, _find_credentials, 60, writes=True),
     "csv": Target("run/ditto/metrics.csv", other_bytes, _read_csv, 60, writes=True),
 }

@@ -24,27 +24,28 @@ from cfl_ray.core.state import State
 from cfl_ray.data import FederationSummary
 from cfl_ray.data.federation import Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.engine.timing import time_engines
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.network import Network
+from cfl_ray.nn.precision import products_in
 from cfl_ray.population.population import Population, count_of
 from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.privacy_plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.participation import drawn_cohort, wanted_clients
-from cfl_ray.setup.checks import bytes_of_participants, compared_clients, most_participants, why_not_engine
+from cfl_ray.setup.checks import bytes_of_participants, compared_clients, most_participants
 from cfl_ray.setup.dry_rounds import TrafficEstimate, traffic
-from cfl_ray.setup.engine_choice import compute_device
+from cfl_ray.setup.engine_choice import compute_device, device_name, engine_by_rule, engine_choice
 from cfl_ray.setup.prepare import setup_on
 from cfl_ray.setup.scheduled_changes import population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.study.study_plan import StudyRun, metric_warnings
 from cfl_ray.study.worker_pool import resources_for
 from cfl_ray.system.machine import available_memory, usable_cpus
+from cfl_ray.system.threads import one_thread
 
 _CLIENT_BYTES = 50  # peak server memory per client, measured with a million clients
 _PROCESS_BYTES = 450e6  # memory of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
-# engines of `auto` that train most networks, by whether hosts compute on a GPU; `span` is a shortcut for a few networks
-_USUAL_ENGINES = {False: ("manual", "vectorised"), True: ("vectorised",)}
 
 
 @dataclass(frozen=True)
@@ -90,16 +91,14 @@ class Estimate:
         return self.setup.warnings + of_data + empty + _unwritable(Path(self.setup.experiment.output).absolute())
 
     @property
-    def missing_engines(self) -> list[str]:
-        """A line for each usual engine of `auto` that can train the clients of none of the methods."""
-        runtime = self.setup.experiment.runtime
+    def engine(self) -> str:
+        """The engine that trains the clients, with the reason, a line."""
+        runtime, here = self.setup.experiment.runtime, torch.cuda.is_available()
         on_gpu = runtime.device == "cuda" or (runtime.device == "auto" and runtime.gpus_per_host > 0)
-        engines = _USUAL_ENGINES[on_gpu] if runtime.engine == "auto" else ()
-        return [
-            f"engine {engine} does not apply: {reason}"
-            for engine in engines
-            if (reason := why_not_engine(self.setup, self.network, engine))
-        ]
+        if on_gpu and not here and runtime.engine == "auto":
+            return "auto: chosen on the hosts, whose GPUs this machine lacks"
+        network = self.setup.network("cuda") if on_gpu and here else self.network
+        return engine_choice(self.setup, lambda: engine_by_rule(self.setup, network)).reason
 
 
 def _unwritable(output: Path) -> list[str]:
@@ -261,6 +260,21 @@ def show(estimate: Estimate, console: Console) -> None:
     _show_seconds(estimate, console)
 
 
+def show_engine_times(estimate: Estimate, console: Console) -> None:
+    """Measures each engine in this process and prints its time of a local step, as a multiple of the least."""
+    setup, runtime = estimate.setup, estimate.setup.experiment.runtime
+    device = compute_device(setup.experiment, has_gpu=bool(runtime.gpus_per_host))
+    with one_thread(), products_in(runtime.precision):
+        found = time_engines(setup.network(device), setup.federation, setup.local, setup.division)
+    times = {name: seconds for name, seconds in found.items() if not isinstance(seconds, str)}
+    say(f"measured in this process ({device_name(device)}), a local step of a client; a run does not use it:", console)
+    for name in sorted(times, key=times.__getitem__):
+        say(f"  {name} {1e3 * times[name]:.3g} ms, {times[name] / min(times.values()):.2f} of the least", console)
+    for name, reason in found.items():
+        if isinstance(reason, str):
+            say(f"  {name} cannot: {reason}", console)
+
+
 def show_study(
     estimates: Sequence[tuple[StudyRun, Estimate]], study: Study, seeds: int, root: Path, console: Console
 ) -> None:
@@ -296,8 +310,10 @@ def _show_needs(
     _show_sizes(estimates[0], console)
     for warning in dict.fromkeys(text for estimate in estimates for text in estimate.warnings):
         say(f"warning: {warning}", console)
-    for note in dict.fromkeys([*notes, *(text for estimate in estimates for text in estimate.missing_engines)]):
+    for note in dict.fromkeys(notes):
         say(f"note: {note}", console)
+    for reason in dict.fromkeys(estimate.engine for estimate in estimates):
+        say(f"engine {reason}", console)
     print_table(_estimate_table(rows), console)
 
 

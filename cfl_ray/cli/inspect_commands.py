@@ -22,6 +22,9 @@ def check(
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print only the whole resolved config, as a file for `cfl-ray run`.")
     ] = False,
+    time_engines: Annotated[
+        bool, typer.Option("--time-engines", help="Also measure each engine here; a run does not use the times.")
+    ] = False,
     trust: Annotated[bool, typer.Option("--trust", help="Also import Python files of other users.")] = False,
     settings: inputs.OnlySettings = None,
     methods: inputs.OnlyMethods = None,
@@ -35,12 +38,14 @@ def check(
     and sizes and traffic are printed for every setting.
     """
     from cfl_ray.cli import printed_tables
-    from cfl_ray.cli.estimate import estimate, show
+    from cfl_ray.cli.estimate import estimate, show, show_engine_times
     from cfl_ray.config.study import is_study_file
 
     if file is not None and inputs.is_file(file) and is_study_file(file):
         from cfl_ray.study.study_plan import Selection
 
+        if time_engines:
+            raise ConfigError("--time-engines measures one run; give the experiment, not the study")
         _check_study(Path(file), overrides, Selection(settings or (), methods or (), seeds or ()), as_yaml, trust)
         return
     if settings or methods or seeds:
@@ -52,6 +57,8 @@ def check(
         return
     printed_tables.show_differences(experiment, out)
     show(estimated, out)
+    if time_engines:
+        show_engine_times(estimated, out)
     say(f"The config is valid. Run it with: {command('run', file, *(overrides or ()))}")
 
 

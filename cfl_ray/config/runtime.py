@@ -6,6 +6,7 @@ from pydantic import Field, field_serializer, field_validator
 
 from cfl_ray.config.part import BuiltinKind, check_name
 from cfl_ray.config.section import ConfigSection
+from cfl_ray.core.engine_names import ENGINES
 from cfl_ray.plugins.calling import reference_of
 from cfl_ray.plugins.registry import Registry
 
@@ -44,11 +45,11 @@ class RuntimeConfig(ConfigSection):
         "need more hosts",
     )
     cpus_per_host: float = Field(1.0, gt=0, description="CPUs that each host reserves; it computes with one thread")
-    engine: Literal["auto", "sequential", "manual", "vectorised", "span"] = Field(
+    engine: Literal["auto", *ENGINES] = Field(  # type: ignore[valid-type]  # mypy knows no unpacked names
         "auto",
-        description="how a host trains its clients: sequential (one by one) | manual (one by one, without autograd) | "
-        "vectorised (together) | span (full-batch shortcut) | auto (the fastest in a short measurement, which is kept "
-        "with the runs). Engines agree up to rounding; a resumed run keeps its own",
+        description=f"how a host trains its clients: {' | '.join(f'{name} ({how})' for name, how in ENGINES.items())} "
+        "| auto (by a rule from device, network, batch and cohort, the same on every machine). Engines agree up to "
+        "rounding; a resumed run keeps its own",
     )
     backend: Any = Field(
         "ray",

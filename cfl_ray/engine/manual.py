@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.client_program import Need
-from cfl_ray.engine import sequential
+from cfl_ray.engine import rule, sequential
+from cfl_ray.engine.engine import Engine
 from cfl_ray.engine.local_steps import (
     LocalGradient,
     LocalUpdate,
@@ -110,3 +111,6 @@ class _Gradient(LocalGradient):
         masks = [mask.numpy() for mask in self.masks(batch, len(y_B))]
         self.losses.append(self.passes.run(self.x, index_B, y_B, frozen_BC, masks, weight_B))
         return self.parts_of(self.passes.g_P)
+
+
+ENGINE = Engine(why_not, train, rule.manual)

@@ -10,7 +10,8 @@ from torch import Tensor
 from cfl_ray.core.work import Exclusion, Rows, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.attack import Attack
-from cfl_ray.engine.engines import ENGINES, SEQUENTIAL, Engine
+from cfl_ray.engine.engine import Engine
+from cfl_ray.engine.engines import ENGINES, SEQUENTIAL
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.rows import DeviceRows, RowLookup
 from cfl_ray.engine.samples import SampleCache, Samples

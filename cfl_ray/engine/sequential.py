@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.client_program import Batch, Forward
+from cfl_ray.engine import rule
+from cfl_ray.engine.engine import Engine
 from cfl_ray.engine.example_gradients import ExampleGradient
 from cfl_ray.engine.local_steps import (
     LocalGradient,
@@ -113,3 +115,6 @@ class _Gradient(LocalGradient):
             raise
         self.losses.append(loss.detach())
         return grads
+
+
+ENGINE = Engine(why_not, train, rule.sequential)

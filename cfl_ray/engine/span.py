@@ -24,13 +24,16 @@ at once (`engine.span_together`), and a batch has as many clients as the memory 
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.engine import sequential
+from cfl_ray.engine import rule, sequential
+from cfl_ray.engine.chunks import limited_size
+from cfl_ray.engine.engine import Engine
 from cfl_ray.engine.local_steps import ProximalGradient, SGDUpdate
 from cfl_ray.engine.rows import distinct, rows_on
 from cfl_ray.engine.span_together import train_together
@@ -315,3 +318,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 # PyTorch's matrix product with oneDNN; None if it is not available
 _linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+
+
+ENGINE = Engine(
+    why_not,
+    train,
+    rule.span,
+    together=True,
+    train_sums=batches,
+    chunk_size=partial(limited_size, chunks=60, most=24),
+)

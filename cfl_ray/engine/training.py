@@ -13,12 +13,12 @@ from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import AverageDeferred, Train, UpdateFeatures
 from cfl_ray.engine import mixtures, programs, scoring
 from cfl_ray.engine.client_state import client_state_value, predicting_row
+from cfl_ray.engine.engine import TrainedBatch
 from cfl_ray.engine.evaluating import client_scores
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.reduce import ChunkSums, HostSums, upload_distance
 from cfl_ray.engine.secure_sums import chunk_sums
-from cfl_ray.engine.span import SpanBatch
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import invalid_largest_reason, invalid_update_reason
 from cfl_ray.nn.network import Network
@@ -152,7 +152,7 @@ def _add_sums(chunk: OpenChunk[Train], averages: ChunkSums, arrays: Arrays, toge
 
 def _summed_together(
     chunks: Sequence[OpenChunk[Train]],
-) -> Iterator[tuple[OpenChunk[Train], tuple[SpanBatch, Members]]]:
+) -> Iterator[tuple[OpenChunk[Train], tuple[TrainedBatch, Members]]]:
     """Trains the honest clients whose results are only summed. Yields the batches of each chunk."""
     parts: list[tuple[OpenChunk[Train], Iterable[int]]] = []
     for chunk in chunks:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cfl_ray.core.client_program import Need
-from cfl_ray.engine import sequential
+from cfl_ray.engine import rule, sequential
+from cfl_ray.engine.engine import Engine
 from cfl_ray.engine.local_steps import moved_by_steps
 from cfl_ray.engine.step_graphs import graphs_of
 from cfl_ray.engine.task import TrainingResult, TrainingTask, lacking
@@ -19,21 +20,11 @@ from cfl_ray.engine.vmap_steps import VmapSteps
 from cfl_ray.nn.network import Network
 
 _DOES = frozenset(Need) - {Need.BRANCHES, Need.EXAMPLES}
-# On a CPU, a step of a vmap batch costs about 1 ms before any arithmetic, whatever its number of clients, and is slower
-# than other engines if the arithmetic takes longer than the calls.
-_BATCH_SECONDS, _LONG_STEP_SECONDS = 2e-3, 5e-4
 
 
 def chunk_size(num_clients: int) -> int:
     """Clients of a chunk for a cohort: many, because the clients of a chunk share operations."""
     return min(max(num_clients // 16, min(-(-num_clients // 4), 8)), 64)
-
-
-def no_gain(network: Network, seconds: float, clients: int) -> str | None:
-    """Reason why a vmap batch of `clients` cannot beat another engine with `seconds` per step; None if it may."""
-    if network.device.type != "cpu" or (seconds <= _LONG_STEP_SECONDS and seconds * clients >= _BATCH_SECONDS):
-        return None
-    return f"no gain on a CPU for {clients} clients in a chunk and {1e3 * seconds:.2f} ms per step"
 
 
 def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
@@ -126,3 +117,6 @@ def _largest(rows_mP: Tensor, trained: int) -> list[tuple[float, float]]:
     if len(bounds) == 1:
         bounds.append(torch.zeros_like(bounds[0]))
     return [(weights, buffers) for weights, buffers in torch.stack(bounds, 1).tolist()]
+
+
+ENGINE = Engine(why_not, train, rule.vectorised, together=True, is_tried=True, chunk_size=chunk_size)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cfl_ray.core.engine_names import SEQUENTIAL
 from cfl_ray.core.work import (
     AverageDeferred,
     ChunkResult,
@@ -47,7 +48,7 @@ class Worker:
 
     network: Network
     federation: Federation
-    engine: str = "sequential"
+    engine: str = SEQUENTIAL
     attack: Attack = Attack()
 
     def __post_init__(self) -> None:

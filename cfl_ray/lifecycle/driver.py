@@ -246,7 +246,7 @@ class Driver:
             "git_commit": _git_commit(),
         }
         params = params_of(experiment) | {f"session.{key}": value for key, value in self.run_info.items()}
-        if "session.engine" in params:  # its name, without the measured times, which differ between all runs
+        if "session.engine" in params:  # its name; the reason is in environment.json
             params["session.engine"] = params["session.engine"].partition(":")[0]
         when = f"seed {experiment.seed}, {time.strftime('%Y-%m-%d %H:%M')}"
         if label is None:

@@ -12,7 +12,7 @@ import torch
 
 from cfl_ray.config import Experiment, RuntimeConfig
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.engine.choice import EngineChoice
 from cfl_ray.errors import DataError
 from cfl_ray.results.user_code import code_of, edited_files
 from cfl_ray.run_directory import RunDirectory
@@ -39,6 +39,7 @@ class Environment:
     torch: str  # version
     one_by_one: bool  # whether a chunk of work is one client, which changes the order of sums
     has_deadline: bool  # whether slow clients are excluded
+    engine_reason: str = ""  # why this engine was chosen, a line; empty: not known
     data: str = ""  # digest of the federation (`Federation.content`); empty: not known
     code: dict[str, str] = field(default_factory=dict)  # digests of the user's files (`code_of`)
 
@@ -99,7 +100,7 @@ def described(
         for values in (set(map(str, hosts)), {host.instructions for host in hosts}, {host.torch for host in hosts})
     )
     one_by_one, has_deadline = bool(runtime.clients_per_host), runtime.round_deadline is not None
-    environment = Environment(choice.engine, device, instructions, versions, one_by_one, has_deadline)
+    environment = Environment(choice.engine, device, instructions, versions, one_by_one, has_deadline, choice.reason)
     return {"hosts": place, "device": device, "engine": choice.reason, "cpu": cpus, "torch": versions}, environment
 
 

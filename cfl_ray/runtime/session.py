@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config.runtime import BACKENDS
 from cfl_ray.core.backend import Backend
-from cfl_ray.engine import autotune
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.precision import products_in
@@ -21,7 +20,7 @@ from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.setup.engine_choice import compute_device, engine_choice, measured_engine
+from cfl_ray.setup.engine_choice import compute_device, device_name, engine_by_rule, engine_choice
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system import cpu
 from cfl_ray.system.threads import one_thread
@@ -77,8 +76,7 @@ class InProcessSession:
         self.worker = setup.worker(self.device)
         self.choice = engine_choice(
             setup,
-            autotune.device_name(self.device),
-            lambda: measured_engine(setup, self.worker.network),
+            lambda: engine_by_rule(setup, self.worker.network),
             kept.engine if (kept := read_environment(run_dir)) else None,
         )
         self.worker.engine = self.choice.engine
@@ -113,7 +111,7 @@ class InProcessSession:
         return lambda: method
 
     def about(self) -> tuple[dict[str, str], Environment]:
-        device, hosts = autotune.device_name(self.device), [HostEnvironment.here()]
+        device, hosts = device_name(self.device), [HostEnvironment.here()]
         return described(self.setup.experiment.runtime, self.choice, device, hosts, "this process")
 
     def close(self) -> None:

@@ -22,12 +22,12 @@ from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.tasks import TARGETS, Task
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import DataShape, Federation
-from cfl_ray.engine import autotune
+from cfl_ray.engine import choice
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import SEQUENTIAL
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.models import ModelRecipe
-from cfl_ray.nn.network import Network, new_module
+from cfl_ray.nn.network import new_module
 from cfl_ray.population.availability import Availability, OwnAvailability
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds, why_synchronous
@@ -70,14 +70,10 @@ def check_engine(setup: Setup) -> None:
     engine = setup.experiment.runtime.engine
     if engine in ("auto", SEQUENTIAL):
         return
-    if reason := why_not_engine(setup, setup.network(), engine):
+    network = setup.network()
+    reasons = [choice.why_not(engine, network, setup.federation, setup.local_of(label)) for label in setup.methods]
+    if reason := all(reasons) and reasons[0]:
         raise ConfigError(f"runtime.engine: {engine} cannot train these clients: {reason}; use auto or {SEQUENTIAL}")
-
-
-def why_not_engine(setup: Setup, network: Network, engine: str) -> str | None:
-    """Reason, of the first method, why an engine can train the clients of none of the methods; None if it can."""
-    reasons = [autotune.why_not(engine, network, setup.federation, setup.local_of(label)) for label in setup.methods]
-    return reasons[0] if all(reasons) else None
 
 
 def try_plugins(setup: Setup) -> None:

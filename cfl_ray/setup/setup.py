@@ -12,6 +12,7 @@ from cfl_ray.clock.virtual_time import Asynchrony, VirtualTime
 from cfl_ray.config import Experiment
 from cfl_ray.config.attack import AttackersConfig
 from cfl_ray.config.unused import warnings_of
+from cfl_ray.core.engine_names import SEQUENTIAL
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.params import ParamSpec
@@ -19,8 +20,8 @@ from cfl_ray.core.rng import stream
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine import autotune
 from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.engines import Division
 from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError
 from cfl_ray.models import ModelRecipe
@@ -65,11 +66,11 @@ class Setup:
         return self.own_local.get(label, self.local)
 
     @property
-    def division(self) -> autotune.Division:
+    def division(self) -> Division:
         """The division of a full cohort into chunks."""
         cohort = self.experiment.cohort
         clients = cohort.clients or count_of(cohort.fraction, self.federation.num_clients)
-        return autotune.Division(clients, bool(self.experiment.runtime.clients_per_host))
+        return Division(clients, bool(self.experiment.runtime.clients_per_host))
 
     def time_of(self, label: str, spec: ParamSpec, sizes_of: Callable[[np.ndarray], np.ndarray]) -> VirtualTime | None:
         """The virtual time of a method, before round 1. sizes_of: n_i of clients in the present round."""
@@ -107,7 +108,7 @@ class Setup:
                 )
         return network
 
-    def worker(self, device: str = "cpu", engine: str = "sequential") -> Worker:
+    def worker(self, device: str = "cpu", engine: str = SEQUENTIAL) -> Worker:
         """A new worker for a process."""
         return Worker(self.network(device), self.federation, engine, self.attack)
 

@@ -8,6 +8,7 @@
     python -m jobs.benchmarks scale             server time and traffic of a round at up to 1,000 hosts, simulated
     python -m jobs.benchmarks nodes W2          one node against two, and the speedup of up to eight, simulated
     python -m jobs.benchmarks modules           CPU seconds of seven own modules against a plain loop, by engine
+    python -m jobs.benchmarks engines           the engine that `auto` chooses beside measured times, by network
     python -m jobs.benchmarks mixtures          CPU seconds of FedEM with three models against FedAvg
     python -m jobs.benchmarks clustering        time and memory of clustering thousands of clients on the server
 
@@ -29,6 +30,7 @@ BENCHMARKS = {
     "scale": ("scale", []),
     "nodes": ("nodes", ["workloads", "rounds"]),
     "modules": ("modules", ["rounds"]),
+    "engines": ("engines", []),
     "mixtures": ("mixtures", ["rounds"]),
     "clustering": ("clustering", []),
 }

@@ -25,7 +25,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, ChunkResult, Rows, Train
-from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.engine.choice import EngineChoice
 from cfl_ray.runtime.on_ray import collect as collect_module
 from cfl_ray.runtime.on_ray import dispatch as dispatch_module
 from cfl_ray.runtime.on_ray import ray_backend as backend_module

@@ -292,6 +292,20 @@ def test_a_damaged_shard_is_named(capsys):
     assert status == 2 and shard.name in message
 
 
+def test_check_names_the_engine_and_measures_it_if_asked(capsys):
+    auto = [*QUICK, "runtime.engine=auto"]
+    status, printed, _ = call(capsys, "check", *auto)
+    assert status == 0 and "\nengine manual: estimated " in printed and "measured" not in printed
+    status, printed, _ = call(capsys, "check", "--time-engines", *auto)
+    assert status == 0 and "\nengine manual: estimated " in printed
+    ratios = [float(ratio) for ratio in re.findall(r"^  \w+ \S+ ms, (\S+) of the least$", printed, re.MULTILINE)]
+    assert len(ratios) == 3 and ratios == sorted(ratios) and ratios[0] == 1
+    assert "\n  span cannot: batches are smaller than a client's data\n" in printed
+    Path("study.yaml").write_text("experiment: {rounds: 1}\n")
+    status, _, message = call(capsys, "check", "--time-engines", "study.yaml")
+    assert status == 2 and "--time-engines measures one run" in message
+
+
 def test_check_runs_nothing_and_its_config_runs(capsys):
     status, printed, _ = call(capsys, "check", *QUICK)
     assert status == 0 and "federation: 40 clients" in printed

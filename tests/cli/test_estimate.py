@@ -1,9 +1,11 @@
 """The estimate of traffic equals the traffic that a run counts."""
 
+import io
 import re
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from rich.console import Console
 from torch import nn
 
@@ -223,9 +225,7 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])
 
 
-def test_engines_that_cannot_train_the_network_are_named(tmp_path):
-    """Of `auto`: manual, on hosts without a GPU. span, a shortcut for a few networks, is not named."""
-    line = "note: engine manual does not apply: module rnn: lstm returns several values"
+def test_the_engine_is_named_with_the_reason(tmp_path):
     data = {"source": "synthetic", "synthetic_shape": [5, 4], "partition": {"clients": 4}}
 
     def lines(factory, runtime):
@@ -235,8 +235,27 @@ def test_engines_that_cannot_train_the_network_are_named(tmp_path):
         return [text for text in shown(estimate.estimate(experiment)).splitlines() if "engine" in text]
 
     (found,) = lines(Recurrent, {})
-    assert found.startswith(line)
-    assert not lines(Recurrent, {"engine": "sequential"})
-    assert not lines("mlp", {})
-    on_gpu = {"gpus_per_host": 0.5, "address": "ray://far:10001"}  # a cluster, whose resources are not checked
-    assert not lines(Recurrent, on_gpu)
+    assert found.startswith("engine sequential: estimated ")
+    assert "; not span, manual: module rnn: lstm returns several values" in found
+    assert lines(Recurrent, {"engine": "sequential"}) == ["engine sequential: as configured"]
+    (found,) = lines("mlp", {})
+    assert found.startswith("engine manual: estimated ") and "sequential" in found
+    if not torch.cuda.is_available():
+        elsewhere = {"gpus_per_host": 0.5, "address": "ray://far:10001"}  # a cluster, whose resources are not checked
+        assert lines("mlp", elsewhere) == ["engine auto: chosen on the hosts, whose GPUs this machine lacks"]
+
+
+def test_measured_times_are_multiples_of_the_least(tmp_path, monkeypatch):
+    data = {"source": "synthetic", "synthetic_shape": [5, 4], "partition": {"clients": 4}}
+    found = estimate.estimate(cfl_ray.Experiment(methods=["fedavg"], data=data, output=str(tmp_path)))
+    times = {"sequential": 3e-4, "span": "its layers", "manual": 1e-4}
+    monkeypatch.setattr(estimate, "time_engines", lambda *_: times)
+    console = Console(width=200, record=True, file=io.StringIO())
+    estimate.show_engine_times(found, console)
+    head, *lines = console.export_text().splitlines()
+    assert head.startswith("measured in this process (cpu)")
+    assert lines == [
+        "  manual 0.1 ms, 1.00 of the least",
+        "  sequential 0.3 ms, 3.00 of the least",
+        "  span cannot: its layers",
+    ]

@@ -12,9 +12,7 @@ from cfl_ray.core.work import Address, Rows
 from cfl_ray.core.work import EvaluateClients as OwnTest
 from cfl_ray.core.work import EvaluateShared as SharedTest
 from cfl_ray.data.federation import DataShape
-from cfl_ray.engine import autotune
 from cfl_ray.engine.validation import invalid_data_reason, invalid_update_reason, invalid_value_reason
-from cfl_ray.errors import DataError
 
 SHAPE = DataShape((1, 4, 4), 4)
 
@@ -173,16 +171,6 @@ class TestExchanges:
             and outcome.excluded[1].reason.startswith("its test set 1 has ")
             and reason in outcome.excluded[1].reason
         )
-
-    def test_the_engine_is_measured_on_other_clients(self, change, reason, monkeypatch):
-        network = Stage(planted(6), linear).network
-        division = autotune.Division(40)  # chunks of up to 8 clients
-        sizes = []
-        monkeypatch.setattr(autotune, "_why_not_timed", lambda *of: sizes.append(len(of[-1])) or "not timed")
-        autotune.measure(network, with_invalid(2, change), LocalSGD(), 0, division)
-        assert max(sizes) == 5, "without the client whose data are not valid"
-        with pytest.raises(DataError, match="no client has valid data; those of client 0 have "):
-            autotune.measure(network, with_invalid(0, change, clients=1), LocalSGD(), 0, division)
 
 
 def test_empty_results_have_the_form_of_results():

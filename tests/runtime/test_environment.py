@@ -9,28 +9,28 @@ import torch
 from small_runs import simulate_until
 
 from cfl_ray import load_run, resume, simulate
-from cfl_ray.engine import autotune
-from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.engine.choice import EngineChoice
 from cfl_ray.engine.engines import ENGINES
 from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system import cpu
 
+BY_RULE = "cfl_ray.setup.engine_choice.choice_of"
 ENVIRONMENT = RunDirectory.environment.name
 
 
 @pytest.fixture
 def interrupted(experiment, tmp_path, monkeypatch):
-    """The directory of a run that was interrupted after round 2 and had measured `manual` as its engine."""
-    monkeypatch.setattr(autotune, "measure", lambda *_: EngineChoice("manual", "manual: measured"))
+    """The directory of a run that was interrupted after round 2, whose engine by the rule was `manual`."""
+    monkeypatch.setattr(BY_RULE, lambda *_: EngineChoice("manual", "manual: by the rule"))
     simulate_until(2, experiment(runtime={"engine": "auto"}), tmp_path / "run")
     return tmp_path / "run"
 
 
-def test_a_resumed_run_keeps_its_engine_whatever_is_measured_there(experiment, interrupted, tmp_path, figures, notes):
-    (choices,) = tmp_path.glob("engine-choices.json")
-    (key,) = json.loads(choices.read_text())
-    choices.write_text(json.dumps({key: ["sequential", "sequential: measured elsewhere"]}))
+def test_a_resumed_run_keeps_its_engine_whatever_the_rule_says_now(
+    experiment, interrupted, figures, notes, monkeypatch
+):
+    monkeypatch.setattr(BY_RULE, lambda *_: EngineChoice("sequential", "sequential: by another rule"))
     watcher = notes()
     found = figures(resume(interrupted, watcher, on_ray=False))
     assert watcher.run_info["engine"] == "manual: as at the start of the run" and watcher.warnings == []
@@ -47,6 +47,7 @@ def test_what_has_changed_is_said_with_both_values(interrupted, notes):
         "torch": torch.__version__,
         "one_by_one": False,
         "has_deadline": False,
+        "engine_reason": "manual: by the rule",
         "data": kept["data"],
         "code": {},
     }
@@ -113,7 +114,7 @@ def test_clients_that_the_chosen_engine_did_not_train_are_recorded_with_the_reas
     experiment, notes, tmp_path, monkeypatch
 ):
     manual = ENGINES["manual"]
-    refuses = replace(manual, cannot=lambda network, tasks: "an odd client" if tasks and tasks[0].client % 2 else None)
+    refuses = replace(manual, why_not=lambda network, tasks: "an odd client" if tasks and tasks[0].client % 2 else None)
     monkeypatch.setitem(ENGINES, "manual", refuses)
     run_dir, made = tmp_path / "run", experiment(runtime={"engine": "manual"}, methods=["fedavg", "ditto"])
     simulate_until(2, made, run_dir)

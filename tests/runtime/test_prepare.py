@@ -1,4 +1,4 @@
-"""The engine and the device that a run uses. A measured engine is kept beside the runs."""
+"""The engine and the device that a run uses."""
 
 import json
 import math
@@ -10,49 +10,28 @@ from torch import nn
 
 from cfl_ray import Experiment, simulate
 from cfl_ray.cli.estimate import estimate
-from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.engine.choice import EngineChoice
 from cfl_ray.errors import ConfigError
 from cfl_ray.setup.checks import compared_clients
 from cfl_ray.setup.engine_choice import compute_device, engine_choice
 from cfl_ray.setup.prepare import prepare
 
 
-@pytest.fixture
-def choose(experiment):
-    """Returns a function: engine that a measurement would find -> (the engine chosen, whether it was measured)."""
-    setup = prepare(experiment(runtime={"engine": "auto"}))
-
-    def choose_with(engine: str) -> tuple[str, bool]:
-        measured = []
-
-        def measure():
-            measured.append(engine)
-            return EngineChoice(engine, "measured")
-
-        return engine_choice(setup, "cpu", measure).engine, bool(measured)
-
-    return choose_with
+def test_the_engine_is_the_configured_one_or_that_of_the_run_or_that_of_the_rule(experiment):
+    by_rule = EngineChoice("vectorised", "vectorised: by the rule")
+    for wanted, kept, expected in (
+        ("manual", "span", EngineChoice("manual", "manual: as configured")),
+        ("auto", "manual", EngineChoice("manual", "manual: as at the start of the run")),
+        ("auto", None, by_rule),
+    ):
+        assert engine_choice(prepare(experiment(runtime={"engine": wanted})), lambda: by_rule, kept) == expected
 
 
-def test_a_measurement_is_kept_beside_the_runs(choose, tmp_path):
-    assert [choose("span"), choose("sequential")] == [("span", True), ("span", False)]
-    (kept,) = json.loads((tmp_path / "engine-choices.json").read_text()).values()
-    assert kept == ["span", "measured"]
-
-
-@pytest.mark.parametrize("content", ["", "{", "\0" * 100])
-def test_a_damaged_file_is_made_anew(choose, tmp_path, content):
-    (tmp_path / "engine-choices.json").write_text(content)
-    assert [choose("sequential"), choose("span")] == [("sequential", True), ("sequential", False)]
-
-
-def test_a_choice_that_cannot_be_kept_is_measured_again(choose, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("cfl_ray.setup.engine_choice.write_json", full)
-    assert [choose("sequential"), choose("span")] == [("sequential", True), ("span", True)]
-    assert not (tmp_path / "engine-choices.json").exists()
+def test_a_run_records_its_engine_with_the_reason(experiment, tmp_path):
+    simulate(experiment(methods=["fedavg"], rounds=1, runtime={"engine": "auto"}), tmp_path / "run")
+    record = json.loads((tmp_path / "run/environment.json").read_text())
+    assert record["engine_reason"].startswith(f"{record['engine']}: estimated ")
+    assert not list(tmp_path.glob("engine-choices.json*")), "of earlier versions, which kept measured choices"
 
 
 def test_a_configured_engine_that_cannot_train_is_refused_with_the_reason(experiment):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import ray
 
+from cfl_ray.core.engine_names import SEQUENTIAL
 from cfl_ray.system.cpu import instructions_environment
 from cfl_ray.system.imports import uncollected
 from cfl_ray.system.variables import ONE_THREAD, environment
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from cfl_ray.checkpoint.lease import SharedDirectory
     from cfl_ray.checkpoint.segments import ClientStateFile, EntryFile
     from cfl_ray.config import RuntimeConfig
-    from cfl_ray.engine.autotune import EngineChoice
+    from cfl_ray.engine.choice import EngineChoice
     from cfl_ray.runtime.on_ray.host_process import HostProcess
     from cfl_ray.runtime.on_ray.stored import Place
 
@@ -79,8 +80,8 @@ class ClientHost:
         assert self.process is not None, "it has no work before it is ready"
         return self.process
 
-    def measure_engine(self) -> EngineChoice:
-        return self._ready().measure_engine()
+    def engine_by_rule(self) -> EngineChoice:
+        return self._ready().engine_by_rule()
 
     def set_engine(self, engine: str) -> None:
         self._ready().worker.engine = engine
@@ -127,7 +128,7 @@ class StartedHost(NamedTuple):
 def start_host(
     runtime: RuntimeConfig,
     setup_ref: ray.ObjectRef[Any],
-    engine: str = "sequential",
+    engine: str = SEQUENTIAL,
     pause: float = 0.0,
     federation_ref: ray.ObjectRef[Any] | None = None,
 ) -> StartedHost:

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from cfl_ray.checkpoint.segments import ClientStateFile, EntryFile
 from cfl_ray.core.work import CombineColumns, Train, Work
-from cfl_ray.engine import autotune
+from cfl_ray.engine.choice import EngineChoice
 from cfl_ray.engine.chunks import merged
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.nn.precision import products_in
 from cfl_ray.nn.shared import shared_tensor
 from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, Place, fetched, tensor_of, tensors_at
-from cfl_ray.setup.engine_choice import compute_device, measured_engine
+from cfl_ray.setup.engine_choice import compute_device, device_name, engine_by_rule
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system import cpu
 from cfl_ray.system.allocator import keep_freed_memory, return_freed_memory
@@ -57,12 +57,12 @@ class HostProcess:
 
     def about(self) -> dict[str, Any]:
         """Node, process id, device and environment of this host."""
-        node, device = ray.get_runtime_context().get_node_id(), autotune.device_name(self.device)
+        node, device = ray.get_runtime_context().get_node_id(), device_name(self.device)
         return {"node": node, "pid": os.getpid(), "device": device, "environment": HostEnvironment.here()}
 
-    def measure_engine(self) -> autotune.EngineChoice:
-        """The fastest engine for this experiment on this host."""
-        return measured_engine(self.setup, self.worker.network)
+    def engine_by_rule(self) -> EngineChoice:
+        """The engine for this experiment on the device of this host."""
+        return engine_by_rule(self.setup, self.worker.network)
 
     def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
         """Uses this federation from now on. If it cannot be opened, the later calls of `work` raise the error, because

@@ -11,8 +11,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from cfl_ray.core.engine_names import SEQUENTIAL
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.engine.choice import EngineChoice
 from cfl_ray.errors import RunError, RunStopped
 from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host, short_reason
@@ -30,7 +31,7 @@ _HOST_POLL_SECONDS = 1.0  # between two looks at hosts that the run waits for
 _LOST_NODE_SECONDS = 120
 # a run that has waited so long for hosts tells the user (again); hosts start faster if the cluster has room
 _NOTICE_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
-_MEASURE_SECONDS = 600  # limit for a host to measure its engines
+_CHOICE_SECONDS = 600  # limit for a host to choose the engine
 _ANSWER_SECONDS = 1.0  # limit for a host to report the progress of its call
 _ROOM_CHECK_SECONDS = 1.0  # between checks for new room on the cluster, which take about a millisecond
 
@@ -91,7 +92,7 @@ class Pool:
         self.setup_ref = setup_ref
         self.hosts = [self._host(number, host) for number, host in enumerate(started)]
         self.ready()
-        self.choice = engine_choice(self.setup, self.device, self._measure, self.kept_engine)
+        self.choice = engine_choice(self.setup, self._engine_by_rule, self.kept_engine)
         for host in self.hosts:
             host.actor.set_engine.remote(self.choice.engine)
 
@@ -110,11 +111,11 @@ class Pool:
     def _watched(self, number: int, started: StartedHost, pause: float = 0.0) -> StartWatch:
         return StartWatch(number, started, self.stall_rule.for_start(), pause)
 
-    def _measure(self) -> EngineChoice:
+    def _engine_by_rule(self) -> EngineChoice:
         while True:
             host = self.ready()[0]
             try:
-                choice: EngineChoice = ray.get(host.actor.measure_engine.remote(), timeout=_MEASURE_SECONDS)
+                choice: EngineChoice = ray.get(host.actor.engine_by_rule.remote(), timeout=_CHOICE_SECONDS)
                 return choice
             except RayTaskError as error:
                 if not may_be_host(error):
@@ -124,7 +125,7 @@ class Pool:
                 self.lost(host, error)
 
     def _start_another(self, pause: float = 0.0) -> StartedHost:
-        engine = self.choice.engine if self.choice else "sequential"
+        engine = self.choice.engine if self.choice else SEQUENTIAL
         return start_host(self.setup.experiment.runtime, self.setup_ref, engine, pause, self.federation_ref)
 
     # ---- starting hosts: a host gets no work before it is ready, since it may wait for room on the cluster forever
@@ -264,7 +265,7 @@ class Pool:
 
     @property
     def device(self) -> str:
-        """The name of the device of the first ready host, on which engines are measured."""
+        """The name of the device of the first ready host, for which the engine is chosen."""
         return next((host.device for host in self.ready_now), "cpu")
 
     def environments(self) -> list[HostEnvironment]:

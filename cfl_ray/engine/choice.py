@@ -1,0 +1,128 @@
+"""The choice of an engine for a run, by the rule of `engine.rule`, and the reasons why engines cannot train clients."""
+
+import warnings
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.work import Address
+from cfl_ray.data.federation import Federation
+from cfl_ray.engine.engines import ENGINES, Division
+from cfl_ray.engine.rule import Facts
+from cfl_ray.engine.task import TrainingTask
+from cfl_ray.nn.counts import counts_of
+from cfl_ray.nn.network import Network
+from cfl_ray.nn.operations import Differentiated
+from cfl_ray.nn.passes import passes_of, why_no_passes
+
+_TRIED = 1 << 25  # most numbers of a row with which an engine is tried
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """The chosen engine, with the reason."""
+
+    engine: str  # a name of `ENGINES`
+    reason: str  # a line that begins with the name
+
+
+def choose(facts: Facts) -> EngineChoice:
+    """The engine with the least cost of those that can train the clients; of equal ones the first in `ENGINES`."""
+    costs = {
+        name: engine.cost(facts, facts.together[name]) for name, engine in ENGINES.items() if name not in facts.cannot
+    }
+    engine, *others = sorted(costs, key=costs.__getitem__)
+    listed = ", ".join(f"{name} {_estimate(name, costs[name], facts)}" for name in others)
+    estimate = _estimate(engine, costs[engine], facts)
+    parts = [f"{engine}: estimated {estimate} for a local step of a client" + f" ({listed})" * bool(listed)]
+    for reason in dict.fromkeys(facts.cannot.values()):
+        parts.append(f"not {', '.join(name for name, why in facts.cannot.items() if why == reason)}: {reason}")
+    return EngineChoice(engine, "; ".join(parts))
+
+
+def _estimate(name: str, cost: float, facts: Facts) -> str:
+    together = facts.together[name]
+    shared = f" with {together} clients at once" if together > 1 and ENGINES[name].together else ""
+    return f"{cost / 1e3:.2g} ms{shared}"
+
+
+def choice_of(network: Network, federation: Federation, local: LocalSGD, division: Division) -> EngineChoice:
+    """The engine for these clients by the rule; an engine that may fail on the network's operations is tried first."""
+    facts = facts_of(network, federation, local, division)
+    while True:
+        choice = choose(facts)
+        reason = _trial_error(choice.engine, network, median_task(network, federation, local))
+        if reason is None:
+            return choice
+        facts = replace(facts, cannot={**facts.cannot, choice.engine: reason})
+
+
+def facts_of(network: Network, federation: Federation, local: LocalSGD, division: Division) -> Facts:
+    """The facts of the rule, for the device of the network. No samples are read.
+
+    Clients that an engine cannot train although it can train the median client are trained by `sequential`. Batch
+    statistics need equal batches: for them the smallest and the largest client count as well.
+    """
+    sizes, median = _sizes(federation), median_task(network, federation, local)
+    others = sizes[[0, -1]].tolist() if network.batch_statistics else []
+    tasks = [median, *(_task_of(network, federation, local, size) for size in others)]
+    cannot = {name: reason for name, engine in ENGINES.items() if (reason := engine.why_not(network, tasks))}
+    counts, shape = counts_of(network), network.spec.shapes[0]
+    written_out = network.device.type == "cpu" and why_no_passes(network) is None
+    operations = [step.operation for step in passes_of(network).steps] if written_out else []
+    return Facts(
+        network.device.type,
+        counts.calls,
+        network.spec.size,
+        counts.activations,
+        samples=len(median.y),
+        batch=int(local.batch_of(len(median.y))),
+        steps=median.steps,
+        together={name: division.together(name, network) for name in ENGINES},
+        cannot=cannot,
+        first=shape if len(shape) == 2 else (0, 0),
+        recurrent=network.recurrent,
+        operations=max(len(operations), 1),
+        differentiated=sum(isinstance(operation, Differentiated) for operation in operations),
+    )
+
+
+def why_not(name: str, network: Network, federation: Federation, local: LocalSGD) -> str | None:
+    """Reason why an engine can train no client; None if it can train the client with the fewest samples."""
+    smallest = _task_of(network, federation, local, int(_sizes(federation)[0]))
+    return ENGINES[name].why_not(network, [smallest]) or _trial_error(name, network, smallest)
+
+
+def median_task(network: Network, federation: Federation, local: LocalSGD) -> TrainingTask:
+    """Local training of a client with the median number of samples, all zero."""
+    sizes = _sizes(federation)
+    return _task_of(network, federation, local, int(sizes[len(sizes) // 2]))
+
+
+def _sizes(federation: Federation) -> np.ndarray:
+    """The numbers of samples of the clients that have any, ascending; not empty."""
+    sizes_N = federation.num_samples_N
+    return np.sort(sizes_N[sizes_N > 0]) if (sizes_N > 0).any() else np.ones(1, np.int64)
+
+
+def _task_of(network: Network, federation: Federation, local: LocalSGD, size: int) -> TrainingTask:
+    shape = federation.shape
+    x = torch.zeros(1, *network.input_shape, dtype=network.dtype).expand(size, *network.input_shape)
+    y = torch.zeros(size, *shape.target_shape, dtype=shape.target_dtype)
+    steps = int(local.steps_of(np.array([size]))[0])
+    return TrainingTask(0, network.flat, x, y, steps, local, Address(0, 0, 0))
+
+
+def _trial_error(name: str, network: Network, task: TrainingTask) -> str | None:
+    """The error of an engine that is tried, in a step of two clients; None if it trains them."""
+    if not ENGINES[name].is_tried or network.spec.size > _TRIED:
+        return None
+    tasks = [replace(task, client=client, steps=1) for client in range(2)]
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of functorch, about speed
+            list(ENGINES[name].train(network, tasks))
+    except Exception as error:  # under vmap, the user's code may raise any
+        return (str(error).splitlines() or [type(error).__name__])[0][:120]
+    return None
