@@ -126,8 +126,11 @@ class Clients:
         if self.reachable is None:
             return self
         ids, num_samples = self.reachable()
-        protection = self.protection.of_all_reachable()
-        return replace(self, ids_M=ids, num_samples_M=num_samples, replay=None, protection=protection)
+        return replace(self.not_drawn(), ids_M=ids, num_samples_M=num_samples, replay=None)
+
+    def not_drawn(self) -> "Clients":
+        """The same clients, which are not a random cohort, so that their privacy is not amplified."""
+        return replace(self, protection=self.protection.of_all_reachable())
 
     def weights(self, kind: str = "samples") -> np.ndarray:
         """Weight of each client in an average, float64 (M,): n_i for "samples", 1 for "uniform" and in private runs."""
