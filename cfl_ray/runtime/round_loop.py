@@ -135,7 +135,7 @@ class RoundLoop:
 
     def trained(self, backend: InProcessBackend) -> TrainedMethod:
         """The trained method after its last saved round; after its last round if no files are kept."""
-        round = self.saved if self.checkpoints.store else self.round
+        round = self.saved if self.checkpoints.keeps_files else self.round
         return TrainedMethod(
             self.label,
             self.membership.federation,
@@ -226,9 +226,8 @@ class RoundLoop:
         """Closes the round; saves it before if it is the last, or if interval, state budget or a request require it."""
         round = stats.round
         with self.requests.lock:  # a request to stop applies to this round if granted before, else to a later round
-            is_due = round == self.last_round or self.stops_after(round) or self.checkpoints.interval.is_due(round)
-            is_due |= self.backend.client_states.unsaved > self.experiment.runtime.state_budget
-            if not (is_due and self.checkpoints.store):
+            is_last = round == self.last_round or self.stops_after(round)
+            if not self.checkpoints.is_due(round, is_last, self.backend.client_states.unsaved):
                 self._close(round)
                 return
             self._enter("saving", round)

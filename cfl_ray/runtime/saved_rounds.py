@@ -74,10 +74,19 @@ class SavedRounds:
 
     # ---- saving
 
+    @property
+    def keeps_files(self) -> bool:
+        """Whether rounds are saved."""
+        return self.store is not None
+
+    def is_due(self, round: int, is_last: bool, unsaved: int) -> bool:
+        """Whether this round is saved: as the last one, by the interval, or for its unsaved client states, in bytes."""
+        over_budget = unsaved > self.setup.experiment.runtime.state_budget
+        return self.keeps_files and (is_last or over_budget or self.interval.is_due(round))
+
     def save(self, state: State, record: RoundRecord, states: ClientStateSource) -> str | None:
-        """Saves a round; the result as of `CheckpointStore.save`. Without a store, nothing is saved."""
-        if self.store is None:
-            return None
+        """Saves a round; the result as of `CheckpointStore.save`."""
+        assert self.store is not None
         with self.interval.measured():
             RunDirectory(self.store.directory).sync_records()
             remark = self.store.save(record.round, *self._encoded(state, record), states)
