@@ -256,7 +256,7 @@ class RoundLoop:
             seed=experiment.seed,
             round=round,
             stats=stats,
-            local_test_samples=(_NO_LIMIT if own_tests else settings.local_images) if tests_locally else 0,
+            local_test_samples=(_NO_LIMIT if own_tests else settings.local_samples) if tests_locally else 0,
             reachable=lambda: self._reachable(round),
             history=partial(distinct_rounds, self.membership.federation, round),
             aggregation=method.aggregation_rule,
