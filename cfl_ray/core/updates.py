@@ -216,9 +216,10 @@ class Traffic:
 
 @dataclass
 class RoundStats:
-    """The facts of a round in progress, to which clients, method and round loop add; in the end it has a `RoundRecord`.
+    """The facts of a round in progress, to which its clients, the method and the round loop add.
 
-    The clients add traffic, losses, local scores and exclusions, the method diagnostics and events.
+    The clients add traffic, losses, local scores and exclusions, the method diagnostics and events. When the round is
+    complete, its `RoundRecord` is made from them.
     """
 
     round: int = 0

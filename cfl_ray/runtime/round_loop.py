@@ -64,8 +64,8 @@ class RoundLoop:
         self.setup, self.experiment, self.label, self.network = setup, setup.experiment, label, network
         self.steps = CheckedMethod(setup.methods[label], network.spec.size)
         self.backend = ReusingBackend(backend, setup.federation, setup.attack.ids)
-        self.requests = Requests.to(setup, label, store.directory if store else None, session)
-        self.membership = Membership(setup, self.requests)
+        requests = Requests.to(setup, label, store.directory if store else None, session)
+        self.membership = Membership(setup, requests)
         self.evaluation = RoundEvaluation(
             setup, label, network, self.steps, self.backend, self.membership, self.clients_of
         )
@@ -127,6 +127,11 @@ class RoundLoop:
     def stops_after(self, round: int) -> bool:
         """Whether a request ends the run after this round."""
         return self.requests.stop_after is not None and round >= self.requests.stop_after
+
+    @property
+    def requests(self) -> Requests:
+        """Requests to the live run."""
+        return self.membership.requests
 
     @property
     def saved(self) -> int:
