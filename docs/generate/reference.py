@@ -26,7 +26,7 @@ API = {  # heading -> names; a name without a dot is a public one of cfl_ray
     "Results": [
         "cfl_ray.results.results.Results",
         "cfl_ray.results.results.MethodResult",
-        "cfl_ray.core.diagnostics.Diagnostic",
+        "cfl_ray.core.reported.Diagnostic",
         "cfl_ray.results.trained.TrainedMethod",
     ],
     "Data": ["Federation", "federation_from_arrays", "federation_from_dataset"],
@@ -37,6 +37,7 @@ API = {  # heading -> names; a name without a dot is a public one of cfl_ray
         "cfl_ray.core.updates.Updates",
         "cfl_ray.core.updates.MixtureUpdates",
         "LocalTraining",
+        "ClientProgram",
         "Mixture",
         "Proximal",
         "ClientState",
