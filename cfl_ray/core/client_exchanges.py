@@ -1,5 +1,6 @@
 """The exchanges of clients: how work orders are assembled, counted as traffic, and protected."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -74,9 +75,17 @@ class ClientExchanges:
         replay = None if self.replay is None else self.replay.take(index_m)
         return replace(self, ids_M=self.ids_M[index_m], num_samples_M=self.num_samples_M[index_m], replay=replay)
 
+    def require_readable(self, values: str) -> None:
+        """Raises PrivacyError if the server must not read these values of single clients.
+
+        For methods whose server computes with values of single clients that no other call shows.
+        """
+        self._protection.require_readable(values)
+
     def reads(self, values: str) -> None:
-        """Declares that the server reads these values of single clients. Raises PrivacyError if it must not."""
-        self._protection.reads(values)
+        """The former name of `require_readable`."""
+        warnings.warn("clients.reads is now called clients.require_readable", DeprecationWarning, stacklevel=2)
+        self.require_readable(values)
 
     @property
     def _protection(self) -> Protection:
@@ -86,11 +95,11 @@ class ClientExchanges:
     def _check_permitted(self, how: LocalTraining, features: UpdateFeatures | None) -> None:
         """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have."""
         if how.program.trace:
-            self.reads("the losses of local steps")
+            self.require_readable("the losses of local steps")
         for name in how.program.reports(self.spec):
-            self.reads(f"the {name} that clients report")
+            self.require_readable(f"the {name} that clients report")
         if features is not None and self._protection.masks is not None:
-            self.reads("the updates")
+            self.require_readable("the updates")
         if self._protection.examples is not None:  # noise protects the gradient of one batch
             own = [hook for hook in ("begin", "loss", "finish") if how.program.overrides(hook)]
             unlike = {
@@ -101,7 +110,7 @@ class ClientExchanges:
             }
             for values, holds in unlike.items():
                 if holds:
-                    self.reads(values)
+                    self.require_readable(values)
         if how.chained and self.received is not None:
             raise NotAsynchronous("its clients start from each other's results (chained)")
         if how.chained and self._protection.noise is not None:
@@ -152,7 +161,7 @@ class ClientExchanges:
             if self.received is not None:
                 raise NotAsynchronous(f"its clients upload {name} beside their models")
             if self._protection.masks is not None or self._protection.noise is not None:
-                self.reads(f"the {name} that clients upload beside their models")
+                self.require_readable(f"the {name} that clients upload beside their models")
             if not isinstance(self.aggregation, Mean):
                 raise ConfigError(
                     f"{place_of(program)} uploads {name} beside the model, which only the mean averages; "

@@ -191,7 +191,7 @@ class Clients(ClientExchanges):
         Raises PrivacyError in a private run, and with secure aggregation.
         """
         if floats:
-            self.reads("further numbers")
+            self.require_readable("further numbers")
         self._count_upload(floats)
 
     def count_download(self, floats: int) -> None:
@@ -345,7 +345,7 @@ class Clients(ClientExchanges):
         The losses are uploaded; if clients only choose among the models, use `choose`. Raises PrivacyError in a private
         run.
         """
-        self.reads("the losses")
+        self.require_readable("the losses")
         return self._losses(sent, max_samples, frozen_model, errors)
 
     def choose(
@@ -365,7 +365,7 @@ class Clients(ClientExchanges):
         name under which the losses are reported; empty: not reported. Other arguments: as in `losses`.
         """
         if self._protection.examples is not None:
-            self.reads("the choice among models")
+            self.require_readable("the choice among models")
         loss_MK = self._losses(sent, max_samples, frozen_model)
         if diagnostic and not self.evaluated:
             self.record(diagnostic, np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
@@ -378,7 +378,7 @@ class Clients(ClientExchanges):
 
         Choosing a model by it leaks test labels; only for the reproduction of published results that did so.
         """
-        self.reads("the accuracies")
+        self.require_readable("the accuracies")
         accuracy_KM = []
         for k in range(sent.num_models):
             tables = ModelTables()
@@ -407,7 +407,7 @@ class Clients(ClientExchanges):
         client_state: columns of the client's state, which replace those of the anchor.
         """
         if self._protection.masks is not None or self._protection.examples is not None:
-            self.reads("descriptions")
+            self.require_readable("descriptions")
         if not len(self):
             return torch.zeros(0, sketch or 0), np.zeros(0, bool)
         tables = ModelTables()
