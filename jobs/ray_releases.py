@@ -25,6 +25,7 @@ from typing import NamedTuple
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
 import psutil
+from cfl_ray.runtime.round_report import RoundReport
 from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +33,6 @@ from rich.table import Table
 from cfl_ray import Experiment, run, simulate
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.runtime.on_ray import fork_server, ray_internals
-from cfl_ray.runtime.round_report import RoundReport
 from jobs.chaos.same_outcome import outcome
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from cfl_ray.errors import Interrupted
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.results.results import MethodResult
 from cfl_ray.runtime.round_loop import RoundLoop
-from cfl_ray.runtime.round_report import RoundReport
+from cfl_ray.tracking import RoundRecord
 
 PLANTED = {  # eight clients, of which the even and the odd ones disagree about every label
     "data": {
@@ -68,7 +68,7 @@ class Reports(Watcher):
         self.of[label].append(report)
 
 
-def simulate_until(round: int, experiment: Experiment, run_dir: Path, **options: Any) -> list[RoundReport]:
+def simulate_until(round: int, experiment: Experiment, run_dir: Path, **options: Any) -> list[RoundRecord]:
     """Simulates a run that is interrupted after this round, before the next one. Returns the reports of its rounds."""
 
     class Stopping(Reports):
@@ -87,12 +87,12 @@ def interrupt_once(monkeypatch, in_round: int) -> list[Tensor]:
     """Interrupts the next run before it saves this round. Returns the models after each attempt at the round."""
     real, models = RoundLoop._save_and_close, []
 
-    def save_and_close(self, draft):
-        if draft.round == in_round:
+    def save_and_close(self, stats):
+        if stats.round == in_round:
             models.append(self.state.models_KP)
             if len(models) == 1:
                 raise KeyboardInterrupt
-        real(self, draft)
+        real(self, stats)
 
     monkeypatch.setattr(RoundLoop, "_save_and_close", save_and_close)
     return models

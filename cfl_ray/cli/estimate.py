@@ -32,7 +32,7 @@ from cfl_ray.population.population import Population, count_of
 from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.privacy_plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
-from cfl_ray.runtime.participation import drawn_cohort, wanted_clients
+from cfl_ray.runtime.participation import awaited_clients, drawn_cohort, wanted_clients
 from cfl_ray.setup.checks import bytes_of_participants, compared_clients, most_participants
 from cfl_ray.setup.dry_rounds import TrafficEstimate, traffic
 from cfl_ray.setup.engine_choice import compute_device, device_name, engine_by_rule, engine_choice
@@ -155,11 +155,11 @@ def time_of_a_round(setup: Setup, label: str) -> tuple[float, float]:
     if setup.asynchrony is not None:
         _play_server_steps(setup, time, population, rounds)
         return time.now / rounds, 0.0
-    selected = missed = 0
+    availability, selected, missed = time.available(setup.availability), 0, 0
     for round in range(1, rounds + 1):
-        cohort, wanted = drawn_cohort(experiment.cohort, population, time.available(setup.availability), round)
+        cohort = drawn_cohort(experiment.cohort, population, availability, round)
         selected += len(cohort.ids_M)
-        missed += time.wait_for(round, cohort, wanted).past_deadline
+        missed += time.wait_for(round, cohort, awaited_clients(experiment.cohort, population, cohort)).past_deadline
         time.end_round()
     return time.now / rounds, missed / max(selected, 1)
 
@@ -170,8 +170,9 @@ def _play_server_steps(setup: Setup, time: VirtualTime, population: Population, 
     experiment, flights = setup.experiment, Flights(setup.asynchrony, time)
     state = State(torch.zeros(1, 1), np.zeros(population.num_clients, np.int32))
     concurrency = experiment.asynchronous.concurrency or wanted_clients(experiment.cohort, population)
+    availability = time.available(setup.availability)
     for step in range(1, steps + 1):
-        flights.next_cohort(step, state, concurrency, population, setup.availability, experiment.cohort.dropout)
+        flights.next_cohort(step, state, concurrency, population, availability, experiment.cohort.dropout)
         flights.advance(step, state, state)
 
 

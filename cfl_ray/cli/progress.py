@@ -29,7 +29,6 @@ from cfl_ray.results.recorded_runs import recorded_run
 from cfl_ray.results.results import Results, divergence
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.setup import Setup
 from cfl_ray.study.run import StudyResults, StudyWatcher
 from cfl_ray.study.study_plan import StudyRun
@@ -162,26 +161,26 @@ class Display(Watcher):
         if run_dir is not None:
             self._line(f"run directory {run_dir}")
 
-    def method(self, label: str, report: RoundReport) -> None:
+    def method(self, label: str, record: RoundRecord) -> None:
         self.pace.begin(label, time.monotonic())
         if self.live:
-            self.bars[label] = self.progress.add_task(label, total=self.rounds, completed=report.round, metrics="")
-        self._notes(label, report)
-        self.at_work = (label, report.round)
+            self.bars[label] = self.progress.add_task(label, total=self.rounds, completed=record.round, metrics="")
+        self._notes(label, record)
+        self.at_work = (label, record.round)
 
-    def round(self, label: str, report: RoundReport) -> None:
+    def round(self, label: str, record: RoundRecord) -> None:
         self.pace.add(label, time.monotonic())
-        self._notes(label, report)
-        evaluated = is_evaluated(report.metrics)
-        self.left[label] = left = self._time_left(label, report)
-        self.at_work = None if report.finished else (label, report.round)
+        self._notes(label, record)
+        evaluated = is_evaluated(record.metrics)
+        self.left[label] = left = self._time_left(label, record)
+        self.at_work = None if record.finished else (label, record.round)
         if self.live:
             if evaluated:
-                self.metrics[label] = printed_tables.metrics_line(report.metrics)
-            self.progress.update(self.bars[label], completed=report.round)
+                self.metrics[label] = printed_tables.metrics_line(record.metrics)
+            self.progress.update(self.bars[label], completed=record.round)
             self._show(label)
-        elif evaluated and (report.round % max(1, self.rounds // 10) == 0 or report.finished):
-            line = f"{label} round {report.round}/{self.rounds}  {printed_tables.metrics_line(report.metrics)}"
+        elif evaluated and (record.round % max(1, self.rounds // 10) == 0 or record.finished):
+            line = f"{label} round {record.round}/{self.rounds}  {printed_tables.metrics_line(record.metrics)}"
             self._line(f"{line}  {left}" if left else line)
 
     def _show(self, label: str, *more: str) -> None:
@@ -200,16 +199,16 @@ class Display(Watcher):
             if self.at_work == at_work and label in self.bars:
                 self._show(label, f"round {done + 1}: {f'{step}, ' if step else ''}{duration(seconds)} so far")
 
-    def _time_left(self, label: str, report: RoundReport) -> str:
+    def _time_left(self, label: str, record: RoundRecord) -> str:
         """Returns the time left of the method and of the run as text; empty if it is not known."""
         waiting = len(self.labels) - self.labels.index(label) - 1 if label in self.labels else 0
-        of_method = self.pace.left_of_method(label, report.round)
-        of_run = self.pace.left_of_run(label, report.round, waiting)
-        if of_method is None or of_run is None or (report.finished and not waiting):
+        of_method = self.pace.left_of_method(label, record.round)
+        of_run = self.pace.left_of_run(label, record.round, waiting)
+        if of_method is None or of_run is None or (record.finished and not waiting):
             return ""
         if not waiting:
             return f"about {duration(of_run)} left"
-        if report.finished:
+        if record.finished:
             return f"about {duration(of_run)} left in all"
         return f"about {duration(of_method)} left, {duration(of_run)} in all"
 
@@ -219,13 +218,13 @@ class Display(Watcher):
     def warn(self, text: str) -> None:
         self._line(f"note: {text}")
 
-    def _notes(self, label: str, report: RoundReport) -> None:
-        events = [event.text for event in report.events]
+    def _notes(self, label: str, record: RoundRecord) -> None:
+        events = [event.text for event in record.events]
         # in the order of the round: clients join and leave before the training, in which clusters change
-        for what, notes in (("notes", report.notes), ("events of clusters", events)):
+        for what, notes in (("notes", record.notes), ("events of clusters", events)):
             more = [f"and {len(notes) - MAX_NOTES} more {what}"] if len(notes) > MAX_NOTES else []
             for note in [*notes[:MAX_NOTES], *more]:
-                self._line(f"{label} round {report.round}: {note}")
+                self._line(f"{label} round {record.round}: {note}")
 
     def _line(self, text: str) -> None:
         say(text, self.progress.console)

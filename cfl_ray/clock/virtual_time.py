@@ -44,10 +44,8 @@ class VirtualTime:
         return self.clock.seconds(round, ids_M, trained_M, sizes_M, self.load, draw)
 
     def available(self, availability: Availability) -> Availability:
-        """The availability of clients now; its rounds begin with 1."""
-        if (length := self.clock.availability_seconds) is None:
-            return availability
-        return _AtMoment(availability, 1 + int(self.now // length))
+        """The availability of clients by this time; its rounds begin with 1."""
+        return availability if self.clock.availability_seconds is None else _ByTime(availability, self)
 
     def in_time(self, round: int, ids_M: np.ndarray) -> np.ndarray:
         """Whether each of these clients meets the deadline, bool (M,). The round waits for the clients that do."""
@@ -148,13 +146,15 @@ class Flights:
         availability: Availability,
         dropout: float,
     ) -> tuple[np.ndarray, Received]:
-        """(clients of the next server step, ascending, models they received). Advances the time to this step."""
+        """(clients of the next server step, ascending, models they received). Advances the time to this step.
+
+        availability: by this time (`VirtualTime.available`).
+        """
         self._discard_stale(round, self.arrived_F)
         number = 0
         while True:
             if wanted := concurrency - int((~self.arrived_F).sum()):
-                now = self.time.available(availability)
-                ids, reports = population.draw_more(round, number, wanted, self.client_F, now, dropout)
+                ids, reports = population.draw_more(round, number, wanted, self.client_F, availability, dropout)
                 self._begin(round, ids, reports, number)
                 number += 1
             if (taken := self._full_buffer(state, population)) is None and not self.arrived_F.all():
@@ -243,15 +243,16 @@ class Flights:
 
 
 @dataclass(frozen=True)
-class _AtMoment(Availability):
-    """The availability of the round `moment`, in every round; for virtual time."""
+class _ByTime(Availability):
+    """The availability in which a round is that of the present virtual time, whatever the round of the run."""
 
     inner: Availability
-    moment: int
+    time: VirtualTime
 
     @property
     def always(self) -> bool:
         return self.inner.always
 
     def reachable(self, round: int, num_clients: int) -> np.ndarray | Chances:
-        return self.inner.reachable(self.moment, num_clients)
+        assert self.time.clock.availability_seconds is not None
+        return self.inner.reachable(1 + int(self.time.now // self.time.clock.availability_seconds), num_clients)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from cfl_ray.core.reported import Diagnostic
 from cfl_ray.core.rng import stream
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.calling import call_plugin, described
@@ -25,32 +26,6 @@ MOST_VALUES = 1_000_000  # of one array, 4 MB
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _SPREAD = "_std"  # ends the name that marks the first metric of a task (`tracking.record.primary_of`)
-
-
-@dataclass(frozen=True, eq=False)
-class Diagnostic:
-    """A reported value."""
-
-    value: np.ndarray  # float64 () of a number, float32 (A,) or (A, B) of an array; NaN: not defined
-    axes: tuple[str, ...] = ()  # of each axis "clients", "clusters" or another word
-    labels: tuple[np.ndarray, ...] = ()  # int64, of each axis: client ids, numbers of clusters, or 0, 1, 2 ..
-
-    def equals(self, other: "Diagnostic") -> bool:
-        """Whether both have the same values of the same clients, clusters ..."""
-        return (
-            self.axes == other.axes
-            and np.array_equal(self.value, other.value, equal_nan=True)
-            and all(map(np.array_equal, self.labels, other.labels))
-        )
-
-
-@dataclass(frozen=True)
-class ReportedDiagnostic:
-    """A diagnostic with its name and the round in which it was reported."""
-
-    name: str
-    round: int
-    diagnostic: Diagnostic
 
 
 @dataclass

@@ -51,6 +51,9 @@ class Reassigned:
             and np.array_equal(self.cluster_R, other.cluster_R)
         )
 
+    def __hash__(self) -> int:
+        return hash((self.client_R.tobytes(), self.cluster_R.tobytes()))
+
     def check(self) -> None:
         """Raises ValueError for invalid values; for arrays read from a file."""
         for array_R in (self.client_R, self.cluster_R):
@@ -62,3 +65,6 @@ class Reassigned:
             raise ValueError("clients are not ascending ids")
         if len(self) and self.cluster_R.min() < -1:
             raise ValueError(f"cluster {self.cluster_R.min()}, expected -1 or more")
+
+
+NONE_REASSIGNED = Reassigned.of()

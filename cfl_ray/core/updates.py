@@ -1,5 +1,6 @@
 """Results of a cohort's training, and the statistics of a round."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
 from cfl_ray.core.privacy import Protection
+from cfl_ray.core.reassigned import NONE_REASSIGNED, Reassigned
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.versions import NotAsynchronous, Received
 from cfl_ray.core.work import Averaging, Exclusion, Outcome, Train
@@ -234,9 +236,16 @@ class Traffic:
 
 @dataclass
 class RoundStats:
-    """Statistics of a round: traffic, losses, local scores, excluded clients, the method's diagnostics and events."""
+    """The facts of a round in progress, to which its clients, the method and the round loop add.
 
-    traffic: Traffic = field(default_factory=Traffic)
+    The clients add traffic, losses, local scores and exclusions, the method diagnostics and events. When the round is
+    complete, its `RoundRecord` is made from them.
+    """
+
+    round: int = 0
+    phase: str = ""  # of the method when the round began
+    evaluated: bool = False  # whether the round is evaluated at its end
+    traffic: Traffic = field(default_factory=Traffic)  # of the run so far
     exchanges: int = 0  # number of exchanges so far
     excluded: dict[int, Exclusion] = field(default_factory=dict)  # by client
     train_loss: dict[int, float] = field(default_factory=dict)  # by client
@@ -248,6 +257,14 @@ class RoundStats:
     # clients that took local steps with privacy of single samples, how, their samples, and their steps
     example_steps: list[tuple[np.ndarray, LocalSGD, np.ndarray, np.ndarray]] = field(default_factory=list)
     lost_sums: list[str] = field(default_factory=list)  # why secure sums could not be read
+    began: float = field(default_factory=time.perf_counter)
+    time_ms: int = 0  # end of the training, since 1970
+    assign_before_N: np.ndarray | None = None  # clusters of the clients before the round
+    reassigned: Reassigned = NONE_REASSIGNED  # the clients whose cluster changed
+    metrics: dict[str, float] = field(default_factory=dict)
+    numbers: list[str] = field(default_factory=list)  # diagnostics of the method among the metrics, by name
+    scores_MV: np.ndarray | None = None  # float64: client, the task's metrics, loss of each client; None: not evaluated
+    notes: list[str] = field(default_factory=list)  # one line each, for the user
 
     def note_training(
         self, ids_M: np.ndarray, loss_M: np.ndarray, scores_M2: np.ndarray | None, valid_M: np.ndarray

@@ -1,4 +1,4 @@
-"""Drives the methods of an experiment one after another and records their reports.
+"""Drives the methods of an experiment one after another and records their rounds.
 
 The end of a method (figures, tables, and records that MLflow lacks) is written during the rounds of the next method.
 """
@@ -31,13 +31,12 @@ from cfl_ray.results.study_folder import is_finished
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.results.verification import verify
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import Session
 from cfl_ray.setup.scheduled_changes import ignored_events
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import raise_interrupt
 from cfl_ray.system.threads import one_thread
-from cfl_ray.tracking import RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
+from cfl_ray.tracking import RoundRecord, RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
 from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, metric_names, primary_of
 
 _logger = logging.getLogger(__name__)
@@ -57,10 +56,10 @@ class Watcher:
         for note in setup.federation.notes:
             _logger.info(note)
 
-    def method(self, label: str, report: RoundReport) -> None:
-        """A method begins, or goes on after the round of `report`."""
+    def method(self, label: str, record: RoundRecord) -> None:
+        """A method begins, or goes on after the round of `record`."""
 
-    def round(self, label: str, report: RoundReport) -> None:
+    def round(self, label: str, record: RoundRecord) -> None:
         """A round is complete."""
 
     def complete(self, results: Results) -> None:
@@ -83,7 +82,7 @@ class StudyPlace:
 
 
 class Driver:
-    """Drives a session through the methods and records its reports."""
+    """Drives a session through the methods and records their rounds."""
 
     def __init__(
         self,
@@ -186,22 +185,22 @@ class Driver:
             return of_session
         return partial(load_trained, self.setup, label, self.directory)
 
-    def _rounds(self, label: str, recorder: MethodRecorder) -> RoundReport:
+    def _rounds(self, label: str, recorder: MethodRecorder) -> RoundRecord:
         """Records the rounds of the method, and returns the last. Raises RunStopped if a request ended the run."""
         notify = self.watcher.method
         record_wait = partial(self._record_wait, label, recorder)
-        for report in self.session.rounds(label, record_wait):  # first the restored one, which may not be recorded yet
-            recorder.add(report)
-            if report.fallbacks and self.directory is not None:
-                add_fallbacks(self.directory, label, report.fallbacks)
-            notify(label, report)
+        for record in self.session.rounds(label, record_wait):  # first the restored one, which may not be recorded yet
+            recorder.add(record)
+            if record.fallbacks and self.directory is not None:
+                add_fallbacks(self.directory, label, record.fallbacks)
+            notify(label, record)
             notify = self.watcher.round
             self._check_ending()
             raise_interrupt()
-        self.stopped = report.stop
-        if not report.finished:
-            raise RunStopped(f"stopped after round {report.round} of {label}, as asked")
-        return report
+        self.stopped = record.stop
+        if not record.finished:
+            raise RunStopped(f"stopped after round {record.round} of {label}, as asked")
+        return record
 
     def _record_wait(self, label: str, recorder: MethodRecorder, text: str) -> None:
         """Records that a round waits, in the runs of its method and of the comparison. text: for what it waits."""

@@ -16,7 +16,7 @@ from cfl_ray.methods import resolve
 from cfl_ray.results.run_record import check_not_edited, differences, recorded_hash, rounds_at_start, write_config
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import copy_events
-from cfl_ray.runtime.private_run import copy_key
+from cfl_ray.runtime.parts.private_run import copy_key
 from cfl_ray.setup.prepare import resolve_learning
 from cfl_ray.system.files import sync
 from cfl_ray.tracking import read_end

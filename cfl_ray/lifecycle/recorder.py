@@ -13,7 +13,6 @@ from cfl_ray.results.results import MethodResult, recovery_metrics
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal, grown_by
-from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.files import drafted, write_text
 from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, check_metrics, last_record, read_records, summarise
@@ -23,7 +22,7 @@ _PAUSE_SECONDS = 1.0  # before figures that failed are drawn again
 
 
 class MethodRecorder:
-    """Records the reports of a method, and at its end writes the summary, figures and tables.
+    """Records the rounds of a method, and at its end writes the summary, figures and tables.
 
     directory: of the method; None: nothing is written. run_log: started; None without a directory.
     """
@@ -46,31 +45,31 @@ class MethodRecorder:
         """The last recorded round; 0: none."""
         return self.last.round if self.last else 0
 
-    def add(self, report: RoundReport) -> None:
+    def add(self, record: RoundRecord) -> None:
         """Records a round in each file that does not have it.
 
         A round that is replayed after a fault may be in all files, or in some if a power failure truncated the others.
         """
-        if not report.metrics:
+        if not record.metrics:
             return
-        numbers = {name: report.metrics[name] for name in report.numbers}
-        self.reassignments.add(report.round, report.reassigned)
-        if report.scores_MV is not None:
-            self.clients.add(report.round, report.scores_MV)
-        self.diagnostics.add(report.round, numbers, report.diagnostics)
-        if report.round <= self.last_round:
+        numbers = {name: record.metrics[name] for name in record.numbers}
+        self.reassignments.add(record.round, record.reassigned)
+        if record.scores_MV is not None:
+            self.clients.add(record.round, record.scores_MV)
+        self.diagnostics.add(record.round, numbers, record.diagnostics)
+        if record.round <= self.last_round:
             return
         run_only = {*RUN_METRICS, *self.of_newcomers}
-        # records that stay in memory share these names, of which every report has a copy
-        metrics = {sys.intern(name): value for name, value in report.metrics.items() if name not in run_only}
+        # records that stay in memory share these names, of which every round has a copy
+        metrics = {sys.intern(name): value for name, value in record.metrics.items() if name not in run_only}
         check_metrics(metrics, {*self.of_task, *numbers})
-        self.last = RoundRecord(report.round, metrics, report.time_ms, report.phase, report.events)
+        self.last = RoundRecord(record.round, metrics, record.time_ms, record.phase, record.events)
         if self.run_log is None:
             self.records.append(self.last)
         else:
             self.run_log.log(self.last)
 
-    def summarise(self, last: RoundReport) -> None:
+    def summarise(self, last: RoundRecord) -> None:
         """Computes the metrics of the whole run, after its last round."""
         self.records = list(read_records(self.directory)) if self.directory else self.records
         clustered = any("num_clusters" in record.metrics for record in self.records)

@@ -37,6 +37,11 @@ class Cohort:
     surplus: int = 0
     absent: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # ids of all that do not report
 
+    @property
+    def why_empty(self) -> str:
+        """The reason for an empty cohort, as text."""
+        return f"no client {'finished before the deadline' if self.past_deadline else 'could be reached'}"
+
 
 class Population:
     """The clients that are online, round by round. The cost of a round depends on its cohort and changes, not on N."""

@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.reassigned import Reassigned
+from cfl_ray.core.reported import Diagnostic, ReportedDiagnostic
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import DataError
 from cfl_ray.report.report_data import ClusterHistory, Reassignment

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 from cfl_ray.config import Experiment
 from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.study import load_study
-from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS, Diagnostic
+from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS
+from cfl_ray.core.reported import Diagnostic
 from cfl_ray.errors import ConfigError, DataError, command
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import listed

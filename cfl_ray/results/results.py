@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from torch import Tensor, nn
 
-from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.events import ClusterEvent
+from cfl_ray.core.reported import Diagnostic, ReportedDiagnostic
 from cfl_ray.data.federation import TensorSamples
 from cfl_ray.errors import ConfigError
 from cfl_ray.results.arrow_log import ClientMetrics, by_name, read_client_metrics, read_diagnostics

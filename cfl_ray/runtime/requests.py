@@ -7,6 +7,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +18,10 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.errors import ConfigError, NotReady
 from cfl_ray.population.population import Population
 from cfl_ray.runtime.journal import JoinedShards, Journal, JournalEvent
-from cfl_ray.runtime.round_report import Status
+from cfl_ray.setup.protection import check_joining
+from cfl_ray.setup.setup import Setup
+from cfl_ray.tracking import last_record
+from cfl_ray.tracking.record import Status
 
 
 class Requests:
@@ -48,6 +53,13 @@ class Requests:
         for event in journal.events:
             if event.shards:
                 self.federations.append((event.round, grown(self.federations[-1][1], event.shards.open())))
+
+    @classmethod
+    def to(cls, setup: Setup, label: str, directory: Path | None, session: str) -> "Requests":
+        """Requests to a method of the experiment. directory: of the method; None: no files are kept."""
+        last = last_record(directory) if directory else None
+        check, rounds = partial(check_joining, setup, label), setup.experiment.rounds
+        return cls(label, Journal(directory), setup.federation, check, rounds, session, last.round if last else 0)
 
     # ---- for the thread of the round loop
 

@@ -1,24 +1,33 @@
-"""The evaluation of a round: metrics by every protocol, agreement of the clusters, diagnostics."""
+"""The metrics of a method's rounds: of the training, and of the evaluation by every protocol; diagnostics."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from cfl_ray.core.backend import Backend
 from cfl_ray.core.checked_method import CheckedMethod
-from cfl_ray.core.clients import ClientData, Clients, RoundStats
-from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MOST_VALUES, Diagnostics, ReportedDiagnostic, sample_of
+from cfl_ray.core.clients import ClientData, Clients, RoundStats, Traffic
+from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MOST_VALUES, Diagnostics, sample_of
+from cfl_ray.core.reported import ReportedDiagnostic
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.data.federation import Federation
+from cfl_ray.nn.network import Network
+from cfl_ray.population.population import Cohort
 from cfl_ray.runtime.evaluation import Evaluator, cluster_metrics, cluster_vectors, mean_of_defined, score_metrics
 from cfl_ray.runtime.participation import Membership
-from cfl_ray.runtime.round_report import RoundDraft
+from cfl_ray.runtime.parts.loop_part import LoopPart
+from cfl_ray.runtime.round_facts import add_exclusions, end_training, record_of
 from cfl_ray.setup.setup import Setup
+from cfl_ray.tracking import RoundRecord
 from cfl_ray.tracking.record import LABEL_COUNTS, PAST_SCORES, cluster_diagnostics_of, taken_names
+
+_LOCAL_SCORES = "server.local_scores_N2"  # in checkpoints
 
 
 class RoundDiagnostics:
@@ -32,11 +41,11 @@ class RoundDiagnostics:
         self.arrays = {reported.name: reported for reported in restored}
         self._deferred: dict[str, tuple[int, Diagnostics]] = {}  # not computed yet: (round, reported in it)
 
-    def take(self, draft: RoundDraft, reported: Diagnostics) -> None:
+    def take(self, stats: RoundStats, reported: Diagnostics) -> None:
         """Adds the arrays that were reported in a round; numbers become metrics of the round."""
-        draft.metrics |= reported.numbers
-        draft.numbers += [name for name in reported.numbers if name not in draft.numbers]
-        self._deferred |= dict.fromkeys(reported.names, (draft.round, reported))
+        stats.metrics |= reported.numbers
+        stats.numbers += [name for name in reported.numbers if name not in stats.numbers]
+        self._deferred |= dict.fromkeys(reported.names, (stats.round, reported))
 
     def resolve(self) -> None:
         """Computes the arrays added since the last call."""
@@ -49,84 +58,145 @@ class RoundDiagnostics:
         return tuple(self.arrays.values())
 
 
-class RoundEvaluation:
-    """Evaluates the rounds of one method.
+class _Traffic(BaseModel):
+    """`Traffic` in a checkpoint."""
 
-    initial_P: the common initial model, which a client holds before its first training.
+    model_config = ConfigDict(strict=True, extra="forbid")
+    down_bits: int
+    up_bits: int
+
+
+class RoundEvaluation(LoopPart):
+    """Measures the rounds of one method: their traffic and training, and the models of evaluated rounds.
+
+    clients_of: returns clients with the statistics to which their exchanges add.
     """
 
     def __init__(
         self,
         setup: Setup,
         label: str,
+        network: Network,
         steps: CheckedMethod,
         backend: Backend,
         membership: Membership,
         clients_of: Callable[[np.ndarray, int, RoundStats], Clients],
-        initial_P: Tensor,
     ):
         experiment, self.task = setup.experiment, setup.task
         self.settings, self.seed, self.label = experiment.evaluation, experiment.seed, label
         self.steps, self.clients_of, self.membership = steps, clients_of, membership
         self.evaluator = Evaluator(self.settings, setup.federation, backend, self.seed, self.task)
-        self.initial_P, self.primary = initial_P, self.task.metrics[0].name
-        self.attackers = setup.attack.ids
+        self.primary, self.attackers = self.task.metrics[0].name, setup.attack.ids
+        self.initial_P = network.new_model(self.seed, 0)  # held by clients before their first training
         self.taken = taken_names([metric.name for metric in self.task.metrics])
         self.label_counts = LabelCounts(setup.federation.shape.num_classes)
+        self.traffic = Traffic()  # of the run so far
+        # float32: P-local of every client after its last training, NaN before its first training
+        self.local_scores_N2 = np.zeros((0, 2), np.float32)
+        self.fallbacks: set[str] = set()  # reasons noted so far why the chosen engine did not train clients
+        self.diagnostics = RoundDiagnostics()  # not recorded yet
 
-    def new_diagnostics(self) -> Diagnostics:
-        """An empty collection, for a round or an evaluation."""
+    def begin(self, round: int, phase: str, is_last: bool) -> RoundStats:
+        """The statistics of a round that begins in this phase. is_last: of the run, which is always evaluated."""
+        evaluated = is_last or round % self.settings.every == 0
+        return RoundStats(round, phase, evaluated, self.traffic, diagnostics=self._new_diagnostics())
+
+    def record(self, stats: RoundStats, unrecorded: bool) -> RoundRecord:
+        """The record of a round. unrecorded: of a checkpoint, with diagnostics that wait for an evaluated round."""
+        if unrecorded:
+            self.diagnostics.resolve()
+            return record_of(stats, self.diagnostics.reported)
+        if stats.scores_MV is None:
+            return record_of(stats, ())
+        record, self.diagnostics = record_of(stats, self.diagnostics.reported), RoundDiagnostics()
+        return record
+
+    def resumed(self, record: RoundRecord) -> RoundRecord:
+        """The record in a checkpoint as it was without `unrecorded`."""
+        if record.scores_MV is not None:
+            return record
+        self.diagnostics = RoundDiagnostics(record.diagnostics)
+        return replace(record, diagnostics=())
+
+    def _new_diagnostics(self) -> Diagnostics:
         return Diagnostics(self.label, self.taken, self.seed)
 
-    def add_to(
-        self, draft: RoundDraft, state: State, local_scores_N2: np.ndarray, diagnostics: RoundDiagnostics
-    ) -> None:
-        """Tests online clients with the models of `state`, and adds the results to the draft of the round.
+    # ---- hooks
 
-        local_scores_N2: P-local of every client after its last training, NaN before its first training.
-        """
-        online, present = self.membership.population.online, self.membership.present
+    def leave(self, ids: np.ndarray) -> None:
+        self._set_local_scores(ids, np.nan)
+
+    def end_round(self, stats: RoundStats, cohort: Cohort, before: State, after: State) -> None:
+        self._set_local_scores(list(stats.local_scores), list(stats.local_scores.values()))
+        end_training(stats, cohort, after, self.fallbacks)
+        self.fallbacks |= stats.fallbacks
+        self.diagnostics.take(stats, stats.diagnostics)
+
+    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {_LOCAL_SCORES: torch.from_numpy(self.local_scores_N2)}, {"traffic": vars(self.traffic)}
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any], state: State) -> None:
+        self.traffic = Traffic(**dict(_Traffic.model_validate(values.pop("traffic"))))
+        self.local_scores_N2 = tensors.pop(_LOCAL_SCORES).numpy()
+        if self.local_scores_N2.shape != (count := len(state.assign_N), 2):
+            raise ValueError(f"scores of shape {self.local_scores_N2.shape} for {count} clients")
+
+    @np.errstate(over="ignore")  # scores beyond float32 are infinite
+    def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
+        """Sets scores in a new array, because a checkpoint compares with the array that was saved last."""
+        if (more := self.membership.federation.num_clients - len(self.local_scores_N2)) > 0:
+            unknown = np.full((more, 2), np.nan, np.float32)
+            self.local_scores_N2 = np.concatenate([self.local_scores_N2, unknown])
+        if len(ids):
+            self.local_scores_N2 = self.local_scores_N2.copy()
+            self.local_scores_N2[ids] = scores
+
+    # ---- evaluation
+
+    def evaluate(self, stats: RoundStats, state: State) -> None:
+        """Tests online clients with the models of `state`, and adds the results to the statistics of the round."""
+        online, present, diagnostics = self.membership.population.online, self.membership.present, self.diagnostics
         self.evaluator.federation = present
-        stats = RoundStats(diagnostics=self.new_diagnostics())
+        tests = RoundStats(diagnostics=self._new_diagnostics())
         clients = replace(
-            self.clients_of(self.evaluator.chosen(online), draft.round, stats),
+            self.clients_of(self.evaluator.chosen(online), stats.round, tests),
             evaluated=True,
             choice_samples=self.settings.choice_samples,
             tester=lambda those, serving: self.evaluator.scores(serving, those),
         )
         serving = self.steps.serve(state, clients)
         table_MV = self.evaluator.scores(serving, clients)
-        draft.scores_MV = np.column_stack([clients.ids_M, table_MV])
-        draft.metrics |= score_metrics(table_MV, self.task)
-        draft.metrics |= cluster_metrics(state, online, present.group_N)
+        stats.scores_MV = np.column_stack([clients.ids_M, table_MV])
+        stats.metrics |= score_metrics(table_MV, self.task)
+        stats.metrics |= cluster_metrics(state, online, present.group_N)
         if self.settings.local:
-            draft.metrics |= self._local_metrics(local_scores_N2, clients)
-        draft.metrics |= self._metrics_of_some(table_MV[:, 0], serving, clients)
+            stats.metrics |= self._local_metrics(clients)
+        stats.metrics |= self._metrics_of_some(table_MV[:, 0], serving, clients)
         if self.settings.past:
-            diagnostics.take(draft, self._tests_on_past_data(draft, serving, clients))
+            diagnostics.take(stats, self._tests_on_past_data(stats, serving, clients))
         self.steps.diagnose(state, clients)
-        draft.record_exclusions(stats)
-        traffic, mbit = draft.stats.traffic, 1e-6 / present.num_clients  # bits of all clients -> Mbit per client
-        draft.metrics |= {
+        add_exclusions(stats, tests)
+        mbit = 1e-6 / present.num_clients  # bits of all clients -> Mbit per client
+        stats.metrics |= {
             "clients_online": float(len(online)),
-            "mbit_down": traffic.down_bits * mbit,
-            "mbit_up": traffic.up_bits * mbit,
+            "mbit_down": stats.traffic.down_bits * mbit,
+            "mbit_up": stats.traffic.up_bits * mbit,
         }
-        diagnostics.take(draft, stats.diagnostics)
+        diagnostics.take(stats, tests.diagnostics)
         if state.num_clusters > 1:
             of_clusters = Diagnostics(self.label)
             vectors = cluster_vectors(state, online, clients.ids_M, table_MV[:, 0])
             for name, vector_K in zip(cluster_diagnostics_of(self.primary), vectors, strict=True):
                 of_clusters.add(name, _storable(vector_K), (CLUSTERS,), clients.ids_M)
-            diagnostics.take(draft, of_clusters)
+            diagnostics.take(stats, of_clusters)
         diagnostics.resolve()
         if self.task.targets == "class":
-            diagnostics.take(draft, self._labels_of_compared(draft.round, stats, diagnostics))
+            diagnostics.take(stats, self._labels_of_compared(stats.round, tests))
             diagnostics.resolve()
 
-    def _local_metrics(self, local_scores_N2: np.ndarray, clients: Clients) -> dict[str, float]:
+    def _local_metrics(self, clients: Clients) -> dict[str, float]:
         """P-local over all clients, and over trained clients; untrained clients hold the initial model."""
-        score_M = local_scores_N2[clients.ids_M, 0].astype(np.float64)
+        score_M = self.local_scores_N2[clients.ids_M, 0].astype(np.float64)
         trained = ~np.isnan(score_M)
         metrics = {f"{self.primary}_local_trained": float(score_M[trained].mean())} if trained.any() else {}
         if not trained.all():
@@ -151,13 +221,13 @@ class RoundEvaluation:
                 metrics[f"newcomer_{self.primary}_tuned"] = mean_of_defined(tuned_M[newcomers])
         return metrics
 
-    def _tests_on_past_data(self, draft: RoundDraft, serving: Serving, clients: Clients) -> Diagnostics:
-        """Scores of clients on the data that they had before their last change. Adds the mean to the draft."""
+    def _tests_on_past_data(self, stats: RoundStats, serving: Serving, clients: Clients) -> Diagnostics:
+        """Scores of clients on the data that they had before their last change. Adds the mean to the metrics."""
         diagnostics = Diagnostics(self.label, seed=self.seed)
         federation = self.membership.federation
         changed_N = np.zeros(federation.num_clients, np.int64)  # round of the last change; 0: none
         for round, ids in sorted(federation.changed_in.items()):
-            if round <= draft.round:
+            if round <= stats.round:
                 changed_N[ids] = round
         chosen_M = changed_N[clients.ids_M] > 0
         if not chosen_M.any():
@@ -166,16 +236,16 @@ class RoundEvaluation:
         past = chosen.replaying([(int(changed) - 1,) for changed in changed_N[chosen.ids_M]])
         score_M = self.evaluator.scores(serving.select(chosen_M), past)[:, 0]
         diagnostics.add(PAST_SCORES, _storable(score_M), (CLIENTS,), chosen.ids_M)
-        draft.metrics[f"{self.primary}_past"] = mean_of_defined(score_M)
+        stats.metrics[f"{self.primary}_past"] = mean_of_defined(score_M)
         return diagnostics
 
-    def _labels_of_compared(self, round: int, stats: RoundStats, diagnostics: RoundDiagnostics) -> Diagnostics:
+    def _labels_of_compared(self, round: int, tests: RoundStats) -> Diagnostics:
         """Label counts of the clients in the method's reported matrices, without attackers, which might lie."""
         labels, population = Diagnostics(self.label, seed=self.seed), self.membership.population
-        ids = compared_clients(diagnostics.reported)
+        ids = compared_clients(self.diagnostics.reported)
         ids = ids[population.is_online_N[ids] & ~np.isin(ids, self.attackers)]
         ids = self.label_counts.bounded(ids, self.seed)
-        clients = replace(self.clients_of(ids, round, stats), evaluated=True)
+        clients = replace(self.clients_of(ids, round, tests), evaluated=True)
         counted, counts_MC = self.label_counts.of(clients, self.membership.present)
         if len(counted):
             labels.add(LABEL_COUNTS, counts_MC, (CLIENTS, "classes"), counted)

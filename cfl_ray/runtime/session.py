@@ -19,11 +19,11 @@ from cfl_ray.results.run_record import stored_hash
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_loop import RoundLoop
-from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.engine_choice import compute_device, device_name, engine_by_rule, engine_choice
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system import cpu
 from cfl_ray.system.threads import one_thread
+from cfl_ray.tracking import RoundRecord
 
 _BACKEND_PARTS = ["client_states", *(name for name, _ in getmembers(Backend, isfunction) if not name.startswith("_"))]
 
@@ -31,8 +31,8 @@ _BACKEND_PARTS = ["client_states", *(name for name, _ in getmembers(Backend, isf
 class Session(Protocol):
     """Runs the methods of one experiment for the driver."""
 
-    def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundReport]:
-        """Yields the reports of one method, as `RoundLoop.rounds`.
+    def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundRecord]:
+        """Yields the records of one method, as `RoundLoop.rounds`.
 
         record_wait: called with a line for the user when a round waits for hosts or for a server without progress.
         """
@@ -82,7 +82,7 @@ class InProcessSession:
         self.worker.engine = self.choice.engine
         self._backend()  # built anew for each method; built here once to reject an invalid backend
 
-    def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundReport]:
+    def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundRecord]:
         self.backend = self._backend()
         store = store_with_lease(self.setup, self.run_dir, label)
         self.loop = RoundLoop(self.setup, label, self.worker.network, self.backend, store)

@@ -12,9 +12,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict, TypeAdapter, ValidationError
+import numpy as np
+from pydantic import Field, InstanceOf, Strict, TypeAdapter, ValidationError
 
 from cfl_ray.core.events import ClusterEvent
+from cfl_ray.core.reassigned import NONE_REASSIGNED, Reassigned
+from cfl_ray.core.reported import ReportedDiagnostic
 from cfl_ray.errors import ConfigError, DataError, did_you_mean
 from cfl_ray.errors.redaction import redact
 from cfl_ray.run_directory import RunDirectory
@@ -23,6 +26,8 @@ from cfl_ray.system.nested import leaves_of
 
 LABEL_COUNTS = "label_counts"  # diagnostic (clients, classes) of the clients that are in a matrix (clients, clients)
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
+# of a method's run. "running": the round is training; "stopped": ended on request after a round that is saved
+Status = Literal["starting", "running", "evaluating", "saving", "finished", "stopped", "failed"]
 
 ROUND_METRICS = {
     "accuracy": (
@@ -144,7 +149,11 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """Metrics of a round. Two records of a run with the same `round` are the same record."""
+    """The facts of a complete round: the server writes it, a checkpoint keeps it, and the driver records it.
+
+    The fields up to `events` are a line of `metrics.jsonl`; a record that is read from there has no others. Two records
+    of a run with the same `round` are the same record.
+    """
 
     round: Count  # rounds completed, 0 before the first
     # a metric that does not apply is absent; NaN and infinities: training diverged
@@ -153,8 +162,28 @@ class RoundRecord:
     phase: str = ""  # of the method, in which the round began (docs/metrics.md); empty: not recorded
     events: tuple[ClusterEvent, ...] = ()  # splits, merges, births and deaths of clusters, and a change of the phase
 
+    # in other files
+    numbers: tuple[str, ...] = field(default=(), repr=False, compare=False)  # diagnostics among the metrics, by name
+    # the clients whose cluster changed in this round
+    reassigned: InstanceOf[Reassigned] = field(default=NONE_REASSIGNED, repr=False, compare=False)
+    # float64: client, the task's metrics, loss of each client; None: not evaluated
+    scores_MV: InstanceOf[np.ndarray] | None = field(default=None, repr=False, compare=False)
+    # arrays since the last evaluated round; empty if the round is not evaluated
+    diagnostics: tuple[InstanceOf[ReportedDiagnostic], ...] = field(default=(), repr=False, compare=False)
+
+    # for the user and the driver
+    notes: tuple[str, ...] = field(default=(), compare=False)  # one line each
+    fallbacks: tuple[str, ...] = field(default=(), compare=False)  # new reasons why the chosen engine did not train
+    status: Status = field(default="running", compare=False)  # of the run after the round
+    stop: bool = field(default=False, compare=False)  # a request ends the run here
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "metrics", {name: float(value) for name, value in self.metrics.items()})
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are complete."""
+        return self.status == "finished"
 
     @property
     def next_phase(self) -> str:

@@ -26,7 +26,7 @@ API = {  # heading -> names; a name without a dot is a public one of cfl_ray
     "Results": [
         "cfl_ray.results.results.Results",
         "cfl_ray.results.results.MethodResult",
-        "cfl_ray.core.diagnostics.Diagnostic",
+        "cfl_ray.core.reported.Diagnostic",
         "cfl_ray.results.trained.TrainedMethod",
     ],
     "Data": ["Federation", "federation_from_arrays", "federation_from_dataset"],
@@ -37,6 +37,7 @@ API = {  # heading -> names; a name without a dot is a public one of cfl_ray
         "cfl_ray.core.updates.Updates",
         "cfl_ray.core.updates.MixtureUpdates",
         "LocalTraining",
+        "ClientProgram",
         "Mixture",
         "Proximal",
         "ClientState",
@@ -47,9 +48,10 @@ API = {  # heading -> names; a name without a dot is a public one of cfl_ray
     ],
     "Errors": ["UserError", "ConfigError"],
 }
-_FIELDS_ELSEWHERE = {  # whose members are keys on other pages, and the members that are shown
-    "Experiment": "[to_dict, to_yaml]",
-    "Study": "[to_yaml]",
+_OPTIONS = {  # of mkdocstrings
+    "Experiment": "members: [to_dict, to_yaml]",  # the other members are keys on other pages
+    "Study": "members: [to_yaml]",
+    "cfl_ray.core.clients.Clients": "inherited_members: true",  # its fields
 }
 
 
@@ -215,8 +217,8 @@ def api_page() -> str:
         lines += [f"## {heading}", ""]
         for name in names:
             lines += [f"::: {name if '.' in name else f'cfl_ray.{name}'}"]
-            if name in _FIELDS_ELSEWHERE:
-                lines += ["    options:", f"      members: {_FIELDS_ELSEWHERE[name]}"]
+            if name in _OPTIONS:
+                lines += ["    options:", f"      {_OPTIONS[name]}"]
             lines += [""]
     return "\n".join(lines)
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from cfl_ray import Experiment, run
 from cfl_ray.lifecycle.driver import Watcher
-from cfl_ray.runtime.round_report import RoundReport
+from cfl_ray.tracking import RoundRecord
 
 console = Console(highlight=False)
 
@@ -68,10 +68,10 @@ class Clock(Watcher):
 
     times: list[float] = field(default_factory=lambda: [time.monotonic()])
 
-    def method(self, label: str, report: RoundReport) -> None:
+    def method(self, label: str, record: RoundRecord) -> None:
         self.times.append(time.monotonic())
 
-    def round(self, label: str, report: RoundReport) -> None:
+    def round(self, label: str, record: RoundRecord) -> None:
         self.times.append(time.monotonic())
 
 

@@ -11,7 +11,6 @@ from cfl_ray.cli.live_client import RunStatus
 from cfl_ray.cli.printed_tables import comparison, metrics_line, print_table, seconds_a_round, show_status
 from cfl_ray.cli.progress import MAX_NOTES, Display, Pace
 from cfl_ray.results.results import MethodResult, Results
-from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.tracking import RoundRecord
 
 
@@ -84,8 +83,8 @@ def test_without_a_terminal_about_ten_rounds_are_lines_and_notes_are_limited():
     with Display(out, rounds=30) as display:
         for round in range(1, 31):
             status = "finished" if round == 30 else "running"
-            display.round("fedavg", RoundReport(status, round, {"accuracy": round / 100}))
-        display.round("fedavg", RoundReport("running", 31, notes=tuple(f"note {n}" for n in range(MAX_NOTES + 2))))
+            display.round("fedavg", RoundRecord(round, {"accuracy": round / 100}, status=status))
+        display.round("fedavg", RoundRecord(31, {}, notes=tuple(f"note {n}" for n in range(MAX_NOTES + 2))))
     lines = out.file.getvalue().splitlines()
     assert lines[:10] == [f"fedavg round {round}/30  accuracy {round / 100:.3f}" for round in range(3, 31, 3)]
     assert len(lines) == 10 + MAX_NOTES + 1 and lines[-1] == "fedavg round 31: and 2 more notes"
@@ -153,11 +152,11 @@ def test_lines_have_the_time_left(monkeypatch):
     with Display(out, rounds=3) as display:
         display.labels = ["fedavg", "ifca"]
         for label in display.labels:
-            display.method(label, RoundReport("running", 0))
+            display.method(label, RoundRecord(0, {}))
             for round in (1, 2, 3):
                 now[0] += 60.0
                 status = "finished" if round == 3 else "running"
-                display.round(label, RoundReport(status, round, {"accuracy": 0.5}))
+                display.round(label, RoundRecord(round, {"accuracy": 0.5}, status=status))
     assert out.file.getvalue().splitlines() == [
         "fedavg round 1/3  accuracy 0.500",
         "fedavg round 2/3  accuracy 0.500  about 60 s left, 4 min in all",
@@ -181,15 +180,15 @@ def test_a_long_round_shows_its_step_and_a_short_one_does_not(monkeypatch, tmp_p
 
     with Display(out, rounds=3) as display:
         display.run_dir = tmp_path
-        display.method("fedavg", RoundReport("running", 0))
+        display.method("fedavg", RoundRecord(0, {}))
         now[0] = 9.0
         assert shown(display) == ""
         now[0] = 11.0
         assert shown(display) == "round 1: evaluating, 11 s so far"
-        display.round("fedavg", RoundReport("running", 1, {"accuracy": 0.5}))
+        display.round("fedavg", RoundRecord(1, {"accuracy": 0.5}))
         assert shown(display) == "accuracy 0.500"
         display.run_dir, now[0] = None, 31.0  # nothing is known of the step
         assert shown(display) == "accuracy 0.500  round 2: 20 s so far"
-        display.round("fedavg", RoundReport("finished", 3, {"accuracy": 0.75}))
+        display.round("fedavg", RoundRecord(3, {"accuracy": 0.75}, status="finished"))
         now[0] = 99.0
         assert "so far" not in shown(display)

@@ -11,7 +11,8 @@ from scipy.spatial.distance import squareform
 from cfl_ray import Method, Serving, State
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients
-from cfl_ray.core.diagnostics import Diagnostic, Diagnostics, sample_of
+from cfl_ray.core.diagnostics import Diagnostics, sample_of
+from cfl_ray.core.reported import Diagnostic
 from cfl_ray.core.rng import Draws
 from cfl_ray.errors import RunError
 

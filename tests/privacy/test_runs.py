@@ -14,7 +14,7 @@ from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.population.population import Population
 from cfl_ray.privacy.privacy_plan import describe
-from cfl_ray.runtime.private_run import ClientPrivacy
+from cfl_ray.runtime.parts.private_run import ClientPrivacy
 from cfl_ray.setup.prepare import prepare
 
 pytest.importorskip("dp_accounting")
@@ -116,15 +116,15 @@ def test_models_can_be_read_without_the_key_and_none_is_written(tmp_path):
 def test_clients_cannot_join_or_leave_on_request(monkeypatch):
     from cfl_ray.runtime.round_loop import RoundLoop
 
-    real, refused = RoundLoop._train, []
+    real, refused = RoundLoop._trained, []
 
     def asking(self, *arguments):
         with pytest.raises(ConfigError, match="ifca: clients cannot join or leave: the account of privacy") as error:
             self.requests.leave([0])
         refused.append(error)
-        real(self, *arguments)
+        return real(self, *arguments)
 
-    monkeypatch.setattr(RoundLoop, "_train", asking)
+    monkeypatch.setattr(RoundLoop, "_trained", asking)
     simulate(experiment(rounds=1))
     assert refused
 
@@ -215,7 +215,7 @@ def test_what_allows_amplification(sections, kind, reason):
     population = Population(12, [], seed=0)
     drawn = lambda: [population.draw(round, 0.5, poisson=kind == "poisson").ids_M.tolist() for round in range(9)]
     by_seed = drawn()
-    ClientPrivacy(plan, 0, None).seed_cohorts(population, SimpleNamespace())
+    ClientPrivacy(plan, 0, None, SimpleNamespace(population=population, requests=SimpleNamespace()))
     assert (drawn() == by_seed) == (kind == "all"), "cohorts that amplify are drawn from the key"
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 import cfl_ray
-from cfl_ray.core.diagnostics import Diagnostic
+from cfl_ray.core.reported import Diagnostic
 from cfl_ray.data.chained import ChainedFederation
 from cfl_ray.results.results import recovery_frame, recovery_metrics
 

@@ -12,7 +12,7 @@ import pytest
 from small_runs import simulate_until
 
 from cfl_ray import load_run, resume, simulate
-from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
+from cfl_ray.core.reported import Diagnostic, ReportedDiagnostic
 from cfl_ray.errors import DataError, RunError
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.results.arrow_log import DiagnosticsLog, read_diagnostics, read_reassignments

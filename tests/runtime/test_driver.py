@@ -17,9 +17,8 @@ from cfl_ray.engine.engines import ENGINES
 from cfl_ray.errors import DataError, Interrupted, RunError
 from cfl_ray.lifecycle import launch, recorder
 from cfl_ray.lifecycle.driver import params_of
-from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.prepare import prepare
-from cfl_ray.tracking import RunInfo, RunLog, read_end, read_info
+from cfl_ray.tracking import RoundRecord, RunInfo, RunLog, read_end, read_info
 
 
 def status(folder) -> str:
@@ -158,7 +157,7 @@ def test_memory_does_not_grow_with_the_rounds(experiment, tmp_path):
     try:
         for round in range(1, 302):
             metrics = dict.fromkeys(("accuracy", *names), round / 7)
-            made = RoundReport("running", round, metrics, numbers=tuple(names))
+            made = RoundRecord(round, metrics, numbers=tuple(names))
             kept.add(pickle.loads(pickle.dumps(made)))
             if round in (100, 300):
                 gc.collect()
@@ -176,7 +175,7 @@ def test_records_share_the_names_that_every_report_brings_anew(experiment):
     setup = prepare(experiment(methods=["fedavg"]))
     kept = recorder.MethodRecorder(setup, "fedavg", None, None)
     for round in (1, 2):
-        made = RoundReport("running", round, {"accuracy": 0.5, "own number": 1.0}, numbers=("own number",))
+        made = RoundRecord(round, {"accuracy": 0.5, "own number": 1.0}, numbers=("own number",))
         kept.add(pickle.loads(pickle.dumps(made)))
     first, second = kept.records
     assert [id(name) for name in first.metrics] == [id(name) for name in second.metrics]

@@ -10,7 +10,8 @@ from torch import nn
 
 import cfl_ray
 from cfl_ray import Experiment, simulate
-from cfl_ray.core.diagnostics import CLIENTS, Diagnostic, ReportedDiagnostic
+from cfl_ray.core.diagnostics import CLIENTS
+from cfl_ray.core.reported import Diagnostic, ReportedDiagnostic
 from cfl_ray.errors import RunError
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.runtime.round_evaluation import LabelCounts, compared_clients

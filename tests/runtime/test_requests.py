@@ -120,7 +120,7 @@ def test_every_method_takes_unknown_newcomers(begin, newcomers, tmp_path):
         assert [metrics.get("clients_joined") for _, metrics, _ in figures] == [None, None, 4], method
         assert [metrics.get("clients_left") for _, metrics, _ in figures] == [None, 1, None], method
         assert len(loop.state.assign_N) == 12 and loop.state.assign_N[0] == -1, method
-        assert (loop.local_scores_N2[1:, 0] >= 0).all(), method
+        assert (loop.evaluation.local_scores_N2[1:, 0] >= 0).all(), method
 
 
 @pytest.mark.parametrize("method, checkpoint_every", [("ditto", 4), ("autocfl", 1), ("autocfl", 4)])
@@ -291,7 +291,7 @@ def test_the_states_of_clients_that_leave_are_dropped(begin, tmp_path):
     loop.requests.leave([5])
     play(loop, until=2)
     assert owners(loop) == {0, 1, 3, 4, 6, 7}
-    assert np.isnan(loop.local_scores_N2[[2, 5]]).all()
+    assert np.isnan(loop.evaluation.local_scores_N2[[2, 5]]).all()
 
 
 @pytest.mark.parametrize("checkpoint_every, every", [(1, 1), (4, 5)])
@@ -341,7 +341,7 @@ def test_a_stop_within_a_round_is_carried_out(begin, tmp_path):
         raise RunStopped("stopped while it waited for client hosts, as asked")
 
     next(first.reports)
-    object.__setattr__(first.method, "round", waiting)
+    object.__setattr__(first.steps.method, "round", waiting)
     with pytest.raises(RunStopped):
         next(first.reports)
     second, report = begin(tmp_path / "run", session="another")
@@ -369,7 +369,7 @@ def test_requests_during_a_round(begin, tmp_path):
             return
         promised.setdefault(client, []).append(int(answer.rpartition(" ")[2]))
 
-    train = loop.method.round
+    train = loop.steps.method.round
 
     def round(*arguments):
         if len(threads) < 14:  # two requests for the same client
@@ -378,7 +378,7 @@ def test_requests_during_a_round(begin, tmp_path):
             [thread.start() for thread in threads[-2:]]
         return train(*arguments)
 
-    object.__setattr__(loop.method, "round", round)
+    object.__setattr__(loop.steps.method, "round", round)
     online = [metrics["clients_online"] for _, metrics, _ in play(loop, until=12)]
     [thread.join() for thread in threads]
     assert sorted(promised) == [0, 1, 2, 3, 4, 5, 6] and all(len(rounds) == 1 for rounds in promised.values())

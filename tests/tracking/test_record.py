@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from cfl_ray.core.events import ClusterEvent
+from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import write_json
@@ -49,6 +50,21 @@ def test_a_line_has_the_phase_and_the_events():
     assert (old.phase, old.events, old.metrics) == ("", (), {"phase": 0.5})
     with pytest.raises(ValueError, match="events"):
         RoundRecord.from_line('{"round": 3, "time_ms": 17, "events": [{"round": 3, "event": "war"}]}')
+
+
+def test_a_line_has_nothing_of_other_files_and_a_record_is_the_same_without_them():
+    moved = Reassigned.of([(2, 1)])
+    whole = RoundRecord(
+        3, {"a": 0.5}, 17, reassigned=moved, scores_MV=np.ones((2, 4)), notes=("note",), status="finished"
+    )
+    assert json.loads(whole.to_line()) == {"round": 3, "time_ms": 17, "a": 0.5}
+    again = RoundRecord.from_line(whole.to_line())
+    assert again == whole and (len(again.reassigned), again.scores_MV, again.notes) == (0, None, ())
+    assert whole.finished and not again.finished
+    as_metrics = (
+        '{"round": 3, "time_ms": 17, "reassigned": 1.0, "notes": 2.0, "stop": 3.0}'  # diagnostics of such names
+    )
+    assert RoundRecord.from_line(as_metrics).metrics == {"reassigned": 1.0, "notes": 2.0, "stop": 3.0}
 
 
 def test_flatten():

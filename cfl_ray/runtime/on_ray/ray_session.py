@@ -25,10 +25,11 @@ from cfl_ray.runtime.on_ray.placement import host_count
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.server_actor import server_actor_class
 from cfl_ray.runtime.on_ray.stall import Progress, ProgressWatch, StallRule
-from cfl_ray.runtime.round_report import RoundReport, Status
 from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import sigterm_interrupts
+from cfl_ray.tracking import RoundRecord
+from cfl_ray.tracking.record import Status
 
 _POLL_SECONDS, _ANSWER_SECONDS = 2.0, 1.0  # between two polls of the server's progress, and for the answer
 _HEAD_SECONDS = 20.0  # for which Ray's head does not answer, until the user is told
@@ -105,15 +106,15 @@ class RaySession:
 
     # ---- called by the driver
 
-    def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundReport]:
+    def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundRecord]:
         self.label, self.record_wait = label, record_wait
         self._publish()
         status: Status = "running"
         while status == "running":
-            report: RoundReport = self._ask("report", label)
+            record: RoundRecord = self._ask("next_round", label)
             faults, self.faults = self.faults, []
-            yield replace(report, notes=(*faults, *report.notes))
-            status = report.status
+            yield replace(record, notes=(*faults, *record.notes))
+            status = record.status
 
     def about(self) -> tuple[dict[str, str], Environment]:
         return self._ask("about")

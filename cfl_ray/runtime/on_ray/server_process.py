@@ -26,12 +26,12 @@ from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.stall import Progress
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_loop import RoundLoop
-from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import store_with_lease
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system import cpu
 from cfl_ray.system.allocator import return_large_arrays
 from cfl_ray.system.threads import one_thread
+from cfl_ray.tracking import RoundRecord
 
 _OPEN_SECONDS = 120  # limit for a host on another node to read shards
 _GOING_BACK = 5  # times that a server goes back to the same checkpoint
@@ -56,7 +56,7 @@ class ServerProcess:
         self.label = ""  # label of the present method
         self.loop: RoundLoop | None = None  # None while it is made
         self.requests: Requests | None = None  # of the loop, or of the last one while the next is made
-        self.rounds: Iterator[RoundReport] = iter(())  # reports of the loop
+        self.rounds: Iterator[RoundRecord] = iter(())  # records of the loop
         self.replacing = threading.Lock()  # held while a loop is made, which reads all granted requests
         kept = read_environment(run_dir)
         engine = kept.engine if kept else None
@@ -65,8 +65,8 @@ class ServerProcess:
 
     # ---- called by the driver
 
-    def report(self, label: str) -> RoundReport:
-        """The next report of a method: of the restored round (0: none), then of each round.
+    def next_round(self, label: str) -> RoundRecord:
+        """The next record of a method: of the restored round (0: none), then of each round.
 
         If client states are lost, the newest checkpoint is restored. Raises RunError if that happens too often without
         a new checkpoint.
@@ -76,13 +76,13 @@ class ServerProcess:
             self.going_back = RetryPolicy("the exchange", _GOING_BACK, forgiven_seconds=0)
             self._restore()
         try:
-            report = next(self.rounds)
+            record = next(self.rounds)
         except ObjectLostError as error:
             self._count_loss(error)
             self._restore()
-            report = next(self.rounds)
+            record = next(self.rounds)
         notes, self.pool.notes = self.pool.notes, []
-        return replace(report, notes=(*notes, *report.notes))
+        return replace(record, notes=(*notes, *record.notes))
 
     def _restore(self) -> None:
         """Makes the method ready: before round 1, or after its newest checkpoint."""

@@ -124,15 +124,15 @@ def test_whatever_ends_a_server_another_one_begins_the_method_again(error, sessi
     session.actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *order: asked.append(order) or "answer"))
     session.started, session._start_server = "started", lambda: None
     session._answer = FailingOnce(error)
-    assert session._ask("report", "ditto") == "answer"
-    assert asked == [("report", "ditto")] * 2 and str(error).splitlines()[0] in session.faults[0]
+    assert session._ask("next_round", "ditto") == "answer"
+    assert asked == [("next_round", "ditto")] * 2 and str(error).splitlines()[0] in session.faults[0]
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_a_cause(session):
     session.actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *order: "answer"))
     session.started, session._answer = "started", FailingOnce(RuntimeEnvSetupError("no such environment"))
     with pytest.raises(RunError, match="the server cannot start: .*no such environment.*; it needs the driver's node"):
-        session._ask("report", "ditto")
+        session._ask("next_round", "ditto")
 
 
 class HangingServer:

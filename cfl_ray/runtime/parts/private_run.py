@@ -2,24 +2,31 @@
 
 import os
 import secrets
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config.privacy import PrivacyConfig
+from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.local_sgd import ExampleNoise
+from cfl_ray.core.state import State
 from cfl_ray.errors import RunError
-from cfl_ray.population.population import Population
+from cfl_ray.population.population import Cohort
 from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.noisy_sums import Noise, PrivateRun
 from cfl_ray.privacy.privacy_plan import PrivacyPlan
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.requests import Requests
-from cfl_ray.runtime.round_report import RoundDraft
+from cfl_ray.runtime.participation import Membership
+from cfl_ray.runtime.parts.loop_part import LoopPart, named, taken
 from cfl_ray.system.files import open_private, read_file
 
 _BYTES = 32
+_SIGNATURES, _OF_SAMPLES = "server.privacy.signatures_N", "server.privacy."  # names of tensors; begin of the others'
 
 
 def key_of(noise: str, seed: int, store: CheckpointStore | None) -> bytes:
@@ -29,49 +36,56 @@ def key_of(noise: str, seed: int, store: CheckpointStore | None) -> bytes:
     return secrets.token_bytes(_BYTES) if store is None else _key(store)
 
 
-class ClientPrivacy:
+class ClientPrivacy(LoopPart):
     """The privacy of clients in a method's run, at first before round 1: its plan, and its releases so far.
 
     The noise is drawn from the seed, if the plan says so, or from the key of the run. A process that continues the run
-    draws the same noise, so a sum that is computed again is a single release.
+    draws the same noise, so a sum that is computed again is a single release. If cohorts amplify the privacy, they are
+    drawn from the key, and requests to join or leave are refused.
     """
 
-    def __init__(self, plan: PrivacyPlan, seed: int, store: CheckpointStore | None):
-        self.plan = plan
-        key = key_of(plan.config.noise, seed, store)
-        self.run = PrivateRun(plan.privacy, Noise(key))
+    trains_without_clients = True  # the sums have noise all the same
 
-    def seed_cohorts(self, population: Population, requests: Requests) -> None:
-        """If cohorts amplify the privacy, draws them from the key and refuses requests to join or leave."""
-        if self.plan.sampling.kind != "all":
-            requests.why_fixed = "the account of privacy assumes cohorts of the clients of the start"
-            population.cohort_seed = self.run.noise.seed("cohort")
+    def __init__(self, plan: PrivacyPlan, seed: int, store: CheckpointStore | None, membership: Membership):
+        self.plan = plan
+        self.run = PrivateRun(plan.privacy, Noise(key_of(plan.config.noise, seed, store)))
+        self.ends_after = 0  # the round after which the budget ends the run early; 0: none
+        if plan.sampling.kind != "all":
+            membership.requests.why_fixed = "the account of privacy assumes cohorts of the clients of the start"
+            membership.population.cohort_seed = self.run.noise.seed("cohort")
 
     def last_round(self, saved: int, rounds: int) -> int:
-        """The last round within the budget, at most `rounds`. saved: the last round in the account."""
-        return self.plan.last_round(self.run.releases, saved, rounds)
+        last = self.plan.last_round(self.run.releases, saved, rounds)
+        self.ends_after = last if last < rounds else 0
+        return last
 
-    def end_round(self, draft: RoundDraft, evaluated: bool, ends_early: bool) -> None:
-        """Enters the releases of the round into the account. Raises RunError beyond the budget.
+    def clients(self, clients: Clients, cohort: Cohort | None) -> Clients:
+        return replace(clients, protection=replace(clients.protection, noise=self.run))
 
-        evaluated: whether the round is evaluated. ends_early: whether it is the last one, since the next round would
-        exceed the budget.
-        """
+    def end_round(self, stats: RoundStats, cohort: Cohort, before: State, after: State) -> None:
+        """Enters the releases of the round into the account. Raises RunError beyond the budget."""
         self.run.end_round()
-        if not evaluated:
+        if not stats.evaluated:
             return
         epsilon, target = self.plan.epsilon(self.run.releases), self.plan.config.target_epsilon
-        draft.metrics |= {"epsilon": epsilon, "clip_norm": self.run.norm}
+        stats.metrics |= {"epsilon": epsilon, "clip_norm": self.run.norm}
         if target is not None and epsilon > target * 1.0001:
             raise RunError(
-                f"the run has released more than its plan: epsilon {epsilon:.4g} after round {draft.round}, the "
+                f"the run has released more than its plan: epsilon {epsilon:.4g} after round {stats.round}, the "
                 f"budget is {target:g}; the round is not saved"
             )
-        if ends_early:
-            draft.notes.append(f"ends after round {draft.round}: the next one would exceed epsilon {target:g}")
+        if stats.round == self.ends_after:
+            stats.notes.append(f"ends after round {stats.round}: the next one would exceed epsilon {target:g}")
+
+    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        signatures_N = torch.from_numpy(self.run.releases.signatures_N.copy())
+        return {_SIGNATURES: signatures_N}, {"privacy": self.run.to_values()}
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any], state: State) -> None:
+        self.run.restore(values.pop("privacy"), tensors.pop(_SIGNATURES).numpy().copy())
 
 
-class SamplePrivacy:
+class SamplePrivacy(LoopPart):
     """The privacy of clients' samples in a method's run, at first before round 1: its noise, and their account."""
 
     def __init__(self, config: PrivacyConfig, plan: ExampleAccount, seed: int, store: CheckpointStore | None):
@@ -80,15 +94,24 @@ class SamplePrivacy:
         self.noise = ExampleNoise(config.examples.noise_multiplier, config.examples.clip, key)
         self.account = ExampleAccount(plan.noise_multiplier, plan.delta, len(plan.account_N2))
 
-    def end_round(self, draft: RoundDraft, evaluated: bool) -> None:
+    def clients(self, clients: Clients, cohort: Cohort | None) -> Clients:
+        return replace(clients, local=replace(clients.local, examples=self.noise))
+
+    def end_round(self, stats: RoundStats, cohort: Cohort, before: State, after: State) -> None:
         """Enters the steps of the round into the account."""
-        for training in draft.stats.example_steps:
+        for training in stats.example_steps:
             self.account.charge(*training)
-        if evaluated:
+        if stats.evaluated:
             epsilon_N = self.account.epsilon_N()
-            draft.metrics["example_epsilon"] = float(epsilon_N.max())
+            stats.metrics["example_epsilon"] = float(epsilon_N.max())
             ids = np.arange(len(epsilon_N))
-            draft.stats.diagnostics.add("example_epsilon_of_clients", epsilon_N, ["clients"], ids)
+            stats.diagnostics.add("example_epsilon_of_clients", epsilon_N, ["clients"], ids)
+
+    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return named(_OF_SAMPLES, self.account.to_tensors()), {}
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any], state: State) -> None:
+        self.account.restore(taken(_OF_SAMPLES, tensors))
 
 
 def _key(store: CheckpointStore) -> bytes:
