@@ -24,6 +24,7 @@ them in place. Weight decay by an optimiser other than SGD acts on both parts in
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import scipy
@@ -85,6 +86,7 @@ class BalancedClassifier:
     momentum: float
     weight_decay: float
     per_class: int
+    reads_features: ClassVar[bool] = True
 
     def floats(self, inputs: int, classes: int) -> int:
         return self.classifier.num_classes * (self.classifier.num_features + self.classifier.has_bias + 1)

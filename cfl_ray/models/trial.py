@@ -1,7 +1,8 @@
 """Trial of a network before a run: it is built, called on two samples, and compared with another one of its factory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -76,12 +77,9 @@ def _check_forward(recipe: ModelRecipe, module: nn.Module) -> None:
             f"{_explained(recipe, error)}"
         ) from error
     if dropouts.calls and not module.training:
-        raise ConfigError(
-            f"model {recipe.place} calls functional dropout in evaluation, where predictions would be random; write "
-            "F.dropout(x, p, self.training)"
-        )
+        _raise_dropout(recipe, module)
     if not isinstance(outputs, Tensor):
-        raise ConfigError(f"model {recipe.place} answers with {type(outputs).__name__}, expected one tensor")
+        _raise_outputs(recipe, outputs, mode)
     expected = (2, *(recipe.outputs or (recipe.num_classes,)))
     if tuple(outputs.shape) != expected:
         need = f"the data has {recipe.num_classes} classes: its output size must be {recipe.num_classes}"
@@ -90,14 +88,44 @@ def _check_forward(recipe: ModelRecipe, module: nn.Module) -> None:
         raise ConfigError(f"model {recipe.place} answers 2 samples with shape {tuple(outputs.shape)}, but {need}")
 
 
+def _raise_dropout(recipe: ModelRecipe, module: nn.Module) -> NoReturn:
+    held = held_by(module).modules
+    unreached = [path for path, part in held.items() if part.training and not _is_inside(path, held)]
+    if unreached:
+        raise ConfigError(
+            f"model {recipe.place} drops values in evaluation, since eval() does not reach {_listed(unreached)} "
+            f"({type(held[unreached[0]]).__name__}), in a list, a dict or another attribute that is no module: "
+            "predictions would be random; use nn.ModuleList or nn.ModuleDict"
+        )
+    raise ConfigError(
+        f"model {recipe.place} calls functional dropout in evaluation, where predictions would be random; write "
+        "F.dropout(x, p, self.training)"
+    )
+
+
+def _raise_outputs(recipe: ModelRecipe, outputs: Any, mode: str) -> NoReturn:
+    remedy = "return the tensor with the outputs"
+    if mode:
+        remedy = "leave out auxiliary outputs (torchvision: aux_logits=False), which the loss would not use"
+    elif isinstance(outputs, Mapping):
+        remedy = f"return one of its entries ({_listed([str(name) for name in outputs])})"
+    raise ConfigError(
+        f"model {recipe.place} answers with {type(outputs).__name__}{mode}, expected one tensor; {remedy}"
+    )
+
+
 def _check_evaluation(recipe: ModelRecipe, module: nn.Module) -> None:
     """Raises ConfigError if predictions depend on earlier passes, or on random numbers."""
+    before = _tensors(module)
     first, draws = _answer(recipe, module, 0)
     if not _agree(first, _answer(recipe, module, 0)[0]):
+        changed = [name for name, tensor in _tensors(module).items() if not _equal(tensor, before.get(name), exact=True)]
+        cause = "depends on Python state that it changes, or on a random generator of its own"
+        if changed:
+            cause = f"changes {_listed(changed)}; change buffers only in training: if self.training"
         raise ConfigError(
             f"model {recipe.place} answers the same samples differently the second time, in evaluation: its forward "
-            "pass depends on Python state or a buffer that it changes, or on a random generator of its own; then "
-            "results depend on the process"
+            f"pass {cause}; then results depend on the process"
         )
     for seed in range(1, _TRIES_OF_DRAWS if draws else _TRIES):
         if not _agree(first, _answer(recipe, module, seed)[0]):
@@ -290,7 +318,9 @@ def _causes(held: Held, of_other: Held) -> str:
 
 
 def _unregistered(recipe: ModelRecipe, held: Held) -> list[str]:
-    return [_untrained(recipe, held)] if any(held.parameters.values()) else []
+    """A warning of parameters and buffers in modules that are not registered; none without any."""
+    buffers = any(True for part in held.modules.values() for _ in part.buffers())
+    return [_untrained(recipe, held)] if buffers or any(held.parameters.values()) else []
 
 
 def _untrained(recipe: ModelRecipe, held: Held) -> str:
@@ -298,11 +328,12 @@ def _untrained(recipe: ModelRecipe, held: Held) -> str:
     outer = [path for path in held.modules if not _is_inside(path, held.modules)]
     alone = [path for path in held.parameters if not _is_inside(path, outer)]
     number = sum(held.parameters.values())
+    parameters = f"{number:,} parameters" if number else "tensors"
     modules = [f"{path} ({type(held.modules[path]).__name__})" for path in outer]
     use = "nn.ModuleList or nn.ModuleDict" if outer else "nn.ParameterList or nn.ParameterDict"
     return (
         f"model {recipe.place}: PyTorch does not find {_listed([*modules, *alone])}, in a list, a dict or another "
-        f"attribute that is no module: their {number:,} parameters are not trained, averaged or saved; use {use}"
+        f"attribute that is no module: their {parameters} are not trained, averaged or saved; use {use}"
     )
 
 

@@ -338,3 +338,64 @@ class _CopiesPretrained(nn.Module):
 
 def test_copies_of_a_global_module_in_init_are_no_untrained_parameters():
     assert tried(_CopiesPretrained).warnings == ()
+
+
+class TestModulesThatPyTorchDoesNotFind:
+    """eval() does not reach modules in plain lists, and their buffers are not saved, with or without parameters."""
+
+    @staticmethod
+    def listed(make):
+        return net(sets(parts=lambda: [make()]), lambda module, x: module.parts[0](x))
+
+    @pytest.mark.parametrize("layer", [nn.Dropout, nn.AlphaDropout])
+    def test_dropout_is_an_error_that_names_the_list(self, layer):
+        names_it = r"eval\(\) does not reach parts\[0\] \(Dropout\).*ModuleList|draws random numbers"
+        with pytest.raises(ConfigError, match=names_it):
+            tried(self.listed(lambda: layer(0.5)))
+
+    @pytest.mark.parametrize("affine, number", [(False, "their tensors are not"), (True, "their 8 parameters are not")])
+    def test_running_statistics_are_a_warning(self, affine, number):
+        (warning,) = tried(self.listed(lambda: nn.BatchNorm1d(4, affine=affine))).warnings
+        assert "does not find parts[0] (BatchNorm1d)" in warning and number in warning
+
+    def test_frozen_layers_drawn_at_random_are_an_error_without_a_number(self):
+        with pytest.raises(ConfigError, match=r"parts\[0\] \(Linear\).*their tensors are not trained"):
+            tried(self.listed(lambda: nn.Linear(4, 4).requires_grad_(False)))
+
+    def test_activations_are_fine(self):
+        assert tried(self.listed(nn.ReLU)).warnings == ()
+
+
+class Observed(nn.Module):
+    """Keeps a running mean in evaluation too, as the observers of quantisation do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean.mul_(0.5).add_(0.5 * x.detach().mean(0))
+        return self.body(x - self.mean)
+
+
+def test_buffers_that_change_in_evaluation_are_named():
+    with pytest.raises(ConfigError, match="in evaluation: its forward pass changes mean; change buffers only in train"):
+        tried(Observed)
+
+
+@pytest.mark.parametrize(
+    "outputs, message",
+    [
+        (lambda module, y: (y, y) if module.training else y, "with tuple in training mode, .*auxiliary outputs"),
+        (lambda module, y: {"logits": y, "loss": 0}, r"with dict, .*one of its entries \(logits, loss\)"),
+        (lambda module, y: [y], "with list, .*return the tensor"),
+    ],
+)
+def test_outputs_that_are_no_tensor_have_a_remedy(outputs, message):
+    class Net(nn.Linear):
+        def forward(self, x):
+            return outputs(self, super().forward(x))
+
+    with pytest.raises(ConfigError, match=message):
+        tried(lambda: Net(4, 3))
