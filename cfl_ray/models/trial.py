@@ -119,7 +119,9 @@ def _check_evaluation(recipe: ModelRecipe, module: nn.Module) -> None:
     before = _tensors(module)
     first, draws = _answer(recipe, module, 0)
     if not _agree(first, _answer(recipe, module, 0)[0]):
-        changed = [name for name, tensor in _tensors(module).items() if not _equal(tensor, before.get(name), exact=True)]
+        changed = [
+            name for name, tensor in _tensors(module).items() if not _equal(tensor, before.get(name), exact=True)
+        ]
         cause = "depends on Python state that it changes, or on a random generator of its own"
         if changed:
             cause = f"changes {_listed(changed)}; change buffers only in training: if self.training"
