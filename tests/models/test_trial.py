@@ -367,7 +367,7 @@ class TestModulesThatPyTorchDoesNotFind:
 
 
 class Observed(nn.Module):
-    """Keeps a running mean in evaluation too, as the observers of quantisation do."""
+    """Keeps a running mean in evaluation too."""
 
     def __init__(self):
         super().__init__()
@@ -379,9 +379,18 @@ class Observed(nn.Module):
         return self.body(x - self.mean)
 
 
-def test_buffers_that_change_in_evaluation_are_named():
+class Ranged(Observed):
+    """Keeps the largest value, as the observers of quantisation do: the same samples twice do not show it."""
+
+    def forward(self, x):
+        self.mean.copy_(torch.maximum(self.mean, x.detach().amax(0)))
+        return self.body(x / (1 + self.mean))
+
+
+@pytest.mark.parametrize("model", [Observed, Ranged])
+def test_buffers_that_change_in_evaluation_are_named(model):
     with pytest.raises(ConfigError, match="in evaluation: its forward pass changes mean; change buffers only in train"):
-        tried(Observed)
+        tried(model)
 
 
 @pytest.mark.parametrize(
@@ -399,3 +408,58 @@ def test_outputs_that_are_no_tensor_have_a_remedy(outputs, message):
 
     with pytest.raises(ConfigError, match=message):
         tried(lambda: Net(4, 3))
+
+
+class TestNumbersDrawnByTheFirstPass:
+    """Values that a forward pass draws once and keeps are in no saved model."""
+
+    CACHE: dict[str, torch.Tensor] = {}
+
+    def attribute(module, x):
+        module.mask = getattr(module, "mask", None) if hasattr(module, "mask") else torch.rand(4)
+        return x * module.mask
+
+    def by_size(module, x):
+        masks = vars(module).setdefault("masks", {})
+        if len(x) not in masks:
+            masks[len(x)] = torch.rand(4)
+        return x * masks[len(x)]
+
+    def of_all_modules(module, x):
+        if "mask" not in TestNumbersDrawnByTheFirstPass.CACHE:
+            TestNumbersDrawnByTheFirstPass.CACHE["mask"] = torch.rand(4)
+        return x * TestNumbersDrawnByTheFirstPass.CACHE["mask"]
+
+    def by_numpy(module, x):
+        module.scale = getattr(module, "scale", None) or np.random.rand()
+        return x * module.scale
+
+    @pytest.fixture(autouse=True)
+    def empty(self):
+        self.CACHE.clear()
+
+    @pytest.mark.parametrize("forward", [attribute, by_size, of_all_modules, by_numpy])
+    @pytest.mark.parametrize("only_training", [False, True])
+    def test_it_is_an_error(self, forward, only_training):
+        kept = lambda module, x: forward(module, x) if module.training or not only_training else x
+        message = "draws random numbers in its first forward pass.*register_buffer|with other values in another call"
+        with pytest.raises(ConfigError, match=message):
+            tried(net(forward=kept))
+
+    def test_a_cache_of_computed_values_is_fine(self):
+        tried(net(forward=lambda module, x: x + vars(module).setdefault("places", torch.arange(4.0))))
+
+    def test_a_buffer_that_the_first_pass_draws_is_fine(self):
+        """Such as the codes of vector quantisation, which are averaged and saved."""
+
+        def forward(module, x):
+            if not module.is_drawn:
+                module.codes.copy_(torch.rand(4))
+                module.is_drawn.fill_(True)
+            return x * module.codes
+
+        def make(module):
+            module.register_buffer("codes", torch.zeros(4))
+            module.register_buffer("is_drawn", torch.tensor(False))
+
+        tried(net(make, forward))
