@@ -28,6 +28,7 @@ from cfl_ray.results.run_record import (
     write_config,
 )
 from cfl_ray.results.trust import load_record, sign_record
+from cfl_ray.results.user_code import edited_files
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import cluster_address, withdraw_server
 from cfl_ray.runtime.journal import copy_events
@@ -292,15 +293,15 @@ class _Launch:
     def _keep_environment(self, directory: Path, now: Environment, setup: Setup) -> None:
         """Writes the environment of a new run; warns of changes since then in a resumed run.
 
-        Raises DataError for other data, and NotReproduced if the code was edited and gives its models other outputs.
+        Raises DataError for other data, and NotReproduced if the code gives the models from which a resumed run goes on
+        other outputs, as after an edit, or if it reads a file or an environment variable that has changed.
         """
         now = now.with_inputs(self.experiment, setup.federation)
         if self.resumed and (before := read_environment(directory)) is not None:
             before.check_data(setup.federation, directory)
             for line in before.changes(now):
                 self.watcher.warn(line)
-            if edited := before.edited_code(self.experiment):
-                verify_saved(setup, directory, edited)
+            verify_saved(setup, directory, edited_files(before.code, now.code))
             return
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_environment(directory, now)
