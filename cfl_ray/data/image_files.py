@@ -160,7 +160,9 @@ _NOT_OF_THE_USER = {"__MACOSX", "Thumbs.db", "desktop.ini"}  # what macOS and Wi
 
 
 def _suffix(name: str) -> str:
-    return os.path.splitext(name)[1].lower()
+    """The suffix of a file in lower case, as `os.path.splitext` finds it, in less time; empty without any."""
+    stem, dot, suffix = name[name.rfind("/") + 1 :].rpartition(".")
+    return f".{suffix.lower()}" if stem.strip(".") and dot else ""
 
 
 def raw_files(root: Path, listings: list[Listing]) -> RawFiles:

@@ -132,10 +132,12 @@ def read_manifest(folder: Folder) -> ShardManifest | None:
 class ShardFederation(IndexedFederation):
     """A federation of shards. Its pickle is its path; a file is mapped when a client in it is first read."""
 
-    def __init__(self, uri: str, verify: bool = False) -> None:
+    def __init__(self, uri: str, verify: bool = False, manifest: ShardManifest | None = None) -> None:
+        """manifest: of the folder, if it has been read: one with 100,000 raw files takes a quarter of a second."""
         local = Folder(uri).local
         self._folder = Folder(uri if local is None else str(local))
-        manifest = read_manifest(self._folder)
+        if manifest is None:
+            manifest = read_manifest(self._folder)
         if manifest is None:
             inside = [] if local is None else sorted(local.glob(f"*/{MANIFEST}"))
             advice = f"name the folder {inside[0].parent}" if inside else "run `cfl-ray prepare`"
