@@ -287,9 +287,7 @@ def _hash(recipe: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _reuse(
-    folder: Folder, data: DataConfig, recipe: dict[str, Any], manifest: ShardManifest | None
-) -> ShardFederation:
+def _reuse(folder: Folder, data: DataConfig, recipe: dict[str, Any], manifest: ShardManifest | None) -> ShardFederation:
     """The existing shards in `folder`. Raises DataError if they were written with another recipe.
 
     manifest: of the folder, if it has been read.

@@ -127,6 +127,11 @@ def class_and_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def notes_of(error: BaseException) -> str:
+    """The notes of an error, as of `BaseException.add_note`, after its text; empty without any."""
+    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+
+
 def says_where(error: BaseException) -> bool:
     """Whether the text of an error says where it arose, so that messages add no line of this package to it."""
     return getattr(error, "says_where", False) is True

@@ -14,7 +14,7 @@ from ray._private import node, ray_constants
 from ray.exceptions import RayError, RayTaskError
 
 from cfl_ray.engine.failure import may_be_machine
-from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, text_of
+from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, notes_of, text_of
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.on_ray.fork_server import SOCKET_VARIABLE, WORKER_PROGRAM, fork_server
 from cfl_ray.runtime.on_ray.host_actor import host_environment
@@ -164,7 +164,7 @@ def as_user_error(error: RayTaskError) -> UserError:
     cause = error.cause
     if isinstance(cause, UserError):
         return cause
-    return RunError(class_and_text(cause))
+    return RunError(f"{class_and_text(cause)}{notes_of(cause)}")
 
 
 def may_be_host(error: RayTaskError) -> bool:
