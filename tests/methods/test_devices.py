@@ -45,7 +45,7 @@ def test_uploads_on_both_devices_have_one_sum(first, second):
 @pytest.mark.parametrize("name", REGISTRY)
 def test_a_run_on_a_gpu_has_the_figures_of_the_cpu(name, local, tmp_path):
     """Up to rounding, as vmap batches are larger there; with recorded steps, samples and sums on the device."""
-    data, evaluation = {"synthetic_samples": 7}, {"local_images": 1000, "tuned_epochs": 1, "every": 3}
+    data, evaluation = {"synthetic_samples": 7}, {"local_samples": 1000, "tuned_epochs": 1, "every": 3}
     sections = {"local": LOCALS[local], "data": data, "evaluation": evaluation}
     runtime = {"engine": local.partition(",")[0]}
     run = make_experiment(tmp_path, [{name: EARLY.get(name, {})}], 3, runtime=runtime, **sections)
