@@ -143,6 +143,7 @@ def _text_of(value: bytes) -> str:
 def alike_warnings(place: str, ids: np.ndarray, what: str) -> list[str]:
     """A warning if ids are text and differ in spelling only: 007 and 7, 1 and 1.0, or white space; otherwise empty.
 
+    Words for classes and groups also in case: Yes and yes; single letters may be meant, and ids of clients are codes.
     place: file and column. what: client, group or class.
     """
     if ids.dtype.kind != "U":
@@ -150,6 +151,8 @@ def alike_warnings(place: str, ids: np.ndarray, what: str) -> list[str]:
     spellings: dict[str, list[str]] = {}
     for name in np.unique(ids).tolist():
         folded = " ".join(unicodedata.normalize("NFKC", name).split())
+        if what != "client" and len(folded) > 1:
+            folded = folded.casefold()
         spellings.setdefault(_folded_number(folded) if is_number(folded) else folded, []).append(name)
     warnings = []
     if alike := [names for names in spellings.values() if len(names) > 1]:

@@ -11,12 +11,8 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-<<<<<<< HEAD
-from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserError, class_and_text, notes_of, shown
-=======
 from cfl_ray.config.section import check_path
-from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, shown
->>>>>>> main
+from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserError, class_and_text, notes_of, shown
 from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
 from cfl_ray.lifecycle.extension import begin_extended, check_extension
 from cfl_ray.lifecycle.load import opener, verify_saved
