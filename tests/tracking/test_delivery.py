@@ -476,6 +476,19 @@ class TestDestinations:
         assert len(deliver_pending(tmp_path, "http://server", warn=warnings.append)) == 1
         assert reached == ["http://elsewhere"] and "copy names MLflow at http://elsewhere" in warnings[0]
 
+    def test_runs_that_lack_results_for_one_reason_are_one_warning(self, pending, reached, tmp_path, monkeypatch):
+        for name in ("a", "b", "c"):
+            pending(name, "http://down")
+
+        def fails(self):
+            raise RuntimeError(f"of {self.run_dir}: refused")
+
+        monkeypatch.setattr(Delivery, "bring_up_to_date", lambda self, lock_seconds: fails(self))
+        warnings = []
+        assert not deliver_pending(tmp_path, "http://down", warn=warnings.append)
+        (warning,) = warnings
+        assert warning.startswith(f"MLflow at http://down lacks results of {tmp_path / 'a'} and 2 more (")
+
     def test_a_run_that_goes_on_is_signed_again_and_not_delivered_again(self, pending):
         run_dir = pending("run", "http://server", own=False)
         cursor = json.loads((run_dir / CURSOR).read_text()) | {"run_id": "abc", "delivered": 7}
