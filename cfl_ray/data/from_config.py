@@ -38,6 +38,7 @@ from cfl_ray.data.tables import read_npz
 from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.plugins.calling import call_plugin, check_options, place_of, reference_of
 from cfl_ray.plugins.registry import Registry
+from cfl_ray.system.collection import paused_collection
 from cfl_ray.system.files import sha256
 
 
@@ -257,6 +258,7 @@ def _plan(
     return make_plan(data_set, other[0] if other else None, data.with_view(data_set.test_y is not None), seed)
 
 
+@paused_collection()
 def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: str) -> dict[str, Any]:
     """All settings that decide the content of the shards, as JSON. sources None: without the raw files."""
     recipe: dict[str, Any] = {"data": data.to_recipe(), "seed": seed}

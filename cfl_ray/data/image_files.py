@@ -20,6 +20,7 @@ from cfl_ray.data.raw_files import FileState, RawFiles
 from cfl_ray.data.reading import reading
 from cfl_ray.data.tables import MAX_LABEL, Named, alike_warnings, column_of, concatenated, data_set_of, label_names
 from cfl_ray.errors import DataError, did_you_mean
+from cfl_ray.system.collection import paused_collection
 
 BATCH_ROWS = 2048  # encoded images in memory at a time
 CLIENTS_FILE = "clients.csv"
@@ -177,6 +178,7 @@ def raw_files(root: Path, listings: list[Listing]) -> RawFiles:
     return RawFiles(os.path.abspath(root), paths, [path.removeprefix(below) for path in paths], states)
 
 
+@paused_collection()
 def listed(folder: Path, without: Path | None = None) -> Listing:
     """The images below the class folders of `folder`, and what is left out. Links are followed.
 

@@ -20,6 +20,7 @@ from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.federation import DataShape, GroupTransform, Index, IndexedFederation, Scaling, StoredSamples
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.errors import DataError
+from cfl_ray.system.collection import paused_collection
 
 MANIFEST = "manifest.json"
 _MOST = 2**62  # limit of the counts in a manifest
@@ -114,6 +115,7 @@ def open_shards(path: str | Path, verify: bool = False) -> "ShardFederation":
     return ShardFederation(str(path), verify)
 
 
+@paused_collection()
 def read_manifest(folder: Folder) -> ShardManifest | None:
     """The manifest of a folder; None if the file does not exist. Raises DataError for an invalid manifest."""
     content = folder.read(MANIFEST)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
@@ -112,8 +113,8 @@ def _without_periods(field: pa.Field, values: pa.ChunkedArray) -> pa.ChunkedArra
         chunks = [getattr(chunk, "storage", chunk) for chunk in values.chunks]
         ordinals = pa.chunked_array(chunks, pa.int64()).to_pandas(integer_object_nulls=True)
         known = [ordinal for ordinal in ordinals if ordinal is not None]
-        periods = pandas.PeriodIndex.from_ordinals(known, freq=json.loads(details)["freq"])
-        words = iter(periods.astype(str))
+        kind = pandas.PeriodDtype(json.loads(details)["freq"])
+        words = iter(pandas.arrays.PeriodArray(np.array(known, np.int64), dtype=kind).astype(str))
         return pa.chunked_array([pa.array([None if o is None else next(words) for o in ordinals], pa.string())])
 
 
