@@ -255,7 +255,7 @@ class LiveDelivery:
             if getattr(self.delivery.tracker, "is_busy", lambda error: False)(error):
                 self._refusals += 1
                 if self._refusals == _SAID_BUSY:
-                    self.warn(f"{self._title()} limits the rate of requests (429); results reach it later")
+                    self.warn(f"{self._title()} asks to come back later (429 or 503); results reach it later")
                 return False
             self._refusals = 0
             self._undeliverable = error if isinstance(error, Undeliverable) else None
