@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cfl_ray.config import Experiment
 from cfl_ray.engine.in_process import InProcessBackend
-from cfl_ray.errors import ConfigError, DataError, NotReproduced, UserError
+from cfl_ray.errors import ConfigError, DataError, NotReproduced
 from cfl_ray.results.environment import read_environment
 from cfl_ray.results.load import recorded_result, recorded_run
 from cfl_ray.results.results import Results
@@ -123,6 +123,6 @@ def verify_saved(setup: Setup, run_dir: Path, edited: Sequence[str]) -> None:
             verify(load_trained(setup, label, run_dir), recorded_result(label, directory), setup.experiment, edited)
         except NotReproduced:
             raise
-        except UserError:
+        except Exception:  # of what cannot be read, which the run names when it reads it
             if edited:
                 raise

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -11,6 +12,7 @@ from typing import Any
 from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
+_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
 
 
@@ -56,7 +58,8 @@ def raised_at(part: Any, error: Exception) -> tuple[Path, int] | None:
 def users_place(error: BaseException) -> str:
     """Function, file and line of the user's code that led to an error, for messages; empty without any."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_user_file(Path(frame.filename)) and not frame.filename.startswith("<"):
+        file = Path(frame.filename)
+        if is_user_file(file) and not frame.filename.startswith("<") and not file.is_relative_to(_STANDARD_LIBRARY):
             return f"{frame.name}, {frame.filename}, line {frame.lineno}"
     return ""
 
