@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from cfl_ray import Method, State
-from cfl_ray.core.clients import LocalTraining, Objective
 
 
 class Unprintable(Exception):
@@ -128,36 +127,9 @@ class InRound(Method[State], name="in_round"):
         fail()
         return self.averaged(state, clients)
 
-    def averaged(self, state, clients, how=None):
-        updates = clients.train(clients.send(state.models_KP), average=clients.weights(), how=how or LocalTraining())
+    def averaged(self, state, clients):
+        updates = clients.train(clients.send(state.models_KP), average=clients.weights())
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
-
-
-class Step:
-    batches_per_step = 1
-
-    def __call__(self, gradient, w_P, *companion):
-        if gradient.__module__ != "cfl_ray.setup.dry_rounds":
-            fail()
-        return gradient(w_P, 0)
-
-
-@dataclass(frozen=True)
-class InStep(InRound, name="in_step"):
-    def round(self, state, clients, rng):
-        return self.averaged(state, clients, LocalTraining(local_step=Step()))
-
-
-def objective(loss, feature_BF, y_B, values):
-    fail()
-    return loss
-
-
-@dataclass(frozen=True)
-class InObjective(InRound, name="in_objective"):
-    def round(self, state, clients, rng):
-        values = np.ones((len(clients), 1), np.float32)
-        return self.averaged(state, clients, LocalTraining(objective=Objective(objective, values)))
 
 
 def mean(client, row_P):
@@ -193,14 +165,14 @@ LATE = {  # parts that are called in every round, and the settings with which a 
     "attack": {"attack": {"kind": "parts.py:attack", "clients": [1]}},
     "server": {"methods": [{"fedavg": {"server_optimizer": "parts.py:Server"}}]},
     "net": {"model": {"name": "parts.py:Net", "options": {}}},
-    **{name: {"methods": [f"parts.py:{name}"]} for name in ("InRound", "InStep", "InObjective", "InDescription")},
+    **{name: {"methods": [f"parts.py:{name}"]} for name in ("InRound", "InDescription")},
     "InServe": {"methods": ["parts.py:InServe"]},
     "staleness": {
         "clock": {"kind": "lognormal"},
         "asynchronous": {"buffer": 2, "concurrency": 4, "staleness": {"kind": "parts.py:staleness"}},
     },
 }
-OF_CLIENTS = {"metric", "optimizer", "loss", "net", "InStep", "InObjective", "InDescription"}
+OF_CLIENTS = {"metric", "optimizer", "loss", "net", "InDescription"}
 FAILS = {"unprintable": "Unprintable: (with", "lines": "TypeError: first line second line", "torch": "RuntimeError: "}
 
 

@@ -229,7 +229,7 @@ class LiveDelivery:
             self.warn(f"{self._title()} lacks {self._left()}, which {log} keeps{later}")
 
     def _left(self) -> str:
-        """What the tracker lacks, in words."""
+        """The rounds and the end that the tracker lacks, in words."""
         rounds = waiting_rounds(self.delivery.run_dir, self.delivery.name)
         lost = f"{rounds} round{'s' * (rounds != 1)} and " * bool(rounds)
         return f"{lost}the end of {self.delivery.run_dir}"
