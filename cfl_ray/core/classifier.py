@@ -1,7 +1,7 @@
 """The last layer of a model as a row for each label, and the mean features of each label."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class Prototypes:
     """For `Clients.describe`: (C, F + 1), mean features and number of samples of each label, 0 without samples."""
 
     classifier: Classifier
+    reads_features: ClassVar[bool] = True
 
     def floats(self, inputs: int, classes: int) -> int:
         return self.classifier.num_classes * (self.classifier.num_features + 1)

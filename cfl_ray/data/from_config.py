@@ -31,13 +31,14 @@ from cfl_ray.data.plan import FederationPlan, make_plan
 from cfl_ray.data.raw_files import DigestIndex, RawFiles
 from cfl_ray.data.reading import reading
 from cfl_ray.data.shard_writer import shard_bytes, shard_plan_of, write_shards
-from cfl_ray.data.shards import ShardFederation, open_shards, read_manifest
+from cfl_ray.data.shards import ShardFederation, ShardManifest, open_shards, read_manifest
 from cfl_ray.data.sources import locate
 from cfl_ray.data.synthetic import ConceptFederation, SyntheticFederation
 from cfl_ray.data.tables import read_npz
 from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.plugins.calling import call_plugin, check_options, place_of, reference_of
 from cfl_ray.plugins.registry import Registry
+from cfl_ray.system.collection import paused_collection
 from cfl_ray.system.files import sha256
 
 
@@ -75,8 +76,8 @@ def build(
     if isinstance(loaded, Federation):
         return loaded
     folder = Folder(str(shards if data.shards is None else data.shards))
-    if read_manifest(folder) is not None:
-        return _reuse(folder, data, _recipe(data, seed, None, targets))
+    if (manifest := read_manifest(folder)) is not None:
+        return _reuse(folder, data, _recipe(data, seed, None, targets), manifest)
     name = data.source.rpartition(":")[2]
     # the root is not in the recipe, since data may move; by its name, two tables have shards of their own
     root = {"root": Path(data.root).name} if isinstance(data, PartsDataConfig) and data.root is not None else {}
@@ -151,7 +152,7 @@ def _written_or_reused(
         write_shards(folder.uri, plan, recipe, raw.data.normalize, progress)
     said += _keep(raw, indices, name if legacy else None, recipe)
     expected = {key: value for key, value in recipe.items() if not (legacy and key == "digests")}
-    federation = _reuse(folder, raw.data, expected)
+    federation = _reuse(folder, raw.data, expected, manifest)
     federation.recipe |= recipe if legacy else {}
     federation.said = tuple(said)
     return federation
@@ -257,6 +258,7 @@ def _plan(
     return make_plan(data_set, other[0] if other else None, data.with_view(data_set.test_y is not None), seed)
 
 
+@paused_collection()
 def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: str) -> dict[str, Any]:
     """All settings that decide the content of the shards, as JSON. sources None: without the raw files."""
     recipe: dict[str, Any] = {"data": data.to_recipe(), "seed": seed}
@@ -289,9 +291,12 @@ def _hash(recipe: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _reuse(folder: Folder, data: DataConfig, recipe: dict[str, Any]) -> ShardFederation:
-    """The existing shards in `folder`. Raises DataError if they were written with another recipe."""
-    federation = open_shards(folder.uri, verify=folder.local is not None)
+def _reuse(folder: Folder, data: DataConfig, recipe: dict[str, Any], manifest: ShardManifest | None) -> ShardFederation:
+    """The existing shards in `folder`. Raises DataError if they were written with another recipe.
+
+    manifest: of the folder, if it has been read.
+    """
+    federation = ShardFederation(folder.uri, folder.local is not None, manifest)
     given = recipe | {"data": data.to_recipe(exclude_defaults=True)}
     if difference := _difference(federation.recipe, recipe, given):
         key, written, wanted = difference
@@ -318,6 +323,7 @@ def _difference(written: Any, wanted: Any, given: Any, key: str = "") -> tuple[s
 
 def _generated(data: GeneratedConfig, seed: int) -> SyntheticFederation:
     clients, source = data.partition.clients, data.source
+    _check_called(data)
     if clients is None:
         raise DataError(f"data.partition.clients: null is for kind writer; source {source} needs a number")
     if data.test.view != "cluster":
@@ -334,6 +340,16 @@ def _generated(data: GeneratedConfig, seed: int) -> SyntheticFederation:
         samples=data.synthetic_samples,
         seed=seed,
     )
+
+
+def _check_called(data: DataConfig) -> None:
+    """Raises DataError for a user's shift or partition of a source that has its own groups and clients."""
+    for key, part in (("shift", data.shift), ("partition", data.partition)):
+        if isinstance(part, PluginShiftConfig | PluginPartitionConfig):
+            raise DataError(
+                f"data.{key}.kind: {part.kind} would not be called, for source {data.source} has its own groups and "
+                f"clients; leave out data.{key}.kind, or choose a source of samples without clients"
+            )
 
 
 def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:

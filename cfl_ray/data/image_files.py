@@ -20,6 +20,7 @@ from cfl_ray.data.raw_files import FileState, RawFiles
 from cfl_ray.data.reading import reading
 from cfl_ray.data.tables import MAX_LABEL, Named, alike_warnings, column_of, concatenated, data_set_of, label_names
 from cfl_ray.errors import DataError, did_you_mean
+from cfl_ray.system.collection import paused_collection
 
 BATCH_ROWS = 2048  # encoded images in memory at a time
 CLIENTS_FILE = "clients.csv"
@@ -160,7 +161,9 @@ _NOT_OF_THE_USER = {"__MACOSX", "Thumbs.db", "desktop.ini"}  # what macOS and Wi
 
 
 def _suffix(name: str) -> str:
-    return os.path.splitext(name)[1].lower()
+    """The suffix of a file in lower case, as `os.path.splitext` finds it, in less time; empty without any."""
+    stem, dot, suffix = name[name.rfind("/") + 1 :].rpartition(".")
+    return f".{suffix.lower()}" if stem.strip(".") and dot else ""
 
 
 def raw_files(root: Path, listings: list[Listing]) -> RawFiles:
@@ -175,6 +178,7 @@ def raw_files(root: Path, listings: list[Listing]) -> RawFiles:
     return RawFiles(os.path.abspath(root), paths, [path.removeprefix(below) for path in paths], states)
 
 
+@paused_collection()
 def listed(folder: Path, without: Path | None = None) -> Listing:
     """The images below the class folders of `folder`, and what is left out. Links are followed.
 

@@ -153,7 +153,9 @@ class RawFiles:
 
     def _listing(self) -> str:
         """A digest of the names and states of all files."""
-        lines = (f"{name}\0{state}\n" for name, state in zip(self._names, map(tuple, self._states), strict=True))
+        states = zip(self._names, self._states, strict=True)
+        # as `tuple` is printed, in less time
+        lines = [f"{name}\0({size}, {made}, {changed}, {inode})\n" for name, (size, made, changed, inode) in states]
         return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
 
     def read(self, file: str | Path) -> bytes:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cfl_ray.errors import DataError, UserError
+from cfl_ray.errors import DataError, UserError, text_of
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def reading(name: str, as_what: str, remedy: str = "") -> Iterator[None]:
 
 def reason(error: Exception) -> str:
     """The text of an error, with its class where the text alone says too little."""
-    text = str(error).strip()
+    text = text_of(error)
     if isinstance(error, MemoryError):
         return f"it does not fit into memory{f' ({text})' if text else ''}"
     return text if text and isinstance(error, OSError | ValueError) else f"{type(error).__name__} {text}".strip()

@@ -4,6 +4,7 @@ Ids and labels are text as the file has it: 007 is not 7. Errors name the file, 
 """
 
 import codecs
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
+from cfl_ray.data.reading import reading
 from cfl_ray.errors import DataError
 
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars", " ": "spaces"}
@@ -88,10 +91,31 @@ def _of_folder(value: str, rows: int) -> pa.Array:
 def plain_table(table: pa.Table) -> pa.Table:
     """The table with plain columns."""
     for index, field in enumerate(table.schema):
-        values = plain(table.column(index))
+        values = _without_periods(field, table.column(index))
+        values = plain(values)
         if values.type != field.type:
             table = table.set_column(index, field.name, values)
     return table
+
+
+def _without_periods(field: pa.Field, values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The values of a column, as words if they are periods of pandas, such as 2024-03, which are stored as ordinals."""
+    name, details = getattr(field.type, "extension_name", ""), None
+    if name == "pandas.period":
+        details = field.type.__arrow_ext_serialize__()
+    elif (metadata := field.metadata or {}).get(b"ARROW:extension:name") == b"pandas.period":  # pandas is not imported
+        details = metadata.get(b"ARROW:extension:metadata", b"")
+    if details is None:
+        return values
+    import pandas  # imported here, for it takes half a second
+
+    with reading(f"column {field.name!r}", "periods of pandas", "write them as text (astype(str))"):
+        chunks = [getattr(chunk, "storage", chunk) for chunk in values.chunks]
+        ordinals = pa.chunked_array(chunks, pa.int64()).to_pandas(integer_object_nulls=True)
+        known = [ordinal for ordinal in ordinals if ordinal is not None]
+        kind = pandas.PeriodDtype(json.loads(details)["freq"])
+        words = iter(pandas.arrays.PeriodArray(np.array(known, np.int64), dtype=kind).astype(str))
+        return pa.chunked_array([pa.array([None if o is None else next(words) for o in ordinals], pa.string())])
 
 
 def plain(values: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -143,6 +143,7 @@ def _text_of(value: bytes) -> str:
 def alike_warnings(place: str, ids: np.ndarray, what: str) -> list[str]:
     """A warning if ids are text and differ in spelling only: 007 and 7, 1 and 1.0, or white space; otherwise empty.
 
+    Words for classes and groups also in case: Yes and yes; single letters may be meant, and ids of clients are codes.
     place: file and column. what: client, group or class.
     """
     if ids.dtype.kind != "U":
@@ -150,6 +151,8 @@ def alike_warnings(place: str, ids: np.ndarray, what: str) -> list[str]:
     spellings: dict[str, list[str]] = {}
     for name in np.unique(ids).tolist():
         folded = " ".join(unicodedata.normalize("NFKC", name).split())
+        if what != "client" and len(folded) > 1:
+            folded = folded.casefold()
         spellings.setdefault(_folded_number(folded) if is_number(folded) else folded, []).append(name)
     warnings = []
     if alike := [names for names in spellings.values() if len(names) > 1]:
@@ -240,7 +243,37 @@ def read_csv(
     data_set = data_set_of(parts, inputs, columns, targets=targets, dense=dense)
     if not columns.features:
         warnings += _label_copies(parts[0][0], features, data_set)
+    warnings += shared_rows(parts, data_set)
     return replace(data_set, warnings=(*data_set.warnings, *dict.fromkeys(warnings)))
+
+
+def shared_rows(parts: list[Named], data_set: DataSet) -> list[str]:
+    """A warning if test rows occur among the training rows, more often than these among themselves; otherwise empty."""
+    if data_set.test_x is None or data_set.test_y is None or not len(data_set.test_x):
+        return []
+    train_n, test_m = _marks(data_set.train_x, data_set.train_y), _marks(data_set.test_x, data_set.test_y)
+    found, repeated = int(np.isin(test_m, train_n).sum()), len(train_n) - len(np.unique(train_n))
+    if found * len(train_n) <= 2 * repeated * len(test_m):
+        return []
+    return [
+        f"{parts[1][0]}: {found} of its {len(test_m)} rows equal a training row of {parts[0][0]} in all inputs and the "
+        "target, so scores are of data that were trained on; leave them out of one of the two"
+    ]
+
+
+def _marks(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """A number for each row, uint64 (n,), equal for equal rows: the sum of its bytes times odd numbers, modulo 2^64."""
+    marks = np.zeros(len(x), np.uint64)
+    for values in (x, y):
+        byte_nB = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+        factor_B = np.random.default_rng(byte_nB.shape[1]).integers(0, 2**63, byte_nB.shape[1], np.uint64) * 2 + 1
+        for first in range(0, len(byte_nB), _BLOCK):
+            rows = slice(first, first + _BLOCK)
+            marks[rows] = marks[rows] * np.uint64(0x9E3779B97F4A7C15) + byte_nB[rows].astype(np.uint64) @ factor_B
+    return marks
+
+
+_BLOCK = 4096  # rows whose marks are computed together
 
 
 def _without(table: pa.Table, names: set[str]) -> pa.Table:

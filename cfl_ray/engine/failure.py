@@ -13,8 +13,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cfl_ray.errors import DataError, RunError, UserError
+from cfl_ray.errors import DataError, RunError, UserError, class_and_text, text_of
 from cfl_ray.nn.places import layer_of
+from cfl_ray.plugins.calling import users_place
 
 _MACHINE = (OSError, MemoryError, DataError)
 # text of a RuntimeError: accelerator errors of torch are also RuntimeErrors, and importing torch takes seconds
@@ -31,7 +32,7 @@ def may_be_machine(error: BaseException | None) -> bool:
     """Whether an error may be due to the machine, so that the same work may succeed on another one."""
     if isinstance(error, ClientFailure):
         return error.may_be_machine
-    if isinstance(error, _MACHINE) or (isinstance(error, RuntimeError) and _IN_TEXT.search(str(error))):
+    if isinstance(error, _MACHINE) or (isinstance(error, RuntimeError) and _IN_TEXT.search(text_of(error))):
         return True
     # by name, because the engines also work without pyarrow (benchmarks/gpu.py)
     return any(base.__module__ == "pyarrow.lib" for base in type(error).__mro__)
@@ -48,9 +49,12 @@ def naming_client(client: int, stage: str, what: str = "client") -> Iterator[Non
     except ClientFailure:
         raise
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        # a UserError says it
-        where = "" if isinstance(error, UserError) else f" ({last.name}, line {last.lineno}){layer_of(error)}"
-        failure = ClientFailure(f"{what} {client} failed while {stage}: {str(error) or type(error).__name__}{where}")
+        if isinstance(error, UserError):  # says where
+            text = str(error)
+        else:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = users_place(error) or f"{last.name}, line {last.lineno}"
+            text = f"{class_and_text(error)} ({place}){layer_of(error)}"
+        failure = ClientFailure(f"{what} {client} failed while {stage}: {text}")
         failure.may_be_machine = may_be_machine(error)
         raise failure from error

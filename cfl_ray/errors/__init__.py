@@ -111,6 +111,30 @@ def what_is_wrong(problem: Mapping[str, Any]) -> str:
     return what if is_said else f"{what}, got {shown(problem['input'])}"
 
 
+_MOST_TEXT = 1000  # characters of an error's text in a message
+
+
+def text_of(error: BaseException) -> str:
+    """The text of any error in one line that can be printed, shortened; empty without any."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # a user's class of errors may have an error
+        text = "(without a readable text)"
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..."
+
+
+def class_and_text(error: BaseException) -> str:
+    """The class of an error with its text, if it has any, as `text_of` gives it."""
+    text = text_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def notes_of(error: BaseException) -> str:
+    """The notes of an error, as of `BaseException.add_note`, after its text; empty without any."""
+    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+
+
 def says_where(error: BaseException) -> bool:
     """Whether the text of an error says where it arose, so that messages add no line of this package to it."""
     return getattr(error, "says_where", False) is True

@@ -12,10 +12,11 @@ from pathlib import Path
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.config.section import check_path
-from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, shown
+from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserError, class_and_text, notes_of, shown
 from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
 from cfl_ray.lifecycle.extension import begin_extended, check_extension
 from cfl_ray.lifecycle.load import opener, verify_saved
+from cfl_ray.plugins.calling import users_place
 from cfl_ray.results.environment import Environment, read_environment, write_environment
 from cfl_ray.results.recorded_runs import finished_results
 from cfl_ray.results.results import Results
@@ -29,6 +30,7 @@ from cfl_ray.results.run_record import (
     write_config,
 )
 from cfl_ray.results.trust import load_record, sign_record
+from cfl_ray.results.user_code import edited_files
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import cluster_address, withdraw_server
 from cfl_ray.runtime.journal import copy_events
@@ -219,6 +221,9 @@ class _Launch:
                 file = f"{error.filename}: " if error.filename else ""
                 raise RunError(f"{file}{error.strerror or error}. {self._how_to_continue()}") from error
             except Exception as error:  # of a plugin in this process
+                if not isinstance(error, UserError) and (place := users_place(error)):
+                    message = f"{class_and_text(error)} ({place}){notes_of(error)}. {self._how_to_continue()}"
+                    raise RunError(message) from error
                 if self.directory is not None and RunDirectory(self.directory).is_run:
                     error.add_note(self._how_to_continue())
                 raise
@@ -293,15 +298,15 @@ class _Launch:
     def _keep_environment(self, directory: Path, now: Environment, setup: Setup) -> None:
         """Writes the environment of a new run; warns of changes since then in a resumed run.
 
-        Raises DataError for other data, and NotReproduced if the code was edited and gives its models other outputs.
+        Raises DataError for other data, and NotReproduced if the code gives the models from which a resumed run goes on
+        other outputs, as after an edit, or if it reads a file or an environment variable that has changed.
         """
         now = now.with_inputs(self.experiment, setup.federation)
         if self.resumed and (before := read_environment(directory)) is not None:
             before.check_data(setup.federation, directory)
             for line in before.changes(now):
                 self.watcher.warn(line)
-            if edited := before.edited_code(self.experiment):
-                verify_saved(setup, directory, edited)
+            verify_saved(setup, directory, edited_files(before.code, now.code))
             return
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_environment(directory, now)

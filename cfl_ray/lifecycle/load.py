@@ -7,11 +7,12 @@ from pathlib import Path
 
 from cfl_ray.config import Experiment
 from cfl_ray.engine.in_process import InProcessBackend
-from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.errors import ConfigError, DataError, NotReproduced
 from cfl_ray.results.environment import read_environment
 from cfl_ray.results.recorded_runs import recorded_result, recorded_run
 from cfl_ray.results.results import Results
 from cfl_ray.results.run_record import check_is_of_run, check_not_edited
+from cfl_ray.results.study_folder import is_finished
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.results.trust import load_record
 from cfl_ray.results.verification import verify
@@ -109,9 +110,19 @@ def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:
 def verify_saved(setup: Setup, run_dir: Path, edited: Sequence[str]) -> None:
     """Raises NotReproduced if the newest saved models of a method do not give the scores that are recorded for them.
 
-    edited: the user's files that were edited since the run began.
+    edited: the user's files that were edited since the run began. Without any, methods that have finished, which do not
+    go on, and models that cannot be read are left out: a run goes back to an earlier checkpoint if it has one.
     """
-    for label in setup.methods:
+    for label in setup.methods if setup.experiment.evaluation.verify else ():
         store, directory = checkpoint_store(setup, run_dir, label), RunDirectory(run_dir).method(label).path
-        if store is not None and directory.is_dir() and store.rounds():
+        if store is None or not directory.is_dir() or not store.rounds():
+            continue
+        if not edited and is_finished(directory):
+            continue
+        try:
             verify(load_trained(setup, label, run_dir), recorded_result(label, directory), setup.experiment, edited)
+        except NotReproduced:
+            raise
+        except Exception:  # of what cannot be read, which the run names when it reads it
+            if edited:
+                raise

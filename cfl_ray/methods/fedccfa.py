@@ -86,6 +86,7 @@ class BalancedClassifier:
     momentum: float
     weight_decay: float
     per_class: int
+    reads_features: ClassVar[bool] = True
 
     def floats(self, inputs: int, classes: int) -> int:
         return self.classifier.num_classes * (self.classifier.num_features + self.classifier.has_bias + 1)

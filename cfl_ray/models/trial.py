@@ -1,7 +1,8 @@
 """Trial of a network before a run: it is built, called on two samples, and compared with another one of its factory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from cfl_ray.nn.network import new_module
 from cfl_ray.nn.places import layer_of
 from cfl_ray.plugins.calling import explained
 
-_TRIES, _TRIES_OF_DRAWS = 3, 16  # seeds of passes in evaluation; the latter if a pass draws random numbers
+_TRIES = 16  # seeds of passes in evaluation, if these draw random numbers
 _ROUNDING = 1e-5  # of the largest value: the same pass computes different last digits if tensors lie elsewhere
 _NAMED = 5  # names in a message
 
@@ -27,13 +28,20 @@ def tried(recipe: ModelRecipe, seed: int) -> ModelRecipe:
     """
     module = _built(recipe, seed)
     _check_parameters(recipe, module)
-    for training in (False, True):
-        _check_forward(recipe, module.train(training))
-    _check_evaluation(recipe, module.eval())
-    _check_training(recipe, module.train())
+    first, other = _built(recipe, seed), _built(recipe, seed + 1)
+    warnings, buffers = _same_seed(recipe, first, module)
+    drew = {training: _check_forward(recipe, module.train(training)) for training in (False, True)}
+    _check_own_memory(recipe, first, other)
+    _check_shapes(recipe, first, other)
+    held, of_other = held_by(first), held_by(other)
+    constants = buffers | {
+        name: tensor for name, tensor in held.tensors.items() if _equal(tensor, of_other.tensors.get(name))
+    }
+    fingerprints = {name: fingerprint_of(tensor) for name, tensor in constants.items()}
+    warnings += _unregistered(recipe, held)
+    _check_answers(recipe, first, other, drew)
     _check_gradient(recipe, module.train())
-    warnings, constants = _compared(recipe, seed)
-    return replace(recipe, warnings=tuple(warnings), constants=constants)
+    return replace(recipe, warnings=tuple(warnings), constants=fingerprints)
 
 
 def _built(recipe: ModelRecipe, seed: int) -> nn.Module:
@@ -64,72 +72,57 @@ def _check_parameters(recipe: ModelRecipe, module: nn.Module) -> None:
             )
 
 
-def _check_forward(recipe: ModelRecipe, module: nn.Module) -> None:
+def _check_forward(recipe: ModelRecipe, module: nn.Module) -> bool:
+    """Raises ConfigError for a pass that fails. Returns whether it draws random numbers, other than for dropout."""
     samples = "samples" if recipe.dtype.is_floating_point else f"{recipe.dtype} samples"
     mode = " in training mode" if module.training else ""
     try:
-        with torch.no_grad(), global_generators.kept(), Recording() as dropouts:
+        with torch.no_grad(), global_generators.seeded(0), Recording() as dropouts:
+            before = global_generators.states()
             outputs = module(recipe.samples())
+            draws = before != global_generators.states()
     except Exception as error:
         raise ConfigError(
             f"model {recipe.place} does not take {samples} of shape {recipe.input_shape}{mode}: "
             f"{_explained(recipe, error)}"
         ) from error
     if dropouts.calls and not module.training:
-        raise ConfigError(
-            f"model {recipe.place} calls functional dropout in evaluation, where predictions would be random; write "
-            "F.dropout(x, p, self.training)"
-        )
+        _raise_dropout(recipe, module)
     if not isinstance(outputs, Tensor):
-        raise ConfigError(f"model {recipe.place} answers with {type(outputs).__name__}, expected one tensor")
+        _raise_outputs(recipe, outputs, mode)
     expected = (2, *(recipe.outputs or (recipe.num_classes,)))
     if tuple(outputs.shape) != expected:
         need = f"the data has {recipe.num_classes} classes: its output size must be {recipe.num_classes}"
         if recipe.outputs:
             need = f"the targets of the data need {expected}"
         raise ConfigError(f"model {recipe.place} answers 2 samples with shape {tuple(outputs.shape)}, but {need}")
+    return draws
 
 
-def _check_evaluation(recipe: ModelRecipe, module: nn.Module) -> None:
-    """Raises ConfigError if predictions depend on earlier passes, or on random numbers."""
-    first, draws = _answer(recipe, module, 0)
-    if not _agree(first, _answer(recipe, module, 0)[0]):
+def _raise_dropout(recipe: ModelRecipe, module: nn.Module) -> NoReturn:
+    held = held_by(module).modules
+    unreached = [path for path, part in held.items() if part.training and not _is_inside(path, held)]
+    if unreached:
         raise ConfigError(
-            f"model {recipe.place} answers the same samples differently the second time, in evaluation: its forward "
-            "pass depends on Python state or a buffer that it changes, or on a random generator of its own; then "
-            "results depend on the process"
+            f"model {recipe.place} drops values in evaluation, since eval() does not reach {_listed(unreached)} "
+            f"({type(held[unreached[0]]).__name__}), in a list, a dict or another attribute that is no module: "
+            "predictions would be random; use nn.ModuleList or nn.ModuleDict"
         )
-    for seed in range(1, _TRIES_OF_DRAWS if draws else _TRIES):
-        if not _agree(first, _answer(recipe, module, seed)[0]):
-            raise ConfigError(
-                f"model {recipe.place} answers the same samples differently in evaluation, because it draws random "
-                "numbers there: predictions would not be those that were recorded; draw only in training: "
-                "if self.training"
-            )
+    raise ConfigError(
+        f"model {recipe.place} calls functional dropout in evaluation, where predictions would be random; write "
+        "F.dropout(x, p, self.training)"
+    )
 
 
-def _check_training(recipe: ModelRecipe, module: nn.Module) -> None:
-    """Raises ConfigError if a pass in training depends on anything but samples, parameters, buffers and seeds."""
-    before = _tensors(module)
-    first, _ = _answer(recipe, module, 0)
-    _restore(module, before)
-    second, _ = _answer(recipe, module, 0)
-    _restore(module, before)
-    if not _agree(first, second):
-        raise ConfigError(
-            f"model {recipe.place} answers the same samples differently the second time, in training, with the same "
-            "parameters, buffers and seeds: its forward pass depends on Python state that it changes (a counter, a "
-            "cache), or on a random generator of its own; then results depend on the process; draw with torch, and "
-            "keep state in a buffer"
-        )
-
-
-def _answer(recipe: ModelRecipe, module: nn.Module, seed: int) -> tuple[Tensor, bool]:
-    """The outputs on two samples with this seed of the global generators, and whether the pass draws from them."""
-    with torch.no_grad(), global_generators.seeded(seed):
-        before = global_generators.states()
-        outputs: Tensor = module(recipe.others())
-        return outputs.clone(), before != global_generators.states()
+def _raise_outputs(recipe: ModelRecipe, outputs: Any, mode: str) -> NoReturn:
+    remedy = "return the tensor with the outputs"
+    if mode:
+        remedy = "leave out auxiliary outputs (torchvision: aux_logits=False), which the loss would not use"
+    elif isinstance(outputs, Mapping):
+        remedy = f"return one of its entries ({_listed([str(name) for name in outputs])})"
+    raise ConfigError(
+        f"model {recipe.place} answers with {type(outputs).__name__}{mode}, expected one tensor; {remedy}"
+    )
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
@@ -157,45 +150,103 @@ def _check_gradient(recipe: ModelRecipe, module: nn.Module) -> None:
         raise ConfigError(f"model {recipe.place} changes requires_grad of its parameters in forward, which must stay")
 
 
-# ---- comparison of modules that the factory makes under the same seed, and under another
+# ---- answers of two modules, and of one a second time
 
 
-def _compared(recipe: ModelRecipe, seed: int) -> tuple[list[str], dict[str, list[str | float]]]:
-    """Warnings, and fingerprints of the tensors outside rows that are constant. Raises ConfigError.
+class _Answer(NamedTuple):
+    """Of a pass: its outputs, whether it draws random numbers, and the buffers that it changes."""
 
-    Each module answers after it got all parameters and buffers of the first. So what differs then, and what
-    answers differ by, is in none of them.
+    outputs: Tensor
+    draws: bool
+    changed: list[str]
+
+
+def _check_answers(recipe: ModelRecipe, first: nn.Module, other: nn.Module, drew: dict[bool, bool]) -> None:
+    """Raises ConfigError if answers depend on anything but samples, parameters, buffers and, in training, seeds.
+
+    Both modules are new, and get all parameters and buffers of the first before a pass. So what differs then, and what
+    answers differ by, is in none of them. Passes also compute what follows from parameters, such as weights of
+    weight_norm. drew: whether the first pass of an earlier module drew random numbers, by whether it was in training.
     """
-    first, other = _built(recipe, seed), _built(recipe, seed + 1)
-    _check_own_memory(recipe, first, other)
-    warnings, buffers = _same_seed(recipe, first, _built(recipe, seed))
-    made, of_other = held_by(first), held_by(other)
-    constant = {
-        name: tensor for name, tensor in made.tensors.items() if _equal(tensor, of_other.tensors.get(name)) is True
-    }
-    constants = {name: fingerprint_of(tensor) for name, tensor in (buffers | constant).items()}
-    same_shapes = {name: t.shape for name, t in _tensors(first).items()} == {
-        name: t.shape for name, t in _tensors(other).items()
-    }
-    if not same_shapes:
-        raise ConfigError(
-            f"model {recipe.place} has parameters or buffers of other names or shapes in another call of its factory, "
-            "with another seed; every call must give the same ones"
-        )
     state = _tensors(first)
-    for training in (True, False):  # passes also compute what follows from parameters, such as weights of weight_norm
+    for training in (False, True):
         _restore(first, state)
         _restore(other, state)
-        answers = [_answer(recipe, module.train(training), 0)[0] for module in (first, other)]
-        held, of_other = held_by(first), held_by(other)
-        _check_held(recipe, held, of_other)
-        if not _agree(*answers):
+        answer, again = _twice(recipe, first.train(training), 0)
+        if not training and answer.changed:  # it may depend on samples of earlier passes
+            _answer(recipe, first, 0, 3 * recipe.others() if recipe.dtype.is_floating_point else recipe.samples())
+            again = _answer(recipe, first, 0)
+        if not _agree(answer.outputs, again.outputs):
+            _raise_changing(recipe, training, answer.changed or again.changed)
+        if not training and again.draws:
+            _check_draws(recipe, first, answer)
+        held = held_by(first)
+        # answers in evaluation are the same under another seed, unless the first pass draws buffers
+        seed = 0 if training or answer.changed else 1
+        # as many passes as of the first, if these change values that it holds
+        other.train(training)
+        of_other = _twice(recipe, other, seed)[0] if held.tensors else _answer(recipe, other, seed)
+        held_by_other = held_by(other)
+        _check_held(recipe, held, held_by_other)
+        if not again.draws and (training or not answer.changed) and (drew[training] or answer.draws):
+            raise ConfigError(
+                f"model {recipe.place} draws random numbers in its first forward pass{' in training' * training}, and "
+                "keeps them outside its buffers: other processes would draw others, and the saved model lacks them; "
+                "draw them in __init__, and write self.register_buffer(name, ...)"
+            )
+        if not _agree(answer.outputs, of_other.outputs):
             raise ConfigError(
                 f"model {recipe.place} built twice answers the same samples differently, with the same parameters and "
-                f"buffers{_causes(held, of_other)}: the saved model would not be the trained one; give such values as "
-                "options, or keep them in a buffer (register_buffer)"
+                f"buffers{_causes(held, held_by_other)}: the saved model would not be the trained one; give such "
+                "values as options, or keep them in a buffer (register_buffer)"
             )
-    return [*warnings, *_unregistered(recipe, made)], constants
+
+
+def _answer(recipe: ModelRecipe, module: nn.Module, seed: int, x: Tensor | None = None) -> _Answer:
+    """The answer to two samples with this seed of the global generators. x: the samples; None: `recipe.others()`."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with torch.no_grad(), global_generators.seeded(seed):
+        before = global_generators.states()
+        outputs: Tensor = module(recipe.others() if x is None else x)
+        draws = before != global_generators.states()
+    changed = [name for name, buffer in module.named_buffers() if not _equal(buffer, buffers.get(name), exact=True)]
+    return _Answer(outputs.clone(), draws, changed)
+
+
+def _twice(recipe: ModelRecipe, module: nn.Module, seed: int) -> tuple[_Answer, _Answer]:
+    """The answers of two passes; of the second in training, with the buffers from before the first."""
+    state = _tensors(module) if module.training else {}
+    answer = _answer(recipe, module, seed)
+    _restore(module, state)
+    return answer, _answer(recipe, module, seed)
+
+
+def _check_draws(recipe: ModelRecipe, module: nn.Module, answer: _Answer) -> None:
+    """Raises ConfigError if predictions depend on random numbers."""
+    for seed in range(1, _TRIES):
+        if not _agree(answer.outputs, _answer(recipe, module, seed).outputs):
+            raise ConfigError(
+                f"model {recipe.place} answers the same samples differently in evaluation, because it draws random "
+                "numbers there: predictions would not be those that were recorded; draw only in training: "
+                "if self.training"
+            )
+
+
+def _raise_changing(recipe: ModelRecipe, training: bool, changed: list[str]) -> NoReturn:
+    where = f"model {recipe.place} answers the same samples differently the second time, in"
+    if training:
+        raise ConfigError(
+            f"{where} training, with the same parameters, buffers and seeds: its forward pass depends on Python state "
+            "that it changes (a counter, a cache), or on a random generator of its own; then results depend on the "
+            "process; draw with torch, and keep state in a buffer"
+        )
+    cause = "depends on Python state that it changes, or on a random generator of its own"
+    if changed:
+        cause = f"changes {_listed(changed)}; change buffers only in training: if self.training"
+    raise ConfigError(f"{where} evaluation: its forward pass {cause}; then results depend on the process")
+
+
+# ---- comparison of modules that the factory makes under the same seed, and under another
 
 
 def _check_own_memory(recipe: ModelRecipe, first: nn.Module, other: nn.Module) -> None:
@@ -207,6 +258,15 @@ def _check_own_memory(recipe: ModelRecipe, first: nn.Module, other: nn.Module) -
                 f"model {recipe.place} returns a module with the same parameter {name} in every call, so that all "
                 "models would be one: build a new module in the factory, or return copy.deepcopy(module)"
             )
+
+
+def _check_shapes(recipe: ModelRecipe, first: nn.Module, other: nn.Module) -> None:
+    shapes, others = ({name: t.shape for name, t in _tensors(module).items()} for module in (first, other))
+    if shapes != others:
+        raise ConfigError(
+            f"model {recipe.place} has parameters or buffers of other names or shapes in another call of its factory, "
+            "with another seed; every call must give the same ones"
+        )
 
 
 def _same_seed(recipe: ModelRecipe, first: nn.Module, again: nn.Module) -> tuple[list[str], dict[str, Tensor]]:
@@ -290,7 +350,9 @@ def _causes(held: Held, of_other: Held) -> str:
 
 
 def _unregistered(recipe: ModelRecipe, held: Held) -> list[str]:
-    return [_untrained(recipe, held)] if any(held.parameters.values()) else []
+    """A warning of parameters and buffers in modules that are not registered; none without any."""
+    buffers = any(True for part in held.modules.values() for _ in part.buffers())
+    return [_untrained(recipe, held)] if buffers or any(held.parameters.values()) else []
 
 
 def _untrained(recipe: ModelRecipe, held: Held) -> str:
@@ -298,11 +360,12 @@ def _untrained(recipe: ModelRecipe, held: Held) -> str:
     outer = [path for path in held.modules if not _is_inside(path, held.modules)]
     alone = [path for path in held.parameters if not _is_inside(path, outer)]
     number = sum(held.parameters.values())
+    parameters = f"{number:,} parameters" if number else "tensors"
     modules = [f"{path} ({type(held.modules[path]).__name__})" for path in outer]
     use = "nn.ModuleList or nn.ModuleDict" if outer else "nn.ParameterList or nn.ParameterDict"
     return (
         f"model {recipe.place}: PyTorch does not find {_listed([*modules, *alone])}, in a list, a dict or another "
-        f"attribute that is no module: their {number:,} parameters are not trained, averaged or saved; use {use}"
+        f"attribute that is no module: their {parameters} are not trained, averaged or saved; use {use}"
     )
 
 

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -501,13 +502,26 @@ class Network:
             global_generators.seed_all(seed, on_gpu)
             yield
 
+    def check_features(self) -> None:
+        """Raises ConfigError unless a forward pass shows the inputs of the last layer, one row for each sample."""
+        self.module.eval()
+        with torch.no_grad(), self.kept_features() as features:
+            self.module(self.input(self._others(2)))
+        if len(features) != 1 or len(features[0]) != 2:
+            raise ConfigError(
+                f"the inputs of the last layer ({self.spec.layers[-1]}) are needed: a forward pass of 2 samples must "
+                f"call it once, as a module, on 2 rows of features; it calls it on {len(features) or 'no'} "
+                f"inputs{f' of shape {tuple(features[0].shape)}' if features else ''}"
+            )
+
     @contextmanager
     def kept_features(self) -> Iterator[list[Tensor]]:
         """Context in which each forward pass adds the inputs of the last layer, (B, F), to a list."""
         features: list[Tensor] = []
 
-        def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            features.append(inputs[0].flatten(1))
+        def keep(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim > 1:
+                features.append(inputs[0].flatten(1))
 
         last = dict(self.module.named_modules())[self.spec.layers[-1]]
         if isinstance(last, torch.jit.ScriptModule):

@@ -2,15 +2,17 @@
 
 import inspect
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from cfl_ray.errors import ConfigError, RunError, UserError, did_you_mean
+from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
+_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
 
 
@@ -40,9 +42,9 @@ def explained(part: Any, error: Exception) -> str:
     """
     place = raised_at(part, error)
     if place is None:
-        return f"{type(error).__name__}: {error}"
+        return class_and_text(error)
     file, line = place
-    return f"{type(error).__name__}: {error} ({'' if is_user_file(file) else f'{file}, '}line {line})"
+    return f"{class_and_text(error)} ({'' if is_user_file(file) else f'{file}, '}line {line})"
 
 
 def raised_at(part: Any, error: Exception) -> tuple[Path, int] | None:
@@ -51,6 +53,15 @@ def raised_at(part: Any, error: Exception) -> tuple[Path, int] | None:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if file and Path(frame.filename) == file]
     return (file, lines[-1] or 0) if file and lines else None
+
+
+def users_place(error: BaseException) -> str:
+    """Function, file and line of the user's code that led to an error, for messages; empty without any."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if is_user_file(file) and not frame.filename.startswith("<") and not file.is_relative_to(_STANDARD_LIBRARY):
+            return f"{frame.name}, {frame.filename}, line {frame.lineno}"
+    return ""
 
 
 def described(value: Any) -> str:

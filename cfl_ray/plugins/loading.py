@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.errors import ConfigError, class_and_text, did_you_mean
 from cfl_ray.plugins.calling import is_installed
 
 PREFIX = "cfl_ray_plugin_"
@@ -88,8 +88,7 @@ def _load(point: importlib.metadata.EntryPoint, kind: str) -> Any:
     except Exception as error:
         package = point.dist.name if point.dist is not None else "?"
         raise ConfigError(
-            f"{kind} {point.name!r} of package {package} ({point.value}) cannot be imported: "
-            f"{type(error).__name__}: {error}"
+            f"{kind} {point.name!r} of package {package} ({point.value}) cannot be imported: {class_and_text(error)}"
         ) from error
 
 
@@ -119,7 +118,7 @@ def _module(file: Path) -> ModuleType:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == module.__file__]
         line = f" (line {lines[-1]})" if lines else ""
-        raise ConfigError(f"{file} cannot be imported: {type(error).__name__}: {error}{line}") from error
+        raise ConfigError(f"{file} cannot be imported: {class_and_text(error)}{line}") from error
     return module
 
 

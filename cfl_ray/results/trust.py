@@ -86,7 +86,7 @@ def sign_study(folder: Path, study: Study) -> None:
 def check_owners(config: Experiment | Study) -> None:
     """Raises UntrustedError if a Python file that a config or a study names belongs to another user."""
     values = config.to_dict() if isinstance(config, Experiment) else config.model_dump(mode="json", by_alias=True)
-    for file in _files_in(values):
+    for file in filter(Path.is_file, _files_in(values)):
         owner = file.stat().st_uid
         if owner not in (os.geteuid(), _ROOT):
             raise UntrustedError(
@@ -169,15 +169,16 @@ def _servers(address: Any, uri: Any) -> list[str]:
 
 
 def _files_in(values: Any) -> list[Path]:
-    """The existing file of every value `FILE:Name` of the config, at any depth."""
+    """The file of every value `FILE:Name` of the config, at any depth."""
     files = (_file_of(text) for text in texts_of(values))
     return list(dict.fromkeys(file for file in files if file is not None))
 
 
 def _file_of(reference: str) -> Path | None:
+    """The file of a value `FILE:Name`, which may be deleted: then the error says so, and trust is no question."""
     path = Path(reference.rpartition(":")[0])
     try:
-        return path.resolve() if path.is_file() else None
+        return path.resolve() if path.suffix == ".py" or path.is_file() else None
     except (OSError, ValueError):  # not a valid file name
         return None
 

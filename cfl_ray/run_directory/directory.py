@@ -247,7 +247,7 @@ class RunDirectory:
                 try:
                     yield
                 finally:
-                    if not self.is_run and [*self.path.iterdir()] == [self.start_lock]:
+                    if self.path.is_dir() and not self.is_run and [*self.path.iterdir()] == [self.start_lock]:
                         self.start_lock.unlink()
                         self.path.rmdir()
         except Timeout:

@@ -172,6 +172,20 @@ def try_methods(setup: Setup) -> None:
         CheckedMethod(method, network.spec.size).init(start)
 
 
+def check_features(setup: Setup) -> None:
+    """Raises ConfigError for a method that reads the inputs of the model's last layer if no forward pass shows them."""
+    network, rounds = setup.network(), max(setup.experiment.rounds, 2)
+    try:
+        network.check_features()
+    except ConfigError as error:
+        for label, method in setup.methods.items():
+            backend = DryBackend(network.spec, setup.federation.shape)
+            for _ in dry_rounds(method, 2, 2, setup.local_of(label), backend, rounds=rounds, to_last_phase=True):
+                pass
+            if backend.readers:
+                raise ConfigError(f"{label}: {error}") from None
+
+
 def warnings_of_model(setup: Setup) -> tuple[str, ...]:
     """A line for each method that shares nothing or keeps nothing of this model, and if its head is not its output."""
     network = setup.network()

@@ -29,6 +29,7 @@ from cfl_ray.core.work import Describe, FitMixture, Losses, Outcome, Train, Work
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.engine.local_steps import direction
+from cfl_ray.plugins.calling import place_of
 from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.system.threads import one_thread
 
@@ -48,6 +49,7 @@ class DryBackend:
     work: Counter[str] = field(default_factory=Counter)  # samples "trained", one for each gradient, and "tested"
     kept: dict[str, int] = field(default_factory=dict)  # floats that a client keeps between rounds, by name
     batches: set[tuple[int, int]] = field(default_factory=set)  # batch size (0: all samples), batches of a local step
+    readers: set[str] = field(default_factory=set)  # names of the functions that read the inputs of the last layer
 
     def run(self, work: Work) -> Outcome:
         num_clients = len(work.ids_M)
@@ -56,7 +58,10 @@ class DryBackend:
             if work.defer_aggregation:
                 self.deferred.add(num_clients)
         elif isinstance(work, Describe) and isinstance(work.function, CheckedFunction):
-            self.batches.add((getattr(work.function.function, "batch_size", None) or 0, 1))
+            function = work.function.function
+            self.batches.add((getattr(function, "batch_size", None) or 0, 1))
+            if getattr(function, "reads_features", False):
+                self.readers.add(place_of(function))
         if self.size:
             self._count(work)
         if (state := work.client_state) is not None and isinstance(work, Train):

@@ -116,6 +116,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     )
     checks.check_attackers(setup.attack, federation.num_clients)
     checks.try_methods(setup)
+    checks.check_features(setup)
     setup = protected(replace(setup, of_model=checks.warnings_of_model(setup)))
     checks.check_asynchronous(setup)
     checks.check_batches(setup)

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Literal
 
 from cfl_ray.config import RuntimeConfig
-from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserError
+from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserError, class_and_text
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.lifecycle.launch import StudyPlace, run_of_study
 from cfl_ray.run_directory import RunDirectory
@@ -312,7 +312,7 @@ def _run(
     except UserError as error:
         status, reason = "failed", str(error)
     except Exception as error:
-        status, reason, details = "failed", f"{type(error).__name__}: {error}", traceback.format_exc()
+        status, reason, details = "failed", class_and_text(error), traceback.format_exc()
     finally:
         _AtWork.now = False
     if status == "failed":

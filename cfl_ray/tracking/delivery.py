@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from filelock import FileLock, Timeout
 
-from cfl_ray.errors import RunError
+from cfl_ray.errors import RunError, text_of
 from cfl_ray.errors.redaction import redact
 from cfl_ray.plugins.calling import is_user_file, place_of, raised_at
 from cfl_ray.run_directory import RunDirectory
@@ -295,9 +295,8 @@ class LiveDelivery:
 
 
 def redacted_reason(error: BaseException, uri: str) -> str:
-    """Returns the first line of an exception's text without the credentials of `uri`, at most 400 characters."""
-    lines = redact(str(error), uri).splitlines() or [type(error).__name__]
-    return lines[0][:400]
+    """Returns the beginning of an exception's text without the credentials of `uri`, at most 400 characters."""
+    return redact(text_of(error) or type(error).__name__, uri)[:400]
 
 
 def lacks(run_dir: Path, name: str) -> bool:

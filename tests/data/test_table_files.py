@@ -5,9 +5,12 @@ import datetime
 import decimal
 import gzip
 import json
+import subprocess
+import sys
 import uuid
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -400,7 +403,8 @@ class TestAlarms:
         assert told.startswith(f"{tmp_path / 'p2.csv'} has the same content as {tmp_path / 'p0.csv'}")
         parts = {"train_files": "p0.csv", "test_files": "p2.csv"}
         assert "has the same content" in read(tmp_path, {"label": "kind", "features": ["a"]}, **parts).warnings[0]
-        assert not read(tmp_path, {"label": "kind", "features": ["a"]}, **parts | {"test_files": "p1.csv"}).warnings
+        (row,) = read(tmp_path, {"label": "kind", "features": ["a"]}, **parts | {"test_files": "p1.csv"}).warnings
+        assert "p1.csv: 1 of its 2 rows equal a training row" in row
 
     def test_equal_rows_of_two_clients_in_folders(self, tmp_path):
         for shop in (1, 2):
@@ -409,3 +413,63 @@ class TestAlarms:
         columns = {"label": "kind", "features": ["a"], "client": "shop"}
         images = read(tmp_path, columns, train_files="**/*.csv")
         assert images.client.tolist() == [1, 1, 2, 2] and not images.warnings
+
+
+class TestWordsThatDifferInCase:
+    def test_of_classes_and_groups(self, tmp_path):
+        rows = "a,kind,site\n" + "1,Yes,North\n2,yes,north\n3,no,South\n"
+        said = read(written(tmp_path, rows), {"label": "kind", "features": ["a"], "group": "site"}).warnings
+        assert any("'Yes' and 'yes' are different: a class each" in line for line in said)
+        assert any("'North' and 'north' are different: a group each" in line for line in said)
+
+    def test_letters_may_be_meant_and_ids_are_codes(self, tmp_path):
+        rows = "a,kind,shop\n" + "1,a,xY\n2,A,xy\n3,b,xx\n"
+        assert not read(written(tmp_path, rows), {"label": "kind", "features": ["a"], "client": "shop"}).warnings
+
+
+class TestRowsOfTrainingAmongTheTestRows:
+    def warnings(self, folder, train, test):
+        for name, rows in (("train.csv", train), ("test.csv", test)):
+            written(folder, "a,b,kind\n" + "".join(f"{a},{b},{kind}\n" for a, b, kind in rows), name)
+        columns = {"label": "kind", "features": ["a", "b"]}
+        return read(folder, columns, train_files="train.csv", test_files="test.csv").warnings
+
+    def test_they_are_counted(self, tmp_path):
+        train, test = [(i, -i, i % 2) for i in range(50)], [(i, 1, i % 2) for i in range(20)]
+        assert not self.warnings(tmp_path, train, test)
+        (line,) = self.warnings(tmp_path, train, test + train[3:6])
+        assert "test.csv: 3 of its 23 rows equal a training row of" in line
+
+    def test_another_target_or_order_of_inputs_is_another_row(self, tmp_path):
+        train = [(i, -i, i % 2) for i in range(50)]
+        assert not self.warnings(tmp_path, train, [(i, -i, 1 - i % 2) for i in range(50)])
+        assert not self.warnings(tmp_path, train, [(-i, i, i % 2) for i in range(1, 50)])
+
+    def test_rows_of_few_values_are_equal_by_chance(self, tmp_path):
+        rows = [(i % 2, i % 3, i % 2) for i in range(60)]
+        assert not self.warnings(tmp_path, rows, rows[:20])
+
+
+class TestPeriodsOfPandas:
+    """They are stored as numbers of months or days since 1970."""
+
+    def file(self, folder):
+        months = pd.period_range("2024-01", periods=4, freq="M")
+        frame = pd.DataFrame({"month": months, "a": [1.0, 2.0, 3.0, 4.0], "kind": [0, 1, 0, 1]})
+        frame.to_parquet(folder / "t.parquet", index=False)
+        return folder / "t.parquet"
+
+    def test_an_input_is_refused(self, tmp_path):
+        with pytest.raises(DataError, match="'month'.*string"):
+            read(self.file(tmp_path), {"label": "kind", "features": ["month", "a"]})
+
+    def test_ids_are_words_also_without_pandas(self, tmp_path):
+        columns = {"label": "kind", "features": ["a"], "client": "month"}
+        expected = ["2024-01", "2024-02", "2024-03", "2024-04"]
+        assert read(self.file(tmp_path), columns).client.tolist() == expected
+        code = (
+            "from pathlib import Path; from cfl_ray.data.table_files import plain_table; import pyarrow.parquet as pq;"
+            "print(plain_table(pq.read_table('t.parquet'))['month'].to_pylist())"
+        )
+        printed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert printed.stdout.strip() == str(expected)

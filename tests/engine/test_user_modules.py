@@ -14,6 +14,7 @@ from cfl_ray.engine import manual, sequential, vectorised
 from cfl_ray.engine.failure import ClientFailure
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.nn.network import Network
+from cfl_ray.setup.prepare import prepare
 
 ENGINES = [sequential, manual, vectorised]
 LOCAL = LocalSGD(2, None, 4, 0.1, momentum=0.9, weight_decay=0.01)
@@ -245,3 +246,43 @@ def test_an_error_in_training_names_the_layer():
         ClientFailure, match=r"in layer body.0 \(Linear\(in_features=6.* got an input of shape \(4, 5\)"
     ):
         simulate(experiment)
+
+
+class Functional(nn.Module):
+    """A cosine classifier: the weight of the last layer is used, the layer itself is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3, bias=False)
+
+    def forward(self, x):
+        return F.linear(F.normalize(self.body(x)), F.normalize(self.head.weight))
+
+
+class Twice(Functional):
+    """A classifier that is applied to the features and to their mirror image."""
+
+    def forward(self, x):
+        return self.head(self.body(x)) - self.head(-self.body(x))
+
+
+@pytest.mark.parametrize(
+    "model, reason",
+    [
+        (lambda: torch.jit.script(plain()), "TorchScript does not show"),
+        (Functional, "it calls it on no inputs"),
+        (Twice, r"it calls it on 2 inputs of shape \(2, 8\)"),
+        (lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 3), nn.Flatten(), nn.Linear(6, 3)), None),
+    ],
+)
+@pytest.mark.parametrize(
+    "method, reads",
+    [("fedccfa", True), ("fedas", True), ({"fedas": {"align_epochs": 0}}, False), ("fedper", False)],
+)
+def test_methods_that_read_features_refuse_a_model_without_before_the_run(tmp_path, model, reason, method, reads):
+    experiment = Experiment(data=uneven([12, 16]), rounds=1, methods=[method], model=model, output=str(tmp_path))
+    if reason is None or not reads:
+        prepare(experiment)
+        return
+    with pytest.raises(ConfigError, match=rf"^fed\w+: the inputs of the last layer .*{reason}"):
+        prepare(experiment)

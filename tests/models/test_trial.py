@@ -338,3 +338,128 @@ class _CopiesPretrained(nn.Module):
 
 def test_copies_of_a_global_module_in_init_are_no_untrained_parameters():
     assert tried(_CopiesPretrained).warnings == ()
+
+
+class TestModulesThatPyTorchDoesNotFind:
+    """eval() does not reach modules in plain lists, and their buffers are not saved, with or without parameters."""
+
+    @staticmethod
+    def listed(make):
+        return net(sets(parts=lambda: [make()]), lambda module, x: module.parts[0](x))
+
+    @pytest.mark.parametrize("layer", [nn.Dropout, nn.AlphaDropout])
+    def test_dropout_is_an_error_that_names_the_list(self, layer):
+        names_it = r"eval\(\) does not reach parts\[0\] \(Dropout\).*ModuleList|draws random numbers"
+        with pytest.raises(ConfigError, match=names_it):
+            tried(self.listed(lambda: layer(0.5)))
+
+    @pytest.mark.parametrize("affine, number", [(False, "their tensors are not"), (True, "their 8 parameters are not")])
+    def test_running_statistics_are_a_warning(self, affine, number):
+        (warning,) = tried(self.listed(lambda: nn.BatchNorm1d(4, affine=affine))).warnings
+        assert "does not find parts[0] (BatchNorm1d)" in warning and number in warning
+
+    def test_frozen_layers_drawn_at_random_are_an_error_without_a_number(self):
+        with pytest.raises(ConfigError, match=r"parts\[0\] \(Linear\).*their tensors are not trained"):
+            tried(self.listed(lambda: nn.Linear(4, 4).requires_grad_(False)))
+
+    def test_activations_are_fine(self):
+        assert tried(self.listed(nn.ReLU)).warnings == ()
+
+
+class Observed(nn.Module):
+    """Keeps a running mean in evaluation too."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean.mul_(0.5).add_(0.5 * x.detach().mean(0))
+        return self.body(x - self.mean)
+
+
+class Ranged(Observed):
+    """Keeps the largest value, as the observers of quantisation do: the same samples twice do not show it."""
+
+    def forward(self, x):
+        self.mean.copy_(torch.maximum(self.mean, x.detach().amax(0)))
+        return self.body(x / (1 + self.mean))
+
+
+@pytest.mark.parametrize("model", [Observed, Ranged])
+def test_buffers_that_change_in_evaluation_are_named(model):
+    with pytest.raises(ConfigError, match="in evaluation: its forward pass changes mean; change buffers only in train"):
+        tried(model)
+
+
+@pytest.mark.parametrize(
+    "outputs, message",
+    [
+        (lambda module, y: (y, y) if module.training else y, "with tuple in training mode, .*auxiliary outputs"),
+        (lambda module, y: {"logits": y, "loss": 0}, r"with dict, .*one of its entries \(logits, loss\)"),
+        (lambda module, y: [y], "with list, .*return the tensor"),
+    ],
+)
+def test_outputs_that_are_no_tensor_have_a_remedy(outputs, message):
+    class Net(nn.Linear):
+        def forward(self, x):
+            return outputs(self, super().forward(x))
+
+    with pytest.raises(ConfigError, match=message):
+        tried(lambda: Net(4, 3))
+
+
+class TestNumbersDrawnByTheFirstPass:
+    """Values that a forward pass draws once and keeps are in no saved model."""
+
+    CACHE: dict[str, torch.Tensor] = {}
+
+    def attribute(module, x):
+        module.mask = getattr(module, "mask", None) if hasattr(module, "mask") else torch.rand(4)
+        return x * module.mask
+
+    def by_size(module, x):
+        masks = vars(module).setdefault("masks", {})
+        if len(x) not in masks:
+            masks[len(x)] = torch.rand(4)
+        return x * masks[len(x)]
+
+    def of_all_modules(module, x):
+        if "mask" not in TestNumbersDrawnByTheFirstPass.CACHE:
+            TestNumbersDrawnByTheFirstPass.CACHE["mask"] = torch.rand(4)
+        return x * TestNumbersDrawnByTheFirstPass.CACHE["mask"]
+
+    def by_numpy(module, x):
+        module.scale = getattr(module, "scale", None) or np.random.rand()
+        return x * module.scale
+
+    @pytest.fixture(autouse=True)
+    def empty(self):
+        self.CACHE.clear()
+
+    @pytest.mark.parametrize("forward", [attribute, by_size, of_all_modules, by_numpy])
+    @pytest.mark.parametrize("only_training", [False, True])
+    def test_it_is_an_error(self, forward, only_training):
+        kept = lambda module, x: forward(module, x) if module.training or not only_training else x
+        message = "draws random numbers in its first forward pass.*register_buffer|with other values in another call"
+        with pytest.raises(ConfigError, match=message):
+            tried(net(forward=kept))
+
+    def test_a_cache_of_computed_values_is_fine(self):
+        tried(net(forward=lambda module, x: x + vars(module).setdefault("places", torch.arange(4.0))))
+
+    def test_a_buffer_that_the_first_pass_draws_is_fine(self):
+        """Such as the codes of vector quantisation, which are averaged and saved."""
+
+        def forward(module, x):
+            if not module.is_drawn:
+                module.codes.copy_(torch.rand(4))
+                module.is_drawn.fill_(True)
+            return x * module.codes
+
+        def make(module):
+            module.register_buffer("codes", torch.zeros(4))
+            module.register_buffer("is_drawn", torch.tensor(False))
+
+        tried(net(make, forward))

@@ -1,12 +1,14 @@
 """The saved models of a method are tested as their users would test them, and give the recorded scores."""
 
 import logging
+import shutil
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from small_runs import simulate_until
 from torch import nn
 
 from cfl_ray import Experiment, federation_from_arrays, load_run, resume, simulate
@@ -180,6 +182,58 @@ class TestEditedCode:
         with pytest.raises(NotReproduced, match=rf"edited since the run began: {files.name}/layers.py"):
             load_run("run")["fedavg"].model(cluster=0)
         sys.modules.pop("layers", None)
+
+
+class TestWhatCodeReads:
+    """A network that depends on an environment variable or a file is another one without any edit of its code."""
+
+    SCALED = """
+import os
+from pathlib import Path
+from torch import nn
+
+class Scaled(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x * float(os.environ.get("SCALE") or Path("scale.txt").read_text()))
+
+def make(shape, classes):
+    return Scaled(nn.Linear(shape[0], 16), nn.ReLU(), nn.Linear(16, classes))
+"""
+
+    @pytest.fixture
+    def run(self, files):
+        (files / "net.py").write_text(self.SCALED)
+        (files / "scale.txt").write_text("1.0")
+        simulate(of_files(), run_dir="run")
+        return files / "run"
+
+    def by_variable(self, files, monkeypatch):
+        monkeypatch.setenv("SCALE", "-1.0")
+
+    def by_file(self, files, monkeypatch):
+        (files / "scale.txt").write_text("-1.0")
+
+    @pytest.mark.parametrize("change", [by_variable, by_file])
+    def test_a_longer_run_and_saved_models_are_refused(self, run, files, monkeypatch, change):
+        change(self, files, monkeypatch)
+        with pytest.raises(NotReproduced, match=r"of client 0 are"):
+            simulate(of_files(rounds=4), run_dir="longer", extend=run)
+        with pytest.raises(NotReproduced, match=r"of client 0 are"):
+            load_run(run)["fedavg"].model(cluster=0)
+
+    def test_an_interrupted_run_does_not_go_on(self, files, monkeypatch):
+        (files / "net.py").write_text(self.SCALED)
+        (files / "scale.txt").write_text("1.0")
+        simulate_until(2, of_files(rounds=4, runtime={"checkpoint_every": 1}), files / "run")
+        monkeypatch.setenv("SCALE", "-1.0")
+        with pytest.raises(NotReproduced, match=r"in round 2: .* of client 0 are"):
+            resume("run", on_ray=False)
+        monkeypatch.setenv("SCALE", "1.0")
+        assert len(resume("run", on_ray=False)["fedavg"].records) == 4
+
+    def test_a_finished_method_needs_no_checkpoint(self, run, files):
+        shutil.rmtree(run / "fedavg/checkpoints")
+        assert len(resume("run", on_ray=False)["fedavg"].records) == 3
 
 
 class TestReplacedData:

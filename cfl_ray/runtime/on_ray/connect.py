@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from cfl_ray.engine.failure import may_be_machine
-from cfl_ray.errors import ConfigError, RunError, UserError
+from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, notes_of, text_of
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.on_ray import ray_internals
 from cfl_ray.runtime.on_ray.fork_server import WORKER_PROGRAM, end_unused, fork_server
@@ -153,7 +153,7 @@ def as_user_error(error: RayTaskError) -> UserError:
     cause = error.cause
     if isinstance(cause, UserError):
         return cause
-    return RunError(f"{type(cause).__name__}: {cause}")
+    return RunError(f"{class_and_text(cause)}{notes_of(cause)}")
 
 
 def may_be_host(error: RayTaskError) -> bool:
@@ -162,5 +162,5 @@ def may_be_host(error: RayTaskError) -> bool:
 
 
 def short_reason(error: Exception) -> str:
-    """The first line of an error's text."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+    """The beginning of an error's text."""
+    return (text_of(error) or type(error).__name__)[:160]
