@@ -63,6 +63,9 @@ def pytest_unconfigure():
 def pytest_addoption(parser):
     help = "device of the networks whose test names none (default: cpu); for tests/engine, tests/nn and tests/methods"
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help=help)
+    parser.addoption("--threads", type=int, default=1, help="of this process; 1, as on a host (jobs/cpu_variants.py)")
+    help = "library of the narrow products of nn/operations.py; default: that of this CPU (jobs/cpu_variants.py)"
+    parser.addoption("--products", choices=["mkl", "openblas"], help=help)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,13 +82,30 @@ def device(request):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def single_thread():
+def threads(request):
     """One, as hosts have it: with several, sums in this process have other last bits."""
     import sklearn.cluster  # noqa: F401  loads an OpenMP of its own; only libraries that are loaded are limited
+    import torch
+    from threadpoolctl import threadpool_limits
 
     from cfl_ray.system.threads import one_thread  # imports torch, which the process without tests does not need
 
-    with one_thread():
+    count = request.config.getoption("--threads")
+    with one_thread(), threadpool_limits(limits=count):
+        torch.set_num_threads(count)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def products(request):
+    """Narrow products as on another maker's CPU, if asked for."""
+    if library := request.config.getoption("--products"):
+        from cfl_ray.nn import operations
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operations, "_MKL", library == "mkl")
+            yield
+    else:
         yield
 
 

@@ -278,7 +278,7 @@ class TestRepeating:
             for clients in (None, 1)
         )
         for (_, one), (_, other) in zip(together, apart):
-            assert one["test_loss"] == pytest.approx(other["test_loss"], abs=1e-5)
+            assert one["test_loss"] == pytest.approx(other["test_loss"], rel=1e-5)
             assert one["num_clusters"] == other["num_clusters"]
 
 
