@@ -13,6 +13,8 @@ from waiting import until
 from cfl_ray.system.imports import skip_last_collections
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
+for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "GITHUB_ACTIONS"):
+    os.environ.pop(name, None)  # the terminal is not the user's: printed text has one width and no colours
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  on all clusters; Ray's default gives way to all other tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start: each core has a test
 # The user's own folder; processes that tests start use it too.
