@@ -3,9 +3,11 @@
 import contextlib
 import gc
 import os
+import secrets
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 from waiting import until
@@ -21,6 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests st
 OWN_HOME = None if "CFL_RAY_HOME" in os.environ else tempfile.mkdtemp(prefix="cfl_ray_home-")
 if OWN_HOME:
     os.environ["CFL_RAY_HOME"] = OWN_HOME
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        # In a new home, where Ray makes it at the first start, each test process would make another at the same time.
+        Path(OWN_HOME, "ray_token").write_text(secrets.token_hex(32))
+        os.environ["RAY_AUTH_TOKEN_PATH"] = os.path.join(OWN_HOME, "ray_token")
 # A process that a shell starts in the background ignores Ctrl-C, and so do all that it starts: tests interrupt these.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
