@@ -27,7 +27,7 @@ PLANTED = {  # eight clients, of which the even and the odd ones disagree about 
     "model": {"name": "mlp", "options": {"hidden": 16}},
     "local": {"epochs": 1, "batch_size": 20, "lr": 0.3},
     "cohort": {"fraction": 1.0},
-    "evaluation": {"local_images": 100},
+    "evaluation": {"local_samples": 100},
     "runtime": {"engine": "manual"},
     "tracking": {"enabled": False},
 }

@@ -8,7 +8,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from cfl_ray.config.part import BuiltinKind, Kinds, check_name
 from cfl_ray.config.partition import PARTITION_KINDS, ClassesConfig, IidConfig, PartitionConfig
 from cfl_ray.config.paths import with_replaced
-from cfl_ray.config.section import FILE, ConfigSection
+from cfl_ray.config.section import FILE, ConfigSection, former
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, ShiftConfig
 from cfl_ray.plugins.calling import reference_of
 
@@ -30,7 +30,12 @@ class TestDataConfig(ConfigSection):
         description="true: divide the official training and test images together; false: the official test images go "
         "unused (holdout)",
     )
-    max_images: int | None = Field(None, ge=1, description="most images of a shared test set; null: all of them")
+    max_samples: int | None = Field(
+        None,
+        ge=1,
+        description="most samples of a shared test set; null: all of them",
+        **former("max_samples", "max_images"),
+    )
 
     @model_validator(mode="after")
     def _check_pool(self) -> Self:
@@ -153,7 +158,7 @@ class DataConfig(ConfigSection):
     def to_recipe(self, exclude_defaults: bool = False) -> dict[str, Any]:
         """The values that decide the content of shards, with paths as they were written."""
         excluded = {*NOT_IN_RECIPE, *self.later_defaults}
-        values = self.model_dump(mode="json", exclude=excluded, exclude_defaults=exclude_defaults)
+        values = self.model_dump(mode="json", exclude=excluded, exclude_defaults=exclude_defaults, by_alias=True)
         recipe: dict[str, Any] = with_replaced(values, self._written)
         return recipe
 

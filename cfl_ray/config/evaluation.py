@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from cfl_ray.config.section import ConfigSection
+from cfl_ray.config.section import ConfigSection, former
 
 
 class EvaluationConfig(ConfigSection):
@@ -17,10 +17,11 @@ class EvaluationConfig(ConfigSection):
         None, ge=1, description="number of clients evaluated, the same random sample in all rounds; null: all clients"
     )
     local: bool = Field(True, description="also measure P-local: each client's model right after its own training")
-    local_images: int = Field(
+    local_samples: int = Field(
         500,
         ge=1,
-        description="most images of a shared test set for a model of a single client (P-local, personal models)",
+        description="most samples of a shared test set for a model of a single client (P-local, personal models)",
+        **former("local_samples", "local_images"),
     )
     choice_samples: int | None = Field(
         256,

@@ -255,7 +255,7 @@ class Experiment(WholeConfig):
         excluded: dict[str, Any] = dict.fromkeys(NOT_HASHED | {"methods"}, True) | {"data": set(NOT_IN_RECIPE)}
         evaluation = self.evaluation.model_copy(update={"verify": True})  # which decides no result
         experiment = self.model_copy(update={"evaluation": evaluation})
-        values = experiment.model_dump(exclude_defaults=True, exclude=excluded)
+        values = experiment.model_dump(exclude_defaults=True, exclude=excluded, by_alias=True)
         values |= {"format": _FORMAT, "methods": [_hashed_method(entry) for entry in self.methods]}
         values |= self.runtime.model_dump(exclude_defaults=True, include={"precision"})
         if self.data.federation is not None:

@@ -123,6 +123,12 @@ def keys_of(section: type[ConfigSection]) -> Iterator[tuple[tuple[str, ...], Fie
                 yield from (((name, *path), inside) for path, inside in keys_of(nested))
 
 
+def present_names(section: type[ConfigSection]) -> dict[str, str]:
+    """The dotted keys by the names that they had before (`section.former`)."""
+    known = [(path, info.serialization_alias) for path, info in keys_of(section)]
+    return {".".join([*path[:-1], alias]): ".".join(path) for path, alias in known if alias not in (None, path[-1])}
+
+
 def kinds_of(info: FieldInfo) -> Kinds[Any] | None:
     """The kinds of a part; None for a key that is not a part."""
     return next((mark for mark in info.metadata if isinstance(mark, Kinds)), None)

@@ -1,5 +1,6 @@
 """The base of all sections of an experiment."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -7,10 +8,15 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, field_validator, model_validator
 
 _LARGEST = 2**63 - 1  # largest integer that arrays hold
 FILE = "file"  # marks a key, in `Annotated`, as a path that is relative to the folder of the config
+
+
+def former(present: str, name: str) -> dict[str, Any]:
+    """Options of a `Field` whose key had another name: it is accepted, and stays the name in hashes and recipes."""
+    return {"validation_alias": AliasChoices(present, name), "serialization_alias": name}
 
 
 class ConfigSection(BaseModel):
@@ -25,6 +31,9 @@ class ConfigSection(BaseModel):
         if not isinstance(values, Mapping):
             return values
         for key, field in cls.model_fields.items():
+            if field.serialization_alias in values and field.serialization_alias != field.alias:
+                text = f"{field.serialization_alias} is called {key} now"
+                warnings.warn(text, FutureWarning, stacklevel=3)  # of the line that makes the section
             if _has_boolean(value := values.get(key), field.annotation):
                 kind = "numbers" if isinstance(value, list | tuple) else "a number"
                 raise ValueError(f"{key} takes {kind}, got {str(value).lower()}")

@@ -28,6 +28,12 @@ class TrackingConfig(ConfigSection):
         description="at the end of the run, write artifacts/report.html (2 MB), which is an artifact of the parent "
         "run in MLflow",
     )
+    patience: float = Field(
+        600.0,
+        ge=0,
+        description="most seconds that the end of a method waits for a tracker which still receives records; the "
+        "next command delivers to MLflow what is left then",
+    )
     trackers: list[Any] = Field(
         ["mlflow"],
         description="where records go beside the files of the run directory: mlflow | csv | tensorboard | wandb | "

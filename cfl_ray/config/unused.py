@@ -78,7 +78,7 @@ def _rules_of_data(data: DataConfig) -> Iterator[tuple[str, Iterable[str], str]]
     elif isinstance(partition, LabelSkewConfig) and not partition.groups:
         yield "data.partition", [partition.key_of_groups], "data.partition.groups is null"
     if test.view is not None:
-        yield "data.test", ["max_images" if test.view == "holdout" else "fraction"], f"data.test.view is {test.view}"
+        yield "data.test", ["max_samples" if test.view == "holdout" else "fraction"], f"data.test.view is {test.view}"
     if test.view == "holdout" and not test.pool and hasattr(data, "test_files"):
         yield "data", ["test_files"], "data.test.view is holdout"
     if isinstance(data, ColumnsDataConfig):

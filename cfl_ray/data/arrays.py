@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from cfl_ray.core.tasks import IGNORED, TARGETS
+from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.federation import DataShape, Federation, Index, IndexedFederation, Scaling, StoredSamples
-from cfl_ray.data.images import Images
 from cfl_ray.data.plan import split_rows
 from cfl_ray.data.reading import reading
 from cfl_ray.errors import DataError, did_you_mean
@@ -103,7 +103,7 @@ def federation_from_arrays(
     return federation
 
 
-def images_from_arrays(
+def data_set_from_arrays(
     x: Array,
     y: Array,
     *,
@@ -114,8 +114,8 @@ def images_from_arrays(
     vocabulary: int | None = None,
     targets: str = "class",
     labels: str = "given",
-) -> Images:
-    """Samples without clients, which `data.partition` divides among clients. Raises DataError for wrong input.
+) -> DataSet:
+    """DataSet without clients, which `data.partition` divides among clients. Raises DataError for wrong input.
 
     groups: the true group of each sample. Other arguments: as in `federation_from_arrays`.
     """
@@ -132,7 +132,7 @@ def images_from_arrays(
         of_sample = _ids("groups", groups)
         _check_lengths(len(x_), groups=of_sample)
         group = np.unique(of_sample, return_inverse=True)[1].astype(np.int32)
-    return Images(
+    return DataSet(
         x_,
         y_.astype(TARGETS[targets].stored),
         test_x,

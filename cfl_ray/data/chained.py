@@ -95,9 +95,9 @@ class ChainedFederation(Federation):
         part, id_in_part = self._locate(client)
         return part.holdout(id_in_part)
 
-    def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
+    def test(self, client: int, max_samples: int | None = None, seed: int = 0) -> TensorSamples:
         part, id_in_part = self._locate(client)
-        return part.test(id_in_part, max_images, seed)
+        return part.test(id_in_part, max_samples, seed)
 
     def _locate(self, client: int) -> tuple[Federation, int]:
         """The part with this client, and the client's id in this part."""

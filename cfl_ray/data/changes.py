@@ -157,17 +157,17 @@ class ChangedFederation(FederationView):
         data = self._data(client)
         return self._transform(self._base.holdout(data.source), data, "hold-out")
 
-    def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
+    def test(self, client: int, max_samples: int | None = None, seed: int = 0) -> TensorSamples:
         if self.view == "holdout":
             return self.holdout(client)
         data, one = self._data(client), np.array([client])
         if data.domain is None:
-            return self._transform(self._base.test(data.source, max_images, seed), data, "test")
+            return self._transform(self._base.test(data.source, max_samples, seed), data, "test")
         test_set = int(self._base.test_set_of(self._with_sources(one))[0])
         if test_set not in self._test_labels:
             self._test_labels[test_set] = self._base.test_set(test_set)[1].numpy()
-        rows = self._base.test_rows(data.source, self._test_labels[test_set], max_images, seed)
-        samples = self._base.test(data.source, max_images, seed)
+        rows = self._base.test_rows(data.source, self._test_labels[test_set], max_samples, seed)
+        samples = self._base.test(data.source, max_samples, seed)
         return self._transform(samples, replace(data, source=test_set), "test set", rows)
 
     def _data(self, client: int) -> DerivedData:

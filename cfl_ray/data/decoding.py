@@ -14,7 +14,7 @@ import numpy as np
 import PIL
 from PIL import ExifTags, Image, ImageCms, ImageFile, UnidentifiedImageError
 
-from cfl_ray.data.images import Progress
+from cfl_ray.data.data_set import Progress
 from cfl_ray.data.reading import reason as reason_of
 from cfl_ray.errors import DataError
 from cfl_ray.system.mapped import mapped_array

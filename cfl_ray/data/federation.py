@@ -186,23 +186,23 @@ class Federation(ABC):
     def holdout(self, client: int) -> TensorSamples:
         """The held-out samples of a client (hold-out view only)."""
 
-    def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
+    def test(self, client: int, max_samples: int | None = None, seed: int = 0) -> TensorSamples:
         """The client's test samples under its view.
 
-        max_images: draw at most so many images of a shared test set, the same in every call; None: all images.
+        max_samples: draw at most so many images of a shared test set, the same in every call; None: all images.
         """
         if self.view == "holdout":
             return self.holdout(client)
         x, y = self.test_set(int(self.test_set_of(np.array([client]))[0]))
-        keep = self.test_rows(client, y.numpy(), max_images, seed)
+        keep = self.test_rows(client, y.numpy(), max_samples, seed)
         return (x, y) if len(keep) == len(y) else (x[keep], y[keep])
 
-    def test_rows(self, client: int, y: np.ndarray, max_images: int | None, seed: int) -> np.ndarray:
+    def test_rows(self, client: int, y: np.ndarray, max_samples: int | None, seed: int) -> np.ndarray:
         """The rows, ascending, of its shared test set on which the client is tested. y: the set's labels."""
         labels = self.labels_of(np.array([client]))
         keep = np.arange(len(y)) if labels is None else np.flatnonzero(labels[0][y])
-        if max_images is not None and len(keep) > max_images:
-            keep = np.sort(stream(seed, 0, 0, client, "test-images").choice(keep, max_images, replace=False))
+        if max_samples is not None and len(keep) > max_samples:
+            keep = np.sort(stream(seed, 0, 0, client, "test-images").choice(keep, max_samples, replace=False))
         return keep
 
 
@@ -393,12 +393,12 @@ class IndexedFederation(Federation):
     def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
         return None if self.index.labels_NC is None else self.index.labels_NC[clients]
 
-    def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
+    def test(self, client: int, max_samples: int | None = None, seed: int = 0) -> TensorSamples:
         """As in the base class, but only the samples that are returned are converted."""
         if self.view == "holdout":
             return self.holdout(client)
         samples = self._test_file(int(self.index.test_set_N[client]))
-        return self._tensors(samples, self.test_rows(client, samples[1], max_images, seed))
+        return self._tensors(samples, self.test_rows(client, samples[1], max_samples, seed))
 
     def _tensors(self, samples: StoredSamples, rows: slice | np.ndarray) -> TensorSamples:
         x, y = samples

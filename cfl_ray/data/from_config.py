@@ -23,10 +23,10 @@ from cfl_ray.config.data import (
 from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
 from cfl_ray.core import global_generators
-from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
+from cfl_ray.data.arrays import data_set_from_arrays, digest, federation_from_arrays
+from cfl_ray.data.data_set import Progress, Source
 from cfl_ray.data.federation import DataShape, Federation, Scaling, layout_warnings, scale_warnings
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder, cache
-from cfl_ray.data.images import Progress, Source
 from cfl_ray.data.plan import FederationPlan, make_plan
 from cfl_ray.data.raw_files import DigestIndex, RawFiles
 from cfl_ray.data.reading import reading
@@ -207,12 +207,12 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
     else:
         plan = _plan(data, seed, _sources(data, loaded, targets), pixels=False, progress=None)
         num_samples_N = np.array([len(client.train) for client in plan.clients])
-        shape, view = plan.images.data_shape, plan.view
+        shape, view = plan.data_set.data_shape, plan.view
         groups = len({client.group for client in plan.clients if client.group >= 0})
         test_sets, size = len(plan.test_sets), shard_bytes(plan)
-        scaling = Scaling(plan.images.scale, data.normalize, plan.images.vocabulary is not None)
-        warnings = [*plan.images.warnings, *layout_warnings(shape.input)]
-        warnings += scale_warnings(scaling.to_tensor(plan.images.train_x[plan.clients[0].train]))
+        scaling = Scaling(plan.data_set.scale, data.normalize, plan.data_set.vocabulary is not None)
+        warnings = [*plan.data_set.warnings, *layout_warnings(shape.input)]
+        warnings += scale_warnings(scaling.to_tensor(plan.data_set.train_x[plan.clients[0].train]))
     samples = int(num_samples_N.min()), float(np.median(num_samples_N)), int(num_samples_N.max())
     return FederationSummary(
         clients=len(num_samples_N),
@@ -248,11 +248,13 @@ def _sources(data: DataConfig, first: Source | None, targets: str) -> list[Sourc
 def _plan(
     data: DataConfig, seed: int, sources: list[Source], pixels: bool, progress: Progress | None
 ) -> FederationPlan:
-    images, *other = (source.read(pixels, progress) for source in sources)
+    data_set, *other = (source.read(pixels, progress) for source in sources)
     if other:
-        images = replace(images, notes=images.notes + other[0].notes, warnings=images.warnings + other[0].warnings)
-    Scaling(images.scale, data.normalize, images.vocabulary is not None).check(images.shape)
-    return make_plan(images, other[0] if other else None, data.with_view(images.test_y is not None), seed)
+        data_set = replace(
+            data_set, notes=data_set.notes + other[0].notes, warnings=data_set.warnings + other[0].warnings
+        )
+    Scaling(data_set.scale, data.normalize, data_set.vocabulary is not None).check(data_set.shape)
+    return make_plan(data_set, other[0] if other else None, data.with_view(data_set.test_y is not None), seed)
 
 
 def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: str) -> dict[str, Any]:
@@ -415,10 +417,10 @@ def _from_mapping(arrays: dict[str, Any], data: PluginDataConfig, seed: int, tar
     if arrays.pop("test_clients", None) is not None:
         raise DataError("it returns test_clients without clients; give both or neither")
     arrays.pop("clients", None)
-    images = images_from_arrays(**arrays, targets=targets, labels=data.labels)
-    parts = (images.train_x, images.train_y, images.test_x, images.test_y, images.group)
+    data_set = data_set_from_arrays(**arrays, targets=targets, labels=data.labels)
+    parts = (data_set.train_x, data_set.train_y, data_set.test_x, data_set.test_y, data_set.group)
     of_data = digest(*(part for part in parts if part is not None))
-    return Source((), lambda pixels, progress: images, of_data)
+    return Source((), lambda pixels, progress: data_set, of_data)
 
 
 def federation_of(

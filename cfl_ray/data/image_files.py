@@ -14,11 +14,11 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from cfl_ray.config import ColumnsConfig
+from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.decoding import Decoder, Encoded, suffixes
-from cfl_ray.data.images import Images, Progress
 from cfl_ray.data.raw_files import FileState, RawFiles
 from cfl_ray.data.reading import reading
-from cfl_ray.data.tables import MAX_LABEL, Named, alike_warnings, column_of, concatenated, images_of, label_names
+from cfl_ray.data.tables import MAX_LABEL, Named, alike_warnings, column_of, concatenated, data_set_of, label_names
 from cfl_ray.errors import DataError, did_you_mean
 
 BATCH_ROWS = 2048  # encoded images in memory at a time
@@ -39,7 +39,7 @@ def read_parquet(
     *,
     transparency: str = "white",
     dense: bool = False,
-) -> Images:
+) -> DataSet:
     """The images of these files in file order. Raises DataError naming the file and row of unusable data.
 
     num_classes: None for the largest label + 1. transparency: as in `Decoder`. dense: as in `images_of`. pixels: False
@@ -56,9 +56,9 @@ def read_parquet(
         decoder.all(_encoded(files, columns.image), table.num_rows, pixels, progress)
         for files, (_, table) in zip((train, test), parts, strict=False)
     )
-    images = images_of(parts, inputs, columns, num_classes=num_classes, dense=dense)
+    data_set = data_set_of(parts, inputs, columns, num_classes=num_classes, dense=dense)
     notes, warnings = decoder.report(parts[0][0])
-    return replace(images, notes=tuple(notes), warnings=(*images.warnings, *warnings))
+    return replace(data_set, notes=tuple(notes), warnings=(*data_set.warnings, *warnings))
 
 
 def _columns_of(files: list[Path], names: list[str]) -> Named:
@@ -270,7 +270,7 @@ def _list_file(listing: Listing, entry: os.DirEntry[str], name: str, in_class: b
 
 def read_folders(
     train: Listing, test: Listing | None, raw: RawFiles, transparency: str, pixels: bool, progress: Progress | None
-) -> Images:
+) -> DataSet:
     """The images in a folder that has a folder for each class, numbered in sorted order of the folders' names.
 
     `clients.csv` in the training folder, with columns file (path below the folder) and client, names the client of each
@@ -299,7 +299,7 @@ def read_folders(
     test_x, test_y = (None, None) if test is None else part(test)
     client, of_clients = _clients(train, raw)
     notes, warnings = decoder.report(str(train.folder)) if pixels else ([], [])
-    return Images(
+    return DataSet(
         x,
         y,
         test_x,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.data.arrays import DENSE, label_warnings
-from cfl_ray.data.images import Images, Progress
+from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.reading import reading
 from cfl_ray.data.tables import numbered
 from cfl_ray.errors import DataError
@@ -36,7 +36,7 @@ def read(
     content: Content,
     dense: bool,
     progress: Progress | None,
-) -> Images:
+) -> DataSet:
     """The samples of LEAF's files, with their users as clients.
 
     convert: makes the samples of a user, or raises DataError for unusable data. vocabulary: number of token ids; None:
@@ -53,7 +53,7 @@ def read(
     warnings = label_warnings(str(train[0].parent), train_y, num_classes, DENSE)
     if empty:
         warnings.append(f"{train[0].parent.parent}: {len(empty)} users without samples are left out, e.g. {empty[0]}")
-    return Images(
+    return DataSet(
         train_x,
         train_y,
         test_x,
@@ -195,7 +195,7 @@ def characters(file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
 
 def read_tweets(
     train: list[Path], test: list[Path], vocabulary: int, content: Content, dense: bool, progress: Progress | None
-) -> Images:
+) -> DataSet:
     """Sentiment140: the first 25 words of each tweet, labelled with its sentiment, 0 or 1.
 
     The vocabulary has the most frequent words of the training files; equally frequent words in alphabetical order.

@@ -10,7 +10,7 @@ from cfl_ray.config.partition import IidConfig
 from cfl_ray.config.shift import HybridConfig
 from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
-from cfl_ray.data.images import Images
+from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.shifts import Group, Variant, make_groups
 from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import reference_of
@@ -55,9 +55,9 @@ class FederationPlan:
     labels_NC: np.ndarray | None  # bool: labels on which each client is tested; None unless the view is label
 
     @property
-    def images(self) -> Images:
+    def data_set(self) -> DataSet:
         """The first client's data set. All data sets of a federation have the same shape, scale and classes."""
-        return self.clients[0].variant.images
+        return self.clients[0].variant.data_set
 
 
 class ClientRows(NamedTuple):
@@ -69,24 +69,24 @@ class ClientRows(NamedTuple):
     rows: np.ndarray  # int64 rows of the training part, ascending
 
 
-def make_plan(images: Images, other: Images | None, data: DataConfig, seed: int) -> FederationPlan:
+def make_plan(data_set: DataSet, other: DataSet | None, data: DataConfig, seed: int) -> FederationPlan:
     """The division that `data` describes. Raises DataError if there are too few samples for it.
 
     other: the second data set of a hybrid shift; None for other shifts.
     """
     view = data.test.view
     assert view is not None  # the view is null only for arrays, which have clients already
-    _check_classes(images, data)
+    _check_classes(data_set, data)
     if data.test.pool:
         second = data.shift.other if isinstance(data.shift, HybridConfig) else ""
-        images, other = images.pooled(data.source), None if other is None else other.pooled(second)
-    if view != "holdout" and (images.test_y is None or (other is not None and other.test_y is None)):
+        data_set, other = data_set.pooled(data.source), None if other is None else other.pooled(second)
+    if view != "holdout" and (data_set.test_y is None or (other is not None and other.test_y is None)):
         raise DataError(
             f"data.test.view: {view} needs a test part, which {data.source!r} does not have; "
             "set data.test.view: holdout (or name data.test_files)"
         )
     by_writer = data.partition.kind == "writer"
-    groups = make_groups(images, other, data.shift, not by_writer and data.partition.true_groups is None, seed)
+    groups = make_groups(data_set, other, data.shift, not by_writer and data.partition.true_groups is None, seed)
     divided = _divide_by_writer(groups, data, seed) if by_writer else _divide(groups, data, seed)
     test_sets, test_set_of = ([], {}) if view == "holdout" else _test_sets(groups, divided, data, seed)
     kept_N = _kept_shares(len(divided), data.partition, seed)
@@ -96,11 +96,11 @@ def make_plan(images: Images, other: Images | None, data: DataConfig, seed: int)
         test_set = test_set_of.get((client.group, client.true_group), -1)
         variant = groups[client.group].variant
         clients.append(PlannedClient(client.name, client.true_group, variant, train, held_out, test_set))
-    labels_NC = _tested_labels(clients, test_sets, images.num_classes) if view == "label" else None
+    labels_NC = _tested_labels(clients, test_sets, data_set.num_classes) if view == "label" else None
     return FederationPlan(view, clients, test_sets, labels_NC)
 
 
-def _check_classes(images: Images, data: DataConfig) -> None:
+def _check_classes(data_set: DataSet, data: DataConfig) -> None:
     """Raises DataError if `data` divides or changes samples by their classes, but the targets are not classes."""
     needs = {
         "data.partition.kind": (data.partition.kind, ("dirichlet", "classes"), "iid or writer"),
@@ -108,9 +108,9 @@ def _check_classes(images: Images, data: DataConfig) -> None:
         "data.test.view": (data.test.view, ("label",), "cluster or holdout"),
     }
     for key, (value, by_class, others) in needs.items():
-        if images.targets != "class" and value in by_class:
+        if data_set.targets != "class" and value in by_class:
             raise DataError(
-                f"{key}: {value} needs classes, the targets of the task are {images.targets!r}; set {others}"
+                f"{key}: {value} needs classes, the targets of the task are {data_set.targets!r}; set {others}"
             )
 
 
@@ -123,7 +123,7 @@ def _divide(groups: list[Group], data: DataConfig, seed: int) -> list[ClientRows
     shares = partition.even_shares(data.partition.clients, len(groups))
     divided: list[ClientRows] = []
     for index, (group, share) in enumerate(zip(groups, shares, strict=True)):
-        y = group.variant.images.train_y[group.rows]
+        y = group.variant.data_set.train_y[group.rows]
         rng = stream(seed, -1, -1, index, "data/partition of group")
         try:
             parts = partition.divide(y, share, _partition_of_group(data.partition, shares, index), least, rng)
@@ -160,22 +160,22 @@ def _divide_by_writer(groups: list[Group], data: DataConfig, seed: int) -> list[
     shares = [None] * len(groups) if wanted is None else partition.even_shares(wanted, len(groups))
     divided: list[ClientRows] = []
     for index, (group, share) in enumerate(zip(groups, shares, strict=True)):
-        images, rng = group.variant.images, stream(seed, -1, -1, index, "data/writers of group")
-        writer_of_row = None if images.client is None else images.client[group.rows]
+        data_set, rng = group.variant.data_set, stream(seed, -1, -1, index, "data/writers of group")
+        writer_of_row = None if data_set.client is None else data_set.client[group.rows]
         config = data.partition.model_copy(update={"clients": share})
         for name, part in partition.writers(writer_of_row, config, data.source, rng):
             rows = group.rows[part]
             if len(groups) > 1:
                 divided.append(ClientRows(f"{name}/{index}", index, index, rows))
             else:
-                divided.append(ClientRows(name, 0, _natural_group(images, rows, name), rows))
+                divided.append(ClientRows(name, 0, _natural_group(data_set, rows, name), rows))
     return divided
 
 
-def _natural_group(images: Images, rows: np.ndarray, name: str) -> int:
-    if images.group is None:
+def _natural_group(data_set: DataSet, rows: np.ndarray, name: str) -> int:
+    if data_set.group is None:
         return -1
-    groups = np.unique(images.group[rows])
+    groups = np.unique(data_set.group[rows])
     if len(groups) > 1:
         raise DataError(
             f"client {name!r} has samples of groups {groups[0]} and {groups[1]}; a client belongs to one group "
@@ -243,16 +243,16 @@ def _test_sets(
 
 
 def _test_rows(group: Group, true_group: int, data: DataConfig, seed: int) -> np.ndarray:
-    images = group.variant.images
-    assert images.test_y is not None and group.test_rows is not None  # checked for views with shared test sets
+    data_set = group.variant.data_set
+    assert data_set.test_y is not None and group.test_rows is not None  # checked for views with shared test sets
     if data.test.view in ("label", "all"):  # label: a client's labels later select among all images
-        rows = np.arange(len(images.test_y))
-    elif data.partition.kind == "writer" and data.shift.kind == "none" and images.test_group is not None:
-        rows = np.flatnonzero(images.test_group == true_group)
+        rows = np.arange(len(data_set.test_y))
+    elif data.partition.kind == "writer" and data.shift.kind == "none" and data_set.test_group is not None:
+        rows = np.flatnonzero(data_set.test_group == true_group)
     else:
         rows = group.test_rows
-    if data.test.max_images is not None and len(rows) > data.test.max_images:
-        rows = np.sort(stream(seed, -1, -1, -1, "data/test images").choice(rows, data.test.max_images, replace=False))
+    if data.test.max_samples is not None and len(rows) > data.test.max_samples:
+        rows = np.sort(stream(seed, -1, -1, -1, "data/test images").choice(rows, data.test.max_samples, replace=False))
     return rows
 
 

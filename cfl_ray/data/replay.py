@@ -54,8 +54,8 @@ class ReplayedFederation(FederationView):
     def holdout(self, client: int) -> TensorSamples:
         return _union([federation.holdout(client) for federation in self._of(client)])
 
-    def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
-        return _union([federation.test(client, max_images, seed) for federation in self._of(client)])
+    def test(self, client: int, max_samples: int | None = None, seed: int = 0) -> TensorSamples:
+        return _union([federation.test(client, max_samples, seed) for federation in self._of(client)])
 
 
 def _union(parts: Sequence[TensorSamples]) -> TensorSamples:

@@ -13,9 +13,9 @@ import pyarrow as pa
 
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.arrays import ArrayFederation
+from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.federation import DataShape, Federation, Index, StoredSamples
 from cfl_ray.data.folder import Folder, cache
-from cfl_ray.data.images import Images, Progress
 from cfl_ray.data.plan import FederationPlan, PlannedClient, TestSet
 from cfl_ray.data.shards import MANIFEST, ShardFile, ShardManifest, index_schema, sample_schema
 from cfl_ray.data.shifts import Variant
@@ -61,12 +61,12 @@ def shard_bytes(plan: FederationPlan) -> int:
     """The bytes of pixels and labels in the shards of this plan."""
     client_rows = sum(client.num_rows for client in plan.clients)
     test_rows = sum(len(test_set.rows) for test_set in plan.test_sets)
-    y = plan.images.train_y
+    y = plan.data_set.train_y
     return (client_rows + test_rows) * (_sample_bytes(plan) + y.itemsize * int(np.prod(y.shape[1:])))
 
 
 def _sample_bytes(plan: FederationPlan) -> int:
-    return int(np.prod(plan.images.shape)) * plan.images.train_x.itemsize
+    return int(np.prod(plan.data_set.shape)) * plan.data_set.train_x.itemsize
 
 
 def _publish(staging: Path, target: Path) -> None:
@@ -89,7 +89,7 @@ def _write(
     progress: Progress | None,
 ) -> list[str]:
     """Writes all files, the manifest last. Returns their names in the order of writing."""
-    shape, dtype = plan.images.data_shape, plan.images.train_x.dtype.name
+    shape, dtype = plan.data_set.data_shape, plan.data_set.train_x.dtype.name
     schema = sample_schema(shape, dtype)
     train, places = _write_clients(staging, plan, schema, progress)
     test = [
@@ -102,15 +102,15 @@ def _write(
         view=plan.view,
         input=list(shape.input),
         num_classes=shape.num_classes,
-        scale=plan.images.scale,
+        scale=plan.data_set.scale,
         dtype=dtype,
         vocabulary=shape.vocabulary,
         targets=shape.targets,
         target_shape=list(shape.target_shape),
         class_names=list(shape.class_names),
         normalize=normalize,
-        notes=list(plan.images.notes),
-        warnings=list(plan.images.warnings),
+        notes=list(plan.data_set.notes),
+        warnings=list(plan.data_set.warnings),
         index=index,
         train=train,
         test=test,
@@ -195,7 +195,7 @@ def shard_plan_of(federation: Federation) -> FederationPlan:
         samples, index, tests = _read(federation)
         scale = 1
     shape = federation.shape
-    images = Images(
+    whole = DataSet(
         *_stored(samples, shape),
         *_stored(tests, shape),
         shape.num_classes,
@@ -204,7 +204,7 @@ def shard_plan_of(federation: Federation) -> FederationPlan:
         targets=shape.targets,
         class_names=shape.class_names,
     )
-    variant, clients = Variant(images), []
+    variant, clients = Variant(whole), []
     for client in range(federation.num_clients):
         first = index.offset_N[client]
         middle = first + index.train_N[client]

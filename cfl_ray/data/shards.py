@@ -53,7 +53,7 @@ class ShardManifest(BaseModel):
     target_shape: list[_Size] = []  # shape of a sample's target
     class_names: list[str] = []  # by label, if the source names its classes
     normalize: list[list[float]] | None
-    notes: list[str] = []  # lines on the raw data, as in `Images`
+    notes: list[str] = []  # lines on the raw data, as in `DataSet`
     warnings: list[str] = []
     index: ShardFile
     train: list[ShardFile] = Field(min_length=1)

@@ -25,8 +25,8 @@ from cfl_ray.config.shift import (
     ShiftedConfig,
 )
 from cfl_ray.core.rng import stream
+from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.federation import DataShape
-from cfl_ray.data.images import Images
 from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
 
@@ -104,7 +104,7 @@ class Change:
     seed: int
     keeps_labels: bool = False  # whether the function is known not to change y
 
-    def __call__(self, images: Images, x: np.ndarray, y: np.ndarray, draw_of: str) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, data_set: DataSet, x: np.ndarray, y: np.ndarray, draw_of: str) -> tuple[np.ndarray, np.ndarray]:
         """The changed samples. Raises DataError, naming the function and its line, for a wrong result.
 
         draw_of: a name of these samples, which is part of the random key.
@@ -122,10 +122,10 @@ class Change:
             )
         if new_y.shape != y.shape or new_y.dtype.kind not in "iu":
             raise DataError(f"{name} returned y as {described(new_y)}, expected integers of shape {y.shape}")
-        if len(bad := np.flatnonzero((new_y < 0) | (new_y >= images.num_classes))):
+        if len(bad := np.flatnonzero((new_y < 0) | (new_y >= data_set.num_classes))):
             raise DataError(
-                f"{name} returned label {new_y[bad[0]]}; the data set has {images.num_classes} classes, "
-                f"0..{images.num_classes - 1}"
+                f"{name} returned label {new_y[bad[0]]}; the data set has {data_set.num_classes} classes, "
+                f"0..{data_set.num_classes - 1}"
             )
         return new_x, new_y.astype(np.int16)
 
@@ -134,19 +134,19 @@ class Change:
 class Variant:
     """A data set with a transformation of its pixels and labels."""
 
-    images: Images
+    data_set: DataSet
     turns: int = 0  # quarter turns counter-clockwise, 0..3, as in np.rot90 and torchvision's rotate
     offset: int = 0  # s in y -> (y + s) mod C
     change: Change | None = None
 
     def train_labels(self, rows: np.ndarray) -> np.ndarray:
         """The transformed labels of training samples, int16 (n,)."""
-        return self._labels(self.images.train_y[rows]) if self._keeps_labels else self.train(rows)[1]
+        return self._labels(self.data_set.train_y[rows]) if self._keeps_labels else self.train(rows)[1]
 
     def test_labels(self, rows: np.ndarray) -> np.ndarray:
         """The transformed labels of test samples, int16 (n,)."""
-        assert self.images.test_y is not None  # test rows exist only with a test part
-        return self._labels(self.images.test_y[rows]) if self._keeps_labels else self.test(rows)[1]
+        assert self.data_set.test_y is not None  # test rows exist only with a test part
+        return self._labels(self.data_set.test_y[rows]) if self._keeps_labels else self.test(rows)[1]
 
     @property
     def _keeps_labels(self) -> bool:
@@ -154,22 +154,24 @@ class Variant:
 
     def train(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The transformed training samples, e.g. uint8 (n, C, H, W) and int16 (n,)."""
-        return self._samples(self.images.train_x, self.images.train_y, rows, "training")
+        return self._samples(self.data_set.train_x, self.data_set.train_y, rows, "training")
 
     def test(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The transformed test samples, in the types of `train`."""
         # test rows exist only with a test part
-        assert self.images.test_x is not None and self.images.test_y is not None
-        return self._samples(self.images.test_x, self.images.test_y, rows, "test")
+        assert self.data_set.test_x is not None and self.data_set.test_y is not None
+        return self._samples(self.data_set.test_x, self.data_set.test_y, rows, "test")
 
     def _samples(self, x: np.ndarray, y: np.ndarray, rows: np.ndarray, part: str) -> tuple[np.ndarray, np.ndarray]:
         x, y = x[rows], self._labels(y[rows])
         x = np.rot90(x, self.turns, axes=(-2, -1)) if self.turns else x
         # the first row is part of the random key, since no other client of the group has this row
-        return self.change(self.images, x, y, f"{part} {rows[0]}") if self.change is not None and len(rows) else (x, y)
+        return (
+            self.change(self.data_set, x, y, f"{part} {rows[0]}") if self.change is not None and len(rows) else (x, y)
+        )
 
     def _labels(self, y: np.ndarray) -> np.ndarray:
-        return (y + self.offset) % self.images.num_classes if self.offset else y
+        return (y + self.offset) % self.data_set.num_classes if self.offset else y
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,9 @@ class Group:
     test_rows: np.ndarray | None  # int64, ascending; None if the data set has no test part
 
 
-def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natural: bool, seed: int = 0) -> list[Group]:
+def make_groups(
+    data_set: DataSet, other: DataSet | None, shift: ShiftConfig, natural: bool, seed: int = 0
+) -> list[Group]:
     """The true groups of `shift`. Groups whose label sets overlap share images.
 
     other: the second data set of a hybrid shift. natural: whether a data set without a shift keeps its own groups.
@@ -189,26 +193,26 @@ def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natura
     """
     if isinstance(shift, PluginShiftConfig):
         function = with_options(SHIFT_KINDS.resolve(shift.kind), shift.options, "data.shift", ARGUMENTS)
-        return [_group(Variant(images, change=Change(function, group, seed))) for group in range(shift.groups)]
+        return [_group(Variant(data_set, change=Change(function, group, seed))) for group in range(shift.groups)]
     for config, key in ((NoiseConfig, "sigmas"), (BlurConfig, "radii"), (BrightnessConfig, "factors")):
         if isinstance(shift, config):
-            return _of_pixels(images, shift.kind, _nonempty(getattr(shift, key), key), seed)
+            return _of_pixels(data_set, shift.kind, _nonempty(getattr(shift, key), key), seed)
     if isinstance(shift, RotatedConfig):
-        variants = [_rotated(images, angle, seed) for angle in _nonempty(shift.angles, "angles")]
+        variants = [_rotated(data_set, angle, seed) for angle in _nonempty(shift.angles, "angles")]
         label_sets: Sequence[list[int] | None] = (
-            _label_sets(shift, images) if isinstance(shift, RotatedLabelsConfig) else [None]
+            _label_sets(shift, data_set) if isinstance(shift, RotatedLabelsConfig) else [None]
         )
         return [_group(variant, labels) for variant in variants for labels in label_sets]
     if isinstance(shift, ShiftedConfig):
-        offsets = [offset % images.num_classes for offset in _nonempty(shift.offsets, "offsets")]
-        return [_group(Variant(images, offset=offset)) for offset in offsets]
+        offsets = [offset % data_set.num_classes for offset in _nonempty(shift.offsets, "offsets")]
+        return [_group(Variant(data_set, offset=offset)) for offset in offsets]
     if isinstance(shift, PathologicalConfig):
-        return [_group(Variant(images), labels) for labels in _label_sets(shift, images)]
+        return [_group(Variant(data_set), labels) for labels in _label_sets(shift, data_set)]
     if isinstance(shift, HybridConfig):
         assert other is not None  # a hybrid has two data sets
-        return _hybrid(images, other, shift.other)
-    count = images.group.max() + 1 if natural and images.group is not None else 0
-    return [_natural(images, group) for group in range(count)] or [_group(Variant(images))]
+        return _hybrid(data_set, other, shift.other)
+    count = data_set.group.max() + 1 if natural and data_set.group is not None else 0
+    return [_natural(data_set, group) for group in range(count)] or [_group(Variant(data_set))]
 
 
 def _group(variant: Variant, labels: list[int] | None = None) -> Group:
@@ -217,66 +221,66 @@ def _group(variant: Variant, labels: list[int] | None = None) -> Group:
     def rows(y: np.ndarray) -> np.ndarray:
         return np.arange(len(y)) if labels is None else np.flatnonzero(np.isin(y, labels))
 
-    images = variant.images
-    return Group(variant, rows(images.train_y), None if images.test_y is None else rows(images.test_y))
+    data_set = variant.data_set
+    return Group(variant, rows(data_set.train_y), None if data_set.test_y is None else rows(data_set.test_y))
 
 
-def _natural(images: Images, group: int) -> Group:
+def _natural(data_set: DataSet, group: int) -> Group:
     """A group that the data set itself names. If test images have no groups, every group is tested on all."""
-    if images.test_y is None:
+    if data_set.test_y is None:
         test_rows = None
-    elif images.test_group is None:
-        test_rows = np.arange(len(images.test_y))
+    elif data_set.test_group is None:
+        test_rows = np.arange(len(data_set.test_y))
     else:
-        test_rows = np.flatnonzero(images.test_group == group)
-    return Group(Variant(images), np.flatnonzero(images.group == group), test_rows)
+        test_rows = np.flatnonzero(data_set.test_group == group)
+    return Group(Variant(data_set), np.flatnonzero(data_set.group == group), test_rows)
 
 
-def _hybrid(images: Images, other: Images, name: str) -> list[Group]:
-    first, second = ((*part.shape, part.num_classes, part.scale) for part in (images, other))
+def _hybrid(data_set: DataSet, other: DataSet, name: str) -> list[Group]:
+    first, second = ((*part.shape, part.num_classes, part.scale) for part in (data_set, other))
     if first != second:
         raise DataError(
             "a hybrid needs two data sets of equal (channels, height, width, classes, pixel scale): "
             f"data.source is {first}, data.shift.other {name!r} is {second}"
         )
-    return [_group(Variant(images)), _group(Variant(other))]
+    return [_group(Variant(data_set)), _group(Variant(other))]
 
 
-def _of_pixels(images: Images, kind: str, amounts: list[float], seed: int) -> list[Group]:
+def _of_pixels(data_set: DataSet, kind: str, amounts: list[float], seed: int) -> list[Group]:
     """The groups of a shift of pixel values."""
-    if lacking := needed(kind, images.data_shape):
+    if lacking := needed(kind, data_set.data_shape):
         raise DataError(f"data.shift.kind: {kind} needs {lacking}; use another kind")
     changes = [
-        Change(partial(DOMAINS[kind], amount=amount, scale=images.scale), group, seed, keeps_labels=True)
+        Change(partial(DOMAINS[kind], amount=amount, scale=data_set.scale), group, seed, keeps_labels=True)
         for group, amount in enumerate(amounts)
     ]
-    return [_group(Variant(images, change=change)) for change in changes]
+    return [_group(Variant(data_set, change=change)) for change in changes]
 
 
-def _rotated(images: Images, angle: float, seed: int) -> Variant:
+def _rotated(data_set: DataSet, angle: float, seed: int) -> Variant:
     """The data set rotated by `angle` degrees: exactly for quarter turns, else with bilinear interpolation."""
-    if len(images.shape) != 3:
+    if len(data_set.shape) != 3:
         raise DataError(
             f"data.shift.angles: {angle} degrees needs images (channels, height, width), these samples have shape "
-            f"{images.shape}; use another data.shift.kind"
+            f"{data_set.shape}; use another data.shift.kind"
         )
     if angle % 90:
-        change = Change(partial(rotated, amount=angle, scale=images.scale), 0, seed, keeps_labels=True)
-        return Variant(images, change=change)
-    _, height, width = images.shape
+        change = Change(partial(rotated, amount=angle, scale=data_set.scale), 0, seed, keeps_labels=True)
+        return Variant(data_set, change=change)
+    _, height, width = data_set.shape
     if angle % 180 and height != width:
         raise DataError(
             f"data.shift.angles: {angle} degrees needs square images, these are {height}x{width}; use 0 and 180"
         )
-    return Variant(images, int(angle) // 90 % 4)
+    return Variant(data_set, int(angle) // 90 % 4)
 
 
-def _label_sets(shift: PathologicalConfig, images: Images) -> list[list[int]]:
+def _label_sets(shift: PathologicalConfig, data_set: DataSet) -> list[list[int]]:
     for labels in _nonempty(shift.label_sets, "label_sets"):
-        if bad := [label for label in _nonempty(labels, "label_sets") if not 0 <= label < images.num_classes]:
+        if bad := [label for label in _nonempty(labels, "label_sets") if not 0 <= label < data_set.num_classes]:
             raise DataError(
-                f"data.shift.label_sets: label {bad[0]} does not exist; the data set has {images.num_classes} classes, "
-                f"0..{images.num_classes - 1}"
+                f"data.shift.label_sets: label {bad[0]} does not exist; the data set has "
+                f"{data_set.num_classes} classes, 0..{data_set.num_classes - 1}"
             )
     return shift.label_sets
 

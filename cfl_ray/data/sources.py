@@ -31,8 +31,8 @@ from cfl_ray.config.data import (
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_files, leaf, tables
 from cfl_ray.data.arrays import DENSE, label_warnings
+from cfl_ray.data.data_set import DataSet, Progress, Source, find, roots
 from cfl_ray.data.hf_disk import saved_dataset
-from cfl_ray.data.images import Images, Progress, Source, find, roots
 from cfl_ray.data.raw_files import RawFiles
 from cfl_ray.data.reading import reading, reason
 from cfl_ray.data.table_files import CsvFormat
@@ -143,7 +143,7 @@ def _open_torchvision(name: str, root: Path, train: bool, download: bool = False
         socket.setdefaulttimeout(before)
 
 
-def _read_torchvision(name: str, root: Path) -> Images:
+def _read_torchvision(name: str, root: Path) -> DataSet:
     def part(train: bool) -> tuple[np.ndarray, np.ndarray]:
         loaded = _open_torchvision(name, root, train)
         x = np.asarray(loaded.data)
@@ -156,7 +156,7 @@ def _read_torchvision(name: str, root: Path) -> Images:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # numpy warns about the pickled arrays of CIFAR
-        return Images(*part(train=True), *part(train=False), num_classes=_TORCHVISION[name].num_classes)
+        return DataSet(*part(train=True), *part(train=False), num_classes=_TORCHVISION[name].num_classes)
 
 
 # --- Hugging Face -------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def medmnist(data: FilesDataConfig) -> Source:
     return Source(tuple(files), lambda pixels, progress: _read_medmnist(files[0], data.labels == "dense"))
 
 
-def _read_medmnist(file: Path, dense: bool) -> Images:
+def _read_medmnist(file: Path, dense: bool) -> DataSet:
     names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels")]
     with reading(str(file), "an .npz file of medmnist", "download it again"):
         arrays = read_npz(file, names, None, f"a file of medmnist has {', '.join(names)}")
@@ -207,7 +207,7 @@ def _read_medmnist(file: Path, dense: bool) -> Images:
         )
     num_classes = len(class_names) or max(int(y.max()) for y in labels) + 1
     warnings = label_warnings(f"{file}: train_labels", labels[0], num_classes, DENSE)
-    return Images(
+    return DataSet(
         parts[0][0],
         labels[0],
         parts[1][0],
@@ -265,7 +265,7 @@ def digits(data: DataConfig) -> Source:
     return Source((), _read_digits)
 
 
-def _read_digits(pixels: bool, progress: Progress | None) -> Images:
+def _read_digits(pixels: bool, progress: Progress | None) -> DataSet:
     table = _digits_table()
     x, y = table[:, :-1].reshape(-1, 1, 8, 8).astype(np.uint8), table[:, -1].astype(np.int16)
     # seed 0 for every experiment, since the test set belongs to the data set
@@ -273,7 +273,7 @@ def _read_digits(pixels: bool, progress: Progress | None) -> Images:
     per_class = [rng.permutation(np.flatnonzero(y == label)) for label in range(10)]
     test = np.sort(np.concatenate([rows[: round(0.2 * len(rows))] for rows in per_class]))
     train = np.setdiff1d(np.arange(len(y)), test)
-    return Images(x[train], y[train], x[test], y[test], num_classes=10, scale=16)
+    return DataSet(x[train], y[train], x[test], y[test], num_classes=10, scale=16)
 
 
 def _digits_table() -> np.ndarray:
@@ -304,7 +304,7 @@ def mnist_by_writer(data: DataConfig) -> Source:
     return Source((*base.files, files[0]), lambda pixels, progress: _join_writers(base.read(True, None), files[0]))
 
 
-def _join_writers(images: Images, file: Path) -> Images:
+def _join_writers(data_set: DataSet, file: Path) -> DataSet:
     """MNIST with the writer of each image as its client, and the writer's NIST partition (hsf) as its group."""
     with reading(str(file), "a parquet file with columns split, row, writer, hsf"):
         table = pq.read_table(file, columns=["split", "row", "writer", "hsf"])
@@ -321,10 +321,10 @@ def _join_writers(images: Images, file: Path) -> Images:
             )
         return values[mask][order]
 
-    assert images.test_y is not None  # MNIST has a test part
-    n, n_test = len(images.train_y), len(images.test_y)
+    assert data_set.test_y is not None  # MNIST has a test part
+    n, n_test = len(data_set.train_y), len(data_set.test_y)
     return replace(
-        images,
+        data_set,
         client=in_row_order("train", writer, n),
         group=in_row_order("train", group, n),
         test_group=in_row_order("test", group, n_test),
@@ -342,7 +342,7 @@ def images(data: ColumnsDataConfig) -> Source:
     return Source((*train, *test), _warned(partial(_parquet(data), train, test, data.columns, None), _held_out(train)))
 
 
-def _parquet(data: ColumnsDataConfig) -> Callable[..., Images]:
+def _parquet(data: ColumnsDataConfig) -> Callable[..., DataSet]:
     """Reads the images of Parquet files as `data` says."""
     return partial(image_files.read_parquet, transparency=data.transparency, dense=data.labels == "dense")
 
@@ -409,12 +409,12 @@ def _copied(files: Sequence[Path], digests: list[str]) -> list[str]:
     return []
 
 
-def _warned(read: Callable[..., Images], lines: list[str]) -> Callable[..., Images]:
+def _warned(read: Callable[..., DataSet], lines: list[str]) -> Callable[..., DataSet]:
     """`read`, with more warnings."""
 
-    def with_warning(pixels: bool, progress: Progress | None) -> Images:
-        images = read(pixels, progress)
-        return replace(images, warnings=(*lines, *images.warnings))
+    def with_warning(pixels: bool, progress: Progress | None) -> DataSet:
+        data_set = read(pixels, progress)
+        return replace(data_set, warnings=(*lines, *data_set.warnings))
 
     return with_warning
 
@@ -433,7 +433,7 @@ def femnist_leaf(data: FilesDataConfig) -> Source:
     )
 
 
-def _leaf(name: str, data: FilesDataConfig, read: Callable[..., Images], get: str = "") -> Source:
+def _leaf(name: str, data: FilesDataConfig, read: Callable[..., DataSet], get: str = "") -> Source:
     """The data set in LEAF's folder data/NAME. get: how to obtain it, if there is more to say."""
     get = get or f"run LEAF's data/{name}/preprocess.sh and point data.root at LEAF's data/{name}/data"
     usual = ["", f"{name}/data", f"data/{name}/data", f"leaf/data/{name}/data"]
@@ -471,7 +471,7 @@ def csv(data: CsvConfig, targets: str = "class") -> Source:
     digests = [sha256_once(file) for file in files]  # an edited table may have the same size
     written, dense = CsvFormat(data.delimiter, data.encoding, data.decimal), data.labels == "dense"
 
-    def read(pixels: bool, progress: Progress | None) -> Images:
+    def read(pixels: bool, progress: Progress | None) -> DataSet:
         return tables.read_csv(train, test, data.columns, targets, written, dense)
 
     return Source(files, _warned(read, [*_held_out(train), *_copied(files, digests)]), " ".join(digests))

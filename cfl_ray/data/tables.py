@@ -30,8 +30,8 @@ from cfl_ray.data.arrays import (
     targets_of,
     tokens,
 )
+from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.decoding import Decoder
-from cfl_ray.data.images import Images
 from cfl_ray.data.index_columns import FEWEST, counting_columns, index_columns
 from cfl_ray.data.table_files import COMMON, CsvFormat, is_number, is_text, plain, read_rows
 from cfl_ray.errors import DataError, did_you_mean
@@ -217,7 +217,7 @@ def read_csv(
     targets: str = "class",
     csv: CsvFormat = COMMON,
     dense: bool = False,
-) -> Images:
+) -> DataSet:
     """The samples of CSV or Parquet files. Inputs are float32 (n, F), a number for each feature column."""
     labels = label_names(columns.label)
     ids = [name for name in (columns.client, columns.group) if name is not None]
@@ -237,10 +237,10 @@ def read_csv(
         column_of(parts[0], column)
     features, warnings = _features(parts[0], [tables[file] for file in train], columns, sorted(left_out))
     inputs = (np.stack([_numbers(part, name, csv.decimal, warnings) for name in features], 1) for part in parts)
-    images = images_of(parts, inputs, columns, targets=targets, dense=dense)
+    data_set = data_set_of(parts, inputs, columns, targets=targets, dense=dense)
     if not columns.features:
-        warnings += _label_copies(parts[0][0], features, images)
-    return replace(images, warnings=(*images.warnings, *dict.fromkeys(warnings)))
+        warnings += _label_copies(parts[0][0], features, data_set)
+    return replace(data_set, warnings=(*data_set.warnings, *dict.fromkeys(warnings)))
 
 
 def _without(table: pa.Table, names: set[str]) -> pa.Table:
@@ -287,12 +287,12 @@ def _features(
 _SHOWN = 20  # columns that a warning lists
 
 
-def _label_copies(name: str, features: list[str], images: Images) -> list[str]:
+def _label_copies(name: str, features: list[str], data_set: DataSet) -> list[str]:
     """A warning if an input column equals the labels, or the numbers of their names; otherwise empty."""
-    y = images.train_y
+    y = data_set.train_y
     if y.ndim != 1 or len(y) < FEWEST or len(np.unique(y)) == 1:
         return []
-    copies = [column for column, x in zip(features, images.train_x.T, strict=True) if (x == y).all()]
+    copies = [column for column, x in zip(features, data_set.train_x.T, strict=True) if (x == y).all()]
     if not copies:
         return []
     return [
@@ -309,7 +309,7 @@ def read_hf(
     targets: str = "class",
     transparency: str = "white",
     dense: bool = False,
-) -> Images:
+) -> DataSet:
     """The samples of data sets that `Dataset.save_to_disk` wrote into these folders.
 
     The input column contains images, or lists of equal length: of numbers, or of token ids if `vocabulary` is given.
@@ -338,15 +338,15 @@ def read_hf(
         )
     decoder = Decoder(transparency, modes[0])
     inputs = (_lists_or_images(part, columns.image, vocabulary, decoder) for part in parts)
-    images = images_of(parts, inputs, columns, vocabulary, targets, dense=dense, class_names=class_names)
+    data_set = data_set_of(parts, inputs, columns, vocabulary, targets, dense=dense, class_names=class_names)
     notes, warnings = decoder.report(parts[0][0])
-    return replace(images, notes=tuple(notes), warnings=(*images.warnings, *warnings))
+    return replace(data_set, notes=tuple(notes), warnings=(*data_set.warnings, *warnings))
 
 
 _OTHER_MEDIA = ("Audio", "Video", "Pdf", "Nifti", "Mesh", "Translation", "TranslationVariableLanguages")
 
 
-def images_of(
+def data_set_of(
     parts: list[Named],
     inputs: Iterable[np.ndarray],
     columns: ColumnsConfig,
@@ -355,7 +355,7 @@ def images_of(
     num_classes: int | None = None,
     dense: bool = False,
     class_names: tuple[str, ...] = (),
-) -> Images:
+) -> DataSet:
     """The samples of a training part and, if given, a test part, with labels, clients and groups.
 
     inputs: of each part; they are computed after the labels are checked. num_classes: None for the largest label + 1.
@@ -395,7 +395,7 @@ def images_of(
                 f"{parts[1][0]} holds {what} of shape {shape}, {parts[0][0]} of {train.shape[1:]}; they must agree"
             )
     warnings += copied_tokens(f"{parts[0][0]}: column {columns.label!r}", x, labels[0], targets)
-    return Images(
+    return DataSet(
         x,
         labels[0],
         test_x[0] if test_x else None,

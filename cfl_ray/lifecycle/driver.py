@@ -227,7 +227,9 @@ class Driver:
         else:
             directory, uri = RunDirectory(self.directory).method(label).path, self.uri
             parent = self.directory if self.study is None else self.study.root
-        run_log = RunLog(directory, new_trackers(self.experiment.tracking, uri, parent), self.watcher.warn)
+        tracking = self.experiment.tracking
+        trackers = new_trackers(tracking, uri, parent)
+        run_log = RunLog(directory, trackers, self.watcher.warn, patience=tracking.patience)
         run_log.start(self._run_info(label))
         return run_log
 

@@ -8,7 +8,7 @@ from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.config.experiment import NOT_HASHED
-from cfl_ray.config.part import keys_of
+from cfl_ray.config.part import keys_of, present_names
 from cfl_ray.config.paths import recorded_in
 from cfl_ray.config.unused import not_default, unused_keys
 from cfl_ray.errors import ConfigError, DataError, command
@@ -82,7 +82,8 @@ def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
     """
     there: Mapping[str, str]
     try:
-        there = read_info(directory.path).params
+        present = present_names(Experiment)  # of keys with another name in an earlier version
+        there = {present.get(key, key): value for key, value in read_info(directory.path).params.items()}
     except DataError:  # the run was killed before run.json was written
         there = flatten(config.load(directory.config).to_dict_as_written())
     defaults = flatten(Experiment().to_dict())

@@ -47,7 +47,7 @@ def verify(trained: TrainedMethod, result: MethodResult, experiment: Experiment,
         return
     recorded_MV = _recorded(result, trained.round)
     task, wrong, tested = trained.task, list[str](), 0
-    for client, recorded_V, (x, y) in _chosen(trained, recorded_MV, experiment.evaluation.local_images):
+    for client, recorded_V, (x, y) in _chosen(trained, recorded_MV, experiment.evaluation.local_samples):
         serving, tested = trained.serve(np.array([client])), tested + 1
         is_fine = serving.tune is None and experiment.runtime.precision == "float32"
         relative = _RELATIVE if is_fine else _COARSE
@@ -89,7 +89,7 @@ def _recorded(result: MethodResult, round: int) -> np.ndarray:
 
 
 def _chosen(
-    trained: TrainedMethod, recorded_MV: np.ndarray, local_images: int
+    trained: TrainedMethod, recorded_MV: np.ndarray, local_samples: int
 ) -> Iterator[tuple[int, np.ndarray, TensorSamples]]:
     """Clients with their recorded scores and test samples: first one of each cluster, then others."""
     recorded_MV = recorded_MV[~np.isnan(recorded_MV[:, -1])]  # the others were not tested
@@ -102,7 +102,7 @@ def _chosen(
     for at in np.argsort(place_M, kind="stable")[:_MOST_CLIENTS].tolist():
         client = int(ids_M[at])
         is_limited = federation.view != "holdout" and trained.serve(ids_M[at : at + 1]).is_personal
-        x, y = federation.test(client, local_images if is_limited else None)
+        x, y = federation.test(client, local_samples if is_limited else None)
         samples += len(y)
         if at and samples > _MOST_SAMPLES:
             return

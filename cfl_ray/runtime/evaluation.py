@@ -81,7 +81,7 @@ class Evaluator:
             client_state=serving.client_state,
             frozen_model=_frozen_rows(serving, len(clients)),
             weight_MK=None if serving.weight_MK is None else serving.weight_MK[order],
-            max_test_samples=self.settings.local_images
+            max_test_samples=self.settings.local_samples
             if (serving.is_personal or clients.replay is not None) and self.federation.view != "holdout"
             else None,
             replay=None if clients.replay is None else clients.replay.take(order),

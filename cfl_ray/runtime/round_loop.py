@@ -348,7 +348,7 @@ class RoundLoop:
         """
         experiment, present = self.experiment, self.membership.present
         own_tests = present.view == "holdout"
-        test_samples = _NO_LIMIT if own_tests else experiment.evaluation.local_images
+        test_samples = _NO_LIMIT if own_tests else experiment.evaluation.local_samples
         return Clients(
             np.asarray(ids, np.int64),
             present.num_samples_N[ids],

@@ -217,8 +217,9 @@ class _Launch:
             remember_credentials(self.study.model_dump(mode="json", by_alias=True))
             sign_study(self.root, self.study)
             write_text(RunDirectory(self.root).study, self.study.to_yaml(credentials=False))
-            trackers = {} if self.uri is None else {"mlflow": Mlflow(self.uri, self.experiment.tracking.experiment)}
-            run_log = RunLog(self.root, trackers, self.watcher.warn)
+            tracking = self.experiment.tracking
+            trackers = {} if self.uri is None else {"mlflow": Mlflow(self.uri, tracking.experiment)}
+            run_log = RunLog(self.root, trackers, self.watcher.warn, patience=tracking.patience)
             tags = {"study": self.root.name, "seeds": str(self.study.seeds)}
             params = flatten(self.study.model_dump(mode="json", by_alias=True))
             run_log.start(RunInfo(self.study.name, "", tags, params))

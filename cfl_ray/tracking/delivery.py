@@ -4,8 +4,10 @@ Records are in `metrics.jsonl` before any tracker receives them. The cursor, a f
 holds the delivered part of the log, so that each record is delivered once, even after failures and kills.
 """
 
+import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from filelock import FileLock, Timeout
 
+from cfl_ray.errors import RunError
 from cfl_ray.errors.redaction import redact
 from cfl_ray.plugins.calling import is_user_file, place_of, raised_at
 from cfl_ray.run_directory import RunDirectory
@@ -29,6 +32,12 @@ LOCK_SECONDS = 5.0
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 # after 1, 2, ... failures once the run has written its last record; only the first if the tracker failed before
 PAUSES_AT_END_SECONDS = (0.5, 1.0, 2.0, 4.0)
+_SAID_BUSY = 3  # refusals in a row, each after the pause that the server asks for, after which a line says so
+_SAID_WAIT_SECONDS = 10.0  # of `finish` for an open tracker, after which a line says what is left
+
+
+class Undeliverable(RunError):
+    """Something was deleted from the tracker, so that results cannot be delivered before a user acts."""
 
 
 @runtime_checkable
@@ -36,8 +45,9 @@ class Tracker(Protocol):
     """Receives the records of a run in a separate thread: open, log ..., close.
 
     A resumed run repeats this with a new object. Optional: `log_batch(records)`, called instead of `log` with up to 40
-    waiting rounds; `log_wait(text)`, which receives the reason for a long wait of a round; and `needs_open`: while it
-    is true, the tracker is opened again.
+    waiting rounds; `log_wait(text)`, which receives the reason for a long wait of a round; `needs_open`: while it
+    is true, the tracker is opened again; `is_busy(error)`: whether an error only says that the tracker is busy; and
+    `progress`: a number that grows with each answer of the tracker.
     """
 
     def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
@@ -150,9 +160,11 @@ class Delivery:
 class LiveDelivery:
     """A daemon thread that delivers a live run to a tracker, so that training does not wait for the tracker."""
 
-    def __init__(self, delivery: Delivery, warn: Callable[[str], None], finish_seconds: float) -> None:
-        """finish_seconds: longest wait of `finish` without progress."""
-        self.delivery, self.warn, self.finish_seconds = delivery, warn, finish_seconds
+    def __init__(
+        self, delivery: Delivery, warn: Callable[[str], None], finish_seconds: float, patience: float = math.inf
+    ) -> None:
+        """finish_seconds: longest wait of `finish` without progress. patience: its longest wait in all, seconds."""
+        self.delivery, self.warn, self.finish_seconds, self.patience = delivery, warn, finish_seconds, patience
         self._uri = str(getattr(delivery.tracker, "uri", ""))  # of MLflow
         self.unrecorded_end: RunEnd | None = None
         self._ends = Flag()  # no record follows: pauses are short from now on
@@ -161,6 +173,8 @@ class LiveDelivery:
         # for the thread
         self._failures = self._failures_at_end = 0  # failed attempts in a row; those of them after `end`
         self._retries_at_end = len(PAUSES_AT_END_SECONDS)  # attempts after the first failure after `end`
+        self._refusals = 0  # attempts in a row that ended because the tracker is busy
+        self._undeliverable: Undeliverable | None = None
 
     def start(self) -> None:
         self._new.set()
@@ -182,19 +196,43 @@ class LiveDelivery:
         self._new.set()
 
     def finish(self) -> None:
-        """Waits, after `end`, until all records are delivered, or `finish_seconds` pass without progress."""
+        """Waits, after `end`, until all records are delivered.
+
+        At most `patience` seconds, and `finish_seconds` without progress. A line says what is left if it takes long.
+        """
         progress: object = None
-        # the import of a tracker's package, also for another log of this process, is progress
-        while not self._done.is_set() and progress != (self.delivery.progress, len(sys.modules)):
-            progress = self.delivery.progress, len(sys.modules)
-            self._done.wait(self.finish_seconds)
+        began = moved = time.monotonic()
+        opened: float | None = None  # when the tracker was seen to be open
+        is_said = False
+        while not self._done.is_set():
+            now = time.monotonic()
+            # the import of a tracker's package, also for another log of this process, is progress
+            seen = self.delivery.progress, getattr(self.delivery.tracker, "progress", 0), len(sys.modules)
+            if seen != progress:
+                progress, moved = seen, now
+            left = min(moved + self.finish_seconds, began + self.patience) - now
+            if left <= 0:
+                break
+            opened = now if opened is None and self.delivery.was_opened else opened
+            if opened is not None and not is_said and now - opened >= _SAID_WAIT_SECONDS:
+                is_said = True
+                more = began + self.patience - now
+                limit = "" if more == math.inf else f", for at most {more:.0f} s more (tracking.patience)"
+                self.warn(f"{self._title()} still receives {self._left()}{limit}")
+            self._done.wait(min(left, 1.0))
         self._done.set()  # ends the thread after the attempt in progress
-        run_dir, name = self.delivery.run_dir, self.delivery.name
-        if lacks(run_dir, name):
-            later = "; the next cfl-ray command delivers them" if name == MLFLOW else ""
-            rounds, log = waiting_rounds(run_dir, name), RunDirectory(run_dir).metrics
-            lost = f"{rounds} round{'s' * (rounds != 1)} and " * bool(rounds)
-            self.warn(f"{self._title()} lacks {lost}the end of {run_dir}, which {log} keeps{later}")
+        if lacks(self.delivery.run_dir, self.delivery.name):
+            later = "; the next cfl-ray command delivers them" if self.delivery.name == MLFLOW else ""
+            if self._undeliverable is not None:
+                later = f": {self._undeliverable}. Then the next cfl-ray command delivers them"
+            log = RunDirectory(self.delivery.run_dir).metrics
+            self.warn(f"{self._title()} lacks {self._left()}, which {log} keeps{later}")
+
+    def _left(self) -> str:
+        """What the tracker lacks, in words."""
+        rounds = waiting_rounds(self.delivery.run_dir, self.delivery.name)
+        lost = f"{rounds} round{'s' * (rounds != 1)} and " * bool(rounds)
+        return f"{lost}the end of {self.delivery.run_dir}"
 
     def _deliver_until_done(self) -> None:
         while not self._done.is_set() and not self._attempt():
@@ -214,6 +252,13 @@ class LiveDelivery:
             return False
         except Exception as error:  # boundary to user code and services: their errors must not end the training
             self._new.set()
+            if getattr(self.delivery.tracker, "is_busy", lambda error: False)(error):
+                self._refusals += 1
+                if self._refusals == _SAID_BUSY:
+                    self.warn(f"{self._title()} limits the rate of requests (429); results reach it later")
+                return False
+            self._refusals = 0
+            self._undeliverable = error if isinstance(error, Undeliverable) else None
             self._failures += 1
             if self._failures == 1:
                 self._warn_of(error)
@@ -223,11 +268,14 @@ class LiveDelivery:
             self._failures_at_end = 1 if self.delivery.progress > progress else self._failures_at_end + 1
             return not self.delivery.was_opened or self._failures_at_end > self._retries_at_end
         self._failures, self._retries_at_end = 0, len(PAUSES_AT_END_SECONDS)
+        self._refusals, self._undeliverable = 0, None
         return ends
 
     def _pause(self) -> None:
         """Waits for the pause after the failures so far, and then until records may be undelivered."""
-        if self._ends.is_set():
+        if self._refusals:
+            self._done.wait(PAUSES_SECONDS[min(self._refusals, len(PAUSES_SECONDS)) - 1])
+        elif self._ends.is_set():
             self._done.wait(PAUSES_AT_END_SECONDS[max(0, self._failures_at_end - 1)])
         else:
             self._ends.wait(PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS) - 1)])

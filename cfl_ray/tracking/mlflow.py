@@ -2,41 +2,43 @@
 
 A process or the server can die after an operation and before the cursor of the delivery is saved; the operation is then
 repeated:
-    creation of a run   searches for its tag `cfl_ray.run_uid` first
+    creation of a run   searches for its tag `cfl_ray.run_uid` first, unless nothing can have created it
     metrics             carry the time of their record: SQL stores drop an equal entry; for other stores the existing
-                        entries are read first
+                        entries are read first, where the latest value can be one of the batch
     end of a run        sets a status and replaces files
     models              are searched for by run and name first; a model that is not ready is sent again
 """
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
 import numpy as np
 from filelock import FileLock
 
-from cfl_ray.errors import DataError, RunError
+from cfl_ray.errors import DataError
 from cfl_ray.errors.redaction import split
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import with_credentials
 from cfl_ray.system.files import PRIVATE, private_folder, write_text
 from cfl_ray.system.sqlite_uris import absolute_sqlite, sqlite_path, sqlite_uri
+from cfl_ray.tracking.delivery import Undeliverable
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, mbit
 
 if TYPE_CHECKING:  # importing mlflow takes a second or two, so only a delivering process does it
     from mlflow import MlflowClient
-    from mlflow.entities import Metric
+    from mlflow.entities import Metric, Run
 
 UID_TAG = "cfl_ray.run_uid"
 PARENT_TAG = "mlflow.parentRunId"
@@ -50,9 +52,12 @@ _LATEST = "Latest comparison: "  # first words of our description of an experime
 MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the request size
 CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 _CONNECT_SECONDS = 2.0
+_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+_RETRIES_AFTER_REFUSAL = "2"
+_EXPERIMENTS: dict[tuple[str, str], str] = {}  # ids of the experiments that this process has used, by URI and name
 
 DEFAULTS = {  # environment variables; values of the user take precedence
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # a repeated request could create a second run; `delivery` retries
+    _RETRIES: "0",  # a repeated request could create a second run; `delivery` retries
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # the printed URI would contain credentials
@@ -64,26 +69,46 @@ DEFAULTS = {  # environment variables; values of the user take precedence
 class MlflowRun:
     """An existing run in MLflow. Methods raise MLflow's errors; the caller then opens the run again and repeats."""
 
-    def __init__(self, client: "MlflowClient", run_id: str, experiment_id: str, phases: Sequence[str] = ()) -> None:
-        self.run_id, self.experiment_id = run_id, experiment_id
-        self.phases = list(phases)  # phases of the method, in order
-        self._client = client
-        # An earlier process may have delivered the next batches already; False from the first entirely new batch on.
-        self._may_be_delivered = True
+    def __init__(self, client: "MlflowClient", info: RunInfo, run: "Run", is_new: bool) -> None:
+        """run: as MLflow has it. is_new: whether it has no metrics yet."""
+        self.run_id, self.experiment_id = run.info.run_id, run.info.experiment_id
+        self.phases = info.tags.get(PHASES_TAG, "").split(", ")  # of the method, in order
+        self._client, self._is_comparison, self._status = client, not info.method, run.info.status
+        # Latest values in MLflow, as long as an earlier process may have delivered the next batches; then None.
+        self._latest: dict[str, float] | None = None if is_new else dict(run.data.metrics)
 
     @classmethod
-    def open(cls, uri: str, experiment: str, info: RunInfo, run_id: str | None, parent_id: str | None) -> "MlflowRun":
-        """Returns run `run_id` if MLflow has it, otherwise the run of `info`, which is created if it does not exist."""
-        client, experiment_id = connect(uri, experiment)
+    def open(
+        cls,
+        uri: str,
+        experiment: str,
+        info: RunInfo,
+        run_id: str | None,
+        parent: Callable[[], str | None],
+        may_exist: bool = True,
+    ) -> "MlflowRun":
+        """Returns run `run_id` if MLflow has it, otherwise the run of `info`, which is created if it does not exist.
+
+        parent: returns the id of the parent run; called if the run is created. may_exist: whether an earlier attempt
+        may have created the run of `info`.
+        """
+        client = client_of(uri)
         from mlflow.entities import Param
 
-        if run_id is None or not _exists(client, run_id):
-            known = client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{info.uid}'", max_results=1)
-            run_id = known[0].info.run_id if known else _create(client, experiment_id, info, parent_id)
-            params = [Param(key, value[:MAX_PARAM_CHARS]) for key, value in info.params.items()]
-            client.log_batch(run_id, params=params)
-            _log_dataset(client, run_id, info)
-        return cls(client, run_id, experiment_id, info.tags.get(PHASES_TAG, "").split(", "))
+        run = None if run_id is None else _existing(client, run_id)
+        if run is not None:
+            return cls(client, info, run, is_new=False)
+        try:
+            run, is_new = _found_or_created(client, experiment_of(client, uri, experiment), info, parent, may_exist)
+        except _mlflow_errors() as error:
+            if is_refusal(error) or _EXPERIMENTS.pop((uri, experiment), None) is None:
+                raise
+            # the experiment may have been deleted, and the store may be another one, since this process has used it
+            run, is_new = _found_or_created(client, experiment_of(client, uri, experiment), info, parent, True)
+        params = [Param(key, value[:MAX_PARAM_CHARS]) for key, value in info.params.items()]
+        client.log_batch(run.info.run_id, params=params)
+        _log_dataset(client, run.info.run_id, info)
+        return cls(client, info, run, is_new)
 
     def log(self, records: Sequence[RoundRecord]) -> None:
         """Sends all metrics with the round as step, the phase as its index in the tag `phases`, and the traffic so far.
@@ -100,10 +125,10 @@ class MlflowRun:
         tags = [("phase", record.next_phase) for record in records[-1:] if record.phase]
         events = [event for record in records for event in record.events]
         tags += [("last_event", f"round {event.round}: {event.text}") for event in events[-1:]]
-        if self._may_be_delivered and metrics:
-            missing = self._missing(metrics)
-            self._may_be_delivered = len(missing) < len(metrics)
-            metrics = missing
+        if self._latest is not None and metrics:
+            metrics = self._missing(metrics, self._latest)
+            if metrics:  # batches are sent in order, so those after a batch that lacks an entry were never sent
+                self._latest = None
         self._client.log_batch(self.run_id, metrics=metrics, tags=[RunTag(name, value) for name, value in tags])
 
     def log_wait(self, text: str) -> None:
@@ -115,7 +140,7 @@ class MlflowRun:
         self.log([end.summary])
         _refuse_links(artifacts)
         # the metrics of a study were logged before its end
-        if table := _table(end.summary.metrics) or _table(self._client.get_run(self.run_id).data.metrics):
+        if self._is_comparison and (table := _table(end.summary.metrics) or _table(self._run().data.metrics)):
             self._describe(table, artifacts)
         if any(artifacts.iterdir()):
             self._client.log_artifacts(self.run_id, str(artifacts))
@@ -135,7 +160,7 @@ class MlflowRun:
         from mlflow.models import Model
         from mlflow.models.model import MLMODEL_FILE_NAME
 
-        run = self._client.get_run(self.run_id)
+        run = self._run()
         experiment_id, outputs = run.info.experiment_id, run.outputs.model_outputs if run.outputs else []
         wanted = f"source_run_id = '{self.run_id}' AND name = '{folder.name}'"
         logged = self._client.search_logged_models([experiment_id], wanted, max_results=1)
@@ -163,7 +188,7 @@ class MlflowRun:
 
         Also on the page of the experiment, as the latest comparison, unless a user has described the experiment.
         """
-        run = self._client.get_run(self.run_id)
+        run = self._run()
         experiment = self._client.get_experiment(run.info.experiment_id)
         page = page_of(experiment.experiment_id, self.run_id)
         text = "\n\n".join([table, *self._shown(artifacts, page)])
@@ -184,14 +209,21 @@ class MlflowRun:
 
     def reopen(self) -> None:
         """Sets the status of an ended run back to RUNNING."""
-        self._client.update_run(self.run_id, status="RUNNING")
+        if self._status != "RUNNING":
+            self._client.update_run(self.run_id, status="RUNNING")
 
-    def _missing(self, metrics: list["Metric"]) -> list["Metric"]:
-        """Returns the entries that MLflow does not have."""
+    def _run(self) -> "Run":
+        return self._client.get_run(self.run_id)
+
+    def _missing(self, metrics: list["Metric"], latest: Mapping[str, float]) -> list["Metric"]:
+        """Returns the entries that MLflow does not have. latest: the values that MLflow had when the run was opened.
+
+        Rounds are delivered in order. So if MLflow had an entry of this batch, the latest value was that of an entry of
+        it; only if it may be, the history of the metric is read.
+        """
+        maybe = {one.key for one in metrics if one.key in latest and not abs(one.value - latest[one.key]) > 0}
         existing = {
-            (name, entry.step)
-            for name in {metric.key for metric in metrics}
-            for entry in self._client.get_metric_history(self.run_id, name)
+            (name, entry.step) for name in maybe for entry in self._client.get_metric_history(self.run_id, name)
         }
         return [metric for metric in metrics if (metric.key, metric.step) not in existing]
 
@@ -209,7 +241,13 @@ def _refuse_links(folder: Path) -> None:
 
 
 def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
-    """Returns a client and the id of the experiment.
+    """Returns a client and the id of the experiment; both are made if they do not exist."""
+    client = client_of(uri)
+    return client, experiment_of(client, uri, experiment)
+
+
+def client_of(uri: str) -> "MlflowClient":
+    """Returns a client.
 
     An SQLite store is created if it does not exist, with its artifacts in the folder `mlartifacts` next to the file.
     """
@@ -225,9 +263,56 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
     with FileLock(f"{path}.lock", timeout=CREATION_SECONDS, mode=PRIVATE) if path else nullcontext():
         if path:
             _create_store(path)
-        client = MlflowClient(uri)
+        return cast("MlflowClient", _Counted(MlflowClient(uri)))
+
+
+class _Counted:
+    """A client of MLflow whose finished calls are counted, since each is progress of a delivery."""
+
+    finished = 0  # in this process
+
+    def __init__(self, client: "MlflowClient") -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            result = method(*args, **options)
+            _Counted.finished += 1
+            return result
+
+        return call
+
+
+def finished_calls() -> int:
+    """Number of calls of MLflow that have succeeded in this process."""
+    return _Counted.finished
+
+
+def experiment_of(client: "MlflowClient", uri: str, name: str) -> str:
+    """Returns the id of an experiment, which is made if it does not exist. Raises RunError if it was deleted."""
+    if (uri, name) not in _EXPERIMENTS:
+        path = sqlite_path(uri)
         artifacts = (path.parent / "mlartifacts").as_uri() if path else None
-        return client, _experiment_id(client, experiment, artifacts)
+        _EXPERIMENTS[uri, name] = _experiment_id(client, name, artifacts)
+    return _EXPERIMENTS[uri, name]
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether a server refused a request because of a rate limit, so that nothing has changed on it."""
+    return "too many 429 error responses" in str(error)
+
+
+def heed_rate_limit() -> None:
+    """From now on, MLflow's client waits as long as a server with a rate limit asks for, unless the user set retries.
+
+    Without retries it drops the header `Retry-After` of the answer.
+    """
+    if os.environ.get(_RETRIES) == DEFAULTS[_RETRIES]:
+        os.environ[_RETRIES] = _RETRIES_AFTER_REFUSAL
+        # it warns of each lost connection, with credentials of the URL
+        logging.getLogger("urllib3.connectionpool").addFilter(lambda record: not record.msg.startswith("Retrying"))
 
 
 def set_defaults() -> None:
@@ -271,6 +356,12 @@ def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> 
     from mlflow.exceptions import MlflowException
 
     if existing := client.get_experiment_by_name(name):
+        if existing.lifecycle_stage == "deleted":
+            raise Undeliverable(
+                f"the experiment {name!r} was deleted in MLflow: restore it there "
+                f"(mlflow experiments restore --experiment-id {existing.experiment_id}), or set another "
+                "tracking.experiment"
+            )
         return existing.experiment_id
     try:
         return client.create_experiment(name, artifacts, _EXPERIMENT_TAGS)
@@ -282,8 +373,14 @@ def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> 
     return created.experiment_id
 
 
-def _exists(client: "MlflowClient", run_id: str) -> bool:
-    """Returns whether the store has the run. Raises RunError for a run that was deleted in MLflow.
+def _mlflow_errors() -> type[Exception]:
+    from mlflow.exceptions import MlflowException
+
+    return MlflowException
+
+
+def _existing(client: "MlflowClient", run_id: str) -> "Run | None":
+    """Returns a run; None if the store does not have it. Raises RunError for a run that was deleted in MLflow.
 
     A new store does not have it; the whole run is then delivered again.
     """
@@ -294,22 +391,33 @@ def _exists(client: "MlflowClient", run_id: str) -> bool:
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
-        return False
+        return None
     if run.info.lifecycle_stage == "deleted":
-        raise RunError(
+        raise Undeliverable(
             f"run {run_id} was deleted in MLflow: restore it there, or remove {RunDirectory.mlflow.name} from the run "
             "directory"
         )
-    return True
+    return run
 
 
-def _create(client: "MlflowClient", experiment_id: str, info: RunInfo, parent_id: str | None) -> str:
+def _found_or_created(
+    client: "MlflowClient", experiment_id: str, info: RunInfo, parent: Callable[[], str | None], may_exist: bool
+) -> tuple["Run", bool]:
+    """Returns the run of `info`, and whether it was created. may_exist: as in `MlflowRun.open`."""
+    same_uid = f"tags.`{UID_TAG}` = '{info.uid}'"
+    if may_exist and (known := client.search_runs([experiment_id], same_uid, max_results=1)):
+        return known[0], False
     tags = {UID_TAG: info.uid, **_SOURCE_TAGS, **info.tags}
     if info.method:
         tags["method"] = info.method
-    if parent_id:
+    if parent_id := parent():
         tags[PARENT_TAG] = parent_id
-    return client.create_run(experiment_id, start_time=info.time_ms, tags=tags, run_name=info.name).info.run_id
+    run = client.create_run(experiment_id, start_time=info.time_ms, tags=tags, run_name=info.name)
+    if os.environ.get(_RETRIES) != DEFAULTS[_RETRIES]:  # the request may have been repeated after a lost answer
+        for other in client.search_runs([experiment_id], same_uid):
+            if other.info.run_id != run.info.run_id:
+                client.delete_run(other.info.run_id)
+    return run, True
 
 
 def _log_dataset(client: "MlflowClient", run_id: str, info: RunInfo) -> None:

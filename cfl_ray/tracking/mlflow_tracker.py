@@ -23,10 +23,21 @@ from cfl_ray.security.credentials import hides, with_credentials
 from cfl_ray.security.signing import is_signed, sign
 from cfl_ray.system.files import read_record
 from cfl_ray.tracking.delivery import MLFLOW, Delivery, lacks, lock, redacted_reason, update_cursor
-from cfl_ray.tracking.mlflow import MlflowRun, accepts_connection, page_of, store_below
+from cfl_ray.tracking.mlflow import (
+    MlflowRun,
+    accepts_connection,
+    finished_calls,
+    heed_rate_limit,
+    is_refusal,
+    page_of,
+    store_below,
+)
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, read_end, read_info
 
 _PURPOSE = "destination of a run's results"
+_LOADED_MS = 1000 * time.time()  # a run that began later is a new one, of this process
+_ATTEMPTED: set[str] = set()  # unique ids of the runs that this process has tried to create
+_PARENTS: set[tuple[str, str]] = set()  # parent runs that this process has found in MLflow, by URI and id
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,7 @@ class Destination:
     parent: str | None = None  # directory of the parent run, relative to this run's directory
     run_id: str | None = None  # None: the run does not exist in MLflow yet
     experiment_id: str | None = None
+    attempted: bool = True  # whether an earlier attempt may have created the run; False: no
     signature: str | None = None  # for this directory, by the user who chose the destination
 
     @classmethod
@@ -80,6 +92,11 @@ class Mlflow:
         return cls(uri, recorded.experiment, parent, is_recorded=True)
 
     @property
+    def progress(self) -> int:
+        """Number of calls that have succeeded, of all runs of this process."""
+        return finished_calls()
+
+    @property
     def needs_open(self) -> bool:
         """True after a failed request: `open` then finds out what MLflow has of the run."""
         return self._run is None
@@ -114,14 +131,27 @@ class Mlflow:
 
     @contextmanager
     def _opened(self) -> Iterator[MlflowRun]:
-        """Context with the run; after an error in it, `needs_open` is true."""
+        """Context with the run; after an error in it, `needs_open` is true, unless a request was refused."""
         run, self._run = self._run, None
         assert run is not None, "open() makes the run"
-        yield run
+        try:
+            yield run
+        except Exception as error:
+            if self.is_busy(error):
+                self._run = run
+            raise
         self._run = run
 
-    def set_destination(self, run_dir: Path) -> str | None:
-        """Records the destination of a run, and returns the id of the run if MLflow has it.
+    @staticmethod
+    def is_busy(error: Exception) -> bool:
+        """Whether the server has a rate limit, which this error reports; from then on requests heed it."""
+        if not is_refusal(error):
+            return False
+        heed_rate_limit()
+        return True
+
+    def set_destination(self, run_dir: Path, is_new: bool = False) -> None:
+        """Records the destination of a run. is_new: whether the run began in this process.
 
         If the destination changes, the whole run is delivered to the new destination.
         """
@@ -130,28 +160,42 @@ class Mlflow:
         is_same = recorded is not None and (recorded.uri, recorded.experiment) == (uri, self.experiment)
         if recorded is None or not is_same or recorded.parent != parent or not recorded.is_chosen(run_dir):
             signature = sign(_PURPOSE, run_dir, uri)
-            anew = {} if is_same else {"run_id": None, "delivered": 0, "round": None, "ended_ms": None}
+            attempted = recorded is not None or not is_new
+            anew = {"run_id": None, "delivered": 0, "round": None, "ended_ms": None, "attempted": attempted}
+            anew = {} if is_same else anew
             values = {"uri": uri, "experiment": self.experiment, "parent": parent, "signature": signature}
             update_cursor(run_dir, MLFLOW, **values, **anew)
-        return recorded.run_id if recorded is not None and is_same else None
 
     def _created(self, run_dir: Path, info: RunInfo) -> MlflowRun:
-        run_id = Destination.read(run_dir).run_id if self.is_recorded else self.set_destination(run_dir)
+        if not self.is_recorded:
+            self.set_destination(run_dir, is_new=info.time_ms > _LOADED_MS and info.uid not in _ATTEMPTED)
         if hides(self.uri):
             raise ConnectionError("its credentials are not known here; set MLFLOW_TRACKING_URI to it, with them")
         if not accepts_connection(self.uri):
             raise ConnectionError("no connection")
-        parent_id = None
-        if self.parent is not None:
-            parent_info = read_info(self.parent)
-            with lock(self.parent):
-                of_parent = Mlflow(self.uri, self.experiment, None, self.is_recorded)
-                parent_id = of_parent._created(self.parent, parent_info).run_id
-        run = MlflowRun.open(self.uri, self.experiment, info, run_id, parent_id)
-        if run.run_id != run_id:
+        recorded = Destination.read(run_dir)
+        if not recorded.attempted:
+            update_cursor(run_dir, MLFLOW, attempted=True)
+        _ATTEMPTED.add(info.uid)
+        run = MlflowRun.open(self.uri, self.experiment, info, recorded.run_id, self._parent_id, recorded.attempted)
+        if run.run_id != recorded.run_id:
             ids = {"run_id": run.run_id, "experiment_id": run.experiment_id}
             update_cursor(run_dir, MLFLOW, **ids, delivered=0, round=None, ended_ms=None)
         return run
+
+    def _parent_id(self) -> str | None:
+        """The id of the parent run, which is created if MLflow does not have it; None without a parent."""
+        if self.parent is None:
+            return None
+        with lock(self.parent):
+            of_parent = Mlflow(self.uri, self.experiment, None, self.is_recorded)
+            known = read_record(RunDirectory(self.parent).mlflow, Destination)
+            is_same = known is not None and (known.uri, known.experiment) == (redact(self.uri), self.experiment)
+            if known is not None and is_same and known.run_id and (self.uri, known.run_id) in _PARENTS:
+                return known.run_id
+            run_id = of_parent._created(self.parent, read_info(self.parent)).run_id
+        _PARENTS.add((self.uri, run_id))
+        return run_id
 
 
 def where_to_look(run_dir: Path, uri: str) -> str:

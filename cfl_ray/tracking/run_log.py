@@ -5,6 +5,7 @@ The identity and configuration (RunInfo) are written first, then a line for each
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -31,12 +32,13 @@ class RunLog:
         trackers: Mapping[str, Tracker] | None = None,  # by name
         warn: Callable[[str], None] = _warn_in_log,  # also called from other threads; the text has no credentials
         finish_seconds: float = 20.0,  # longest wait of `finish` for a tracker without progress
+        patience: float = math.inf,  # longest wait of `finish` in all, seconds
     ) -> None:
         self.run_dir = Path(run_dir).absolute()
         self._last: RoundRecord | None = None
         self._log: BinaryIO | None = None  # open between `start` and `finish`
         self._deliveries = [
-            LiveDelivery(Delivery(self.run_dir, name, tracker), warn, finish_seconds)
+            LiveDelivery(Delivery(self.run_dir, name, tracker), warn, finish_seconds, patience)
             for name, tracker in (trackers or {}).items()
         ]
 

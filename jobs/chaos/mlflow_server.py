@@ -11,12 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 
 START_SECONDS = 240
+USER = "somebody", "a-long-password"
 
 
 class MlflowServer:
-    """`mlflow server` on a free port of this machine, with its whole process group. database: of its SQLite store."""
+    """`mlflow server` on a free port of this machine, with its whole process group.
 
-    def __init__(self, database: Path):
+    database: of its SQLite store. login: whether users have to log in (`mlflow[auth]`); the first is `USER`.
+    """
+
+    def __init__(self, database: Path, login: bool = False):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -30,11 +34,27 @@ class MlflowServer:
         }
         self._command = [sys.executable, "-m", "mlflow", "server", *(word for pair in options.items() for word in pair)]
         self._log = database.with_suffix(".log")
+        self._environment = dict(os.environ)
+        if login:
+            self._command += ["--app-name", "basic-auth"]
+            settings = database.with_suffix(".ini")
+            values = {
+                "default_permission": "READ",
+                "database_uri": f"sqlite:///{database.with_suffix('.users')}",
+                "admin_username": USER[0],
+                "admin_password": USER[1],
+                "authorization_function": "mlflow.server.auth:authenticate_request_basic_auth",
+            }
+            lines = [f"{name} = {value}" for name, value in values.items()]
+            settings.write_text("\n".join(["[mlflow]", *lines]))
+            self._environment |= {"MLFLOW_AUTH_CONFIG_PATH": str(settings), "MLFLOW_FLASK_SERVER_SECRET_KEY": "a test"}
 
     def launch(self) -> None:
         """Starts the process; it does not answer yet."""
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, env=self._environment, start_new_session=True
+            )
 
     def start(self) -> None:
         """Starts the process and waits until it answers. Raises RuntimeError if it ends, TimeoutError if it is slow."""

@@ -87,7 +87,7 @@ class Compared:
         metric = self.number.metric
         if key == "evaluation.every":
             return "to_target" in metric
-        if key == "evaluation.local_images":  # those that a model of a single client is tested on
+        if key == "evaluation.local_samples":  # those that a model of a single client is tested on
             return "local" in metric or "tuned" in metric or self.row in PERSONAL
         return key != "evaluation.choice_samples" or self.row.startswith("ifca")
 

@@ -595,6 +595,17 @@ class TestHash:
         options = {name: value for name, value in dataclasses.asdict(IFCA()).items() if name != "aggregation"}
         assert Experiment(methods=[IFCA()]).config_hash == Experiment(methods=[{"ifca": options}]).config_hash
 
+    def test_former_names_of_keys_are_accepted_and_stay_in_the_hash(self):
+        """The hash was computed before the keys were renamed."""
+        with pytest.warns(FutureWarning, match=r"(max_images is called max_samples|local_images is .*) now"):
+            former = Experiment(evaluation={"local_images": 7}, data={"test": {"max_images": 9}})
+        present = Experiment(evaluation={"local_samples": 7}, data={"test": {"max_samples": 9}})
+        assert former == present and former.config_hash == present.config_hash == "e58c0516b0f4"
+        assert present.data.to_recipe()["test"]["max_images"] == 9
+        assert "local_samples: 7" in former.to_yaml()
+        with pytest.raises(ConfigError, match=r"unknown key 'data.test.max_images'.*max_samples"):
+            Experiment(data={"test": {"max_images": 9, "max_samples": 9}})
+
     def test_is_stable(self):
         """Computed once with `load().config_hash`: a different hash makes every run another experiment."""
         assert (load().config_hash, Experiment().config_hash) == ("66873529f6f2", "68f6bba7ce99")
@@ -802,8 +813,8 @@ data: {test: {fraction: 0.3}}
     data.test.fraction (0.3) has no effect: data.test.view is cluster
 data: {test: {view: all, fraction: 0.3}}
     data.test.fraction (0.3) has no effect: data.test.view is all
-data: {test: {view: holdout, max_images: 9}}
-    data.test.max_images (9) has no effect: data.test.view is holdout
+data: {test: {view: holdout, max_samples: 9}}
+    data.test.max_samples (9) has no effect: data.test.view is holdout
 data: {source: synthetic, partition: {kind: classes}}
     data.partition.kind (classes) has no effect: the samples of source synthetic belong to clients already
 data: {source: image_folder, root: x, test_files: y, test: {view: holdout}}

@@ -9,7 +9,7 @@ import pytest
 
 from cfl_ray.config import DataConfig
 from cfl_ray.config.data import SOURCE_KINDS
-from cfl_ray.data.images import Images
+from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.sources import locate
 
@@ -29,7 +29,7 @@ def real(data_root):
     """Reads a real data set without its pixels, once; the division needs only labels."""
 
     @functools.cache
-    def read(name: str) -> Images:
+    def read(name: str) -> DataSet:
         data = SOURCE_KINDS.of(source=name, root=str(data_root))
         if name == "images":
             data = SOURCE_KINDS.of(
@@ -45,7 +45,7 @@ def real(data_root):
 
 @pytest.fixture
 def toy():
-    """Makes Images with n training rows: row r has the label r % classes.
+    """Makes DataSet with n training rows: row r has the label r % classes.
 
     Its pixels (0, 0) and (0, 1) are r % 256 and r // 256.
     """
@@ -57,14 +57,14 @@ def toy():
         classes: int = 10,
         seed: int = 0,
         **known,
-    ) -> Images:
+    ) -> DataSet:
         def part(count: int):
             x = np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype=np.uint8)
             rows = np.arange(count)
             x[:, 0, 0, 0], x[:, 0, 0, 1] = rows % 256, rows // 256
             return x, (rows % classes).astype(np.int16)
 
-        return Images(*part(n), *(part(n_test) if n_test else (None, None)), num_classes=classes, **known)
+        return DataSet(*part(n), *(part(n_test) if n_test else (None, None)), num_classes=classes, **known)
 
     return make
 
@@ -78,7 +78,7 @@ def config():
         clients: int | None = 4,
         view: str = "cluster",
         shift: dict | None = None,
-        max_images: int | None = None,
+        max_samples: int | None = None,
         fraction: float = 0.2,
         source: str = "digits",
         pool: bool = False,
@@ -88,7 +88,7 @@ def config():
             source=source,
             shift=shift or {},
             partition={"kind": kind, "clients": clients, **partition},
-            test={"view": view, "max_images": max_images, "fraction": fraction, "pool": pool},
+            test={"view": view, "max_samples": max_samples, "fraction": fraction, "pool": pool},
         )
 
     return make
@@ -98,7 +98,7 @@ def config():
 def planned(toy, config):
     """Makes the plan of a toy data set: planned("iid", 4, view="label", images=toy(n=40), seed=1)."""
 
-    def make(*division, images: Images | None = None, other: Images | None = None, seed: int = 0, **options):
+    def make(*division, images: DataSet | None = None, other: DataSet | None = None, seed: int = 0, **options):
         return make_plan(images or toy(), other, config(*division, **options), seed)
 
     return make

@@ -30,7 +30,7 @@ def test_shards_are_reused_and_every_change_makes_new_ones(tmp_path):
 
 
 def test_shards_can_be_named_directly_and_need_no_raw_data(tmp_path, data_root):
-    options = {"source": "mnist", "partition": {"clients": 20, "samples": 10}, "test": {"max_images": 10}}
+    options = {"source": "mnist", "partition": {"clients": 20, "samples": 10}, "test": {"max_samples": 10}}
     made = build(SOURCE_KINDS.of(root=str(data_root), **options), 0, tmp_path)
     again = build(SOURCE_KINDS.of(root="/nowhere", shards=made.uri, **options), 0, "unused")
     assert torch.equal(again.train(19)[0], made.train(19)[0])
@@ -117,7 +117,7 @@ def test_hybrid_of_mnist_and_fashion_mnist(tmp_path, data_root):
         root=str(data_root),
         shift={"kind": "hybrid"},
         partition={"clients": 4, "samples": 50},
-        test={"max_images": 200},
+        test={"max_samples": 200},
     )
     federation = build(data, 0, tmp_path)
     assert federation.group_N.tolist() == [0, 0, 1, 1]

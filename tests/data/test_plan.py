@@ -109,7 +109,7 @@ def test_label_view_without_a_test_image_of_any_label_names_the_client(planned, 
 
 
 def test_test_images_are_capped_once_for_all(planned):
-    plan = planned(max_images=30, shift={"kind": "rotated"})
+    plan = planned(max_samples=30, shift={"kind": "rotated"})
     assert [len(one.rows) for one in plan.test_sets] == [30] * 4
     assert np.array_equal(plan.test_sets[0].rows, plan.test_sets[3].rows)
 
@@ -119,7 +119,7 @@ THREE_SIZES = [{"keep": 0.1, "clients": 3}, {"keep": 0.3, "clients": 3}, {"keep"
 
 def labels(client):
     """Returns int64 (C,): training samples of each label of a client."""
-    return np.bincount(client.variant.train_labels(client.train), minlength=client.variant.images.num_classes)
+    return np.bincount(client.variant.train_labels(client.train), minlength=client.variant.data_set.num_classes)
 
 
 class TestCut:

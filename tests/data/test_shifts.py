@@ -7,8 +7,8 @@ from scipy.ndimage import gaussian_filter
 
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.config.shift import SHIFT_KINDS
+from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.from_config import build, describe
-from cfl_ray.data.images import Images
 from cfl_ray.data.shards import _rotation
 from cfl_ray.data.shifts import make_groups
 from cfl_ray.errors import ConfigError, DataError
@@ -34,7 +34,7 @@ def test_rotation_is_numpys_and_torchvisions(toy):
 def test_half_turns_keep_any_shape_and_quarter_turns_need_squares(toy):
     images = toy(shape=(1, 4, 6))
     assert groups(images, kind="rotated", angles=[0, 180])[1].variant.train(np.arange(2))[0].shape == (2, 1, 4, 6)
-    rows = Images(np.zeros((4, 5), np.float32), np.zeros(4, np.int16), None, None, 2)
+    rows = DataSet(np.zeros((4, 5), np.float32), np.zeros(4, np.int16), None, None, 2)
     with pytest.raises(DataError, match=r"45 degrees needs images .*, these samples have shape \(5,\)"):
         groups(rows, kind="rotated", angles=[45])
     with pytest.raises(DataError, match="90 degrees needs square images, these are 4x6; use 0 and 180"):
@@ -65,7 +65,7 @@ def test_rotated_labels_is_the_product(toy):
 def test_hybrid_takes_each_group_from_its_own_data_set(toy):
     first, second = toy(seed=1), toy(n=300, seed=2)
     found = groups(first, second, kind="hybrid")
-    assert [group.variant.images for group in found] == [first, second]
+    assert [group.variant.data_set for group in found] == [first, second]
     assert [len(group.rows) for group in found] == [400, 300]
     with pytest.raises(
         DataError,
@@ -166,7 +166,7 @@ class TestPixels:
 
     def test_blur_needs_images(self):
         with pytest.raises(DataError, match=r"blur needs images, these samples are of shape \(5,\); use another kind"):
-            groups(Images(np.zeros((4, 5), np.float32), np.zeros(4, np.int16), None, None, 2), kind="blur")
+            groups(DataSet(np.zeros((4, 5), np.float32), np.zeros(4, np.int16), None, None, 2), kind="blur")
 
 
 class TestOwnShift:

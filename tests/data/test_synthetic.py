@@ -31,7 +31,7 @@ def test_one_test_set_per_group():
     federation = SyntheticFederation(10, groups=3, input=(5,))
     assert federation.test_set_of(np.array([0, 4, 8])).tolist() == [0, 1, 2]
     assert torch.equal(federation.test(4)[0], federation.test_set(1)[0])
-    assert len(federation.test(4, max_images=20)[1]) == 20
+    assert len(federation.test(4, max_samples=20)[1]) == 20
     with pytest.raises(IndexError, match="test set 3 of 3"):
         federation.test_set(3)
     with pytest.raises(ValueError, match="one test set per group"):

@@ -9,7 +9,7 @@ from closeness import close
 
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build, describe, federation_from_arrays, federation_from_dataset
-from cfl_ray.data.arrays import images_from_arrays
+from cfl_ray.data.arrays import data_set_from_arrays
 from cfl_ray.data.chained import grown
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.plan import make_plan
@@ -55,7 +55,7 @@ def test_arrays(targets):
 @pytest.mark.parametrize("targets", Y)
 def test_shards(tmp_path, targets):
     config = SOURCE_KINDS.of(partition={"clients": 4}, test={"view": "holdout"})
-    write_shards(tmp_path / "shards", make_plan(images_from_arrays(**arrays(targets)), None, config, 0), {})
+    write_shards(tmp_path / "shards", make_plan(data_set_from_arrays(**arrays(targets)), None, config, 0), {})
     federation = open_shards(tmp_path / "shards", verify=True)
     assert_all_samples(federation, targets)
     manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
@@ -175,7 +175,7 @@ def test_an_npz_file(tmp_path):
 def test_a_division_by_classes_is_refused(section, text):
     with pytest.raises(DataError, match=text):
         make_plan(
-            images_from_arrays(**arrays("real")), None, SOURCE_KINDS.of(**{"test": {"view": "holdout"}} | section), 0
+            data_set_from_arrays(**arrays("real")), None, SOURCE_KINDS.of(**{"test": {"view": "holdout"}} | section), 0
         )
 
 

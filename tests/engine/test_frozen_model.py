@@ -205,6 +205,6 @@ class TestPredicting:
         one.local = replace(one.local, epochs=3)
         for i in range(8):
             accuracy, loss = self.scores(
-                one, i, trained_by_torch(one, i, models_KP[0], frozen_P), frozen_P, evaluator.settings.local_images
+                one, i, trained_by_torch(one, i, models_KP[0], frozen_P), frozen_P, evaluator.settings.local_samples
             )
             assert found[i, 0] == pytest.approx(accuracy) and found[i, -1] == pytest.approx(loss, rel=1e-5)

@@ -445,7 +445,7 @@ class TestServing:
     def scores(self, stage: Stage, serving: Serving, tuned: int | None = None):
         clients = stage.clients(self.IDS, ROUND)
         evaluator = Evaluator(
-            EvaluationConfig(local_images=700, tuned_epochs=tuned or 0), stage.federation, stage.backend, stage.seed
+            EvaluationConfig(local_samples=700, tuned_epochs=tuned or 0), stage.federation, stage.backend, stage.seed
         )
         return (
             evaluator.scores(serving, clients)

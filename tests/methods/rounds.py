@@ -40,7 +40,7 @@ def groups(engine: str = "manual", federation=None, **local) -> Stage:
 def accuracy(one: Stage, method: Method, state: State, ids: Sequence[int] | None = None) -> np.ndarray:
     """P-server accuracy (M,), by the evaluator of a run."""
     clients = one.clients(ids)
-    evaluator = Evaluator(EvaluationConfig(local_images=10**6), one.federation, one.backend, one.seed)
+    evaluator = Evaluator(EvaluationConfig(local_samples=10**6), one.federation, one.backend, one.seed)
     return evaluator.scores(method.serve(state, clients), clients)[:, 0]
 
 

@@ -48,7 +48,7 @@ def run_of_every_method(tmp_path_factory):
 
     @functools.cache
     def of(on_a_gpu: bool, local: str):
-        data, evaluation = {"synthetic_samples": 7}, {"local_images": 1000, "tuned_epochs": 1, "every": 3}
+        data, evaluation = {"synthetic_samples": 7}, {"local_samples": 1000, "tuned_epochs": 1, "every": 3}
         sections = {"local": LOCALS[local], "data": data, "evaluation": evaluation}
         runtime = {"engine": local.partition(",")[0]}
         run = make_experiment(tmp_path_factory.mktemp("every"), EVERY_METHOD, 3, runtime=runtime, **sections)

@@ -60,7 +60,7 @@ def played(name, options=None):
         diagnostics = clients.stats.diagnostics
         found |= {label: (round, diagnostics.array(label)) for label in diagnostics.names}
         found |= {label: (round, value) for label, value in diagnostics.numbers.items()}
-    evaluator = Evaluator(EvaluationConfig(local_images=10**6), one.federation, one.backend, one.seed)
+    evaluator = Evaluator(EvaluationConfig(local_samples=10**6), one.federation, one.backend, one.seed)
 
     def test(clients: Clients, serving: Serving) -> np.ndarray:
         return evaluator.scores(serving, clients)

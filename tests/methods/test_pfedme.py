@@ -104,7 +104,7 @@ def test_clients_predict_with_their_own_model_and_others_with_the_global_one():
 def test_the_score_of_the_global_model_is_a_diagnostic():
     one, method = groups(), PFedMe()
     state, clients = one.play(method, None, None), one.clients()
-    evaluator = Evaluator(EvaluationConfig(local_images=10**6), one.federation, one.backend, one.seed)
+    evaluator = Evaluator(EvaluationConfig(local_samples=10**6), one.federation, one.backend, one.seed)
     tested = replace(clients, tester=lambda those, serving: evaluator.scores(serving, those))
     method.diagnose(state, tested)
     expected = [row_accuracy(one, state.models_KP[0], i) for i in range(8)]

@@ -81,7 +81,7 @@ def run_of_every_method(tmp_path_factory):
 
     @functools.cache
     def of(engine: str, local: str):
-        data, evaluation = {"synthetic_samples": 7}, {"local_images": 1000, "every": 3}
+        data, evaluation = {"synthetic_samples": 7}, {"local_samples": 1000, "every": 3}
         runtime, local = {"engine": engine}, LOCALS[local]
         folder, watcher = tmp_path_factory.mktemp("every"), Reports()
         run = make_experiment(folder, EVERY_METHOD, 3, local=local, runtime=runtime, data=data, evaluation=evaluation)
@@ -361,7 +361,7 @@ class TestFigures:
             cohort={"fraction": 1.0},
             data={"synthetic_samples": 60},
             local={"epochs": 2, "batch_size": 25},
-            evaluation={"local_images": 500},
+            evaluation={"local_samples": 500},
         )
         found = cfl_ray.simulate(run)
         assert found["fedavg"].final["accuracy"] < 0.55

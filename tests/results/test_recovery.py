@@ -88,7 +88,7 @@ def test_of_a_run_whose_schedule_changes_data(tmp_path):
         local={"epochs": 5, "lr": 0.5},
         cohort={"fraction": 1.0},
         schedule=schedule,
-        evaluation={"past": True, "local_images": 1000},
+        evaluation={"past": True, "local_samples": 1000},
         tracking={"enabled": False},
         runtime={"engine": "manual"},
     )

@@ -160,7 +160,7 @@ def test_credentials_are_not_in_the_page(tmp_path):
 
 def test_a_run_whose_data_change_has_the_recovery_of_its_clients(tmp_path):
     schedule = [{"round": round, "change": [{"clients": ids, "relabel": 1}]} for round, ids in ((2, [1, 4]), (9, 0))]
-    changes = {"rounds": 4, "schedule": schedule, "evaluation": {"past": True, "local_images": 1000}}
+    changes = {"rounds": 4, "schedule": schedule, "evaluation": {"past": True, "local_samples": 1000}}
     cfl_ray.simulate(experiment(tmp_path, methods=["fedavg", "local"], **changes), tmp_path / "run")
     report = report_of(find_runs([tmp_path / "run"]))
     (one,) = report.experiments

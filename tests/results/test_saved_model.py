@@ -61,7 +61,7 @@ def run_of(tmp_path_factory):
         (folder / "net.py").write_text(NET)
         model, engine = {"name": f"{folder}/net.py:Net", "options": {}}, {"engine": "sequential"}
         changes = {"methods": [method], "rounds": 2, "model": model, "runtime": engine, "seed": 3}
-        changes["evaluation"] = {"local_images": 1000}
+        changes["evaluation"] = {"local_samples": 1000}
         values = merged(PLANTED, changes) | {"model": model}
         result = simulate(Experiment(**values), folder / "run")[method]
         return folder, method, result, result.model(cluster=0).__class__

@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]  # (name of the task, number done, nu
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity
-class Images:
+class DataSet:
     """A data set in memory. If pixels are not needed, as in a summary, the inputs are a broadcast 0 of their shape."""
 
     train_x: np.ndarray  # (n, *input): uint8 with values 0..scale, e.g. (n, C, H, W); float32; int32 for token ids
@@ -65,7 +65,7 @@ class Images:
         """The shape of a sample, e.g. (C, H, W) for an image."""
         return self.train_x.shape[1:]
 
-    def pooled(self, source: str) -> "Images":
+    def pooled(self, source: str) -> "DataSet":
         """A data set whose training part has all samples, those of the test part last; it has no test part.
 
         It has no clients, since the clients of test samples are not known. Raises DataError without a test part, and if
@@ -98,7 +98,7 @@ class Source:
     """A data set whose files exist but are not read yet."""
 
     files: tuple[Path, ...]  # empty with `digested`, and if the data come with a library or from a function
-    read: Callable[[bool, Progress | None], Images]  # (whether to read pixels, progress)
+    read: Callable[[bool, Progress | None], DataSet]  # (whether to read pixels, progress)
     digest: str | None = None  # hash of the data; None: that of the files
     digested: RawFiles | None = None  # the files, if `read` takes their digests; None: their digests are taken before
 
