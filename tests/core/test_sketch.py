@@ -18,12 +18,14 @@ def test_a_short_vector_is_returned_as_it_is():
 
 
 def test_every_coordinate_is_added_to_one_feature_with_a_sign():
-    draw = np.random.default_rng(1)
+    draw, signs = np.random.default_rng(1), []
     for at in draw.integers(0, L, 50):
         unit = torch.zeros(L)
         unit[at] = 3.0
         features = sketch(unit, F, 0)
         assert features.shape == (F,) and features.abs().max() == 3 and (features != 0).sum() == 1
+        signs.append(features.sum().item() / 3)
+    assert 10 < signs.count(1) < 40 and signs.count(1) + signs.count(-1) == 50
 
 
 def test_is_linear():
