@@ -90,11 +90,12 @@ class TestFormulas:
         assert close(found, expected, 1e-6)
 
     def test_squared_distances_of_honest_results_are_exact_however_far_the_others_are(self):
-        """Also of results far from zero, here integers, whose squares have more digits than float64."""
-        rows_nP = (rows(7) * 10 + 1e7).astype(np.float32)
+        """Also with a column far from zero, beside whose squares those of the others are lost in float64."""
+        rows_nP = rows(7) * 1e-2
+        rows_nP[:, 0] += 1e6
         expected = ((rows_nP[:5, None].astype(np.float64) - rows_nP[:5]) ** 2).sum(2)
-        rows_nP[5:] += 1e12
-        assert close(squared_distances([rows_nP])[:5, :5], expected, 1e-12)
+        rows_nP[5:] += 1e6
+        assert close(squared_distances([rows_nP])[:5, :5], expected, 1e-6)
 
     @pytest.mark.parametrize("attackers, suspects", [(2, 2), (0.3, 3), (0, 0), (9, 3), (0.1, 1)])
     def test_multi_krum(self, attackers, suspects):
