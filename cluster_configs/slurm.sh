@@ -67,11 +67,12 @@ wait_for() { # returns the status of a process; `wait` alone ends with the first
 listens() { (exec 3<> "/dev/tcp/$1/$2") 2> /dev/null; }
 
 ray_node() { # on every node, as its one task
-    local folder=${SLURM_TMPDIR:-/tmp} agent_port node memory=()
+    local folder=${SLURM_TMPDIR:-/tmp} agent_port node status=0 asked="" memory=()
     [ ${#folder} -le 40 ] || folder=/tmp # paths of sockets have at most 107 bytes
     folder=$(mktemp -d "$folder/r.XXXXXX")
     # shellcheck disable=SC2064
     trap "rm -rf '$folder'" EXIT
+    trap 'exit 0' USR2
     agent_port=$(free_ports 1)
     # Ray would take 30 % of the machine's memory, whatever the job's share of it
     [ "${SLURM_MEM_PER_NODE:-0}" -eq 0 ] || memory=(--object-store-memory=$((SLURM_MEM_PER_NODE * 1024 * 1024 * 3 / 10)))
@@ -82,13 +83,15 @@ ray_node() { # on every node, as its one task
         until listens "$HEAD" "$GCS_PORT"; do sleep 1; done
         set -- "--address=$HEAD:$GCS_PORT"
     fi
+    trap '' USR2 # Slurm sends it to all processes of the step; Ray's ignore it and are ended by `node`
     # Ray would wait half a minute for work to leave a node that ends; Slurm kills after about as long (KillWait)
     RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 ray start "$@" --block --disable-usage-stats "--temp-dir=$folder" "--node-ip-address=$(node_address)" \
         "--num-cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" "--num-gpus=${SLURM_GPUS_ON_NODE:-0}" "${memory[@]}" \
         --min-worker-port=0 --max-worker-port=0 "--dashboard-agent-listen-port=$agent_port" &
     node=$!
-    trap 'kill -TERM "$node" 2> /dev/null || true' TERM INT
-    wait_for "$node"
+    trap 'asked=1; kill -TERM "$node" 2> /dev/null || true' TERM INT USR2
+    wait_for "$node" || status=$?
+    [ -n "$asked" ] || return "$status" # else the end of a successful job would look like a failure
 }
 
 nodes_joined() {
@@ -106,8 +109,9 @@ cluster="" driver="" early=""
 
 stop_cluster() {
     [ -n "$cluster" ] || return 0
-    # The tasks remove their folders; a signal to srun would kill them. The step is the first of the job.
-    scancel --signal=TERM "$SLURM_JOB_ID.0" 2> /dev/null || true
+    # The tasks remove their folders; a signal to srun would kill them. The step is the first of the job. Of SIGTERM
+    # Slurm would write that the step is cancelled.
+    scancel --signal=USR2 "$SLURM_JOB_ID.0" 2> /dev/null || true
     for _ in {1..20}; do
         kill -0 "$cluster" 2> /dev/null || break
         sleep 1
@@ -120,7 +124,17 @@ stop_cluster() {
 end_early() { # $1: why. The driver ends the run as Ctrl-C does; the last checkpoint stays
     early=$1
     echo "slurm.sh: the run is ended: $1"
-    if [ -n "$driver" ]; then kill -TERM "$driver" 2> /dev/null || true; else exit 130; fi
+    if [ -n "$driver" ]; then
+        kill -TERM "$driver" 2> /dev/null || true
+    else
+        stop_cluster
+        requeue
+        exit 130
+    fi
+}
+
+requeue() { # after the time limit, if the user wants it
+    if [ "$early" = "time limit" ] && [ "${CFL_RAY_REQUEUE:-0}" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 }
 
 trap stop_cluster EXIT
@@ -165,7 +179,5 @@ driver=$!
 status=0
 wait_for "$driver" || status=$?
 stop_cluster
-if [ "$status" -ne 0 ] && [ "$early" = "time limit" ] && [ "${CFL_RAY_REQUEUE:-0}" = 1 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
+[ "$status" -eq 0 ] || requeue
 exit "$status"

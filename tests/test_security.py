@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -279,7 +280,11 @@ def test_credentials_are_neither_printed_nor_recorded(object_store, tmp_path, cl
         f"data.shards={SHARDS}",
     ]
     run_dir = tmp_path / "out/run"
-    assert "Shards: s3://***@bucket/shards" in cli("prepare", *options)
+    prepared = cli("prepare", *options)
+    assert "Shards: s3://***@bucket/shards" in prepared
+    (pasted,) = (line.removeprefix("Next: ") for line in prepared.splitlines() if line.startswith("Next: "))
+    _, verb, *words = shlex.split(pasted)
+    assert verb == "run" and config.load(None, words).data.shards == SHARDS, "the hidden parts are this user's"
     cli("check", *options)
     cli("check", "--yaml", *options)
     cli("run", "--in-process", "--run-dir", run_dir, *options)

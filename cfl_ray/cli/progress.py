@@ -1,5 +1,6 @@
 """Progress of a live run, or of a study, on the terminal, and the tables at its end."""
 
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -294,6 +295,7 @@ class StudyDisplay(StudyWatcher):
         self.whole: TaskID | None = None
         self.bars: dict[str, TaskID] = {}  # of the live runs, by name
         self.root, self.at_once, self.left = Path(), 1, 0
+        self.warned: dict[str, list[str]] = {}  # names of the runs with a warning of each kind
 
     def __enter__(self) -> "StudyDisplay":
         self.progress.start()
@@ -330,7 +332,10 @@ class StudyDisplay(StudyWatcher):
         run, took = outcome.run, duration(outcome.seconds)
         self.left -= 1
         for warning in outcome.warnings:
-            self._print(f"{run.name}: {warning}")
+            names = self.warned.setdefault(_kind_of(warning), [])
+            if not names:  # the others are counted at the end
+                self._print(f"{run.name}: {warning}")
+            names.append(run.name)
         if outcome.status != "finished":
             self._print(f"{run.name} {outcome.status} after {took}: {outcome.reason}")
             return
@@ -353,6 +358,10 @@ class StudyDisplay(StudyWatcher):
             show_trials(results.trials, results.best, results.study.sweep.metric, self.console)
         elif results.run_metrics:
             show_tables(results.table(), results.study.metrics, self.console)
+        for kind, names in self.warned.items():
+            if len(names) > 1:
+                runs = f"{names[0]} and {counted(len(names) - 1, 'more run')}"
+                self._print(f"{runs} had the warning: {kind}")
         for outcome in results.failed:
             self._print(f"{outcome.status}: {outcome.run.name}: {outcome.reason}")
         files = sorted(path.name for path in RunDirectory(results.root).artifacts.glob("*"))
@@ -362,6 +371,11 @@ class StudyDisplay(StudyWatcher):
 
     def _print(self, text: str) -> None:
         say(f"{time.strftime('%H:%M:%S')} {text}" if self.progress.disable else text, self.console)
+
+
+def _kind_of(warning: str) -> str:
+    """A warning without the paths, URIs and numbers in which runs differ, each as "..."."""
+    return re.sub(r"(\.\.\.[\s,:;]*)+", "... ", re.sub(r"\S*/\S*|\d+(\.\d+)?", "...", warning)).strip()
 
 
 def _last_record(run: StudyRun, root: Path) -> RoundRecord | None:

@@ -87,6 +87,7 @@ def prepare(file: inputs.File = None, overrides: inputs.Overrides = None) -> Non
     """Write the clients' data of an experiment as shards; shards of these data are reused."""
     from cfl_ray.cli.progress import Display
     from cfl_ray.data.from_config import with_shards
+    from cfl_ray.security.credentials import remember_credentials
     from cfl_ray.setup.prepare import prepare as prepare_setup
     from cfl_ray.setup.prepare import shards_folder
 
@@ -103,6 +104,7 @@ def prepare(file: inputs.File = None, overrides: inputs.Overrides = None) -> Non
         f"{federation.shape.targets_in_words}"
     )
     say(f"Shards: {uri}")
+    remember_credentials(experiment.to_dict())  # the next line has none, and is run as it is printed
     say(f"Next: {command('run', file, *(overrides or ()))}")
 
 

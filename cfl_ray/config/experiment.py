@@ -26,6 +26,7 @@ from cfl_ray.config.paths import to_record, with_replaced
 from cfl_ray.config.privacy import PrivacyConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
+from cfl_ray.config.section import check_path
 from cfl_ray.config.secure_aggregation import SecureAggregationConfig
 from cfl_ray.config.start import StartConfig
 from cfl_ray.config.tracking import TrackingConfig
@@ -143,6 +144,7 @@ class Experiment(WholeConfig):
     @field_validator("output")
     @classmethod
     def _without_tilde(cls, value: str) -> str:
+        check_path("output", value)
         return os.path.expanduser(value)
 
     def _check_time(self) -> None:

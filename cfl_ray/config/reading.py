@@ -37,6 +37,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
         values, written, moved = _located(values, Path(file))
     for override in overrides * 2:  # twice, so that a key dropped by a later override of the kind is an error
         key, value = split_override(override)
+        value = with_known_credentials(value)  # of a command that was pasted from our output, which hides them
         set_key(values, key, value, f"override {override!r}")
     if file is None and not any(override.startswith("schedule") for override in overrides):
         values["schedule"] = _events_for(values["schedule"], values["data"])

@@ -1,5 +1,6 @@
 """The base of all sections of an experiment."""
 
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +12,21 @@ import yaml
 from pydantic import AliasChoices, BaseModel, ConfigDict, field_validator, model_validator
 
 _LARGEST = 2**63 - 1  # largest integer that arrays hold
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib makes one slash of two
 FILE = "file"  # marks a key, in `Annotated`, as a path that is relative to the folder of the config
 
 
 def former(present: str, name: str) -> dict[str, Any]:
     """Options of a `Field` whose key had another name: it is accepted, and stays the name in hashes and recipes."""
     return {"validation_alias": AliasChoices(present, name), "serialization_alias": name}
+
+
+def check_path(key: str, value: Any) -> None:
+    """Raises ValueError for a URI, which is no path: a folder of the name `s3:` would be made."""
+    if isinstance(value, str | Path) and _URI.match(str(value)):
+        raise ValueError(
+            f"{key} is a path on a file system, got the URI {value}; only data.shards and tracking.uri may be URIs"
+        )
 
 
 class ConfigSection(BaseModel):
@@ -34,6 +44,8 @@ class ConfigSection(BaseModel):
             if field.serialization_alias in values and field.serialization_alias != field.alias:
                 text = f"{field.serialization_alias} is called {key} now"
                 warnings.warn(text, FutureWarning, stacklevel=3)  # of the line that makes the section
+            if FILE in field.metadata:
+                check_path(key, values.get(key))
             if _has_boolean(value := values.get(key), field.annotation):
                 kind = "numbers" if isinstance(value, list | tuple) else "a number"
                 raise ValueError(f"{key} takes {kind}, got {str(value).lower()}")

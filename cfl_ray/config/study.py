@@ -261,7 +261,7 @@ class Study(WholeConfig):
         values = _resolved_in(before, here)
         written = paths_as_written(values, before) | self._written
         output = values["experiment"].get("output") or "runs"
-        if isinstance(output, str):  # another type is an error of the experiment
+        if isinstance(output, str) and "://" not in output:  # else it is an error of the experiment
             values["experiment"]["output"] = str((base or here) / Path(output).expanduser())
         return Study(**values)._with_written(written)
 

@@ -63,8 +63,11 @@ class RunStopped(UserError):
 
 
 def command(verb: str, *words: object) -> str:
-    """The command `cfl-ray VERB WORDS`, quoted for a shell; words that are None are left out."""
-    return shlex.join(["cfl-ray", verb, *(str(word) for word in words if word is not None)])
+    """The command `cfl-ray VERB WORDS`, quoted for a shell and without credentials; words that are None are left out.
+
+    Credentials are hidden word by word: in the whole line, all words between two of them would be.
+    """
+    return shlex.join(["cfl-ray", verb, *(redact(str(word)) for word in words if word is not None)])
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:

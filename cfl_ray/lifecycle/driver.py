@@ -137,7 +137,7 @@ class Driver:
     def _write_artifacts(self, directory: Path, results: dict[str, MethodResult]) -> None:
         """Writes the figures that compare all methods, and the report."""
         records = {label: result.records for label, result in results.items()}
-        write_figures(RunDirectory(directory).artifacts, records)
+        write_figures(RunDirectory(directory).artifacts, records, self.watcher.warn)
         if self.experiment.tracking.report and self.study is None:  # a study has one page for all its runs
             run = FoundRun(directory, self.experiment, Results(results, directory))
             report_at_the_end(directory, lambda: [run], self.watcher.warn)

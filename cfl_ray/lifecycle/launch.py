@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.config.section import check_path
 from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, shown
 from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
 from cfl_ray.lifecycle.extension import begin_extended, check_extension
@@ -336,4 +337,8 @@ def _path(path: str | Path | None) -> Path | None:
         return None
     if not str(path).strip():  # such as "$RUN" of a variable that is not set
         raise ConfigError("the name of a run directory is empty; leave it out for a new folder")
+    try:
+        check_path("the run directory", path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return Path(path)

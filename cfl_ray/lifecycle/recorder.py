@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from cfl_ray.setup.setup import Setup
 from cfl_ray.system.files import drafted, write_text
 from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, check_metrics, last_record, read_records, summarise
 from cfl_ray.tracking.record import EndStatus, score_metrics_of
+
+_PAUSE_SECONDS = 1.0  # before figures that failed are drawn again
 
 
 class MethodRecorder:
@@ -109,16 +112,16 @@ class MethodRecorder:
         wanted, status = status, "FAILED"
         try:
             if self.directory is not None:
-                self._write_artifacts(RunDirectory(self.directory))
+                self._write_artifacts(RunDirectory(self.directory), warn)
                 RunDirectory(self.directory).sync_records()  # a finished method is not continued: none is written again
             status = wanted
         finally:
             finish_log(self.run_log, status, self.summary, warn)
 
-    def _write_artifacts(self, files: RunDirectory) -> None:
+    def _write_artifacts(self, files: RunDirectory, warn: Callable[[str], None]) -> None:
         journal = Journal(files.path).until(self.setup.experiment.rounds)
         self.reassignments.write(files.assignments, grown_by(self.setup.federation, journal).at(self.last_round))
-        write_figures(files.artifacts, {self.label: self.records})
+        write_figures(files.artifacts, {self.label: self.records}, warn)
         if events := [event for record in self.records for event in record.events]:
             write_text(files.cluster_events, "".join(json.dumps(event.to_fields()) + "\n" for event in events))
         for file in filter(Path.exists, (files.diagnostics, files.events)):  # events: joins and leaves on request
@@ -141,8 +144,19 @@ def finish_log(
         warn(f"the end of {run_log.run_dir} was not recorded: {error}")
 
 
-def write_figures(directory: Path, records_by_method: Mapping[str, Sequence[RoundRecord]]) -> None:
-    """Writes the figures of these methods."""
-    from cfl_ray.report import figures  # imports matplotlib, which takes 0.5 s: not at the start of a run
+def write_figures(
+    directory: Path, records_by_method: Mapping[str, Sequence[RoundRecord]], warn: Callable[[str], None]
+) -> None:
+    """Writes the figures of these methods. A failure is only a warning, since the results are saved."""
+    for is_last in (False, True):
+        try:
+            from cfl_ray.report import figures  # imports matplotlib, which takes 0.5 s: not at the start of a run
 
-    figures.write_figures(directory, records_by_method)
+            figures.write_figures(directory, records_by_method)
+            return
+        except Exception as error:
+            # matplotlib fails while a tracker's thread imports IPython, and works afterwards
+            if is_last:
+                warn(f"the figures in {directory} were not written: {type(error).__name__}: {error}")
+            else:
+                time.sleep(_PAUSE_SECONDS)

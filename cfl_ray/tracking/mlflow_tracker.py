@@ -34,6 +34,7 @@ from cfl_ray.tracking.mlflow import (
 )
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, read_end, read_info
 
+_RUNS = "\0"  # stands for the runs in a text
 _PURPOSE = "destination of a run's results"
 _LOADED_MS = 1000 * time.time()  # a run that began later is a new one, of this process
 _ATTEMPTED: set[str] = set()  # unique ids of the runs that this process has tried to create
@@ -241,10 +242,14 @@ def deliver_pending(
         warn(_not_sent(unknown_uri, run_dirs, Path(output)))
     delivered: dict[Path, int] = {}
     if pending:
-        arguments = (pending, uri, time.monotonic() + seconds, delivered, warn)
+        failed: dict[str, list[Path]] = {}
+        arguments = (pending, uri, time.monotonic() + seconds, delivered, failed)
         worker = threading.Thread(target=_deliver_each, args=arguments, name="mlflow-pending", daemon=True)
         worker.start()
         worker.join(seconds)
+        for text, run_dirs in list(failed.items()):
+            more = f" and {len(run_dirs) - 1} more" if len(run_dirs) > 1 else ""
+            warn(text.replace(_RUNS, f"{run_dirs[0]}{more}"))
     return dict(delivered)
 
 
@@ -274,8 +279,9 @@ def _deliver_each(
     uri: str | None,
     deadline: float,
     delivered: dict[Path, int],
-    warn: Callable[[str], None],
+    failed: dict[str, list[Path]],
 ) -> None:
+    """failed: receives the runs that MLflow lacks a part of, by a text with `_RUNS` for them."""
     unreachable: set[str] = set()
     for run_dir, redacted_uri in pending:
         if redacted_uri in unreachable or time.monotonic() > deadline:
@@ -289,8 +295,8 @@ def _deliver_each(
             continue  # another process, such as the run itself, is delivering it
         except Exception as error:  # boundary to MLflow: its errors must not end the command
             reason = redacted_reason(error, target or redacted_uri)
-            warn(
-                f"MLflow at {redacted_uri} lacks results of {run_dir} ({reason}); the next cfl-ray command tries again"
-            )
+            reason = reason.replace(str(run_dir), _RUNS)
+            text = f"MLflow at {redacted_uri} lacks results of {_RUNS} ({reason}); the next cfl-ray command tries again"
+            failed.setdefault(text, []).append(run_dir)
             if isinstance(error, ConnectionError):
                 unreachable.add(redacted_uri)

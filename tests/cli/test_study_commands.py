@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -14,9 +15,10 @@ from commands import call
 from rich.console import Console
 from studies import InlinePool, small_study
 
-from cfl_ray.cli.progress import show_tables, show_trials
+from cfl_ray.cli.progress import StudyDisplay, show_tables, show_trials
 from cfl_ray.study import run
 from cfl_ray.study.sweep import RankedTrial, best_of
+from cfl_ray.study.worker_pool import RunOutcome
 
 
 @pytest.fixture(autouse=True)
@@ -271,3 +273,20 @@ def test_status_of_a_study_that_was_edited_by_hand(capsys):
     )
     status, printed, _ = call(capsys, "status", "runs/small")
     assert status == 0 and "of 3 finished" in printed
+
+
+def test_a_warning_of_many_runs_is_one_line_and_a_count(capsys):
+    """Its paths, URIs and numbers differ between the runs."""
+    display = StudyDisplay(Console(width=1000))
+    for number in range(20):
+        run = SimpleNamespace(name=f"run {number}")
+        text = f"MLflow at http://server lacks {number} rounds and the end of out/{number}, which out/{number}/m keeps"
+        display.ended(RunOutcome(run, "failed", 1.0, "why", (text, f"another: {number}") if number < 2 else (text,)))
+    results = SimpleNamespace(
+        study=SimpleNamespace(sweep=None, metrics=[]), run_metrics=[], failed=[], root=Path("out"), tracking=None
+    )
+    display.finish(results)
+    printed = capsys.readouterr().out
+    assert printed.count("MLflow at http://server") == 1 and printed.count("another: ") == 2
+    assert "run 0 and 19 more runs had the warning: MLflow at ... lacks ... rounds and the end of ... which" in printed
+    assert "run 0 and 1 more run had the warning: another: ..." in printed

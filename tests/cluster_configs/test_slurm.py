@@ -22,7 +22,7 @@ from cfl_ray.tracking import read_records
 SCRIPT = Path(__file__).parents[2] / "cluster_configs" / "slurm.sh"
 BIN = Path(sys.executable).parent
 
-# One copy of the command per node. As in Slurm, SIGTERM kills them, and `scancel` signals them: here through SIGUSR2.
+# One copy of the command per node. As in Slurm, SIGTERM kills them, and `scancel` signals them.
 SRUN = f"""#!{sys.executable}
 import json, os, signal, subprocess, sys
 cut = next(place for place, word in enumerate(sys.argv[1:], 1) if not word.startswith("-"))
@@ -32,10 +32,13 @@ with open(os.environ["CALLS"], "a") as calls:
 nodes = int(next(word for word in options if word.startswith("--nodes=")).split("=")[1])
 tasks = [subprocess.Popen(command, env=os.environ | {{"SLURM_NODEID": str(node)}}) for node in range(nodes)]
 signal.signal(signal.SIGTERM, lambda *_: [task.kill() for task in tasks])
-signal.signal(signal.SIGUSR2, lambda *_: [task.terminate() for task in tasks])
+signal.signal(signal.SIGUSR2, lambda *_: [task.send_signal(signal.SIGUSR2) for task in tasks])
 with open(os.environ["CALLS"] + f".step.{{os.getppid()}}", "w") as step:
     step.write(str(os.getpid()))
-sys.exit(max(task.wait() for task in tasks))
+status = max(task.wait() for task in tasks)
+if status:
+    print("srun: error: Exited with exit code", status)
+sys.exit(status)
 """
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then printf 'node1\\nnode2\\n'; else echo "[\\"scontrol\\", \\"$1\\", \\"$2\\"]" >> "$CALLS"; fi
@@ -56,7 +59,7 @@ if sys.argv[1] == "get-auth-token":
     os.makedirs(os.environ["HOME"] + "/.ray", exist_ok=True)
     open(os.environ["HOME"] + "/.ray/auth_token", "w").write("token")
 if sys.argv[1] == "start":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ray does
     if "--head" in sys.argv:
         server = socket.create_server(("", int(next(w for w in sys.argv if w.startswith("--port=")).split("=")[1])))
     signal.pause()
@@ -191,6 +194,7 @@ def test_it_starts_a_head_and_workers_then_the_run_and_ends_them(without_ray, tm
         assert int(value(options, "--object-store-memory")) == 1000 * 2**20 * 3 // 10
         assert value(options, "--temp-dir").startswith(f"/tmp/cfl-{os.getpid()}/")
     assert calls(tmp_path, "cfl-ray") == [["run --run-dir RUN mine.yaml rounds=2", f"token 127.0.0.1:{ports[0]}"]]
+    assert "error" not in (tmp_path / "out").read_text()
     assert left_behind(tmp_path) == []
 
 
@@ -223,7 +227,16 @@ def test_a_signal_ends_the_run_and_all_nodes(without_ray, tmp_path, number, requ
     assert process.wait(60) == 130
     assert calls(tmp_path, "cfl-ray")[-1] == ["ended"] and left_behind(tmp_path) == []
     assert calls(tmp_path, "scontrol") == ([["requeue", "77"]] if requeued else [])
-    assert calls(tmp_path, "scancel") == [["--signal=TERM", "77.0"]]
+    assert calls(tmp_path, "scancel") == [["--signal=USR2", "77.0"]]
+
+
+def test_a_time_limit_before_the_run_has_started_requeues_the_job(without_ray, tmp_path):
+    process = without_ray("RUN", MOST="1", CFL_RAY_REQUEUE="1")
+    until(lambda: len(calls(tmp_path, "ray")) == 3, (tmp_path / "out").read_text, pause=0.2)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 130
+    assert calls(tmp_path, "scontrol") == [["requeue", "77"]]
+    assert calls(tmp_path, "cfl-ray") == [] and left_behind(tmp_path) == []
 
 
 def test_nodes_that_do_not_join_end_the_job(without_ray, tmp_path):

@@ -14,7 +14,9 @@ from commands import call
 import cfl_ray
 from cfl_ray.config.published import load_published
 from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.lifecycle import recorder
 from cfl_ray.lifecycle.driver import Watcher
+from cfl_ray.report import figures
 from cfl_ray.results import reporting
 from cfl_ray.results.arrow_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.results.comparison import compare_runs, compare_with
@@ -149,6 +151,29 @@ def test_a_page_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, drawn):
     assert results["fedavg"].final["accuracy"] > 0
     (warning,) = warnings
     assert "the report was not written: ZeroDivisionError: of the page; `cfl-ray report" in warning
+
+
+@pytest.mark.parametrize("failures", [1, 100])
+def test_a_figure_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, drawn, failures):
+    """matplotlib fails while another thread imports IPython; the second attempt may succeed."""
+    write, left = figures.write_figures, [failures]
+
+    def fails(*arguments):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise AttributeError("partially initialized module 'IPython'")
+        return write(*arguments)
+
+    monkeypatch.setattr(figures, "write_figures", fails)
+    monkeypatch.setattr(recorder, "_PAUSE_SECONDS", 0.01)
+    warnings = []
+    watcher = Watcher()
+    watcher.warn = warnings.append
+    given = experiment(tmp_path, methods=["fedavg"], rounds=1, tracking={"enabled": False, "report": False})
+    results = cfl_ray.simulate(given, tmp_path / "run", watcher=watcher)
+    assert results["fedavg"].final["accuracy"] > 0
+    text = "were not written: AttributeError: partially initialized module 'IPython'"
+    assert len(warnings) == 2 * (failures > 1) and all(text in warning for warning in warnings)  # method, comparison
 
 
 def test_credentials_are_not_in_the_page(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -299,6 +300,33 @@ def test_a_run_deleted_in_mlflow_stays_deleted_and_the_others_are_delivered(sqli
     assert [run.info.run_name for run in runs(sqlite, "deleted")] == ["b"]
 
 
+def test_a_deleted_experiment_is_named_with_what_helps(sqlite, tmp_path, info, record, runs):
+    client, experiment_id = adapter.connect(sqlite, "gone")
+    client.delete_experiment(experiment_id)
+    adapter._EXPERIMENTS.pop((sqlite, "gone"))  # as in another process
+    warnings = []
+    log = RunLog(tmp_path, {"mlflow": Mlflow(sqlite, "gone")}, warnings.append, finish_seconds=120)
+    log.start(info)
+    log.log(record(1))
+    log.finish("FINISHED", {})
+    advice = (
+        rf"'gone' was deleted in MLflow: restore it there \(mlflow experiments restore .* {experiment_id}\), or set"
+    )
+    assert len(warnings) == 2 and all(re.search(advice, text) for text in warnings)
+    assert re.search(r"lacks 1 round and the end .*tracking.experiment. Then the next cfl-ray command", warnings[1])
+    client.restore_experiment(experiment_id)
+    assert len(deliver_pending(tmp_path.parent, seconds=120)) >= 1
+    assert [run.info.status for run in runs(sqlite, "gone")] == ["FINISHED"]
+
+
+def test_an_experiment_deleted_during_a_run_is_named(sqlite, tmp_path, info, record):
+    client, experiment_id = adapter.connect(sqlite, "going")
+    client.delete_experiment(experiment_id)  # this process knows its id
+    log_to(tmp_path, info, [record(1)])
+    with pytest.raises(delivery.Undeliverable, match="'going' was deleted in MLflow"):
+        mlflow(tmp_path, sqlite, "going").bring_up_to_date()
+
+
 def test_a_run_without_a_destination_is_an_error(tmp_path):
     with pytest.raises(DataError, match="was not started with MLflow"):
         Destination.read(tmp_path)
@@ -447,6 +475,19 @@ class TestDestinations:
         warnings = []
         assert len(deliver_pending(tmp_path, "http://server", warn=warnings.append)) == 1
         assert reached == ["http://elsewhere"] and "copy names MLflow at http://elsewhere" in warnings[0]
+
+    def test_runs_that_lack_results_for_one_reason_are_one_warning(self, pending, reached, tmp_path, monkeypatch):
+        for name in ("a", "b", "c"):
+            pending(name, "http://down")
+
+        def fails(self):
+            raise RuntimeError(f"of {self.run_dir}: refused")
+
+        monkeypatch.setattr(Delivery, "bring_up_to_date", lambda self, lock_seconds: fails(self))
+        warnings = []
+        assert not deliver_pending(tmp_path, "http://down", warn=warnings.append)
+        (warning,) = warnings
+        assert warning.startswith(f"MLflow at http://down lacks results of {tmp_path / 'a'} and 2 more (")
 
     def test_a_run_that_goes_on_is_signed_again_and_not_delivered_again(self, pending):
         run_dir = pending("run", "http://server", own=False)

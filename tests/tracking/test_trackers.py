@@ -133,6 +133,40 @@ def test_one_that_failed_before_the_end_is_tried_twice_more(tmp_path, monkeypatc
     assert time.monotonic() - began < 20
 
 
+def test_a_busy_tracker_is_tried_again_without_a_failure(tmp_path):
+    warnings = []
+
+    class Busy(Recording):
+        def is_busy(self, error):
+            return True
+
+    tracker = Busy(fails=20)
+    log = RunLog(tmp_path, {"mine": tracker}, warnings.append)
+    log.start(RunInfo("run"))
+    log.log(record(1))
+    log.finish("FINISHED", {})
+    assert tracker.rounds == [1]
+    (warning,) = warnings
+    assert "limits the rate of requests" in warning
+
+
+def test_patience_ends_the_wait_for_a_tracker_that_makes_progress(tmp_path):
+    class Endless(Recording):
+        @property
+        def progress(self):
+            return time.monotonic()
+
+        def log(self, record):
+            time.sleep(60)
+
+    warnings = []
+    log = RunLog(tmp_path, {"mine": Endless()}, warnings.append, patience=0.5)
+    log.start(RunInfo("run"))
+    log.log(record(1))
+    log.finish("FINISHED", {})
+    assert len(warnings) == 1 and "lacks 1 round and the end" in warnings[0]
+
+
 def test_no_round_waits_for_a_tracker_and_the_end_waits_while_there_is_progress(tmp_path):
     class Slow(Recording):
         waits = threading.Event()
