@@ -100,7 +100,7 @@ def run(variant: Variant, options: list[str]) -> Outcome:
             print(line, end="", flush=True)
             output += line
     counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", output)}
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
     return Outcome(process.returncode, counts, failed, time.monotonic() - start)
 
 
