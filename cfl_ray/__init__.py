@@ -10,7 +10,7 @@ from cfl_ray.system.imports import lazy_names
 if TYPE_CHECKING:
     from cfl_ray.config import Experiment, load
     from cfl_ray.config.study import Study, load_study
-    from cfl_ray.core.clients import ClientState, LocalTraining, Mixture, Proximal, UpdateFeatures
+    from cfl_ray.core.clients import ClientProgram, ClientState, LocalTraining, Mixture, Proximal, UpdateFeatures
     from cfl_ray.core.method import Method, option
     from cfl_ray.core.metrics import Metric
     from cfl_ray.core.serving import Serving
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cfl_ray.study.run import run_study
 
 __all__ = [
+    "ClientProgram",
     "ClientState",
     "ConfigError",
     "Experiment",
@@ -58,7 +59,14 @@ __version__ = "0.1.0"
 _MODULES = {  # the modules of the names above, imported on first use: `cfl-ray --help` needs neither torch nor Ray
     "cfl_ray.config": ("Experiment", "load"),
     "cfl_ray.config.study": ("Study", "load_study"),
-    "cfl_ray.core.clients": ("ClientState", "LocalTraining", "Mixture", "Proximal", "UpdateFeatures"),
+    "cfl_ray.core.clients": (
+        "ClientProgram",
+        "ClientState",
+        "LocalTraining",
+        "Mixture",
+        "Proximal",
+        "UpdateFeatures",
+    ),
     "cfl_ray.errors": ("ConfigError", "UserError"),
     "cfl_ray.core.method": ("Method", "option"),
     "cfl_ray.core.metrics": ("Metric",),

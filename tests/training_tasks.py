@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Proximal
 from cfl_ray.engine import sequential
-from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.engine.task import HeldByClient, TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
 
 ADDRESS = Address(seed=0, round=3, exchange=1)
@@ -51,16 +51,24 @@ def tasks_of(
     """Training of clients with `sizes[i]` random samples, each from its own model, for the steps that `local` says.
 
     proximal: (weight, columns, follow, every) of each term, whose anchor differs between clients.
-    fields: of all tasks, in place of these.
+    fields: of all tasks, or of what their clients hold, in place of these.
     """
     federation, tasks = uneven(sizes, network.input_shape), []
-    per_step = getattr(fields.get("local_step"), "batches_per_step", 1)
+    per_step = getattr(fields.get("program"), "batches_per_step", 1)
     for client, steps in enumerate(local.steps_of(np.array(sizes), batches_per_step=per_step).tolist()):
         anchors = [network.new_model(9, 10 * client + which) for which in range(len(proximal))]
         terms = tuple(Proximal(weight, anchor, *rest) for (weight, *rest), anchor in zip(proximal, anchors))
         start_P, samples = network.new_model(1, client), federation.train(client)
-        tasks.append(replace(TrainingTask(client, start_P, *samples, steps, local, ADDRESS, terms), **fields))
+        task = TrainingTask(client, start_P, *samples, steps, local, ADDRESS, held=HeldByClient(proximal=terms))
+        tasks.append(with_fields(task, **fields))
     return tasks
+
+
+def with_fields(task: TrainingTask, **fields: Any) -> TrainingTask:
+    """The task with other fields, of its own or of what its client holds."""
+    held = {name: value for name, value in fields.items() if name in vars(task.held)}
+    own = {name: value for name, value in fields.items() if name not in held}
+    return replace(task, held=replace(task.held, **held), **own)
 
 
 def results(engine, network: Network, tasks: Iterable[TrainingTask]) -> list[TrainingResult]:
@@ -147,11 +155,11 @@ def by_torch(
     for number, batch in enumerate(task.batches(), 1):
         x, y = (task.x, task.y) if batch is None else (task.x[batch], task.y[batch])
         logits = module(x)
-        if task.frozen_P is not None:
-            logits = logits + loaded(factory, network, task.frozen_P).eval()(x).detach()
+        if task.held.frozen_P is not None:
+            logits = logits + loaded(factory, network, task.held.frozen_P).eval()(x).detach()
         loss = cross_entropy(logits, y)
         losses.append(loss.item())
-        for term in task.proximal:
+        for term in task.held.proximal:
             anchors = network.spec.tensors(term.anchor).values()
             loss = loss + term.weight / 2 * sum(((p - a) ** 2).sum() for p, a in zip(module.parameters(), anchors))
         updates.zero_grad()

@@ -14,9 +14,10 @@ from torch import Tensor
 from cfl_ray.core.aggregation.apply import aggregate, range_cuts
 from cfl_ray.core.aggregation.rules import AggregationRule, ClippingRule, Mean
 from cfl_ray.core.backend import Backend
+from cfl_ray.core.client_program import Batch, ClientProgram, Forward, Gradient, Held, ProgramClient
 from cfl_ray.core.describing import CheckedFunction, ClientData
 from cfl_ray.core.events import births_and_deaths, cluster_event
-from cfl_ray.core.exchange import LocalTraining, ModelTables, Sent, with_momentum_kept
+from cfl_ray.core.exchange import LocalTraining, ModelTables, Sent, with_numbers_kept
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.privacy import PrivacyError, Protection
@@ -36,7 +37,6 @@ from cfl_ray.core.work import (
     FitMixture,
     Losses,
     Mixture,
-    Objective,
     Outcome,
     Proximal,
     Replay,
@@ -45,15 +45,22 @@ from cfl_ray.core.work import (
     UpdateFeatures,
     Work,
 )
+from cfl_ray.errors import ConfigError
+from cfl_ray.plugins.calling import place_of
 
 __all__ = [
+    "Batch",
     "ClientData",
+    "ClientProgram",
     "ClientState",
     "Clients",
+    "Forward",
+    "Gradient",
+    "Held",
     "LocalTraining",
     "Mixture",
     "MixtureUpdates",
-    "Objective",
+    "ProgramClient",
     "Proximal",
     "RoundStats",
     "Sent",
@@ -272,17 +279,19 @@ class Clients:
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
         self._check_permitted(how, features)
         keeps = how.mixture is not None or bool(np.any(keep_as_local_model))
-        local, client_state = with_momentum_kept(how.sgd or self.local, client_state, keeps)
+        local, client_state = with_numbers_kept(how.sgd or self.local, client_state, keeps, how.program, self.spec)
         private = client_state.columns if client_state and client_state.private else None
         work, averaging, secure = self._training(start, how, local), None, None
         if average is not None:
             averaging, secure = self._averaging(average, work.address, private, work.models_per_client)
+        sizes = how.program.uploads(self.spec)
+        self._check_uploads(how.program, averaging)
         rule = None if averaging is None or isinstance(self.aggregation, Mean) else self.aggregation
         clients = len(self) // work.models_per_client
         work = replace(
             work,
             client_state=client_state,
-            averaging=averaging if rule is None else None,
+            averaging=averaging.with_uploads(sizes) if averaging is not None and rule is None else None,
             secure=secure,
             features=features,
             defer_aggregation=defer_aggregation or rule is not None,  # a rule needs the results, not their sums
@@ -296,6 +305,7 @@ class Clients:
             self._count_upload(self.spec.sent() - (self.spec.sent(private) if private else 0))
         elif features is not None:
             self._count_upload(self.spec.sent(features.columns))
+        self._count_upload(sum(sizes.values()) + sum(work.reports.values()))
         outcome = self._run(work)
         if features is not None:
             outcome = self._protection.noisy_features(outcome, self.ids_M, work.address)
@@ -479,14 +489,17 @@ class Clients:
 
     def _check_permitted(self, how: LocalTraining, features: UpdateFeatures | None) -> None:
         """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have."""
-        if how.trace:
+        if how.program.trace:
             self.reads("the losses of local steps")
+        for name in how.program.reports(self.spec):
+            self.reads(f"the {name} that clients report")
         if features is not None and self._protection.masks is not None:
             self.reads("the updates")
         if self._protection.examples is not None:  # noise protects the gradient of one batch
+            own = [hook for hook in ("begin", "loss", "finish") if how.program.overrides(hook)]
             unlike = {
-                "results of steps of several gradients": how.local_step is not None,
-                "results of a loss on features": how.objective is not None,
+                "results of steps of several gradients": how.program.overrides("step"),
+                f"results of a client program with its own {' and '.join(own)}": bool(own),
                 "results of weighted samples": how.mixture is not None,
                 "results of clients one after another": how.chained,
             }
@@ -513,12 +526,11 @@ class Clients:
             self._next_address(),
             self.ids_M,
             start=tables.rows(start),
-            proximal=tuple(term.with_anchor(tables.rows(term.anchor)) for term in how.proximal if term.acts),
+            program=how.program,
+            given=tables.given(how, len(self)),
             frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
-            local_step=how.local_step,
-            objective=how.objective,
-            companion=None if how.companion is None else tables.rows(how.companion),
-            trace=how.trace,
+            kept_numbers=sum(first.numel() for first in how.program.keeps(self.spec).values()),
+            reports=how.program.reports(self.spec),
             local=local,
             steps_M=steps_M,
             chained=how.chained,
@@ -530,8 +542,26 @@ class Clients:
         """Number of local steps of each client, int64 (M,)."""
         if how.steps_M is not None:
             return np.asarray(how.steps_M, np.int64)
-        batches = how.local_step.batches_per_step if how.local_step else 1
+        batches = how.program.batches_per_step
         return np.asarray(local.steps_of(self.num_samples_M, batches_per_step=batches), np.int64)
+
+    def _check_uploads(self, program: ClientProgram, averaging: Averaging | None) -> None:
+        """Raises an error if further uploads of a program cannot be averaged in this run."""
+        for name, length in program.uploads(self.spec).items():
+            if averaging is None or not 0 < length <= self.spec.size:
+                raise ValueError(
+                    f"{place_of(program)} uploads {name} of {length} numbers beside the model: pass `average` to "
+                    f"`train`, with 1 to P = {self.spec.size} numbers for each upload"
+                )
+            if self.received is not None:
+                raise NotAsynchronous(f"its clients upload {name} beside their models")
+            if self._protection.masks is not None or self._protection.noise is not None:
+                self.reads(f"the {name} that clients upload beside their models")
+            if not isinstance(self.aggregation, Mean):
+                raise ConfigError(
+                    f"{place_of(program)} uploads {name} beside the model, which only the mean averages; "
+                    "set aggregation: mean"
+                )
 
     def _averaging(
         self, average: np.ndarray, address: Address, private: Columns | None, models: int
@@ -567,6 +597,11 @@ class Clients:
         number: int | None,
     ) -> Updates:
         """The updates of the exchange `work`, with noise on the sums of the exchange `address` in a private run."""
+        uploads = work.program.uploads(self.spec)
+        means, models = outcome.means, 0 if averaging is None else averaging.num_rows
+        if uploads and outcome.arrived_R is not None:
+            own = {row: mean_P for row, mean_P in means.items() if row < models}
+            outcome = replace(outcome, means=own, arrived_R=outcome.arrived_R[:models])
         if averaging is not None:
             outcome = self._protection.noisy_sums(outcome, averaging, address, self.spec, work)
             if number is None and self.server_moments is not None:
@@ -581,6 +616,10 @@ class Clients:
             server_moments=self.server_moments,
             received=self.received,
             protection=self._protection,
+            uploads={
+                name: {row: means[at][:length] for row in range(models) if (at := number * models + row) in means}
+                for number, (name, length) in enumerate(uploads.items(), 1)
+            },
         )
 
     def _losses(

@@ -1,14 +1,15 @@
 """The models that are sent in an exchange, and the local training that clients do with them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.local_sgd import LocalSGD, LocalStep
-from cfl_ray.core.params import Columns
-from cfl_ray.core.work import ClientState, Mixture, Objective, Proximal, Rows
+from cfl_ray.core.client_program import ClientProgram
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.params import Columns, ParamSpec
+from cfl_ray.core.work import ClientState, Given, Mixture, Proximal, Rows
 from cfl_ray.plugins.calling import described
 
 
@@ -34,19 +35,21 @@ class Sent:
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Objective and steps of local training in one exchange; by default, `Clients.local` on the client's loss."""
+    """Program, objective and steps of local training in one exchange; by default, `Clients.local` on the loss."""
 
     sgd: LocalSGD | None = None  # None: `Clients.local`
     steps_M: np.ndarray | None = None  # local steps of each client; None: as `sgd` gives for its number of samples
+    program: ClientProgram = ClientProgram()
+    # by name, for the program: models that clients received, and numbers (M, ...) of the clients
+    given: Mapping[str, Sent | np.ndarray | Tensor] = field(default_factory=dict)
     proximal: Sequence[Proximal[Sent]] = ()
     frozen_model: Sent | None = None  # its logits are added to those of the trained model (additive models, CAM)
-    local_step: LocalStep | None = None  # a step of several gradients; None: the gradient of one batch
-    objective: Objective | None = None  # a loss that uses features; None: the task's loss
-    # a second model, passed to `local_step`, which may change it in place; the client state is then that of this model
-    companion: Sent | None = None
-    trace: int = 0  # number of leading steps whose mini-batch losses are returned (`Updates.step_loss_MS`)
     chained: bool = False  # each client starts from the result of the previous client; this is not federated averaging
     mixture: Mixture | None = None  # set by `Clients.train_mixture`: weights of the samples in the loss
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.program, ClientProgram):
+            raise TypeError(f"program must be an object of a subclass of ClientProgram, got {described(self.program)}")
 
 
 class ModelTables:
@@ -66,15 +69,39 @@ class ModelTables:
         self.tables.append(sent.models_KP)
         return Rows(len(self.tables) - 1, sent.row_M)
 
+    def given(self, how: LocalTraining, num_clients: int) -> Given:
+        """The models and numbers that clients get for their program, with the models as rows of these tables."""
+        proximal = tuple(term.with_anchor(self.rows(term.anchor)) for term in how.proximal if term.acts)
+        models = {name: self.rows(value) for name, value in how.given.items() if isinstance(value, Sent)}
+        number_of = {
+            name: np.asarray(value, np.float32) for name, value in how.given.items() if not isinstance(value, Sent)
+        }
+        for name, values_M in number_of.items():
+            if values_M.shape[:1] != (num_clients,):
+                shape = values_M.shape
+                raise ValueError(
+                    f"given {name!r} has the shape {shape}, expected one entry for each of {num_clients} clients"
+                )
+        return Given(models, number_of, proximal)
+
     def as_tuple(self) -> tuple[Tensor, ...]:
         return tuple(self.tables)
 
 
-def with_momentum_kept(
-    local: LocalSGD, client_state: ClientState | None, keeps_momentum: bool
+def with_numbers_kept(
+    local: LocalSGD,
+    client_state: ClientState | None,
+    keeps_momentum: bool,
+    program: ClientProgram,
+    spec: ParamSpec,
 ) -> tuple[LocalSGD, ClientState | None]:
-    """Local training and client state that keep a persistent momentum buffer, without other state under "momentum"."""
+    """Local training, and the client state for what clients keep; without columns if they keep only numbers.
+
+    They keep the numbers of the program under the name of its class, or a persistent momentum buffer under "momentum".
+    """
     local = replace(local, persist=local.persist and keeps_momentum and local.momentum > 0)
-    if local.persist and client_state is None:
+    if client_state is None and program.keeps(spec):
+        return local, ClientState(type(program).__name__, Columns(()), private=False)
+    if client_state is None and local.persist:
         return local, ClientState("momentum", Columns(()), private=False)
     return local, client_state

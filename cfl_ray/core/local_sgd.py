@@ -1,37 +1,13 @@
 """Local training of one client by SGD or another optimiser: its steps, and the samples of each batch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from cfl_ray.core.optimizers import LocalOptimizer
 from cfl_ray.core.schedules import RateSchedule
-
-
-class LocalStep(Protocol):
-    """A local step that uses more than the gradient of one batch.
-
-    It is written for one client; an engine that trains m clients at once passes rows (m, P) instead of (P,). A step
-    with an attribute `only_tensors = True` is a function of its tensors alone, which an engine may record on a GPU.
-    """
-
-    @property
-    def batches_per_step(self) -> int:
-        """New batches per step."""
-
-    @property
-    def __call__(self) -> Callable[..., Tensor]:
-        """Direction of the step at `w`, in the trained columns: a function (gradient, w, *companion).
-
-        gradient(w, b): gradient at w of the loss on batch b, for b = 0 .. batches_per_step - 1.
-        companion: the second model, if `LocalTraining.companion` gives one; a step may change it in place. With
-            `ClientState.learned_share` also the client's share, (1,), which a step may change in place, and the number
-            of the step from 0.
-        """
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ class Updates:
     server_moments: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
     received: Received | None = field(repr=False, default=None)  # of asynchronous rounds; None: a synchronous round
     protection: Protection = field(repr=False, default=Protection())
+    # means of the client program's further uploads: by name, then by output row
+    uploads: Mapping[str, Mapping[int, Tensor]] = field(repr=False, default_factory=dict)
 
     def averaged(self, default: Tensor) -> Tensor:
         """Weighted mean of every output row, float32 (R, P), after the step of the server optimiser, if any.
@@ -94,6 +96,24 @@ class Updates:
         rows = [torch.lerp(a, b, share) for a, b, share in zip(start, means, share_R.tolist(), strict=True)]
         return self._moved(start, torch.stack(rows))
 
+    def uploaded(self, name: str, default: Tensor) -> Tensor:
+        """Weighted mean of a further upload of the client program for every output row, float32 (R, length).
+
+        default: (R, length), for rows without any contribution. Raises ValueError for other names and shapes.
+        """
+        if name not in self.uploads:
+            raise ValueError(f"the clients uploaded no {name!r} beside their models, only {sorted(self.uploads)}")
+        rows_RX = default.clone()
+        for row, mean_X in self.uploads[name].items():
+            if rows_RX[row].shape != mean_X.shape:
+                raise ValueError(f"the default of {name!r} has rows of {rows_RX.shape[1]} numbers, not {len(mean_X)}")
+            rows_RX[row] = mean_X
+        return rows_RX
+
+    def reported(self, name: str) -> Tensor:
+        """Numbers that each client reported, float32 (M, length); NaN for excluded clients."""
+        return torch.from_numpy(self.outcome.arrays[f"report {name}"])
+
     @property
     def arrived_R(self) -> np.ndarray:
         """Share of each output row's weight that arrived, float64 (R,). Raises ValueError if nothing was averaged."""
@@ -141,7 +161,7 @@ class Updates:
 
     @property
     def step_loss_MS(self) -> np.ndarray:
-        """Losses of the first local steps, `LocalTraining.trace` of them, float64; NaN if a client has fewer."""
+        """Losses of the first local steps, `ClientProgram.trace` of them, float64; NaN if a client has fewer."""
         return self.outcome.arrays["step_losses"]
 
 

@@ -4,7 +4,7 @@ There is one class per kind of work. It declares the models that the work uses (
 client (`empty_result`). `engine.worker` carries the work out.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.local_sgd import LocalSGD, LocalStep
+from cfl_ray.core.client_program import ClientProgram
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
 from cfl_ray.core.sketch import sketch
 
@@ -108,6 +109,8 @@ class Averaging:
     # True: a row is the mean change W - w of its clients; False: their mean model
     of_changes: bool = False
     fixed: bool = False  # sums of changes are divided by `total_R`, whatever weight arrived
+    # further uploads of each client, with the same weights: output row r of upload u is (u + 1) num_models + r
+    uploads: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, weight_RM: np.ndarray, num_clients: int) -> Self:
@@ -119,6 +122,27 @@ class Averaging:
         total_R = weight_RM.sum(1)
         out_E, client_E = np.nonzero(weight_RM)
         return cls(len(weight_RM), out_E, client_E, weight_RM[out_E, client_E] / total_R[out_E], total_R)
+
+    @property
+    def num_models(self) -> int:
+        """Number of output rows that are averages of models."""
+        return self.num_rows // (1 + len(self.uploads))
+
+    def with_uploads(self, names: Iterable[str]) -> Self:
+        """The same averages of models and of these further uploads."""
+        names = tuple(names)
+        if not names:
+            return self
+        count, shift = 1 + len(names), self.num_rows * np.arange(1 + len(names))[:, None]
+        return replace(
+            self,
+            num_rows=count * self.num_rows,
+            out_E=(self.out_E + shift).reshape(-1),
+            client_E=np.tile(self.client_E, count),
+            weight_E=np.tile(self.weight_E, count),
+            total_R=np.tile(self.total_R, count),
+            uploads=names,
+        )
 
     def subset(self, keep_E: np.ndarray) -> Self:
         """The entries at `keep_E`, bool (E,) or indices."""
@@ -153,7 +177,7 @@ class ClientState:
     private: bool = True  # False: the columns are also uploaded
     # weight of these columns in the model that the client predicts with; 1 - share is that of the received columns
     share: float = 1.0
-    # with `columns` None: whether the local step changes a client's share, which starts as `share`, and is kept
+    # with `columns` None: whether the last number that the client program keeps is the client's share
     learned_share: bool = False
     # with `columns` None: the columns that the next training starts from; None: all of them
     resumed: Columns | None = None
@@ -253,23 +277,21 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Objective:
-    """A loss of a batch that may use the features of its samples, the inputs of the model's last layer.
+class Given:
+    """Models and numbers that each of M clients gets for its client program, beside the model from which it starts."""
 
-    function: (loss, features (B, F), y_B, values) -> the loss whose gradient is taken. loss: the task's mean loss;
-        values: the client's entry of `values_M`.
-    """
-
-    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    values_M: np.ndarray  # float32 (M, ...): numbers of each client for the loss
+    models: Mapping[str, Rows] = field(default_factory=dict)  # by name
+    number_of: Mapping[str, np.ndarray] = field(default_factory=dict)  # by name: (M, ...)
+    proximal: tuple[Proximal[Rows], ...] = ()
 
     def take(self, index_m: np.ndarray) -> Self:
-        return replace(self, values_M=self.values_M[index_m])
+        models = {name: rows.take(index_m) for name, rows in self.models.items()}
+        number_of = {name: values_M[index_m] for name, values_M in self.number_of.items()}
+        return replace(self, models=models, number_of=number_of, proximal=tuple(p.take(index_m) for p in self.proximal))
 
-    def of_client(self, index: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """(loss, features, y) -> loss of the client at this position."""
-        values = torch.from_numpy(self.values_M[index])
-        return lambda loss, feature_BF, y_B: self.function(loss, feature_BF, y_B, values.to(feature_BF.device))
+    def rows(self) -> list[Rows]:
+        """All rows of tables that these models and anchors are."""
+        return [*(term.anchor for term in self.proximal), *self.models.values()]
 
 
 @dataclass(frozen=True)
@@ -362,11 +384,8 @@ class Train(Work):
     start: Rows
     local: LocalSGD
     steps_M: np.ndarray
-    local_step: LocalStep | None = None  # None: the gradient of one batch
-    objective: Objective | None = None  # None: the task's loss
-    companion: Rows | None = None  # a second model of each client, which the local step may move
-    proximal: tuple[Proximal[Rows], ...] = ()
-    trace: int = 0  # number of first steps whose losses are returned
+    program: ClientProgram = ClientProgram()
+    given: Given = Given()
     features: UpdateFeatures | None = None
     defer_aggregation: bool = False  # results stay on the hosts until a later exchange of the round averages them
     # int64: columns at which deferred results are cut, for work that needs some columns of all results
@@ -375,6 +394,8 @@ class Train(Work):
     clip: Clip | None = None  # clipping of uploads, which also returns whether each was within the norm; None: none
     local_test_samples: int = 0  # test samples per client for P-local; 0: no test
     mixture: Mixture | None = None  # each client trains all K models of table 0: row k is the start of its k-th entry
+    kept_numbers: int = 0  # count of `ClientProgram.keeps`
+    reports: Mapping[str, int] = field(default_factory=dict)  # `ClientProgram.reports`
 
     def parts(self, size: int) -> list[slice]:
         """The columns of each part of a deferred result of `size` columns."""
@@ -388,9 +409,13 @@ class Train(Work):
         return np.where(trained_M[at_M] == key_M, at_M, -1)
 
     def rows(self) -> list[Rows]:
-        companion = [self.companion] if self.companion else []
-        anchors = [term.anchor for term in self.proximal]
-        return [self.start, *super().rows(), *anchors, *companion, *_all_rows(self.mixture)]
+        return [self.start, *super().rows(), *self.given.rows(), *_all_rows(self.mixture)]
+
+    @property
+    def finishes(self) -> bool:
+        """Whether a client keeps, uploads or reports something of its program after the last step."""
+        uploads = self.averaging is not None and bool(self.averaging.uploads)
+        return self.program.overrides("finish") or uploads or bool(self.kept_numbers or self.reports)
 
     @property
     def models_per_client(self) -> int:
@@ -408,8 +433,10 @@ class Train(Work):
                 "features": np.full((size, self.features.count), np.nan, np.float32),
                 "norm": np.full(size, np.nan),
             }
-        if self.trace:
-            arrays["step_losses"] = np.full((size, self.trace), np.nan)
+        if self.program.trace:
+            arrays["step_losses"] = np.full((size, self.program.trace), np.nan)
+        for name, length in self.reports.items():
+            arrays[f"report {name}"] = np.full((size, length), np.nan, np.float32)
         if self.local_test_samples:
             arrays["local_scores"] = np.full((size, 2), np.nan)
         if self.upload_distances:

@@ -33,7 +33,8 @@ def chunks_of(work: Work, size: int, num_samples_M: np.ndarray | None = None) ->
     out_M, order_M, averaging = np.zeros(count, np.int64), np.arange(count), work.averaging
     size *= work.models_per_client
     if averaging is not None and not work.chained and work.models_per_client == 1:
-        out_M[averaging.client_E] = averaging.out_E
+        models = averaging.subset(averaging.out_E < averaging.num_models)
+        out_M[models.client_E] = models.out_E
         order_M = np.argsort(out_M, kind="stable")
     if work.chained or not count:
         size = max(count, 1)

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from cfl_ray.core.backend import ClientStateKey, SavedState, StateFile
 from cfl_ray.core.work import ClientState, Train, Work
-from cfl_ray.engine.task import TrainingResult
 
 
-def client_state_value(client_state: ClientState, result: TrainingResult) -> Tensor:
-    """The stored value of a client state after training: its columns and the momentum buffer, if that persists."""
-    row_P = result.row_P if result.companion_P is None else result.companion_P
+def client_state_value(
+    client_state: ClientState, row_P: Tensor, numbers: Iterable[Tensor], velocity: Tensor | None
+) -> Tensor:
+    """The stored value of a client state: its columns of a row, the numbers of the program, and the momentum buffer."""
     columns = row_P if client_state.columns is None else client_state.columns.of(row_P)
-    return torch.cat([columns] if result.velocity is None else [columns, result.velocity]).cpu()
+    values = [columns, *(number.reshape(-1).to(columns) for number in numbers)]
+    return torch.cat(values if velocity is None else [*values, velocity]).cpu()
 
 
 def with_client_state(start_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
@@ -29,15 +30,6 @@ def with_client_state(start_P: Tensor, client_state: ClientState | None, value: 
     row_P = start_P.clone()
     client_state.columns.put(row_P, value)
     return row_P
-
-
-def companion_row(received_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
-    """The second model of a client that received `received_P` and keeps `value`, followed by its share if learned."""
-    row_P = with_client_state(received_P, client_state, value)
-    if client_state is None or not client_state.learned_share:
-        return row_P
-    share = torch.tensor([client_state.share]) if value is None else value[-1:]
-    return torch.cat([row_P, share.to(row_P.device)])
 
 
 def starting_row(start_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
@@ -58,10 +50,20 @@ def predicting_row(received_P: Tensor, client_state: ClientState | None, value: 
     return row_P if share == 1 else torch.lerp(received_P, row_P.to(received_P.device), share)
 
 
-def stored_velocity(value: Tensor | None, client_state: ClientState, start_P: Tensor) -> Tensor | None:
-    """The momentum buffer in a stored value; None if there is no value yet, or no buffer in it."""
-    columns = len(start_P) if client_state.columns is None else client_state.columns.count
-    return None if value is None or len(value) == columns else value[columns:]
+def stored_numbers(
+    value: Tensor | None, client_state: ClientState | None, first: Mapping[str, Tensor], size: int
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The numbers that a client keeps for its program, and its momentum buffer or None.
+
+    first: the numbers, by name, of a client without a value. size: P.
+    """
+    if value is None or client_state is None:
+        return {name: number.float().clone() for name, number in first.items()}, None
+    at, numbers = size if client_state.columns is None else client_state.columns.count, {}
+    for name, number in first.items():
+        numbers[name] = value[at : at + number.numel()].reshape(number.shape)
+        at += number.numel()
+    return numbers, value[at:] if len(value) > at else None
 
 
 class KeepsClientStates:

@@ -96,6 +96,7 @@ class ClientView:
     address: Address
     local: LocalSGD  # of the method in this round
     train_one: Callable[[TrainingTask], TrainingResult]
+    steps: int = 0  # local steps, of a client program
 
     @property
     def spec(self) -> ParamSpec:

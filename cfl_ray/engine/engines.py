@@ -33,10 +33,6 @@ class Engine:
 
     def why_not(self, network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         """Reason, a line, why the engine cannot train the network or these clients together; None if it can."""
-        if self.train is not sequential.train and any(task.objective is not None for task in tasks):
-            return "only sequential has a loss on features"
-        if self.train is not sequential.train and any(task.local.examples is not None for task in tasks):
-            return "only sequential clips the gradients of single samples"
         return self.cannot(network, tasks)
 
 

@@ -12,7 +12,7 @@ from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.samples import Same
-from cfl_ray.engine.task import TrainingTask
+from cfl_ray.engine.task import HeldByClient, TrainingTask
 
 
 def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
@@ -86,7 +86,7 @@ def _tuning_task(chunk: OpenChunk[EvaluateClients], index: int, start_P: Tensor)
         steps=int(work.steps_M[index]),
         local=work.tune,
         address=work.address,
-        frozen_P=chunk.frozen(index),
+        held=HeldByClient(frozen_P=chunk.frozen(index)),
     )
 
 

@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cfl_ray.core.local_sgd import LocalSGD, LocalStep
+from cfl_ray.core.client_program import Batch, ClientProgram, Forward, Gradient, Held
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Proximal
+from cfl_ray.engine.failure import may_be_machine
 from cfl_ray.engine.task import BatchIndex, TrainingResult, TrainingTask
+from cfl_ray.errors import RunError, UserError
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.splitmix import keys_on, split_each
+from cfl_ray.plugins.calling import described, failure_of, place_of
 
 _DRAWN = 1 << 15  # values of masks that are drawn together, for several batches
 
@@ -40,8 +44,8 @@ class LocalGradient(ABC):
         self._masks: list[Tensor] = []
         self._drawn = 0
         self._seeds: dict[int, int] = {}  # by batch of the current step
-        parts = companion_parts(network, task)
-        self.companion = [part.to(network.device, copy=True) for part in parts]
+        held = task.held.for_steps(network.spec.trained)
+        self.held = {name: value.to(network.device, copy=True) for name, value in held.items()}
 
     def begin(self, batches: list[BatchIndex]) -> None:
         """Begins a step that uses these batches."""
@@ -51,6 +55,10 @@ class LocalGradient(ABC):
     def w_P(self) -> Tensor:
         """The current trained parameters."""
         return self.network.row()[: self.network.spec.trained]
+
+    def row_P(self) -> Tensor:
+        """The current row (P,), with the buffers."""
+        return self.network.row()
 
     def load(self, row_P: Tensor) -> None:
         """Replaces the trained parameters."""
@@ -64,27 +72,46 @@ class LocalGradient(ABC):
     def of_batch(self, batch: int) -> list[Tensor]:
         """Gradient at the current parameters on one batch of the step. The next gradient may reuse its memory."""
 
-    def direction_of(self, local_step: LocalStep, number: int) -> list[Tensor]:
-        """The direction of local step `number`. The loss of the step is the loss of its first gradient."""
+    def step(self, number: int) -> list[Tensor]:
+        """The direction of step `number` of the program. The loss of the step is the loss of its first gradient."""
+        program = self.task.program
+        if not program.overrides("step"):
+            return self.of_batch(0)
         w_P, past = self.w_P().clone(), len(self.losses)
-
-        def gradient(row_P: Tensor, batch: int) -> Tensor:
-            self.load(row_P)
-            return torch.cat([part.reshape(-1) for part in self.of_batch(batch)])
-
-        direction_P = local_step(gradient, w_P, *companion_arguments(self.companion, number))
+        direction_P = direction(program, self, w_P, self.held, number)
         del self.losses[past + 1 :]
         self.load(w_P)
         return self.parts_of(direction_P)
+
+    def __call__(self, w: Tensor, batch: int) -> Tensor:
+        """As `core.client_program.Gradient`."""
+        self.load(w)
+        return torch.cat([part.reshape(-1) for part in self.of_batch(batch)])
+
+    def forward(self, w: Tensor | str, batch: int) -> Forward:
+        """As `core.client_program.Gradient`."""
+        index_B, x, y = self.batches[batch], self.task.x, self.task.y
+        x_B, y_B = (x, y) if index_B is None else (x[index_B], y[index_B])
+        return forward_of(self.network, self.whole(w), self.network.input(x_B), y_B.to(self.network.device))
+
+    def whole(self, model: Tensor | str) -> Tensor:
+        """The row (P,), on the device, of trained columns or of the held model of this name.
+
+        Trained columns and models that steps move have the buffers of the model that is trained.
+        """
+        if isinstance(model, str) and model not in self.task.program.moves:
+            return self.task.held.models[model].to(self.network.device)
+        trained_P = self.held[model] if isinstance(model, str) else model
+        return torch.cat([trained_P, self.row_P()[self.network.spec.trained :]])
 
     def result(
         self, index: int, row_P: Tensor, loss: float, proximal: Sequence["ProximalGradient"], velocity: Tensor | None
     ) -> TrainingResult:
         """The result of task `index` after the steps."""
         anchor_P = moved_anchor(proximal, self.network, row_P)
-        companion_P = whole_companion(self.network, self.companion, row_P) if self.companion else None
-        losses = [float(loss) for loss in self.losses[: self.task.trace]]
-        return TrainingResult(index, row_P, loss, anchor_P, velocity, companion_P, losses)
+        moved = moved_by_steps(self.network, self.task, self.held, row_P)
+        losses = [float(loss) for loss in self.losses[: self.task.program.trace]]
+        return TrainingResult(index, row_P, loss, anchor_P, velocity, moved, losses)
 
     def masks(self, batch: int, samples: int) -> list[Tensor]:
         """The masks of the dropout layers for a batch with this number of samples."""
@@ -117,22 +144,53 @@ class LocalGradient(ABC):
         return self.network.draws_from(self._seeds[batch])
 
 
-def companion_parts(network: Network, task: TrainingTask) -> list[Tensor]:
-    """The tensors that a local step may change: trained columns of the second model, and the share (1,) if learned."""
-    if task.companion_P is None:
-        return []
-    model_P, share = task.companion_P[: network.spec.trained], task.companion_P[network.spec.size :]
-    return [model_P, share] if len(share) else [model_P]
+def forward_of(network: Network, row_P: Tensor, x_B: Tensor, y_B: Tensor, real_B: Tensor | None = None) -> Forward:
+    """A forward pass of a row in evaluation mode, without gradient; it may be called under vmap."""
+    features, outputs = network.evaluated(row_P, x_B)
+    return Forward(features, outputs, y_B, x_B.new_ones(len(y_B), dtype=torch.float32) if real_B is None else real_B)
 
 
-def whole_companion(network: Network, parts: Sequence[Tensor], row_P: Tensor) -> Tensor:
-    """The second model (P,) from its `companion_parts`, with the buffers of `row_P`, and the share if learned."""
-    return torch.cat([parts[0], row_P[network.spec.trained :], *parts[1:]])
+def moved_by_steps(network: Network, task: TrainingTask, held: Held, row_P: Tensor) -> dict[str, Tensor]:
+    """The held tensors that the steps of a program move, after them; models with the buffers of `row_P`."""
+    moved = {name: held[name] for name in task.program.moves if name in held}
+    buffers = row_P[network.spec.trained :]
+    return {
+        name: torch.cat([values, buffers]) if name in task.held.models else values for name, values in moved.items()
+    }
 
 
-def companion_arguments(parts: Sequence[Tensor], number: int | Tensor) -> list[Any]:
-    """The arguments of local step `number` after the row: see `core.local_sgd.LocalStep`."""
-    return [*parts, number] if len(parts) > 1 else [*parts]
+def scalar_loss(program: ClientProgram, batch: Batch, held: Held) -> Tensor:
+    """The program's own loss of a batch. Raises RunError if it is not one number."""
+    loss = _returned(program, "loss", batch.loss.device, batch, held)
+    if not isinstance(loss, Tensor) or loss.shape:
+        raise RunError(f"{place_of(program)}: loss returned {described(loss)}, expected one number")
+    return loss
+
+
+def _returned(program: ClientProgram, hook: str, device: torch.device, *arguments: Any) -> Any:
+    """The result of a hook. An exception in it becomes a RunError that names the program and its line.
+
+    On a GPU errors of PyTorch stay what they are: they may be due to its memory, or say that a step is not recorded.
+    """
+    try:
+        return getattr(program, hook)(*arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        if may_be_machine(error) or (isinstance(error, RuntimeError) and device.type != "cpu"):
+            raise
+        alone = "; set one_by_one = True if it cannot be computed under vmap" if "vmap" in str(error) else ""
+        raise RunError(f"client program {failure_of(program, error, f' in {hook}')}{alone}") from error
+
+
+def direction(program: ClientProgram, gradient: Gradient, w: Tensor, held: Held, number: Any) -> Tensor:
+    """The direction of the program's own step. Raises RunError if it has not the shape of `w`."""
+    step = _returned(program, "step", w.device, gradient, w, held, number)
+    if not isinstance(step, Tensor) or step.shape != w.shape:
+        raise RunError(
+            f"{place_of(program)}: step returned {described(step)}, expected a direction of shape {tuple(w.shape)}"
+        )
+    return step
 
 
 def take_steps(
@@ -143,7 +201,7 @@ def take_steps(
     local, batches = task.local, task.batches_on(gradient.network.device)
     for number in range(task.steps):
         gradient.begin([next(batches) for _ in range(task.batches_per_step)])
-        step = gradient.of_batch(0) if task.local_step is None else gradient.direction_of(task.local_step, number)
+        step = gradient.step(number)
         with torch.no_grad():
             if local.clips:  # weight decay belongs to the optimiser's step, proximal terms to the gradient
                 for term in proximal:

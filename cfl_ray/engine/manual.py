@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cfl_ray.core.client_program import Need
 from cfl_ray.engine import sequential
 from cfl_ray.engine.local_steps import (
     LocalGradient,
@@ -22,10 +23,11 @@ from cfl_ray.engine.local_steps import (
     SGDUpdate,
     take_steps,
 )
-from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.engine.task import TrainingResult, TrainingTask, lacking
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.passes import Passes, passes_of, why_no_passes
 
+_DOES = frozenset(Need) - {Need.LOSS, Need.BRANCHES, Need.EXAMPLES}
 _MAX_BATCH = 256  # activations of larger batches do not fit into the cache
 
 
@@ -35,6 +37,8 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         return "it computes on a CPU only"
     if network.precision == "bf16":
         return "in bf16, PyTorch's autocast decides what is computed in which precision"
+    if reason := lacking(tasks, _DOES):
+        return reason
     for task in tasks:
         if min(int(task.local.batch_of(len(task.y), task.batches_per_step)), len(task.y)) > _MAX_BATCH:
             return f"a batch has more than {_MAX_BATCH} samples"
@@ -59,14 +63,15 @@ def _train_one(
     gradient, local = _Gradient(network, passes, task, frozen_BC), task.local
     params, velocity = gradient.parts_of(passes.w_P), None
     if gradient.by_tensor:
-        proximal = [ProximalGradient.of_tensors(network, term, params) for term in task.proximal]
+        proximal = [ProximalGradient.of_tensors(network, term, params) for term in task.held.proximal]
     else:
-        proximal = [ProximalGradient.of_row(network, term, passes.w_P) for term in task.proximal]
+        proximal = [ProximalGradient.of_row(network, term, passes.w_P) for term in task.held.proximal]
     update: LocalUpdate
     if local.optimizer is not None:
         update = OptimizerUpdate(local, params)
     else:
-        velocity = torch.zeros_like(passes.w_P) if task.velocity is None else task.velocity.clone()
+        kept = task.held.velocity
+        velocity = torch.zeros_like(passes.w_P) if kept is None else kept.clone()
         update = SGDUpdate(local, [velocity])
     take_steps(gradient, update, params, proximal)
     loss = float(np.mean(gradient.losses[-task.tail :]))
@@ -82,10 +87,13 @@ class _Gradient(LocalGradient):
         self.by_tensor = optimizer is not None and not optimizer.elementwise  # it may treat each tensor separately
         self.x, self.y = passes.arranged(task.x), task.y.numpy()
         self.frozen = None if frozen_BC is None else frozen_BC.numpy()
-        self.weight_n = None if task.weight_n is None else task.weight_n.numpy()
+        self.weight_n = None if task.held.weight_n is None else task.held.weight_n.numpy()
 
     def w_P(self) -> Tensor:
         return self.passes.w_P
+
+    def row_P(self) -> Tensor:
+        return self.passes.row_P
 
     def load(self, row_P: Tensor) -> None:
         self.passes.w_P.copy_(row_P)

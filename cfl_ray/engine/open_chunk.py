@@ -74,6 +74,8 @@ class OpenChunk(Generic[W]):
     excluded: dict[int, Exclusion] = field(default_factory=dict)
     # of a mixture, by client: responsibilities (n, K) and targets, on the CPU
     responsibilities: dict[int, Samples] = field(default_factory=dict)
+    # clients whose client program has a part after the last step, by position
+    unfinished: dict[int, TrainingTask] = field(default_factory=dict)
     _on_device: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # rows used so far, by table and row
 
     def __len__(self) -> int:

@@ -1,12 +1,13 @@
 """Reductions of training results on their hosts: weighted sums, and functions of all rows by ranges of columns."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, Clip, CombineColumns, Train
 from cfl_ray.engine import exact
@@ -27,19 +28,22 @@ class ChunkSums:
         self.clip, self.models = clip, 1 if clip is None else models
         self.unclipped: dict[int, bool] = {}  # whether an upload was within the norm, by entry
         self._current: dict[int, Tensor] = {}  # changes of the current client, by entry
+        self._uploads: list[Tensor] = []  # its further uploads (P,)
+        self.num_models = averaging.num_models
         self.terms_of: dict[int, list[tuple[int, float]]] = {}  # by client: (output row, weight)
         entries = zip(averaging.out_E.tolist(), averaging.client_E.tolist(), averaging.weight_E.tolist(), strict=True)
         for out, client, weight in entries:
             self.terms_of.setdefault(client, []).append((out, weight))
         self.changes: dict[int, Tensor] = {}  # (P,) by output row
 
-    def add(self, client: int, upload_P: Tensor, sent_P: Tensor) -> None:
-        """Adds the change of the client at this position in the chunk."""
+    def add(self, client: int, upload_P: Tensor, sent_P: Tensor, uploads: Iterable[Tensor] = ()) -> None:
+        """Adds the change of the client at this position in the chunk, and its further uploads of at most P numbers."""
         if client not in self.terms_of:
             return
         if self._current and next(iter(self._current)) // self.models != client // self.models:
             self._end_client()
-        self._current[client] = upload_P - sent_P.to(upload_P.device)
+        self._current[client] = change_P = upload_P - sent_P.to(upload_P.device)
+        self._uploads = [pad(values.to(change_P), (0, len(change_P) - len(values))) for values in uploads]
         if len(self._current) == self.models:
             self._end_client()
 
@@ -60,10 +64,12 @@ class ChunkSums:
     def _add_current(self) -> None:
         for client, change_P in self._current.items():
             for out, weight in self.terms_of[client]:
+                upload = out // self.num_models
+                values_P = self._uploads[upload - 1] if upload else change_P
                 if out in self.changes:
-                    self.changes[out].add_(change_P.to(self.changes[out].device), alpha=weight)
+                    self.changes[out].add_(values_P.to(self.changes[out].device), alpha=weight)
                 else:
-                    self.changes[out] = change_P * weight
+                    self.changes[out] = values_P * weight
 
     def add_change(self, out: int, change_P: Tensor) -> None:
         """Adds the weighted sum of the changes of several clients to an output row."""
@@ -154,8 +160,8 @@ def weighted_means(
     with w the first of the models w_i. `changes` are the sums of the last term before the division, float32 (P,) by
     output row. The weights are summed here, in the order of the clients, and never rounded.
 
-    For averages of changes, the mean is the last term alone. With fixed totals, by which the weights are already
-    divided, p = 1.
+    For averages of changes, and for further uploads of client programs, the mean is the last term alone. With fixed
+    totals, by which the weights are already divided, p = 1.
     """
     assert work.averaging is not None
     averaging = work.averaging.subset(valid_M[work.averaging.client_E])
@@ -164,6 +170,12 @@ def weighted_means(
         share_R = np.ones_like(arrived_R) if averaging.fixed else arrived_R
         changes = {out: change_P for out, change_P in changes.items() if arrived_R[out] > 0}
         return {out: (change_P.double() / share_R[out]).float() for out, change_P in changes.items()}, arrived_R
+    further = {
+        out: (change_P.double() / arrived_R[out]).float()
+        for out, change_P in changes.items()
+        if out >= averaging.num_models and arrived_R[out] > 0
+    }
+    averaging = averaging.subset(averaging.out_E < averaging.num_models)
     table_KP, row_E = work.tables[work.start.table], work.start.row_M[averaging.client_E]
     pairs, which_E = np.unique(averaging.out_E * len(table_KP) + row_E, return_inverse=True)
     weights = np.bincount(which_E, averaging.weight_E, len(pairs))
@@ -182,7 +194,7 @@ def weighted_means(
             for row, share in others:
                 mean_p.add_(table_KP[row, part] - first_p, alpha=share)
             means[out][part] = mean_p.add_(changes[out][part], alpha=1 / arrived_R[out])
-    return means, arrived_R
+    return means | further, arrived_R
 
 
 def combine_columns(work: CombineColumns, deferred: Mapping[int, Tensor] | Sequence[Tensor]) -> np.ndarray:

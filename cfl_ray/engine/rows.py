@@ -37,6 +37,11 @@ def rows_on(device: torch.device, rows: Sequence[Tensor], copies: bool = True) -
     return distinct_KP[torch.tensor([number_of[position] for position in range(len(rows))], device=device)]
 
 
+def stacked_on(device: torch.device, values: Sequence[Tensor]) -> Tensor:
+    """A value (...) of each of m clients as a tensor (m, ...) on the device, which may be changed."""
+    return torch.stack([value.to(device) for value in values]) if values[0].ndim != 1 else rows_on(device, values)
+
+
 def padded(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """The parts (n_i, ...), padded with zeros, as a tensor (m, n, ...) on the device.
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from cfl_ray.core.client_program import Batch, Forward
 from cfl_ray.engine.example_gradients import ExampleGradient
 from cfl_ray.engine.local_steps import (
     LocalGradient,
@@ -16,6 +17,8 @@ from cfl_ray.engine.local_steps import (
     OptimizerUpdate,
     ProximalGradient,
     SGDUpdate,
+    forward_of,
+    scalar_loss,
     take_steps,
 )
 from cfl_ray.engine.rows import padded
@@ -36,7 +39,7 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
         network.module.train()
         kind = _Gradient if task.local.examples is None else ExampleGradient
         gradient, update = kind(network, task, frozen_BC), _update(network, task)
-        proximal = [ProximalGradient.of_tensors(network, term, network.params) for term in task.proximal]
+        proximal = [ProximalGradient.of_tensors(network, term, network.params) for term in task.held.proximal]
         take_steps(gradient, update, network.params, proximal)
         network.check_trained()
         loss, velocity = torch.stack(gradient.losses[-task.tail :]).mean().item(), None
@@ -47,7 +50,8 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
 
 def frozen_logits(network: Network, task: TrainingTask) -> Tensor | None:
     """Logits (n, C) of the frozen model, which do not change during training; None without a frozen model."""
-    return None if task.frozen_P is None else network.logits_of(task.frozen_P, task.x)
+    frozen_P = task.held.frozen_P
+    return None if frozen_P is None else network.logits_of(frozen_P, task.x)
 
 
 def padded_frozen_logits(network: Network, tasks: Sequence[TrainingTask]) -> Tensor | None:
@@ -59,9 +63,10 @@ def padded_frozen_logits(network: Network, tasks: Sequence[TrainingTask]) -> Ten
 def _update(network: Network, task: TrainingTask) -> LocalUpdate:
     if task.local.optimizer is not None:
         return OptimizerUpdate(task.local, network.params)
-    if task.velocity is None:
+    velocity = task.held.velocity
+    if velocity is None:
         return SGDUpdate(task.local)
-    return SGDUpdate(task.local, [v.clone() for v in network.views(task.velocity.to(network.device))])
+    return SGDUpdate(task.local, [v.clone() for v in network.views(velocity.to(network.device))])
 
 
 class _Gradient(LocalGradient):
@@ -71,8 +76,8 @@ class _Gradient(LocalGradient):
         super().__init__(network, task)
         self.frozen_BC = frozen_BC
         self.x, self.y = network.input(task.x), task.y.to(network.device)
-        self.weight_n = None if task.weight_n is None else task.weight_n.to(network.device)
-        self.objective = task.objective
+        self.weight_n = None if task.held.weight_n is None else task.held.weight_n.to(network.device)
+        self.own_loss = task.program.overrides("loss")
 
     def of_batch(self, batch: int) -> list[Tensor]:
         index_B = self.batches[batch]
@@ -83,7 +88,7 @@ class _Gradient(LocalGradient):
         for layer, mask in zip(self.network.dropouts.values(), self.masks(batch, len(y_B)), strict=True):
             layer.mask = mask
         kept: AbstractContextManager[list[Tensor]] = nullcontext([])
-        if self.objective is not None:
+        if self.own_loss:
             kept = self.network.kept_features()
         with self.draws(batch), kept as features:
             logits_BC = self.network.trained_outputs(x_B)
@@ -93,8 +98,14 @@ class _Gradient(LocalGradient):
         else:
             weight_B = self.weight_n if index_B is None else self.weight_n[index_B]
             loss = (self.network.task.loss(logits_BC, y_B) * weight_B).mean()
-        if self.objective is not None:
-            loss = self.objective(loss, features[-1].float(), y_B)
+        if self.own_loss:
+            real_B = torch.ones(len(y_B), device=y_B.device)
+
+            def passed(model: str) -> Forward:
+                return forward_of(self.network, self.whole(model), x_B, y_B)
+
+            seen = Batch(loss, features[-1].float(), logits_BC, y_B, real_B, passed)
+            loss = scalar_loss(self.task.program, seen, self.held)
         try:
             grads = list(torch.autograd.grad(loss, self.network.params, materialize_grads=True))
         except RuntimeError:

@@ -34,7 +34,7 @@ from cfl_ray.engine import sequential
 from cfl_ray.engine.local_steps import ProximalGradient, SGDUpdate
 from cfl_ray.engine.rows import distinct, rows_on
 from cfl_ray.engine.span_together import train_together
-from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.engine.task import TrainingResult, TrainingTask, lacking
 from cfl_ray.engine.validation import WEIGHT_POWER, invalid_update_reason
 from cfl_ray.engine.vmap_batches import in_batches
 from cfl_ray.nn.network import Network
@@ -51,7 +51,7 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         return "in bf16, PyTorch's autocast decides what is computed in which precision"
     if reason := _network_without_shortcut(network):
         return reason
-    weights = {tuple(term.weight for term in task.proximal) for task in tasks}
+    weights = {tuple(term.weight for term in task.held.proximal) for task in tasks}
     if _together(network) and len(weights) > 1:
         return "the weights of proximal terms differ between clients"
     if reason := next((reason for task in tasks if (reason := _training_without_shortcut(task))), None):
@@ -88,16 +88,8 @@ def _network_without_shortcut(network: Network) -> str | None:
 
 def _training_without_shortcut(task: TrainingTask) -> str | None:
     """Reason why local training is not full-batch SGD of several steps on few samples; None if it is."""
-    if not task.local.is_sgd:
-        return "local training is not plain SGD: another optimiser, clipped gradients or a learning rate by step"
-    if task.trace:
-        return "the losses of single steps are wanted"
-    if task.local_step is not None:
-        return "a local step has several gradients"
-    if task.local.persist:
-        return "momentum persists between rounds"
-    if any(term.follow for term in task.proximal):
-        return "the anchor of a proximal term moves"
+    if reason := lacking([task], frozenset()):
+        return reason
     if task.steps <= 1:
         return "there is one local step"
     if (task.local.batch_size or len(task.y)) < len(task.y):
@@ -217,7 +209,7 @@ class SpanBatch:
         gram_nn = product(x_nD, x_nD)
         passes.row_P[self.size :].copy_(task.start_P[self.size :])
         w_P, g_P = passes.w_P[self.size :], passes.g_P[self.size :]
-        proximal = [ProximalGradient.of_row(network, term, w_P, self.size) for term in task.proximal]
+        proximal = [ProximalGradient.of_row(network, term, w_P, self.size) for term in task.held.proximal]
         decay = task.local.weight_decay + sum(weight for _, weight in terms)
         a = torch.tensor([1.0] + [0.0] * (len(terms) - 1))
         c_Hn = torch.zeros_like(outputs_Hn[0])
@@ -225,7 +217,7 @@ class SpanBatch:
         velocity = [torch.zeros_like(values) for values in moving] if task.local.momentum else None
         update = SGDUpdate(task.local, velocity)
         y, frozen = task.y.numpy(), None if frozen_BC is None else frozen_BC.numpy()
-        weight_n = None if task.weight_n is None else task.weight_n.numpy()
+        weight_n = None if task.held.weight_n is None else task.held.weight_n.numpy()
         for number in range(task.steps):
             z_Hn = product(c_Hn, gram_nn) if number else torch.zeros_like(c_Hn)  # the matrix is symmetric
             for a_j, output_Hn in zip(a.tolist(), outputs_Hn, strict=True):
@@ -307,7 +299,7 @@ class SpanBatch:
 
 def _terms(network: Network, task: TrainingTask) -> list[tuple[Tensor, float]]:
     """The start and the anchors of the first layer's weights, with the weights of their proximal terms."""
-    anchors = [(term.anchor, term.weight) for term in task.proximal if 0 in network.tensors_in(term.columns)]
+    anchors = [(term.anchor, term.weight) for term in task.held.proximal if 0 in network.tensors_in(term.columns)]
     return [(task.start_P, 0.0), *anchors]
 
 

@@ -47,9 +47,8 @@ def train_together(
     decay = local.weight_decay + sum(weight for _, weight in terms[0])
     size = network.spec.ends[0]
     w_mQ = rows_on(device, [task.start_P for task in tasks])[:, size : network.spec.trained].contiguous()
-    proximal = [
-        ProximalRows(network, [task.proximal[which] for task in tasks], size) for which in range(len(tasks[0].proximal))
-    ]
+    terms_of = zip(*(task.held.proximal for task in tasks), strict=True)
+    proximal = [ProximalRows(network, of_clients, size) for of_clients in terms_of]
     a_mJ = torch.zeros(len(tasks), len(weight_J), device=device)
     a_mJ[:, 0] = 1
     c_mnH = torch.zeros_like(z_mJnH[:, 0])
@@ -110,8 +109,8 @@ class _Rest:
         }
         self.y_mn = padded([task.y for task in tasks], network.device)
         weights = [
-            torch.full((len(task.y),), 1 / len(task.y)) if task.weight_n is None else task.weight_n / len(task.y)
-            for task in tasks
+            torch.full((len(y),), 1 / len(y)) if weight_n is None else weight_n / len(y)
+            for y, weight_n in ((task.y, task.held.weight_n) for task in tasks)
         ]
         self.weight_mn = padded(weights, network.device)
         self.frozen_mnC = sequential.padded_frozen_logits(network, tasks)

@@ -1,13 +1,14 @@
 """Input and output of an engine: the local training of one client, and its result."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.local_sgd import LocalSGD, LocalStep
+from cfl_ray.core.client_program import ClientProgram, Need
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import secret_stream, stream, torch_stream, word
 from cfl_ray.core.work import Address, Proximal
 
@@ -15,8 +16,24 @@ BatchIndex = np.ndarray | Tensor | None  # samples of a batch; None: all
 
 
 @dataclass(frozen=True)
+class HeldByClient:
+    """The tensors that a client holds for its local training, beside its start and its samples."""
+
+    models: Mapping[str, Tensor] = field(default_factory=dict)  # rows (P,) by name, for the program's hooks
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)  # by name, for the program's hooks
+    proximal: tuple[Proximal[Tensor], ...] = ()
+    frozen_P: Tensor | None = None  # a frozen model whose logits are added
+    velocity: Tensor | None = None  # initial momentum buffer (trained columns,); None: zeros
+    weight_n: Tensor | None = None  # weights of the samples in the loss of a batch, on the CPU; None: 1 for all
+
+    def for_steps(self, trained: int) -> dict[str, Tensor]:
+        """The models, in their trained columns, and the numbers, as hooks find them."""
+        return {name: row_P[:trained] for name, row_P in self.models.items()} | dict(self.numbers)
+
+
+@dataclass(frozen=True)
 class TrainingTask:
-    """Local training of one client: its start, its samples, and the address of its random draws."""
+    """Local training of one client: its start, its samples, its program, and the address of its random draws."""
 
     client: int
     start_P: Tensor
@@ -25,21 +42,26 @@ class TrainingTask:
     steps: int
     local: LocalSGD
     address: Address
-    proximal: tuple[Proximal[Tensor], ...] = ()
-    local_step: LocalStep | None = None
-    objective: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # (loss, features, y) -> loss; None: the loss
-    # a second model, followed by the client's share if that is learned; the local step may change both
-    companion_P: Tensor | None = None
-    trace: int = 0  # number of first steps whose losses are part of the result
-    frozen_P: Tensor | None = None  # a frozen model whose logits are added
-    velocity: Tensor | None = None  # initial momentum buffer (trained columns,); None: zeros
-    weight_n: Tensor | None = None  # weights of the samples in the loss of a batch, on the CPU; None: 1 for all
+    program: ClientProgram = ClientProgram()
+    held: HeldByClient = HeldByClient()
     only_summed: bool = False  # whether the result is only summed; its row may then stay on the device
 
     @property
     def batches_per_step(self) -> int:
         """Number of batches of one step."""
-        return self.local_step.batches_per_step if self.local_step else 1
+        return self.program.batches_per_step
+
+    @property
+    def needs(self) -> set[Need]:
+        """The needs of this training beside steps of SGD with fixed proximal terms."""
+        local = self.local
+        of_training = {
+            Need.EXAMPLES: local.examples is not None,
+            Need.OPTIMIZER: local.optimizer is not None or local.step_schedule is not None or local.clips,
+            Need.MOMENTUM: local.persist,
+            Need.MOVING_ANCHOR: any(term.follow for term in self.held.proximal),
+        }
+        return self.program.needs | {need for need, holds in of_training.items() if holds}
 
     @property
     def tail(self) -> int:
@@ -77,6 +99,12 @@ class TrainingTask:
         return word(self.address.seed, self.address.round, self.address.exchange, self.client, "dropout")
 
 
+def lacking(tasks: Sequence[TrainingTask], does: frozenset[Need]) -> str | None:
+    """Reason, a line, why an engine that does no more than `does` cannot train these clients; None if it can."""
+    needs = set[Need]().union(*(task.needs for task in tasks)) - does
+    return next((f"local training has {need}, which it does not do" for need in Need if need in needs), None)
+
+
 @dataclass(frozen=True)
 class TrainingResult:
     """The result of task `index`. Engines reuse the memory of `row_P` for the next result."""
@@ -86,8 +114,9 @@ class TrainingResult:
     train_loss: float
     replacement_P: Tensor | None = None  # uploaded instead of the row: a moving anchor, or an attacker's forgery
     velocity: Tensor | None = None  # momentum buffer (trained columns,), if it persists
-    companion_P: Tensor | None = None  # the second model, and the learned share, after the last step
-    step_losses: Sequence[float] = ()  # of the first `task.trace` steps
+    # held tensors that the program's steps move, after the last step; of a model the whole row
+    moved: Mapping[str, Tensor] = field(default_factory=dict)
+    step_losses: Sequence[float] = ()  # of the first `task.program.trace` steps
     # largest absolute values of the row's weights and buffers, if the engine has computed them for many rows at once
     largest: tuple[float, float] | None = None
 

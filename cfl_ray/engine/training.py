@@ -8,16 +8,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from cfl_ray.core.client_program import Held
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import AverageDeferred, Train, UpdateFeatures
-from cfl_ray.engine import mixtures, scoring
-from cfl_ray.engine.client_state import (
-    client_state_value,
-    companion_row,
-    predicting_row,
-    starting_row,
-    stored_velocity,
-)
+from cfl_ray.engine import mixtures, programs, scoring
+from cfl_ray.engine.client_state import client_state_value, predicting_row
 from cfl_ray.engine.evaluating import client_scores
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
@@ -65,14 +60,25 @@ def train(chunk: OpenChunk[Train], sums: HostSums, together: TrainedTogether | N
     averages = None if work.averaging is None else chunk_sums(work, chunk.network.spec.size)
     summed = set() if averages is None else _add_sums(chunk, averages, arrays, together)
     for result in _results(chunk, summed, together):
-        index, row_P, upload_P = result.index, result.row_P, result.upload_P
+        index = result.index
         if reason := _invalid_reason(chunk.network, result):
             chunk.exclude(index, reason)
             continue
+        held = Held()
+        if task := chunk.unfinished.pop(index, None):  # its hooks may load other rows into the network
+            result = replace(result, row_P=result.row_P.clone())
+            held = programs.finished(chunk, index, task, result)
+            if reason := programs.invalid_reason(work.program, held, chunk):
+                chunk.exclude(index, reason)
+                continue
+            for name, numbers in programs.report(work.program, held, chunk).items():
+                arrays[name][index] = numbers
+        row_P, upload_P = result.row_P, result.upload_P
         arrays["valid"][index], arrays["train_loss"][index] = True, result.train_loss
         if averages is not None:
-            averages.add(index, upload_P, chunk.on_device_of(upload_P, work.start, index))
-        if work.trace:
+            further = [] if work.averaging is None else [held[name] for name in work.averaging.uploads]
+            averages.add(index, upload_P, chunk.on_device_of(upload_P, work.start, index), further)
+        if work.program.trace:
             arrays["step_losses"][index, : len(result.step_losses)] = result.step_losses
         if work.features is not None:
             start_P = chunk.model(work.start, index) if work.features.change else None
@@ -82,11 +88,13 @@ def train(chunk: OpenChunk[Train], sums: HostSums, together: TrainedTogether | N
             sent_P = chunk.model(work.start, index)
             arrays["upload_distance"][index] = upload_distance(work.client_state, upload_P, sent_P)
         if work.client_state is not None:
-            chunk.kept.states[index] = client_state_value(work.client_state, result)
+            kept_P = result.moved.get(work.program.kept_model, row_P)
+            kept = [held[name] for name in work.program.keeps(chunk.network.spec)]
+            chunk.kept.states[index] = client_state_value(work.client_state, kept_P, kept, result.velocity)
         if work.defer_aggregation:
             chunk.kept.deferred[index] = upload_P.cpu().clone()
         if work.local_test_samples:  # last, because it may load another row into the network
-            if result.companion_P is not None:
+            if work.program.kept_model in result.moved:
                 row_P = predicting_row(row_P, work.client_state, chunk.kept.states.get(index))
             logits = scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))
             scores, _ = client_scores(chunk, index, logits, work.local_test_samples)
@@ -164,8 +172,8 @@ def _summed_together(
 
 def _uses_rows(work: Train) -> bool:
     """Whether the clients' rows are used for more than sums and tests."""
-    used = (work.trace, work.features, work.client_state, work.upload_distances, work.defer_aggregation, work.clip)
-    return any(used) or work.secure is not None
+    used = (work.features, work.client_state, work.upload_distances, work.defer_aggregation, work.clip)
+    return any(used) or work.program.trace > 0 or work.finishes or work.secure is not None
 
 
 # ---- clients whose results are used individually
@@ -180,15 +188,13 @@ def _results(chunk: OpenChunk[Train], summed: set[int], together: TrainedTogethe
     for result in together.of(chunk):
         trained.add(result.index)
         yield _attacked(chunk, result)
-    before_P = None
+    before_P: Tensor | None = None
     for index in rest:
         if index in trained or index in chunk.excluded:
             continue
-        task = training_task(chunk, index)
+        task = training_task(chunk, index, before_P)
         if task is None:
             continue
-        if before_P is not None:
-            task = replace(task, start_P=before_P)
         with naming_client(task.client, "training"):
             result = chunk.train_one(task)
         result = _attacked(chunk, replace(result, index=index))
@@ -236,37 +242,31 @@ def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int
 # ---- one client
 
 
-def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
-    """The task of a client. If its data are not valid, excludes the client and returns None."""
+def training_task(chunk: OpenChunk[Train], index: int, before_P: Tensor | None = None) -> TrainingTask | None:
+    """The task of a client. If its data are not valid, excludes the client and returns None.
+
+    before_P: result of the previous client, from which this one starts; None: it starts from its own row.
+    """
     samples = chunk.samples(index)
     weight_n = None if samples is None else mixtures.sample_weights(chunk, index)
     if samples is None or index in chunk.excluded:
         return None
-    work, value = chunk.work, chunk.stored_value(index)
-    start_P, companion_P, velocity = chunk.on_device(work.start, index), None, None
-    if work.companion is None:
-        start_P = starting_row(start_P, work.client_state, value)
-    else:
-        companion_P = companion_row(chunk.on_device(work.companion, index), work.client_state, value)
-    if work.local.persist and work.client_state is not None:
-        velocity = stored_velocity(value, work.client_state, start_P)
-    return TrainingTask(
+    work, (start_P, held) = chunk.work, programs.held_by(chunk, index)
+    task = TrainingTask(
         chunk.client(index),
-        start_P,
+        start_P if before_P is None else before_P,
         *samples,
         steps=int(work.steps_M[index]),
         local=work.local,
         address=work.address,
-        proximal=tuple(term.of_client(index, chunk.on_device(term.anchor, index)) for term in work.proximal),
-        local_step=work.local_step,
-        objective=None if work.objective is None else work.objective.of_client(index),
-        companion_P=companion_P,
-        trace=work.trace,
-        frozen_P=chunk.frozen(index),
-        velocity=velocity,
-        weight_n=weight_n,
+        program=work.program,
+        held=replace(held, weight_n=weight_n),
         only_summed=not _uses_rows(work),
     )
+    task = programs.begun(chunk, index, task)
+    if work.finishes:
+        chunk.unfinished[index] = task
+    return task
 
 
 def _attacked(chunk: OpenChunk[Train], result: TrainingResult) -> TrainingResult:
@@ -285,7 +285,7 @@ def _invalid_reason(network: Network, result: TrainingResult) -> str | None:
         reason = invalid_update_reason(result.row_P, trained)
     else:
         reason = invalid_largest_reason(result.largest)
-    for other_P in (forged_P, result.companion_P):
+    for other_P in (forged_P, *result.moved.values()):
         if reason is None and other_P is not None:
             reason = invalid_update_reason(other_P, trained)
     reason = reason or _invalid_loss_reason(result.train_loss)

@@ -9,14 +9,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from cfl_ray.core.client_program import Need
 from cfl_ray.engine import sequential
-from cfl_ray.engine.local_steps import whole_companion
+from cfl_ray.engine.local_steps import moved_by_steps
 from cfl_ray.engine.step_graphs import graphs_of
-from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.engine.task import TrainingResult, TrainingTask, lacking
 from cfl_ray.engine.vmap_batches import in_batches
 from cfl_ray.engine.vmap_steps import VmapSteps
 from cfl_ray.nn.network import Network
 
+_DOES = frozenset(Need) - {Need.BRANCHES, Need.EXAMPLES}
 # On a CPU, a step of a vmap batch costs about 1 ms before any arithmetic, whatever its number of clients, and is slower
 # than other engines if the arithmetic takes longer than the calls.
 _BATCH_SECONDS, _LONG_STEP_SECONDS = 2e-3, 5e-4
@@ -49,6 +51,8 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         return "the forward pass draws random numbers besides dropout of activations, such as dropout of attention"
     if network.side_effect:
         return network.side_effect
+    if reason := lacking(tasks, _DOES):
+        return reason
     if tasks and (reason := _why_not_optimizer(tasks)):
         return reason
     if not network.batch_statistics:
@@ -107,12 +111,11 @@ def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[Trainin
     for index, task in enumerate(tasks):
         anchor_P = None if anchor_mP is None else anchor_mP[index]
         velocity = velocity_mP[index] if velocity_mP is not None and task.local.persist else None
-        row_P, seconds = rows_mP[index], [second_mP[index].to(rows_mP.device) for second_mP in steps.companion]
-        companion_P = whole_companion(network, seconds, row_P) if seconds else None
+        row_P, names = rows_mP[index], task.program.moves
+        held = {name: steps.held[name][index].to(rows_mP.device) for name in names if name in steps.held}
+        changed = moved_by_steps(network, task, held, row_P)
         trace = traces[index][: task.steps]
-        results.append(
-            TrainingResult(index, row_P, losses[index], anchor_P, velocity, companion_P, trace, largest[index])
-        )
+        results.append(TrainingResult(index, row_P, losses[index], anchor_P, velocity, changed, trace, largest[index]))
     return results
 
 

@@ -52,7 +52,15 @@ def kind_of(tasks: Sequence[TrainingTask]) -> Hashable:
     batch = max(int(first.local.batch_of(len(task.y), first.batches_per_step)) for task in tasks)
     local = first.local
     moments = (bool(local.momentum), local.optimizer is not None)
-    extras = (first.batches_per_step, *moments, len(first.proximal), first.frozen_P is not None)
+    held = first.held
+    extras = (
+        first.batches_per_step,
+        *moments,
+        len(held.proximal),
+        held.frozen_P is not None,
+        len(held.models),
+        type(first.program),
+    )
     return (1 << (samples - 1).bit_length(), 1 << (min(batch, samples) - 1).bit_length(), *extras)
 
 

@@ -1,6 +1,7 @@
 """The local steps of a vmap batch: the clients' rows in a matrix, and their gradients by one `torch.func.vmap`."""
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
+from cfl_ray.core.client_program import Batch, Forward, Held
 from cfl_ray.engine import sequential
-from cfl_ray.engine.local_steps import companion_arguments, companion_parts
-from cfl_ray.engine.rows import ProximalRows, padded, rows_on
+from cfl_ray.engine.local_steps import direction, forward_of, scalar_loss
+from cfl_ray.engine.rows import ProximalRows, padded, rows_on, stacked_on
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.device_memory import copied_to
 from cfl_ray.nn.network import Network
@@ -26,23 +28,29 @@ def at(tensor: Tensor, number: Number) -> Tensor:
 
 
 class VmapSteps:
-    """The steps of all clients of a vmap batch, which change rows, momentum buffers and second models in place.
+    """The steps of all clients of a vmap batch, which change rows, momentum buffers and moved tensors in place.
 
     A step reads no value on the host, except with an optimiser of `torch.optim`, a moving anchor, traced losses, or a
-    method's own step that is not one of tensors alone.
+    client program with hooks that are not of tensors alone.
     """
 
     def __init__(self, network: Network, tasks: Sequence[TrainingTask]):
         first = tasks[0]
-        self.network, self.local, self.local_step, self.trace = network, first.local, first.local_step, first.trace
+        self.network, self.local, self.program = network, first.local, first.program
         self.batches_per_step, self.first_steps = first.batches_per_step, first.steps
         self.plan = _Plan(network, tasks)
         self.rows_mP = rows_on(network.device, [task.start_P for task in tasks])
         self.velocity_mP = _initial_velocity(network, tasks) if self.local.momentum else None
-        terms = range(len(first.proximal))
-        self.proximal = [ProximalRows(network, [task.proximal[which] for task in tasks]) for which in terms]
-        companions = zip(*(companion_parts(network, task) for task in tasks), strict=True)
-        self.companion = [rows_on(network.device, parts) for parts in companions]
+        terms = range(len(first.held.proximal))
+        self.proximal = [ProximalRows(network, [task.held.proximal[which] for task in tasks]) for which in terms]
+        of_tasks = [task.held.for_steps(network.spec.trained) for task in tasks]
+        # of the client program, by name: (m, ...)
+        self.held = {name: stacked_on(network.device, [held[name] for held in of_tasks]) for name in of_tasks[0]}
+        self.models = set(first.held.models)
+        self.whole: Held = {}  # the models (m, P) that do not move, if the program may pass batches through them
+        if first.program.overrides("loss") or first.program.overrides("step"):
+            still = [name for name in first.held.models if name not in first.program.moves]
+            self.whole = {name: rows_on(network.device, [task.held.models[name] for task in tasks]) for name in still}
         # mean loss (m,) over each client's last local epoch, after the last step
         self.loss_m = torch.zeros(len(tasks), device=network.device)
         self.traced: list[Tensor] = []  # losses (m,) of the first steps
@@ -59,13 +67,14 @@ class VmapSteps:
         """Before the first step."""
         self.network.module.train()
         rows_mP, trained = self.rows_mP, self.network.spec.trained
-        self.gradient = _Gradient(self.network, self.plan, rows_mP)
+        self.gradient = _Gradient(self, rows_mP)
         optimizer = self.local.optimizer
         self.optimizer = None if optimizer is None else optimizer([rows_mP[:, :trained]], self.local.lr)
 
     def end(self) -> None:
         """After the last step."""
-        del self.gradient.gradient  # it refers to `gradient`: samples and rows would stay until the garbage collector
+        # they refer to `gradient`: samples and rows would stay until the garbage collector
+        del self.gradient.gradient, self.gradient.steps
 
     def take(self, number: Number) -> None:
         """Takes step `number`, counted from 0."""
@@ -95,20 +104,21 @@ class VmapSteps:
             if term.term.follow:
                 term.move(self.rows_mP, int(number), plan.step_counts)
         assert gradient.loss_m is not None
-        if self.trace > len(self.traced):
+        if self.program.trace > len(self.traced):
             self.traced.append(gradient.loss_m)
         in_tail = active & (number >= plan.steps - plan.tail)
         self.loss_m += torch.where(in_tail, gradient.loss_m, 0) / plan.tail
 
     def _direction(self, now_mP: Tensor, active_m: Tensor, number: Number) -> Tensor:
-        """Direction (m, trained columns) of a step. Second models of clients without a further step are kept."""
-        if self.local_step is None:
+        """Direction (m, trained columns) of a step. Moved tensors of clients without a further step are kept."""
+        if not self.program.overrides("step"):
             return self.gradient(now_mP, 0)
-        before = [rows.clone() for rows in self.companion]
-        direction = self.local_step(self.gradient, now_mP, *companion_arguments(self.companion, number))
-        for rows, stay in zip(self.companion, before, strict=True):
-            rows.copy_(torch.where(active_m[:, None], rows, stay))
-        return direction
+        moved = [self.held[name] for name in self.program.moves if name in self.held]
+        before = [values.clone() for values in moved]
+        step = direction(self.program, self.gradient, now_mP, self.held, number)
+        for values, stay in zip(moved, before, strict=True):
+            values.copy_(torch.where(active_m.view(-1, *[1] * (values.ndim - 1)), values, stay))
+        return step
 
     def _with_momentum(self, step: Tensor, active_m: Tensor, velocity_mP: Tensor) -> Tensor:
         if not self.local.persist:
@@ -121,9 +131,9 @@ class VmapSteps:
 
     def kind(self) -> Hashable | None:
         """Key of the operations of a step and of the room for samples and steps; None if a step works on the host."""
-        step = self.local_step
-        replayed = step is None or (getattr(step, "only_tensors", False) and isinstance(step, Hashable))
-        if not replayed or len(self.companion) > 1 or self.local.optimizer is not None or self.trace:
+        program = self.program
+        own = program.overrides("step") or program.overrides("loss")
+        if (own and not program.only_tensors) or self.local.optimizer is not None or program.trace:
             return None
         if any(term.term.follow for term in self.proximal):
             return None
@@ -132,7 +142,8 @@ class VmapSteps:
         of_plan = zip(self._of_plan(), _Plan.TENSORS.values(), strict=True)
         plan = [None if tensor is None else (_with_room(tensor, axis), tensor.dtype) for tensor, axis in of_plan]
         terms = [(term.ranges, None if isinstance(term.weight, Tensor) else term.weight) for term in self.proximal]
-        return local, self.local_step, len(self.companion), self.rows_mP.shape, tuple(plan), tuple(terms)
+        held = tuple((name, values.shape) for name, values in self.held.items())
+        return local, program if own else None, held, self.rows_mP.shape, tuple(plan), tuple(terms)
 
     def _of_plan(self) -> list[Tensor | None]:
         return [getattr(self.plan, name) for name in _Plan.TENSORS]
@@ -141,7 +152,7 @@ class VmapSteps:
         """All tensors on the device that a step reads or changes, in a fixed order."""
         weights = [term.weight for term in self.proximal if isinstance(term.weight, Tensor)]
         anchors = [term.anchor_mP for term in self.proximal]
-        changed = [self.rows_mP, self.velocity_mP, self.loss_m, *self.companion]
+        changed = [self.rows_mP, self.velocity_mP, self.loss_m, *self.held.values(), *self.whole.values()]
         tensors = [*self._of_plan(), *changed, *weights, *anchors]
         return [tensor for tensor in tensors if tensor is not None]
 
@@ -157,7 +168,8 @@ class VmapSteps:
             term.weight = torch.empty_like(term.weight) if isinstance(term.weight, Tensor) else term.weight
         other.rows_mP, other.loss_m = torch.empty_like(self.rows_mP), torch.empty_like(self.loss_m)
         other.velocity_mP = None if self.velocity_mP is None else torch.empty_like(self.velocity_mP)
-        other.companion = [torch.empty_like(rows) for rows in self.companion]
+        other.held = {name: torch.empty_like(values) for name, values in self.held.items()}
+        other.whole = {name: torch.empty_like(rows_mP) for name, rows_mP in self.whole.items()}
         return other
 
     def copy_inputs(self, other: "VmapSteps") -> None:
@@ -169,8 +181,9 @@ class VmapSteps:
         """Copies the results into other steps."""
         other.rows_mP.copy_(self.rows_mP)
         other.loss_m.copy_(self.loss_m)
-        for theirs, mine in zip(other.companion, self.companion, strict=True):
-            theirs.copy_(mine)
+        for name in self.program.moves:
+            if name in self.held:
+                other.held[name].copy_(self.held[name])
         if self.velocity_mP is not None and other.velocity_mP is not None:
             other.velocity_mP.copy_(self.velocity_mP)
 
@@ -241,7 +254,7 @@ def _indices(tasks: Sequence[TrainingTask]) -> tuple[np.ndarray, np.ndarray, np.
     weight = np.zeros((steps, len(tasks), width), np.float32)
     active = np.zeros((steps, len(tasks)), bool)
     for client, batches in enumerate(per_client):
-        weight_n = tasks[client].weight_n
+        weight_n = tasks[client].held.weight_n
         weights = None if weight_n is None else weight_n.numpy()
         for number in range(steps):
             batch = batches[min(number, len(batches) - 1)]
@@ -254,7 +267,8 @@ def _indices(tasks: Sequence[TrainingTask]) -> tuple[np.ndarray, np.ndarray, np.
 def _initial_velocity(network: Network, tasks: Sequence[TrainingTask]) -> Tensor:
     """Initial momentum buffers (m, trained columns)."""
     fresh = torch.zeros(network.spec.trained)
-    return torch.stack([fresh if task.velocity is None else task.velocity for task in tasks]).to(network.device)
+    kept = [task.held.velocity for task in tasks]
+    return torch.stack([fresh if velocity is None else velocity for velocity in kept]).to(network.device)
 
 
 def _learning_rates(tasks: Sequence[TrainingTask], device: torch.device) -> Tensor | None:
@@ -280,14 +294,16 @@ def _optimizer_step(optimizer: torch.optim.Optimizer, step_mP: Tensor, active_m:
 class _Gradient:
     """Gradients of all clients' losses on the batches of the current step, by one `vmap`."""
 
-    def __init__(self, network: Network, plan: _Plan, rows_mP: Tensor):
-        self.network, self.plan, self.spec = network, plan, network.spec
+    def __init__(self, steps: VmapSteps, rows_mP: Tensor):
+        network, plan = steps.network, steps.plan
+        self.network, self.plan, self.spec, self.steps = network, plan, network.spec, steps
+        self.own_loss = steps.program.overrides("loss")
         tensors = list(network.spec.tensors(rows_mP).items())
         self.buffers = dict(tensors[network.spec.num_params :])  # views into the rows
         self.counters = {
             name: initial.repeat(len(rows_mP), *[1] * initial.ndim) for name, initial in network.counters.items()
         }
-        in_dims = (0, 0, 0, 0, 0, None if plan.frozen is None else 0)
+        in_dims = (0, 0, 0, 0, 0, None if plan.frozen is None else 0, 0, 0)
         self.gradient = vmap(grad_and_value(self._loss, has_aux=True), in_dims=in_dims)
         self.first: Number = 0  # number of the first batch of the current step
         self.loss_m: Tensor | None = None  # of the first gradient of the current step
@@ -301,26 +317,59 @@ class _Gradient:
         y_B: Tensor,
         weight_B: Tensor,
         frozen_BC: Tensor | None,
+        held: Held,
+        whole: Held,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of one client on one batch, and the buffers after it."""
+        """Loss of one client on one batch, and the buffers after it. held, whole: for the program's own loss."""
+        network = self.network
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}  # the network updates buffers in place
-        with self.network.without_cudnn():
-            logits_BC = self.network.trained_outputs(x_B, params | buffers)
+        kept: AbstractContextManager[list[Tensor]] = network.kept_features() if self.own_loss else nullcontext([])
+        with network.without_cudnn(), kept as features:
+            logits_BC = network.trained_outputs(x_B, params | buffers)
         logits_BC = logits_BC if frozen_BC is None else logits_BC + frozen_BC
-        return (self.network.task.loss(logits_BC, y_B) * weight_B).sum(), buffers
+        loss = (network.task.loss(logits_BC, y_B) * weight_B).sum()
+        if self.own_loss:
+            real_B = (weight_B > 0).float()
+
+            def passed(model: str) -> Forward:
+                return forward_of(network, whole[model], x_B, y_B, real_B)
+
+            seen = Batch(loss, features[-1].float(), logits_BC, y_B, real_B, passed)
+            loss = scalar_loss(self.steps.program, seen, held)
+        return loss, buffers
 
     def begin(self, first: Number) -> None:
         """Begins a step that uses the batches from number `first` on."""
         self.first, self.loss_m, self.masks = first, None, {}
 
-    def __call__(self, trained_mP: Tensor, batch: int) -> Tensor:
+    def __call__(self, w: Tensor, batch: int) -> Tensor:
         """Gradients (m, trained columns) at these rows on one batch of the step."""
         x, y, weight, frozen = self.plan.batch(self.first + batch)
         if batch not in self.masks:  # the same in all gradients of a batch in a step, as in `sequential`
             self.masks[batch] = self.plan.masks(self.network, self.first + batch, x.shape[1])
         buffers = self.buffers | self.counters | self.masks[batch]
-        grads, (loss_m, updated) = self.gradient(self.spec.tensors(trained_mP), buffers, x, y, weight, frozen)
+        params, held, whole = self.spec.tensors(w), Held(), Held()
+        if self.own_loss:
+            held, whole = self.steps.held, {name: self.whole(name) for name in self.steps.held if self.is_model(name)}
+        grads, (loss_m, updated) = self.gradient(params, buffers, x, y, weight, frozen, held, whole)
         for name, buffer in self.buffers.items():
             buffer.copy_(updated[name])
         self.loss_m = loss_m if self.loss_m is None else self.loss_m
         return torch.cat([g.reshape(len(g), -1) for g in grads.values()], 1)  # a number of a client has no axis 1
+
+    def is_model(self, name: str) -> bool:
+        """Whether this held tensor is a model of each client."""
+        return name in self.steps.models
+
+    def whole(self, model: Tensor | str) -> Tensor:
+        """Rows (m, P) of trained columns or of the held model of this name; see `LocalGradient.whole`."""
+        if isinstance(model, str) and model in self.steps.whole:
+            return self.steps.whole[model]
+        trained_mP = self.steps.held[model] if isinstance(model, str) else model
+        return torch.cat([trained_mP, self.steps.rows_mP[:, self.spec.trained :]], 1)
+
+    def forward(self, w: Tensor | str, batch: int) -> Forward:
+        """As `core.client_program.Gradient`, of all clients."""
+        x, y, weight, _ = self.plan.batch(self.first + batch)
+        features, outputs = vmap(self.network.evaluated)(self.whole(w), x)
+        return Forward(features, outputs, y, (weight > 0).float())

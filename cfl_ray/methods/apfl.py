@@ -16,12 +16,22 @@ code, only the first step of a round adapts alpha_i: later w_i is no longer the 
 with, and alpha_i would fall to 0 while w_i fits the client's own data.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from cfl_ray.core.clients import ClientData, Clients, ClientState, LocalTraining
+from cfl_ray.core.clients import (
+    ClientData,
+    ClientProgram,
+    Clients,
+    ClientState,
+    Gradient,
+    Held,
+    LocalTraining,
+)
 from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
@@ -29,26 +39,25 @@ from cfl_ray.core.state import State
 
 
 @dataclass(frozen=True)
-class Interpolated:
+class Interpolated(ClientProgram):
     """The gradient of w_i. v_i, and alpha_i if it is adapted, take their steps in place."""
 
-    alpha: float  # if it is not adapted
+    alpha: float  # the first one, if it is adapted
+    adaptive: bool
     lr: float
     weight_decay: float
-    batches_per_step: int = 1
+    kept_model: ClassVar = "v"
+    moves: ClassVar = ("v", "alpha")
 
-    def __call__(
-        self,
-        gradient: Callable[[Tensor, int], Tensor],
-        w: Tensor,
-        v: Tensor,
-        adapted: Tensor | None = None,
-        number: int = 0,
-    ) -> Tensor:
-        direction, alpha = gradient(w, 0), self.alpha if adapted is None else adapted.clone()
+    def keeps(self, spec: ParamSpec) -> Mapping[str, Tensor]:
+        return {"alpha": torch.tensor([self.alpha])} if self.adaptive else {}
+
+    def step(self, gradient: Gradient, w: Tensor, held: Held, number: Any) -> Tensor:
+        v, direction = held["v"], gradient(w, 0)
+        alpha = held["alpha"].clone() if self.adaptive else self.alpha
         at_mixture = gradient(v.lerp(w, 1 - alpha), 0)
-        if adapted is not None and number == 0:
-            adapted.sub_(self.lr * ((v - w) * at_mixture).sum(-1, keepdim=True)).clamp_(0, 1)
+        if self.adaptive and number == 0:
+            held["alpha"].sub_(self.lr * ((v - w) * at_mixture).sum(-1, keepdim=True)).clamp_(0, 1)
         v.sub_(self.lr * (alpha * at_mixture + self.weight_decay * v))
         return direction
 
@@ -79,11 +88,11 @@ class APFL(OneModel, name="apfl"):
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         w, sgd = clients.send(state.models_KP), replace(clients.local, momentum=0.0)
-        step = Interpolated(self.alpha, sgd.lr, sgd.weight_decay)
+        program = Interpolated(self.alpha, self.adaptive, sgd.lr, sgd.weight_decay)
         updates = clients.train(
             w,
             client_state=self.kept(clients.spec),
-            how=LocalTraining(sgd=sgd, local_step=step, companion=w),
+            how=LocalTraining(sgd=sgd, program=program),
             average=clients.weights(self.weights),
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))

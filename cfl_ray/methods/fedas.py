@@ -21,14 +21,14 @@ round in a deployment.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cfl_ray.core.classifier import Classifier, Prototypes
-from cfl_ray.core.clients import ClientData, Clients, ClientState, LocalTraining, Objective
+from cfl_ray.core.clients import Batch, ClientData, ClientProgram, Clients, ClientState, Held, LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, OneModel, option
 from cfl_ray.core.params import ParamSpec
@@ -39,14 +39,20 @@ from cfl_ray.errors import ConfigError
 OWN = ClientState("model", private=False)  # theta_i and h_i
 
 
-def alignment(loss: Tensor, feature_BF: Tensor, y_B: Tensor, prototype_CF: Tensor) -> Tensor:
-    """Sum over the labels of a batch of the mean squared difference of their features to c_iy.
+@dataclass(frozen=True)
+class Alignment(ClientProgram):
+    """SGD on the sum over the labels of a batch of the mean squared difference of their features to c_iy.
 
-    prototype_CF: of `Prototypes`, with the number of samples as the last column.
+    Given: c_iy, (C, F + 1), of `Prototypes`, with the number of samples as the last column.
     """
-    squared_B = ((feature_BF - prototype_CF[y_B, :-1]) ** 2).mean(1)
-    count_C = torch.bincount(y_B, minlength=len(prototype_CF))
-    return (squared_B / count_C[y_B]).sum()
+
+    one_by_one: ClassVar = True  # bincount has no batching rule
+
+    def loss(self, batch: Batch, held: Held) -> Tensor:
+        prototype_CF, y_B = held["prototypes"], batch.y
+        squared_B = ((batch.features - prototype_CF[y_B, :-1]) ** 2).mean(1)
+        count_C = torch.bincount(y_B, minlength=len(prototype_CF))
+        return (squared_B / count_C[y_B]).sum()
 
 
 @dataclass(frozen=True)
@@ -93,9 +99,9 @@ class FedAS(OneModel, name="fedas"):
             prototypes = Prototypes(Classifier.of(spec))
             prototype_MX, _ = clients.describe(prototypes, received, client_state=OWN, floats=0)
             # theta <- SGD on sum_y mean of (g(x; theta) - c_iy)^2
-            values = prototype_MX.reshape(len(clients), prototypes.classifier.num_classes, -1).numpy()
+            c_MCF = prototype_MX.reshape(len(clients), prototypes.classifier.num_classes, -1)
             sgd = LocalSGD(epochs=self.align_epochs, batch_size=clients.local.batch_size, lr=self.align_lr)
-            how = LocalTraining(sgd=sgd, objective=Objective(alignment, values))
+            how = LocalTraining(sgd=sgd, program=Alignment(), given={"prototypes": c_MCF})
             aligned_M = clients.train(received, client_state=resumed, how=how, keep_as_local_model=False).valid_M
             resumed = OWN
         # theta_i, h_i <- SGD_i

@@ -24,6 +24,7 @@ them in place. Weight decay by an optimiser other than SGD acts on both parts in
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import scipy
@@ -33,14 +34,14 @@ from torch.nn.functional import cross_entropy, normalize, one_hot
 
 from cfl_ray.clustering.agglomerative import dbscan, mean_difference_of_cosines
 from cfl_ray.core.classifier import Classifier, Prototypes
-from cfl_ray.core.clients import ClientData, Clients, ClientState, Objective
+from cfl_ray.core.clients import Batch, ClientData, Clients, ClientState, Held, LocalTraining
 from cfl_ray.core.method import Method, Start, option
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import SeenState
 from cfl_ray.methods.fedas import OWN, check_classifier
-from cfl_ray.methods.fedrep import training_of
+from cfl_ray.methods.fedrep import OnlyColumns, training_of
 
 _RECEIVED = ClientState("model", private=False, resumed=Columns(()))  # training starts from the received model
 
@@ -106,24 +107,24 @@ class BalancedClassifier:
 
 
 @dataclass(frozen=True)
-class FeatureAlignment:
-    """loss + (H_i / gamma) CE(cos(g(x), z_i1 .. z_iC) / tau, y), over the samples whose label has a prototype.
+class AlignedColumns(OnlyColumns):
+    """SGD on some columns, on loss + (H_i / gamma) CE(cos(g(x), z_i1 .. z_iC) / tau, y).
 
-    values (C F + 1,): z_iy (NaN: none) and H_i / gamma.
+    The second term is over the samples whose label has a prototype. Given: z_iy, (C, F), NaN for none, and H_i / gamma.
     """
 
-    num_classes: int
-    temperature: float
+    temperature: float  # tau
+    one_by_one: ClassVar = True  # the samples with a prototype are selected
 
-    def __call__(self, loss: Tensor, feature_BF: Tensor, y_B: Tensor, values: Tensor) -> Tensor:
-        prototype_CF, weight = values[:-1].reshape(self.num_classes, -1), values[-1]
+    def loss(self, batch: Batch, held: Held) -> Tensor:
+        prototype_CF, y_B = held["prototypes"], batch.y
         known_C = torch.isfinite(prototype_CF).all(1)
         known_B = known_C[y_B]
         if not known_B.any():
-            return loss
-        cosine_BC = normalize(feature_BF[known_B], dim=1) @ normalize(prototype_CF.nan_to_num(), dim=1).T
+            return batch.loss
+        cosine_BC = normalize(batch.features[known_B], dim=1) @ normalize(prototype_CF.nan_to_num(), dim=1).T
         logits_BC = (cosine_BC / self.temperature).masked_fill(~known_C, -torch.inf)
-        return loss + weight * cross_entropy(logits_BC, y_B[known_B])
+        return batch.loss + held["weight"] * cross_entropy(logits_BC, y_B[known_B])
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         if clients.round > self.align_after and self.gamma < np.inf:
             known_M = state.positions(clients.ids_M) >= 0
             clients.select(known_M).count_download(count * classifier.num_features)
-            how = replace(how, objective=self.alignment(state, clients, count_MC))
+            how = self.aligned(how, state, clients, count_MC)
         updates = clients.train(
             received,
             client_state=OWN,
@@ -214,12 +215,15 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         clients.record("label_groups", group_mC.max(0) + 1, ("labels",))
         return state.with_values(ids_m, row_SCF=row_mCF, prototype_SCF=z_mCF)
 
-    def alignment(self, state: LabelGroupsState, clients: Clients, count_MC: Tensor) -> Objective:
-        """The loss on features, with the prototypes and the entropy of each client."""
+    def aligned(self, how: LocalTraining, state: LabelGroupsState, clients: Clients, count_MC: Tensor) -> LocalTraining:
+        """The training `how` with the loss on features, given the prototypes and the entropy of each client."""
         share_MC = count_MC / count_MC.sum(1, keepdim=True).clamp(min=1)
-        weight_M1 = torch.special.entr(share_MC).sum(1, keepdim=True) / self.gamma
-        values_MX = torch.cat([state.prototypes_of(clients.ids_M).flatten(1), weight_M1], 1)
-        return Objective(FeatureAlignment(count_MC.shape[1], self.temperature), values_MX.numpy())
+        weight_M = torch.special.entr(share_MC).sum(1) / self.gamma
+        columns = clients.spec.base.within(0, clients.spec.trained)
+        program = AlignedColumns(columns, clients.local.weight_decay, self.temperature)
+        return replace(
+            how, program=program, given={"prototypes": state.prototypes_of(clients.ids_M), "weight": weight_M}
+        )
 
     def serve(self, state: LabelGroupsState, clients: Clients) -> Serving:
         return Serving(*state.models_of(clients.ids_M, clients.spec))

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from cfl_ray.clustering.spectral import affinities, best_parts
-from cfl_ray.core.clients import Clients, LocalTraining
+from cfl_ray.core.clients import ClientProgram, Clients, LocalTraining
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import place_in_any
@@ -91,7 +91,7 @@ class FedGWC(Method[InteractionState], name="fedgwc"):
         cluster_M = state.assign_N[clients.ids_M].astype(np.int64)
         # W_i <- SGD_i(w_k);  w_k <- Avg of W_i
         weight_KM = cluster_weights(cluster_M, clients.weights(self.weights), state.num_clusters)
-        how = LocalTraining(trace=self.steps_sent)
+        how = LocalTraining(program=ClientProgram(trace=self.steps_sent))
         updates = clients.train(clients.send(state.models_KP, cluster_M), how=how, average=weight_KM)
         clients.count_upload(self.steps_sent)
         state = state.advance(models_KP=updates.averaged(default=state.models_KP))

@@ -17,14 +17,13 @@ Weight decay by an optimiser other than SGD (`local.optimizer_options`; AdamW ha
 trainings.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from cfl_ray.core.clients import Clients, LocalTraining, Sent
+from cfl_ray.core.clients import ClientProgram, Clients, Gradient, Held, LocalTraining, Sent
 from cfl_ray.core.method import option
 from cfl_ray.core.params import Columns
 from cfl_ray.core.rng import Draws
@@ -33,15 +32,14 @@ from cfl_ray.methods.fedper import FedPer
 
 
 @dataclass(frozen=True)
-class OnlyColumns:
+class OnlyColumns(ClientProgram):
     """A step in some trained columns alone; the others do not change."""
 
     columns: Columns
     weight_decay: float  # of these columns: decay of the whole row would also move the others
-    batches_per_step: int = 1
     only_tensors: ClassVar = True
 
-    def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor) -> Tensor:
+    def step(self, gradient: Gradient, w: Tensor, held: Held, number: Any) -> Tensor:
         step = torch.zeros_like(w)
         self.columns.put(step, self.columns.of(gradient(w, 0)) + self.weight_decay * self.columns.of(w))
         return step
@@ -53,7 +51,7 @@ def training_of(columns: Columns, clients: Clients, epochs: int | None = None) -
     return LocalTraining(
         sgd=replace(local, weight_decay=0.0),
         steps_M=None if epochs is None else local.steps_of(clients.num_samples_M, epochs),
-        local_step=OnlyColumns(trained, local.weight_decay),
+        program=OnlyColumns(trained, local.weight_decay),
     )
 
 

@@ -14,13 +14,12 @@ is without momentum; `local.momentum` is ignored. (PACFL's code uses the same op
 and evaluates without adaptation.)
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from cfl_ray.core.clients import Clients, LocalTraining
+from cfl_ray.core.clients import ClientProgram, Clients, Gradient, Held, LocalTraining
 from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
@@ -28,27 +27,27 @@ from cfl_ray.core.state import State
 
 
 @dataclass(frozen=True)
-class FirstOrder:
+class FirstOrder(ClientProgram):
     """FO: the gradient at the adapted model."""
 
     alpha: float
-    batches_per_step: int = 2
+    batches_per_step: ClassVar = 2
     only_tensors: ClassVar = True
 
-    def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor) -> Tensor:
+    def step(self, gradient: Gradient, w: Tensor, held: Held, number: Any) -> Tensor:
         return gradient(w - self.alpha * gradient(w, 0), 1)
 
 
 @dataclass(frozen=True)
-class HessianFree:
+class HessianFree(ClientProgram):
     """HF: FO's gradient g' minus alpha times the Hessian-vector product with g', by finite differences."""
 
     alpha: float
     delta: float
-    batches_per_step: int = 3
+    batches_per_step: ClassVar = 3
     only_tensors: ClassVar = True
 
-    def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor) -> Tensor:
+    def step(self, gradient: Gradient, w: Tensor, held: Held, number: Any) -> Tensor:
         g = gradient(w - self.alpha * gradient(w, 0), 1)
         curvature = (gradient(w + self.delta * g, 2) - gradient(w - self.delta * g, 2)) / (2 * self.delta)
         return g - self.alpha * curvature
@@ -77,11 +76,11 @@ class PerFedAvg(OneModel, name="per_fedavg"):
     weights: str = weights_option()
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        local_step = FirstOrder(self.alpha) if self.order == "first" else HessianFree(self.alpha, self.delta)
+        program = FirstOrder(self.alpha) if self.order == "first" else HessianFree(self.alpha, self.delta)
         sgd = replace(clients.local, momentum=0.0, lr=clients.local.lr if self.beta is None else self.beta)
         updates = clients.train(
             clients.send(state.models_KP),
-            how=LocalTraining(local_step=local_step, sgd=sgd),
+            how=LocalTraining(program=program, sgd=sgd),
             average=clients.weights(self.weights),
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))

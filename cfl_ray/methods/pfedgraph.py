@@ -20,9 +20,8 @@ the last layer (official code, `fc`: all fully connected layers). Models longer 
 cosines. Clients are served their aggregates (official code: the model with the best validation accuracy).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import scipy
@@ -33,7 +32,7 @@ from torch.nn.functional import normalize
 from cfl_ray.clustering.agglomerative import distances
 from cfl_ray.clustering.signature_diagnostics import record_similarity
 from cfl_ray.clustering.signatures import sketch_option
-from cfl_ray.core.clients import Clients, LocalTraining, Sent, UpdateFeatures
+from cfl_ray.core.clients import ClientProgram, Clients, Gradient, Held, LocalTraining, Sent, UpdateFeatures
 from cfl_ray.core.method import Method, Start, option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
@@ -45,16 +44,15 @@ SAME = 0.9  # updates with a higher cosine count as equal
 
 
 @dataclass(frozen=True)
-class Aligned:
-    """The gradient of f(w) - lambda cos(w, a), with a as the companion; of f alone if a is zero."""
+class Aligned(ClientProgram):
+    """The gradient of f(w) - lambda cos(w, a), with the given model a; of f alone if a is zero."""
 
     lam: float
-    batches_per_step: int = 1
     only_tensors: ClassVar = True
 
-    def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor, a: Tensor) -> Tensor:
+    def step(self, gradient: Gradient, w: Tensor, held: Held, number: Any) -> Tensor:
         norm = torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp(min=1e-12)
-        unit_w, unit_a = w / norm, normalize(a, dim=-1)
+        unit_w, unit_a = w / norm, normalize(held["a"], dim=-1)
         cosine = (unit_w * unit_a).sum(-1, keepdim=True)
         return gradient(w, 0) - self.lam * (unit_a - cosine * unit_w) / norm
 
@@ -131,17 +129,17 @@ class PFedGraph(Method[GraphState], name="pfedgraph"):
         return UpdateFeatures(head if self.difference == "head" else spec.trainable, sketch=self.sketch)
 
     def training(self, start: Sent) -> LocalTraining:
-        """Local training with the aggregates as companions; zeros for clients without an aggregate."""
+        """Local training near the aggregates; zeros for clients without an aggregate."""
         if not self.lam:
             return LocalTraining()
         assert start.row_M is not None
         regulariser = Aligned(self.lam if self.regulariser == "near" else -self.lam)
         if start.row_M.all():
-            return LocalTraining(local_step=regulariser, companion=start)
+            return LocalTraining(program=regulariser, given={"a": start})
         last = len(start.models_KP)
         anchors_KP = torch.cat([start.models_KP, torch.zeros_like(start.models_KP[:1])])
-        companion = Sent(anchors_KP, np.where(start.row_M == 0, last, start.row_M))
-        return LocalTraining(local_step=regulariser, companion=companion)
+        aggregates = Sent(anchors_KP, np.where(start.row_M == 0, last, start.row_M))
+        return LocalTraining(program=regulariser, given={"a": aggregates})
 
     def serve(self, state: GraphState, clients: Clients) -> Serving:
         return Serving(state.all_models, state.rows_of(clients.ids_M))

@@ -19,15 +19,14 @@ theta_i at a new batch, averages w_i by samples (`weights: samples`), trains all
 alone, and does not shuffle batches.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.clients import Clients, ClientState, LocalTraining
+from cfl_ray.core.clients import ClientProgram, Clients, ClientState, Gradient, Held, LocalTraining
 from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
@@ -39,23 +38,29 @@ W = ClientState("personal", private=False, resumed=Columns(()))  # w_i, which be
 
 
 @dataclass(frozen=True)
-class MoreauStep:
-    """The gradient lambda (w - theta) of the Moreau envelope at w. The companion, if any, becomes theta."""
+class MoreauStep(ClientProgram):
+    """The gradient lambda (w - theta) of the Moreau envelope at w."""
 
     lam: float
     steps: int  # K
     eta_p: float
     mu: float
-    batches_per_step: int = 1
     only_tensors: ClassVar = True
 
-    def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor, kept: Tensor | None = None) -> Tensor:
+    def step(self, gradient: Gradient, w: Tensor, held: Held, number: Any) -> Tensor:
         theta = w.clone()
         for _ in range(self.steps):
             theta -= self.eta_p * (gradient(theta, 0) + self.lam * (theta - w) + self.mu * theta)
-        if kept is not None:
-            kept.copy_(theta)
+        if "theta" in self.moves:
+            held["theta"].copy_(theta)
         return self.lam * (w - theta)
+
+
+class KeptTheta(MoreauStep):
+    """As `MoreauStep`; the client keeps the last theta_i."""
+
+    kept_model: ClassVar = "theta"
+    moves: ClassVar = ("theta",)
 
 
 @dataclass(frozen=True)
@@ -90,14 +95,14 @@ class PFedMe(OneModel, name="pfedme"):
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         w = clients.send(state.models_KP)
         eta = min(clients.local.lr, 1 / self.lam) if self.eta is None else self.eta
-        step = MoreauStep(self.lam, self.inner_steps, self.personal_lr, self.mu)
+        kind = KeptTheta if self.predict == "theta" else MoreauStep
+        program = kind(self.lam, self.inner_steps, self.personal_lr, self.mu)
         updates = clients.train(
             w,
             client_state=self.kept(clients.spec),
             how=LocalTraining(
                 sgd=replace(clients.local, lr=eta, momentum=0.0, weight_decay=0.0),
-                local_step=step,
-                companion=w if self.predict == "theta" else None,
+                program=program,
             ),
             average=clients.weights(self.weights),
         )

@@ -521,6 +521,21 @@ class Network:
         finally:
             handle.remove()
 
+    @torch.no_grad()
+    def evaluated(self, row_P: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Features (B, F) and outputs (B, *output_shape), float32, of a row in evaluation mode, which is not loaded.
+
+        It may be called under vmap, and leaves the module in the mode in which it was.
+        """
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with self.kept_features() as features, self.without_cudnn(), autocast(self.precision, self.device):
+                outputs = functional_call(self.module, self.spec.tensors(row_P), (x,))
+        finally:
+            self.module.train(was_training)
+        return features[-1].float(), outputs.float()
+
     def logits_of(self, row_P: Tensor, x: Tensor) -> Tensor:
         """Outputs (n, *output_shape) of a row in evaluation mode. The row stays loaded."""
         self.load(row_P)

@@ -23,7 +23,7 @@ from cfl_ray.data.federation import Federation, FederationView, Scaling, TensorS
 from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.scoring import mixed
-from cfl_ray.engine.task import TrainingTask
+from cfl_ray.engine.task import HeldByClient, TrainingTask
 from cfl_ray.engine.validation import invalid_data_reason, invalid_input_reason
 from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError, DataError, shown
@@ -307,7 +307,8 @@ class TrainedMethod:
         x, y = samples
         steps = int(local.steps_of(np.array([len(y)]))[0])
         address = Address(self.seed, max(self.round, 1), _EXCHANGE)
-        task = TrainingTask(client, row_P, x, y, steps=steps, local=local, address=address, frozen_P=frozen_P)
+        held = HeldByClient(frozen_P=frozen_P)
+        task = TrainingTask(client, row_P, x, y, steps=steps, local=local, address=address, held=held)
         return self.backend.worker.train_one(task).row_P.cpu().clone()
 
     def mixture(self, models_KP: Tensor, weight_K: np.ndarray) -> nn.Module:

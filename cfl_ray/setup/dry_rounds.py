@@ -14,6 +14,7 @@ from cfl_ray.clock.devices import Load
 from cfl_ray.core.aggregation.rules import Mean
 from cfl_ray.core.backend import ClientStateKey, SavedState
 from cfl_ray.core.checked_method import CheckedMethod
+from cfl_ray.core.client_program import Forward
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.describing import CheckedFunction
 from cfl_ray.core.local_sgd import LocalSGD
@@ -27,7 +28,7 @@ from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.core.work import Describe, FitMixture, Losses, Outcome, Train, Work
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.client_state import ClientStateStore
-from cfl_ray.engine.local_steps import companion_arguments
+from cfl_ray.engine.local_steps import direction
 from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.system.threads import one_thread
 
@@ -50,8 +51,7 @@ class DryBackend:
     def run(self, work: Work) -> Outcome:
         num_clients = len(work.ids_M)
         if isinstance(work, Train):
-            step = work.local_step
-            self.batches.add((work.local.batch_size or 0, step.batches_per_step if step else 1))
+            self.batches.add((work.local.batch_size or 0, work.program.batches_per_step))
             if work.defer_aggregation:
                 self.deferred.add(num_clients)
         elif isinstance(work, Describe) and isinstance(work.function, CheckedFunction):
@@ -60,7 +60,7 @@ class DryBackend:
             self._count(work)
         if (state := work.client_state) is not None and isinstance(work, Train):
             columns = self.spec.size if state.columns is None else state.columns.count
-            floats = columns + (self.spec.trained if work.local.persist else 0)
+            floats = columns + work.kept_numbers + (self.spec.trained if work.local.persist else 0)
             self.kept[state.name] = work.models_per_client * floats
         if isinstance(work, Train | FitMixture) and work.mixture is not None:
             self.kept[MIXTURE_WEIGHTS] = work.mixture.num_models
@@ -76,7 +76,7 @@ class DryBackend:
         num_clients, tests = len(work.ids_M), int(work.frozen_model is not None)
         if isinstance(work, Train):
             cost_M = work.cost_M(np.full(num_clients, self.size))
-            self.work["trained"] += int(cost_M.sum()) * (1 if work.local_step is None else self._gradients(work))
+            self.work["trained"] += int(cost_M.sum()) * self._gradients(work)
             tests += work.mixture is not None  # the E step, for each entry of a client and a model
         elif isinstance(work, Losses | FitMixture):
             tests += len(work.tables[0])
@@ -85,17 +85,15 @@ class DryBackend:
 
     def _gradients(self, work: Train) -> int:
         """Number of gradients in a local step, each on one batch."""
-        assert work.local_step is not None
-        w_P, batches = torch.ones(self.spec.trained), []
-
-        def gradient(row_P: Tensor, batch: int) -> Tensor:
-            batches.append(batch)
-            return torch.ones_like(row_P)
-
-        share = [torch.ones(1)] if work.client_state is not None and work.client_state.learned_share else []
-        companion = [] if work.companion is None else [w_P.clone(), *share]
-        work.local_step(gradient, w_P, *companion_arguments(companion, 0))
-        return len(batches)
+        program, w_P, given = work.program, torch.ones(self.spec.trained), work.given
+        if not program.overrides("step"):
+            return 1
+        names = {*given.models, program.kept_model} - {""}
+        numbers = {name: torch.ones(values_M.shape[1:]) for name, values_M in given.number_of.items()}
+        kept = {name: first.float().clone() for name, first in program.keeps(self.spec).items()}
+        gradient = CountedGradient(self.spec, self.shape)
+        direction(program, gradient, w_P, {name: w_P.clone() for name in names} | numbers | kept, 0)
+        return gradient.passes
 
     def num_features(self, work: Describe) -> int:
         """Number of floats that the function of `work` returns: by its attribute `floats`, else as in a gradient."""
@@ -113,6 +111,26 @@ class DryBackend:
 
     def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
         """No effect: client states are not kept."""
+
+
+@dataclass
+class CountedGradient:
+    """A gradient of ones, `core.client_program.Gradient`, which counts its calls and those of forward passes."""
+
+    spec: ParamSpec
+    shape: DataShape
+    passes: int = 0
+
+    def __call__(self, w: Tensor, batch: int) -> Tensor:
+        self.passes += 1
+        return torch.ones_like(w)
+
+    def forward(self, w: Tensor | str, batch: int) -> Forward:
+        self.passes += 1
+        matrices = [shape for shape in self.spec.shapes[: self.spec.num_params] if len(shape) == 2]
+        features = matrices[-1][-1:] if matrices else (1,)  # the inputs of a linear last layer
+        y = torch.zeros(1, *self.shape.target_shape, dtype=torch.int64)
+        return Forward(torch.ones(1, *features), torch.ones(1, *self.shape.outputs), y, torch.ones(1))
 
 
 def dry_rounds(

@@ -229,7 +229,7 @@ class LiveDelivery:
             self.warn(f"{self._title()} lacks {self._left()}, which {log} keeps{later}")
 
     def _left(self) -> str:
-        """What the tracker lacks, in words."""
+        """The rounds and the end that the tracker lacks, in words."""
         rounds = waiting_rounds(self.delivery.run_dir, self.delivery.name)
         lost = f"{rounds} round{'s' * (rounds != 1)} and " * bool(rounds)
         return f"{lost}the end of {self.delivery.run_dir}"
@@ -255,7 +255,7 @@ class LiveDelivery:
             if getattr(self.delivery.tracker, "is_busy", lambda error: False)(error):
                 self._refusals += 1
                 if self._refusals == _SAID_BUSY:
-                    self.warn(f"{self._title()} limits the rate of requests (429); results reach it later")
+                    self.warn(f"{self._title()} asks to come back later (429 or 503); results reach it later")
                 return False
             self._refusals = 0
             self._undeliverable = error if isinstance(error, Undeliverable) else None

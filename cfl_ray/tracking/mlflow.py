@@ -304,6 +304,11 @@ def is_refusal(error: BaseException) -> bool:
     return "too many 429 error responses" in str(error)
 
 
+def is_unavailable(error: BaseException) -> bool:
+    """Whether a server, or a gateway before it, said that it is not available for some time."""
+    return "too many 503 error responses" in str(error)
+
+
 def heed_rate_limit() -> None:
     """From now on, MLflow's client waits as long as a server with a rate limit asks for, unless the user set retries.
 

@@ -29,6 +29,7 @@ from cfl_ray.tracking.mlflow import (
     finished_calls,
     heed_rate_limit,
     is_refusal,
+    is_unavailable,
     page_of,
     store_below,
 )
@@ -138,15 +139,15 @@ class Mlflow:
         try:
             yield run
         except Exception as error:
-            if self.is_busy(error):
+            if is_refusal(error):
                 self._run = run
             raise
         self._run = run
 
     @staticmethod
     def is_busy(error: Exception) -> bool:
-        """Whether the server has a rate limit, which this error reports; from then on requests heed it."""
-        if not is_refusal(error):
+        """Whether the server says to come back later (429, 503); from then on requests wait as it says."""
+        if not is_refusal(error) and not is_unavailable(error):
             return False
         heed_rate_limit()
         return True

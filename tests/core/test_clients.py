@@ -126,7 +126,7 @@ class TestSending:
         backend = Recorder()
         cohort = clients(backend=backend)
         cohort.train(cohort.send(MODELS), how=LocalTraining(proximal=[Proximal(0.0, cohort.send(MODELS))]))
-        assert backend.works[0].proximal == ()
+        assert backend.works[0].given.proximal == ()
 
 
 class TestTraining:

@@ -8,6 +8,7 @@ from cfl_ray.core.work import (
     ClientState,
     EvaluateClients,
     EvaluateShared,
+    Given,
     Losses,
     Proximal,
     Rows,
@@ -34,7 +35,7 @@ def train() -> Train:
         local=LocalSGD(),
         steps_M=np.array([1, 2, 3, 4, 5]),
         averaging=averaging,
-        proximal=(Proximal(0.1, Rows(0, np.array([2, 2, 1, 1, 0]))),),
+        given=Given(proximal=(Proximal(0.1, Rows(0, np.array([2, 2, 1, 1, 0]))),)),
         client_state=ClientState("personal"),
     )
 
@@ -43,7 +44,7 @@ def test_a_chunk_has_its_clients_and_no_tables():
     chunk = train().take(np.array([3, 1]))
     assert chunk.ids_M.tolist() == [13, 11] and chunk.steps_M.tolist() == [4, 2]
     assert chunk.start.table == 0 and chunk.start.row_M.tolist() == [0, 1]
-    assert chunk.proximal[0].anchor.row_M.tolist() == [1, 2] and chunk.proximal[0].weight == 0.1
+    assert chunk.given.proximal[0].anchor.row_M.tolist() == [1, 2] and chunk.given.proximal[0].weight == 0.1
     assert chunk.tables == () and chunk.address == Address(0, 1, 2) and chunk.client_state == ClientState("personal")
 
 
@@ -67,7 +68,8 @@ def test_optional_parts_are_absent_from_a_chunk_too():
     start, steps_M = Rows(0, np.zeros(3, int)), np.ones(3, int)
     work = Train(Address(0, 1, 2), np.arange(3), (TABLE,), start=start, local=LocalSGD(), steps_M=steps_M)
     chunk = work.take(np.array([2]))
-    assert chunk.averaging is None and chunk.features is None and chunk.client_state is None and chunk.proximal == ()
+    assert chunk.averaging is None and chunk.features is None and chunk.client_state is None
+    assert chunk.given == Given()
 
 
 def test_all_tables_in_use_are_listed():

@@ -8,6 +8,7 @@ import torch
 from closeness import close
 from federations import Stage, uneven
 from torch import nn
+from training_tasks import with_fields
 
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.core.work import Address, Proximal
@@ -94,7 +95,7 @@ def test_dropout_masks_are_those_of_the_plain_engine():
 def test_proximal_terms_and_momentum_use_no_samples_and_are_not_clipped():
     network, task = case(examples=ExampleNoise(1, 1e6), momentum=0.5, weight_decay=0.1)
     anchor = Proximal(0.3, network.new_model(0, 1))
-    task = replace(task, steps=3, proximal=(anchor,))
+    task = with_fields(task, steps=3, proximal=(anchor,))
     plain = replace(task, local=replace(task.local, examples=None))
     assert close(change(network, task), change(network, plain), 1e-4)
 

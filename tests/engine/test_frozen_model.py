@@ -19,7 +19,7 @@ from cfl_ray.core.rng import stream
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.work import Address
 from cfl_ray.engine import span
-from cfl_ray.engine.task import TrainingTask
+from cfl_ray.engine.task import HeldByClient, TrainingTask
 from cfl_ray.runtime.evaluation import Evaluator
 
 ENGINES = ["sequential", "manual", "vectorised", "span"]
@@ -47,7 +47,8 @@ def trained_by_torch(one: Stage, client: int, start_P, frozen_P, mu: float = 0.0
     """torch.optim.SGD on the cross-entropy of f(x; W) + h(x), h the frozen model, + (mu / 2) ||W - start||^2."""
     x, y = one.federation.train(client)
     steps, terms = int(one.local.steps_of(np.array([len(y)]))[0]), (Proximal(mu, start_P),)
-    task = TrainingTask(client, start_P, x, y, steps, one.local, Address(one.seed, 1, 1), terms, frozen_P=frozen_P)
+    held = HeldByClient(proximal=terms, frozen_P=frozen_P)
+    task = TrainingTask(client, start_P, x, y, steps, one.local, Address(one.seed, 1, 1), held=held)
     return by_torch(one.factory, one.network, task)[0]
 
 

@@ -14,7 +14,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.optimizers import resolve_optimizer
 from cfl_ray.core.tasks import Task, mse, token_cross_entropy
 from cfl_ray.engine import manual
-from cfl_ray.engine.task import TrainingTask
+from cfl_ray.engine.task import HeldByClient, TrainingTask
 from cfl_ray.nn.network import Network
 
 pytestmark = pytest.mark.cpu
@@ -464,7 +464,7 @@ class TestWithOther:
 
     def test_losses(self):
         network = network_of(ResidualMLP, FLAT, task=Task(mse, "real"))
-        task = task_of(network, y=torch.randn(10, CLASSES), frozen_P=network.new_model(5, 0))
+        task = task_of(network, y=torch.randn(10, CLASSES), held=HeldByClient(frozen_P=network.new_model(5, 0)))
         assert_same(network, [task], manual, ATOL)
 
     def test_outputs_of_several_axes(self):

@@ -6,6 +6,7 @@ apply.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -27,16 +28,17 @@ from training_tasks import (
     wide_cnn,
     with_batch_norm,
     with_dropout,
+    with_fields,
 )
 
 from cfl_ray.config import EvaluationConfig
-from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
+from cfl_ray.core.clients import ClientProgram, ClientState, LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream, word
 from cfl_ray.core.serving import Serving
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.engine import sequential, span, vectorised
-from cfl_ray.engine.task import TrainingTask
+from cfl_ray.engine.task import HeldByClient, TrainingTask
 from cfl_ray.engine.worker import Worker
 from cfl_ray.nn.network import Network
 from cfl_ray.runtime.evaluation import Evaluator
@@ -45,31 +47,29 @@ SEED, ROUND, EXCHANGE = ADDRESS.seed, ADDRESS.round, ADDRESS.exchange
 
 
 @dataclass(frozen=True)
-class Ahead:
+class Ahead(ClientProgram):
     """The gradient of the second batch, after a step on the first."""
 
-    batches_per_step: int = 2
+    batches_per_step: ClassVar = 2
 
-    def __call__(self, gradient, w):
+    def step(self, gradient, w, held, number):
         return gradient(w - 0.1 * gradient(w, 0), 1)
 
 
 @dataclass(frozen=True)
-class Around:
+class Around(ClientProgram):
     """As `Ahead`, minus the change of the third batch's gradient along that direction."""
 
-    batches_per_step: int = 3
+    batches_per_step: ClassVar = 3
 
-    def __call__(self, gradient, w):
+    def step(self, gradient, w, held, number):
         g = gradient(w - 0.1 * gradient(w, 0), 1)
         return g - (gradient(w + 0.1 * g, 2) - gradient(w - 0.1 * g, 2))
 
 
 @dataclass(frozen=True)
-class Plain:
-    batches_per_step: int = 1
-
-    def __call__(self, gradient, w):
+class Plain(ClientProgram):
+    def step(self, gradient, w, held, number):
         return gradient(w, 0)
 
 
@@ -127,7 +127,7 @@ def by_torch(
         module.state_dict()[name].copy_(value)
     params, masked = list(module.parameters()), [m for m in module if isinstance(m, Masked)]
     key = word(SEED, ROUND, EXCHANGE, task.client, "dropout")
-    drawn, term = batches(task.client, len(task.y), batch), task.proximal[0] if task.proximal else None
+    drawn, term = batches(task.client, len(task.y), batch), task.held.proximal[0] if task.held.proximal else None
     anchor = None if term is None else term.anchor[: network.spec.trained].clone()
     w = torch.cat([p.detach().reshape(-1) for p in params])
     velocity = torch.zeros_like(w)
@@ -172,7 +172,7 @@ class TestLocalStep:
     @pytest.mark.parametrize("local_step", [Ahead(), Around()])
     def test_is_made_of_gradients_of_fresh_batches(self, local_step, factory, local):
         network = Network(factory, FLAT)
-        (task,) = tasks_of(network, [12], local, local_step=local_step)
+        (task,) = tasks_of(network, [12], local, program=local_step)
         batch = {None: 12 // local_step.batches_per_step, 4: 4}[local.batch_size]
         expected, _ = by_torch(factory, network, task, batch, local_step.batches_per_step)
         assert close(rows(sequential, network, [task])[0], expected, 1e-5)
@@ -193,7 +193,7 @@ class TestLocalStep:
     )
     def test_a_client_with_too_few_batches_splits_its_samples(self, size, batch_size, local_step, batch, steps):
         network, local = Network(mlp, FLAT), LocalSGD(epochs=4, batch_size=batch_size, lr=0.2)
-        (task,) = tasks_of(network, [size], local, local_step=local_step)
+        (task,) = tasks_of(network, [size], local, program=local_step)
         assert task.steps == steps and int(local.batch_of(size, local_step.batches_per_step)) == batch
         expected, _ = by_torch(mlp, network, task, batch, local_step.batches_per_step)
         assert close(rows(sequential, network, [task])[0], expected, 1e-5)
@@ -211,7 +211,7 @@ class TestLocalStep:
         network = Network(with_dropout, FLAT)
         for local in LOCALS.values():
             tasks = tasks_of(network, [10, 7], local, proximal=[(0.3, None)])
-            steps = [replace(task, local_step=Plain()) for task in tasks]
+            steps = [replace(task, program=Plain()) for task in tasks]
             for one, other in zip(results(sequential, network, tasks), results(sequential, network, steps)):
                 assert torch.equal(one.row_P, other.row_P) and one.train_loss == other.train_loss
 
@@ -219,17 +219,17 @@ class TestLocalStep:
     def test_gradients_of_one_batch_have_one_dropout_mask(self, parts):
         """So that a difference of two of them at one point is zero."""
 
-        class Twice:
+        class Twice(ClientProgram):
             batches_per_step = parts
 
-            def __call__(self, gradient, w):
+            def step(self, gradient, w, held, number):
                 found.append((gradient(w, parts - 1), gradient(w, 0), gradient(w, parts - 1)))
                 return found[-1][0].clone()
 
         network = Network(with_dropout, FLAT)
         for engine, tasks in (
-            (sequential, tasks_of(network, [10], LOCALS["steps"], local_step=Twice())),
-            (vectorised, tasks_of(network, [10, 5], LOCALS["steps"], local_step=Twice())),
+            (sequential, tasks_of(network, [10], LOCALS["steps"], program=Twice())),
+            (vectorised, tasks_of(network, [10, 5], LOCALS["steps"], program=Twice())),
         ):
             found = []
             list(engine.train(network, tasks))
@@ -242,23 +242,23 @@ class TestLocalStep:
         """Clients of different sizes, so with different batches and steps; also with a term and a frozen model."""
         network, local = Network(factory, shape), LOCALS[name]
         local = replace(local, lr=local.lr / (5 if factory is wide_cnn else 1))
-        assert_same(network, tasks_of(network, [10, 3, 8, 16], local, local_step=local_step), vectorised)
-        options = {"local_step": local_step, "frozen_P": network.new_model(5, 0)}
+        assert_same(network, tasks_of(network, [10, 3, 8, 16], local, program=local_step), vectorised)
+        options = {"program": local_step, "frozen_P": network.new_model(5, 0)}
         assert_same(network, tasks_of(network, [10, 3], local, [(0.3, network.spec.base)], **options), vectorised)
 
     @pytest.mark.parametrize("local_step", [Ahead(), Around()])
     def test_vectorised_is_sequential_with_batch_statistics(self, local_step):
         network = Network(with_batch_norm, FLAT)
         local = LocalSGD(epochs=4, batch_size=4, lr=0.1)
-        assert_same(network, tasks_of(network, [12, 12], local, local_step=local_step), vectorised)
+        assert_same(network, tasks_of(network, [12, 12], local, program=local_step), vectorised)
         for sizes in ([12, 7], [7, 7]):
-            tasks = tasks_of(network, sizes, LOCALS["full batch"], local_step=local_step)
+            tasks = tasks_of(network, sizes, LOCALS["full batch"], program=local_step)
             assert "one size" in vectorised.why_not(network, tasks)
 
     def test_the_train_loss_is_that_of_the_first_gradient_of_every_step(self):
         """The mean over the last epoch: with two of four batches a step, two steps."""
         network = Network(mlp, FLAT)
-        (task,) = tasks_of(network, [16], LocalSGD(epochs=2, batch_size=4, lr=0.2), local_step=Ahead())
+        (task,) = tasks_of(network, [16], LocalSGD(epochs=2, batch_size=4, lr=0.2), program=Ahead())
         losses, drawn = [], batches(0, 16, 4)
         for steps in range(4):
             at, _ = by_torch(mlp, network, replace(task, steps=steps), 4, 2)
@@ -273,9 +273,7 @@ class TestLocalStep:
         stage, works = Stage(uneven([12, 5, 30]), mlp, LocalSGD(epochs=3, batch_size=6, lr=0.1)), []
         stage.backend.run = lambda work, run=stage.backend.run: (works.append(work), run(work))[1]
         clients = stage.clients()
-        clients.train(
-            clients.send(stage.model()[None]), how=LocalTraining(local_step=Ahead()), average=torch.ones(1, 3)
-        )
+        clients.train(clients.send(stage.model()[None]), how=LocalTraining(program=Ahead()), average=torch.ones(1, 3))
         assert works[0].steps_M.tolist() == [3, 3, 7]  # 3 * 2 / 2, one batch as two, 3 * 5 / 2
 
 
@@ -286,11 +284,11 @@ class TestMovingAnchor:
         network = Network(mlp, FLAT)
         (task,) = tasks_of(network, [10], local, proximal=[(0.9, None, follow, every)])
         expected, anchor = by_torch(mlp, network, task, local.batch_size or 10, 1)
-        fixed = replace(task, proximal=(replace(task.proximal[0], follow=0.0),))
+        fixed = with_fields(task, proximal=(replace(task.held.proximal[0], follow=0.0),))
         moved, still = results(sequential, network, [task, fixed])
         assert close(moved.row_P, expected, 1e-5)
         assert close(moved.replacement_P, anchor, 1e-5)
-        assert (anchor - task.proximal[0].anchor).abs().max() > 1e-2
+        assert (anchor - task.held.proximal[0].anchor).abs().max() > 1e-2
         assert still.replacement_P is None
         assert (every == 100) == close(still.row_P, moved.row_P, 1e-4)
 
@@ -298,15 +296,15 @@ class TestMovingAnchor:
         network = Network(mlp, FLAT)
         for engine in (sequential, vectorised):
             tasks = tasks_of(network, [10, 7], LOCALS["full batch"], proximal=[(0.9, None, 0.5, 2)])
-            before = [task.proximal[0].anchor.clone() for task in tasks]
+            before = [task.held.proximal[0].anchor.clone() for task in tasks]
             list(engine.train(network, tasks))
-            assert all(torch.equal(task.proximal[0].anchor, anchor) for task, anchor in zip(tasks, before))
+            assert all(torch.equal(task.held.proximal[0].anchor, anchor) for task, anchor in zip(tasks, before))
 
     def test_over_some_columns_moves_those_alone(self):
         network = Network(mlp, FLAT)
         head = network.spec.head
         (task,) = tasks_of(network, [10], LOCALS["full batch"], proximal=[(0.9, head, 0.5, 2)])
-        moved, start = results(sequential, network, [task])[0].replacement_P, task.proximal[0].anchor
+        moved, start = results(sequential, network, [task])[0].replacement_P, task.held.proximal[0].anchor
         assert torch.equal(network.spec.base.of(moved), network.spec.base.of(start))
         assert (head.of(moved) != head.of(start)).all()
 
@@ -325,7 +323,7 @@ class TestMovingAnchor:
         head = network.spec.head
         tasks = tasks_of(network, [10, 3, 7, 16], local, [(0.9, None, 0.5, 3), (0.2, head)])
         assert_same(network, tasks, vectorised)
-        tasks = tasks_of(network, [10, 3], local, [(0.9, head, 0.5, 2)], local_step=Ahead())
+        tasks = tasks_of(network, [10, 3], local, [(0.9, head, 0.5, 2)], program=Ahead())
         assert_same(network, tasks, vectorised)
 
     @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised", "span"])
@@ -345,9 +343,8 @@ class TestMovingAnchor:
         later = clients.average(updates, torch.ones(1, 2)).averaged(start[:1])
         for client in (0, 1):
             x, y = stage.federation.train(client)
-            task = TrainingTask(
-                client, start[client], x, y, 4, stage.local, ADDRESS, (Proximal(0.9, start[client], None, 0.5, 3),)
-            )
+            held = HeldByClient(proximal=(Proximal(0.9, start[client], None, 0.5, 3),))
+            task = TrainingTask(client, start[client], x, y, 4, stage.local, ADDRESS, held=held)
             w, anchor = by_torch(mlp, stage.network, task, len(y), 1)
             assert close(stage.client_states["mine", client], w, 1e-5)
             assert close(updates.features_MF[client], anchor, 1e-5) and not close(w, anchor, 1e-3)
@@ -377,17 +374,17 @@ class TestSpan:
     @pytest.mark.parametrize(
         "local_step, proximal, applies",
         [
-            (None, (), True),
-            (None, [(0.3, None, 0.0, 1)], True),
+            (ClientProgram(), (), True),
+            (ClientProgram(), [(0.3, None, 0.0, 1)], True),
             (Plain(), (), False),
             (Ahead(), (), False),
-            (None, [(0.3, None, 0.5, 2)], False),
-            (None, [(0.3, None, 0.0, 1), (0.3, None, 0.5, 2)], False),
+            (ClientProgram(), [(0.3, None, 0.5, 2)], False),
+            (ClientProgram(), [(0.3, None, 0.0, 1), (0.3, None, 0.5, 2)], False),
         ],
     )
     def test_refuses_rules_and_anchors_that_move(self, local_step, proximal, applies):
         network = Network(self.net, IMAGE)
-        tasks = tasks_of(network, [3, 5], LocalSGD(epochs=4, lr=0.3), proximal, local_step=local_step)
+        tasks = tasks_of(network, [3, 5], LocalSGD(epochs=4, lr=0.3), proximal, program=local_step)
         assert all((span.why_not(network, [task]) is None) == applies for task in tasks)
         for task in tasks:
             expected = next(sequential.train(network, [task])).row_P.clone()
@@ -402,7 +399,7 @@ class TestSpan:
             stage = Stage(uneven([5, 3, 7], IMAGE), self.net, LocalSGD(epochs=4, lr=0.3), name)
             clients = stage.clients()
             sent = clients.send(stage.model()[None])
-            one = clients.train(sent, how=LocalTraining(local_step=Ahead()), average=torch.ones(1, 3)).averaged(
+            one = clients.train(sent, how=LocalTraining(program=Ahead()), average=torch.ones(1, 3)).averaged(
                 stage.model()[None]
             )
             other = clients.train(

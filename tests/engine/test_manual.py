@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.functional import group_norm, max_pool2d
 from training_tasks import FLAT, assert_same, mlp, rows, tasks_of
 
+from cfl_ray.core.clients import ClientProgram
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.engine import manual, sequential
 from cfl_ray.models import REGISTRY, recipe
@@ -108,12 +110,12 @@ LOCALS = {
 
 
 @dataclass(frozen=True)
-class Around:
+class Around(ClientProgram):
     """The change of one batch's gradient along that of another."""
 
-    batches_per_step: int = 2
+    batches_per_step: ClassVar = 2
 
-    def __call__(self, gradient, w):
+    def step(self, gradient, w, held, number):
         g = gradient(w - 0.1 * gradient(w, 0), 1)
         return g - (gradient(w + 0.1 * g, 0) - gradient(w - 0.1 * g, 0))
 
@@ -148,7 +150,7 @@ class TestIsSequentialFor:
     @pytest.mark.parametrize("factory, shape", [(small_cnn, IMAGE), (dropouts, COLOUR)])
     def test_steps_of_several_gradients(self, factory, shape):
         network = Network(factory, shape)
-        tasks = tasks_of(network, [10, 3], LOCALS["momentum and weight decay"], local_step=Around())
+        tasks = tasks_of(network, [10, 3], LOCALS["momentum and weight decay"], program=Around())
         assert_same(network, tasks, manual)
 
     def test_a_persistent_momentum_buffer(self):

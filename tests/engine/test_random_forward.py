@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from training_tasks import assert_same, rows
 
 from cfl_ray import models
+from cfl_ray.core.clients import ClientProgram
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import manual, sequential, span, vectorised
@@ -167,15 +168,13 @@ class TestRandomForward:
         (task,) = tasks_of(network, 1)
         seen = []
 
-        class Twice:
-            batches_per_step = 1
-
-            def __call__(self, gradient, w):
+        class Twice(ClientProgram):
+            def step(self, gradient, w, held, number):
                 first, second = gradient(w, 0), gradient(w, 0)
                 seen.append(torch.equal(first, second))
                 return first
 
-        rows(sequential, network, [replace(task, local_step=Twice())])
+        rows(sequential, network, [replace(task, program=Twice())])
         assert seen == [True] * 4
 
 

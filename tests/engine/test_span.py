@@ -10,7 +10,7 @@ from closeness import close
 from federations import Stage, uneven
 from torch import nn
 from torch.nn import functional as F
-from training_tasks import IMAGE, LONG, assert_same, long_mlp, rows
+from training_tasks import IMAGE, LONG, assert_same, long_mlp, rows, with_fields
 
 from cfl_ray.core.clients import LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
@@ -52,7 +52,7 @@ class TestStack:
         tasks = tasks_of(network, local, starts)
         if anchor:
             anchors = [task.start_P if anchor == "start" else network.new_model(5, task.client) for task in tasks]
-            tasks = [replace(task, proximal=(Proximal(0.3, row, None),)) for task, row in zip(tasks, anchors)]
+            tasks = [with_fields(task, proximal=(Proximal(0.3, row, None),)) for task, row in zip(tasks, anchors)]
         change_mP = rows(sequential, network, tasks) - torch.stack([task.start_P for task in tasks])
         stack = span.SpanBatch(network, tasks)
         for weights in ({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}, {1: 2.0, 3: 0.5}, {2: 1.0}):
@@ -174,7 +174,7 @@ class TestOwnModules:
         network = Network(Functional, LONG, task=TASKS.builtin[task])
         tasks = [replace(one, y=torch.rand(len(one.y), 3).round()) for one in tasks_of(network)]
         assert_same(network, tasks, span)
-        assert_same(network, [replace(one, weight_n=torch.rand(len(one.y))) for one in tasks], span)
+        assert_same(network, [with_fields(one, weight_n=torch.rand(len(one.y))) for one in tasks], span)
 
     @pytest.mark.parametrize(
         "own, reason",

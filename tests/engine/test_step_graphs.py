@@ -3,14 +3,16 @@
 On a CPU, a record is the step itself, on the tensors of the record. With `--device cuda`, it is a CUDA graph.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
 from federations import Stage, planted
 from torch import nn
-from training_tasks import FLAT, mlp, tasks_of, with_batch_norm, with_dropout
+from training_tasks import FLAT, mlp, tasks_of, with_batch_norm, with_dropout, with_fields
 
+from cfl_ray.core.clients import ClientProgram
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.optimizers import resolve_optimizer
 from cfl_ray.core.params import Columns
@@ -19,7 +21,7 @@ from cfl_ray.engine.step_graphs import StepGraphs
 from cfl_ray.engine.vmap_steps import VmapSteps
 from cfl_ray.methods.per_fedavg import FirstOrder
 from cfl_ray.methods.pfedgraph import Aligned
-from cfl_ray.methods.pfedme import MoreauStep
+from cfl_ray.methods.pfedme import KeptTheta
 from cfl_ray.nn.network import Network
 
 SGD = LocalSGD(epochs=4, batch_size=4, lr=0.1)
@@ -63,7 +65,7 @@ def assert_as_without(graphs: StepGraphs, network: Network, tasks) -> None:
     start_mP = expected.rows_mP.clone()
     expected.take_all()
     assert (expected.rows_mP - start_mP).abs().max() > 1e-3, "nothing was trained"
-    values = ((steps.rows_mP, steps.velocity_mP, steps.loss_m, *steps.companion) for steps in (found, expected))
+    values = ((steps.rows_mP, steps.velocity_mP, steps.loss_m, *steps.held.values()) for steps in (found, expected))
     for value, other in zip(*values, strict=True):
         assert (value is None) == (other is None) and (value is None or torch.equal(value, other))
 
@@ -107,22 +109,38 @@ def test_proximal_terms_and_frozen_models(graphs):
         frozen = network.new_model(seed, 5)
         tasks = tasks_of(network, SIZES, replace(SGD, epochs=8), [(0.3, head), (0.1,)], frozen_P=frozen)
         assert_as_without(recorded, network, tasks)
-    tasks[0] = replace(tasks[0], proximal=(replace(tasks[0].proximal[0], weight=0.5), tasks[0].proximal[1]))
+    first, second = tasks[0].held.proximal
+    tasks[0] = with_fields(tasks[0], proximal=(replace(first, weight=0.5), second))
     assert_as_without(recorded, network, tasks)
     assert graphs.recorded == 2, "weights that differ between clients are another kind"
 
 
+@dataclass(frozen=True)
+class _Near(ClientProgram):
+    """A loss on the features of the model and of another one, and a step with a pass of that."""
+
+    mu: float
+    only_tensors: ClassVar = True
+
+    def loss(self, batch, held):
+        other = batch.forward("a")
+        return batch.loss + self.mu * batch.mean((batch.features - other.features).square().sum(1))
+
+    def step(self, gradient, w, held, number):
+        return gradient(w, 0) + 0.1 * (gradient.forward("a", 0).outputs.mean((-2, -1)))[..., None]
+
+
 @pytest.mark.parametrize(
-    "local_step, companion",
-    [(FirstOrder(0.1), False), (MoreauStep(1.0, 2, 0.1, 0.0), True), (Aligned(0.3), True)],
-    ids=["per_fedavg", "pfedme", "pfedgraph"],
+    "program, model",
+    [(FirstOrder(0.1), ""), (KeptTheta(1.0, 2, 0.1, 0.0), "theta"), (Aligned(0.3), "a"), (_Near(0.5), "a")],
+    ids=["per_fedavg", "pfedme", "pfedgraph", "a loss on features"],
 )
-def test_steps_of_methods_and_second_models(local_step, companion, graphs):
+def test_steps_of_methods_and_second_models(program, model, graphs):
     network = Network(mlp, FLAT)
     recorded = graphs(network)
     for seed in (1, 2):
-        fields = {"local_step": local_step} | ({"companion_P": network.new_model(seed, 5)} if companion else {})
-        tasks = tasks_of(network, SIZES, replace(SGD, epochs=16), **fields)
+        models = {model: network.new_model(seed, 5)} if model else {}
+        tasks = tasks_of(network, SIZES, replace(SGD, epochs=16), program=program, models=models)
         assert_as_without(recorded, network, tasks)
     assert graphs.recorded == 1
 
@@ -147,17 +165,16 @@ def test_steps_with_something_on_the_host_are_not_recorded(graphs):
     recorded, local = graphs(network), replace(SGD, epochs=8)
     adam = replace(local, optimizer=resolve_optimizer("adam", {}))
     moving = tasks_of(network, SIZES, local, [(0.3, None, 0.5)])
-    own = tasks_of(network, SIZES, local, local_step=_Half())
-    for tasks in (tasks_of(network, SIZES, adam), moving, own, tasks_of(network, SIZES, local, trace=3)):
+    own = tasks_of(network, SIZES, local, program=_Half())
+    traced = tasks_of(network, SIZES, local, program=ClientProgram(trace=3))
+    for tasks in (tasks_of(network, SIZES, adam), moving, own, traced):
         assert_as_without(recorded, network, tasks)
         assert VmapSteps(network, tasks).kind() is None
     assert graphs.recorded == 0
 
 
-class _Half:
-    batches_per_step = 1
-
-    def __call__(self, gradient, w):
+class _Half(ClientProgram):
+    def step(self, gradient, w, held, number):
         return gradient(w, 0) / 2
 
 

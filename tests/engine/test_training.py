@@ -23,6 +23,7 @@ from training_tasks import (
     wide_cnn,
     with_batch_norm,
     with_dropout,
+    with_fields,
 )
 
 from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
@@ -65,7 +66,7 @@ class TestSequentialIsTorchSGD:
         network = Network(mlp, FLAT)
         (task,) = tasks_of(network, [10], local, proximal)
         expected, losses = by_torch(mlp, network, task)
-        plain, _ = by_torch(mlp, network, replace(task, proximal=()))
+        plain, _ = by_torch(mlp, network, with_fields(task, proximal=()))
         assert close(expected, plain, 1e-3) == (not proximal), "the proximal terms have an effect"
         (result,) = results(sequential, network, [task])
         assert close(result.row_P, expected, 1e-5)

@@ -11,7 +11,7 @@ from closeness import close
 from fake_memory import FakeMemory, install
 from federations import Spoiled, Stage, linear, uneven
 from torch import nn
-from training_tasks import LONG, long_mlp, results, rows
+from training_tasks import LONG, long_mlp, results, rows, with_fields
 
 from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
@@ -101,7 +101,7 @@ class TestSize:
         network = Network(long_mlp, LONG)
         full, (batches,) = tasks_of(network, 1), tasks_of(network, 1, LocalSGD(batch_size=4, momentum=0.9))
         assert kind_of(full)[:2] == (16, 16) and kind_of([batches])[:2] == (16, 4)
-        frozen = replace(full[0], frozen_P=full[0].start_P)
+        frozen = with_fields(full[0], frozen_P=full[0].start_P)
         assert len({kind_of(full), kind_of([batches]), kind_of([frozen])}) == 3
 
     @pytest.mark.parametrize("share, expected", [(1.0, 30 + 20 - 5), (0.25, 25 - 5), (0.01, 0)])
@@ -283,7 +283,7 @@ class TestStepsOnTheDevice:
     def test_of_span_use_nothing_of_the_host(self):
         network, here = Network(long_mlp, LONG, "meta"), Network(long_mlp, LONG)
         anchor = Proximal(0.1, here.new_model(0, 1), None)
-        tasks = [replace(task, proximal=(anchor,)) for task in tasks_of(here, 3, LocalSGD(epochs=3, momentum=0.9))]
+        tasks = [with_fields(task, proximal=(anchor,)) for task in tasks_of(here, 3, LocalSGD(epochs=3, momentum=0.9))]
         found = span_together.train_together(network, tasks, [span._terms(network, task) for task in tasks])
         assert all(tensor.is_meta for tensor in (found.x_BD, found.c_HB, found.a_mJ, found.others_mQ, found.loss_m))
 

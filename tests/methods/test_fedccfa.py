@@ -11,10 +11,11 @@ from rounds import EnginesAndCheckpoints, accuracy, floats, groups, row_accuracy
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from cfl_ray.core.classifier import Classifier
-from cfl_ray.core.clients import Clients
+from cfl_ray.core.clients import Batch, Clients
+from cfl_ray.core.params import Columns
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.engine.describing import ClientView
-from cfl_ray.methods.fedccfa import BalancedClassifier, FeatureAlignment, FedCCFA, label_groups
+from cfl_ray.methods.fedccfa import AlignedColumns, BalancedClassifier, FedCCFA, label_groups
 from cfl_ray.methods.fedrep import FedRep
 
 
@@ -59,8 +60,9 @@ def test_the_loss_on_features_is_that_of_the_cosines():
     loss = torch.tensor(2.0)
 
     def aligned(prototype_CF):
-        values = torch.cat([prototype_CF.flatten(), torch.tensor([0.3])])
-        return FeatureAlignment(3, 0.1)(loss, feature_BF, y_B, values).item()
+        batch = Batch(loss, feature_BF, torch.zeros(5, 3), y_B, torch.ones(5), None)
+        held = {"prototypes": prototype_CF, "weight": torch.tensor(0.3)}
+        return AlignedColumns(Columns(()), 0.0, 0.1).loss(batch, held).item()
 
     cosine = cosine_similarity(feature_BF[:, None], prototype_CF[None], dim=2)
     assert aligned(prototype_CF) == pytest.approx(2 + 0.3 * cross_entropy(cosine / 0.1, y_B).item(), rel=1e-5)

@@ -11,7 +11,7 @@ from linear import ETA, N_0, N_1, gradient, loss, matrix, stage
 from rounds import groups
 
 from cfl_ray.clustering.agreement import agreement
-from cfl_ray.core.clients import LocalTraining
+from cfl_ray.core.clients import ClientProgram, LocalTraining
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedgwc import FedGWC, rewards
 
@@ -30,7 +30,7 @@ def test_the_losses_of_the_first_steps_are_returned(engine):
     one = stage(engine=engine)
     clients, w = one.clients(), matrix(one.model())
     for trace in (2, 4):
-        how = LocalTraining(trace=trace, steps_M=np.array([3, 2]))
+        how = LocalTraining(program=ClientProgram(trace=trace), steps_M=np.array([3, 2]))
         found = clients.train(clients.send(one.model()[None]), how=how, average=torch.ones(1, 2)).step_loss_MS
         expected = np.full((2, trace), np.nan)
         for client, steps in ((0, 3), (1, 2)):

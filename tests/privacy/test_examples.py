@@ -177,7 +177,10 @@ def test_sums_may_have_noise_beside_it_and_be_secure():
             {"model": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))},
             "the model has none: statistics of batches, such as BatchNorm's, mix samples; use GroupNorm",
         ),
-        ({"runtime": {"engine": "vectorised"}}, "vectorised cannot train these clients: only sequential clips"),
+        (
+            {"runtime": {"engine": "vectorised"}},
+            "vectorised cannot train these clients: local training has clipped gradients",
+        ),
     ],
 )
 def test_refusals(sections, message):

@@ -147,7 +147,7 @@ def test_a_busy_tracker_is_tried_again_without_a_failure(tmp_path):
     log.finish("FINISHED", {})
     assert tracker.rounds == [1]
     (warning,) = warnings
-    assert "limits the rate of requests" in warning
+    assert "asks to come back later" in warning
 
 
 def test_patience_ends_the_wait_for_a_tracker_that_makes_progress(tmp_path):

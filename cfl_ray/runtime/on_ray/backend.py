@@ -114,7 +114,8 @@ def _kept_values(work: Work) -> tuple[_KeptValues | None, list[_KeptValues]]:
     if isinstance(work, Train):
         size = work.columns_of(work.start)
         if (state := work.client_state) is not None:
-            floats = (size if state.columns is None else state.columns.count) + size * work.local.persist
+            columns = size if state.columns is None else state.columns.count
+            floats = columns + work.kept_numbers + size * work.local.persist
             states = _KeptValues(4 * floats)
         if work.defer_aggregation:
             parts = [_KeptValues(4 * (part.stop - part.start)) for part in work.parts(size)]
@@ -178,12 +179,13 @@ class Exchange:
         return self.collects or bool(self.kept)
 
     def _returned_floats(self) -> int:
-        """The size of the features, or of the description, that a call returns of each client, at most."""
+        """The size of the features, the reports, or the description, that a call returns of each client, at most."""
         if isinstance(self.work, Describe):
             shape = self.setup.federation.shape
             return self.work.most_features(math.prod(shape.input), shape.num_classes)
-        features = self.work.features if isinstance(self.work, Train) else None
-        return 0 if features is None else features.count
+        if not isinstance(self.work, Train):
+            return 0
+        return sum(self.work.reports.values()) + (0 if self.work.features is None else self.work.features.count)
 
     def _returns_sums(self, chunks: int) -> bool:
         """Whether calls return their sums: if these are small and no values of clients stay on the hosts."""

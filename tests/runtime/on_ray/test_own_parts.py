@@ -12,7 +12,27 @@ import half_beside
 import numpy as np
 import torch
 
-from cfl_ray import Method, Serving, State
+from cfl_ray import ClientProgram, LocalTraining, Method, Serving, State
+
+
+@dataclass(frozen=True)
+class Rounds(ClientProgram):
+    """Counts the rounds in which the client took part."""
+
+    def keeps(self, spec):
+        return {"rounds": torch.zeros(1)}
+
+    def uploads(self, spec):
+        return {"rounds": 1}
+
+    def reports(self, spec):
+        return {"rounds": 1}
+
+    def loss(self, batch, held):
+        return batch.loss + 0.01 * batch.mean(batch.outputs.square().sum(1))
+
+    def finish(self, client, start_P, row_P, held):
+        held["rounds"] = held["rounds"] + 1
 
 
 @dataclass(frozen=True)
@@ -25,8 +45,11 @@ class Described(Method[State], name="described_by_labels"):
     def round(self, state, clients, rng):
         labels_M1, valid_M = clients.describe(number_of_labels)
         weight_M = clients.num_samples_M * (labels_M1[:, 0].numpy() > 1)
-        updates = clients.train(clients.send(state.models_KP), average=weight_M)
-        return state.advance(models_KP=updates.averaged(default=state.models_KP))
+        how = LocalTraining(program=Rounds())
+        updates = clients.train(clients.send(state.models_KP), how=how, average=weight_M)
+        mean_KX = updates.uploaded("rounds", torch.zeros(1, 1))
+        assert 1 <= mean_KX <= clients.round and updates.reported("rounds").nanmean() >= 1
+        return state.advance(models_KP=updates.averaged(default=state.models_KP) * (1 - mean_KX / 100))
 
     def serve(self, state, clients):
         return Serving(state.models_KP, clients.first_row())

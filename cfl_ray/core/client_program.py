@@ -1,0 +1,162 @@
+"""Client programs: what a client does between the rows that it receives and its result.
+
+A program is a frozen dataclass of hyper-parameters with hooks, written for one client and sent to hosts by value.
+Models and numbers of a client are not part of it: hooks find them in `held`, by name. They are
+
+    given    models that clients received, and numbers of each client (`LocalTraining.given`)
+    kept     numbers that the client keeps between rounds (`keeps`), and its kept model (`kept_model`)
+
+`begin` and `finish` are called once per client, on the host that reads its data, with tensors on the CPU. `step` and
+`loss` are called in every local step; an engine that trains m clients at once calls `step` with rows (m, ...) in place
+of (...), and `loss` under `torch.func.vmap`. In both, models are given in their trained columns.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from cfl_ray.core.describing import ClientData
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.params import ParamSpec
+
+Held = dict[str, Tensor]  # by name: models and numbers of one client
+
+
+class Need(StrEnum):
+    """Part of local training beyond steps of plain SGD with fixed proximal terms, which an engine may lack."""
+
+    STEP = "steps of its own, such as steps of several gradients"
+    LOSS = "a loss of its own"
+    BRANCHES = "a loss that branches on values (one_by_one)"
+    TRACE = "the losses of single steps"
+    MOMENTUM = "momentum that persists between rounds"
+    MOVING_ANCHOR = "a proximal term whose anchor moves"
+    OPTIMIZER = "more than plain SGD: another optimiser, clipped gradients or a learning rate by step"
+    EXAMPLES = "clipped gradients of single samples"
+
+
+class ProgramClient(ClientData, Protocol):
+    """A client in `begin` and `finish`: its data, and how it trains."""
+
+    @property
+    def steps(self) -> int:
+        """Local steps of this exchange."""
+
+    @property
+    def local(self) -> LocalSGD:
+        """Local training of this exchange; `local.lr` is eta."""
+
+
+class Gradient(Protocol):
+    """The gradient of the loss of a step's batches, at any row."""
+
+    def __call__(self, w: Tensor, batch: int) -> Tensor:
+        """Gradient at `w` (trained columns) on batch 0 .. `batches_per_step` - 1."""
+
+    def forward(self, w: Tensor | str, batch: int) -> "Forward":
+        """A forward pass of `w`, or of the held model of this name, on this batch in evaluation mode."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward pass of a model on a batch, without gradient in evaluation mode."""
+
+    features: Tensor  # (B, F): inputs of the last layer
+    outputs: Tensor  # (B, *output_shape)
+    y: Tensor  # (B, ...): targets
+    real_B: Tensor  # float32: 1, or 0 for a sample that only pads the batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch in `ClientProgram.loss`: the pass of the model that is trained, with its gradient."""
+
+    loss: Tensor  # the task's mean loss
+    features: Tensor  # (B, F), float32: inputs of the last layer
+    outputs: Tensor  # (B, *output_shape), with those of a frozen model added
+    y: Tensor  # (B, ...): targets
+    real_B: Tensor  # float32: 1, or 0 for a sample that only pads the batch
+    passed: Callable[[str], Forward] = field(repr=False)
+
+    def mean(self, value_B: Tensor) -> Tensor:
+        """Mean of a value of each sample, without samples that only pad the batch."""
+        return (value_B * self.real_B).sum() / self.real_B.sum()
+
+    def forward(self, model: str) -> Forward:
+        """The pass of a held model on the same batch, without gradient in evaluation mode."""
+        return self.passed(model)
+
+
+@dataclass(frozen=True)
+class ClientProgram:
+    """Mini-batch SGD on the task's loss. A subclass overrides hooks and declares what they use.
+
+    trace: number of leading steps whose mini-batch losses are returned (`Updates.step_loss_MS`).
+    """
+
+    batches_per_step: ClassVar[int] = 1  # new batches per step
+    moves: ClassVar[tuple[str, ...]] = ()  # names of held tensors that `step` changes in place
+    # name of the held model that begins as the client's kept one (`ClientState`): without a kept one as the given model
+    # of this name, or else as the received model. If `step` moves it, the client keeps it, else the trained model.
+    # Training then starts from the received model
+    kept_model: ClassVar[str] = ""
+    only_tensors: ClassVar[bool] = False  # hooks are functions of their tensors alone: a GPU may record a step
+    one_by_one: ClassVar[bool] = (
+        False  # `loss` branches on values, so it cannot be computed for several clients at once
+    )
+
+    trace: int = field(default=0, kw_only=True)
+
+    def keeps(self, spec: ParamSpec) -> Mapping[str, Tensor]:
+        """Numbers that the client keeps between rounds beside the columns of its `ClientState`, with first values."""
+        return {}
+
+    def uploads(self, spec: ParamSpec) -> Mapping[str, int]:
+        """Names and lengths, at most P, of further uploads, which are averaged with the weights of the models.
+
+        They are in `held` after `finish` (`Updates.uploaded`).
+        """
+        return {}
+
+    def reports(self, spec: ParamSpec) -> Mapping[str, int]:
+        """Names and lengths of numbers that the server gets of each client.
+
+        They are in `held` after `finish` (`Updates.reported`).
+        """
+        return {}
+
+    def begin(self, client: ProgramClient, start_P: Tensor, held: Held) -> Tensor:
+        """The row (P,) that training starts from. start_P: the row it would start from. It may change `held`."""
+        return start_P
+
+    def step(self, gradient: Gradient, w: Tensor, held: Held, number: Any) -> Tensor:
+        """Direction of step `number` (from 0) at `w`, in the trained columns, before momentum.
+
+        number: with `only_tensors`, on a GPU a tensor (1,).
+        """
+        return gradient(w, 0)
+
+    def loss(self, batch: Batch, held: Held) -> Tensor:
+        """The loss of a batch, a number, whose gradient is taken; it is reported as the training loss."""
+        return batch.loss
+
+    def finish(self, client: ProgramClient, start_P: Tensor, row_P: Tensor, held: Held) -> None:
+        """Writes what the client keeps, uploads and reports into `held`. row_P: the trained row (P,)."""
+
+    def overrides(self, hook: str) -> bool:
+        """Whether the program has this hook of its own."""
+        return getattr(type(self), hook) is not getattr(ClientProgram, hook)
+
+    @property
+    def needs(self) -> set[Need]:
+        """The needs of the steps of this program."""
+        given = {
+            Need.STEP: self.overrides("step"),
+            Need.LOSS: self.overrides("loss"),
+            Need.BRANCHES: self.overrides("loss") and self.one_by_one,
+            Need.TRACE: self.trace > 0,
+        }
+        return {need for need, holds in given.items() if holds}

@@ -1,0 +1,144 @@
+"""Tries the delivery of results to real MLflow servers: what arrived, and what it cost.
+
+    python -m jobs.parts                          # all servers that can be started here
+    python -m jobs.parts --servers sqlite --rounds 20
+
+Each server is started on this machine and is reached through a proxy with the faults of a line (`jobs.parts.line`).
+Entries are those of 22 metrics; `delay` is the longest time that a round waited for the tracker.
+"""
+
+import argparse
+import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cfl_ray.tracking import Mlflow, RoundRecord, RunInfo, RunLog, deliver_pending
+from cfl_ray.tracking.delivery import lacks
+from cfl_ray.tracking.mlflow import connect
+from jobs.chaos.mlflow_server import USER, MlflowServer
+from jobs.parts.line import Line
+
+METRICS = 22
+_ROUND_SECONDS = 0.02
+_PATIENCE_SECONDS = 180.0
+_FAULTS: dict[str, Callable[[Line], None]] = {}  # by name; each prepares a line
+_COLUMNS = ("server", "line", "entries", "lost", "twice", "requests", "delay, ms", "end, s")
+
+
+def _fault(name: str) -> Callable[[Callable[[Line], None]], Callable[[Line], None]]:
+    def register(prepare: Callable[[Line], None]) -> Callable[[Line], None]:
+        _FAULTS[name] = prepare
+        return prepare
+
+    return register
+
+
+@_fault("good")
+def _good(line: Line) -> None:
+    """Nothing is added."""
+
+
+@_fault("0.3 s a request")
+def _slow(line: Line) -> None:
+    line.delay = 0.3
+
+
+@_fault("3 requests a second, Retry-After 1 s")
+def _limited(line: Line) -> None:
+    line.per_second = 3
+
+
+@_fault("503 for 20 s")
+def _unavailable(line: Line) -> None:
+    line.unavailable = time.monotonic() + 20
+
+
+@_fault("every 5th answer lost")
+def _lossy(line: Line) -> None:
+    line.cut = lambda line, path: sum(line.requests.values()) % 5 == 0
+
+
+@contextmanager
+def _server(kind: str, folder: Path) -> Iterator[MlflowServer]:
+    """A running server; MLflow's client in this process logs in where it is asked to."""
+    server = MlflowServer(folder / "server.db", login=kind == "sqlite, login")
+    os.environ |= {"MLFLOW_TRACKING_USERNAME": USER[0], "MLFLOW_TRACKING_PASSWORD": USER[1]}
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def _delivered(server: MlflowServer, experiment: str) -> list[tuple[str, int]]:
+    """The entries (metric, round) that the server has of an experiment's runs."""
+    client, experiment_id = connect(server.uri, experiment)
+    return [
+        (name, entry.step)
+        for run in client.search_runs([experiment_id])
+        for name in run.data.metrics
+        for entry in client.get_metric_history(run.info.run_id, name)
+    ]
+
+
+def tried(server: MlflowServer, kind: str, fault: str, rounds: int, folder: Path) -> Mapping[str, Any]:
+    """Records a run through a line with a fault, and compares what arrived with what was recorded."""
+    experiment = f"{kind}, {fault}"
+    with Line(server.uri) as line:
+        _FAULTS[fault](line)
+        log = RunLog(folder, {"mlflow": Mlflow(line.uri, experiment)}, warn=lambda text: None)
+        log.start(RunInfo("fedavg", "fedavg", params={"data.source": "digits"}))
+        delay = 0.0
+        for round in range(1, rounds + 1):
+            metrics = {f"m{i}": round + i / METRICS for i in range(METRICS)}
+            began = time.monotonic()
+            log.log(RoundRecord(round, metrics, 1_700_000_000_000 + round))
+            delay = max(delay, time.monotonic() - began)
+            time.sleep(_ROUND_SECONDS)
+        began = time.monotonic()
+        log.finish("FINISHED", {})
+        end = time.monotonic() - began
+        line.cut = lambda line, path: False
+        time.sleep(max(line.unavailable - time.monotonic(), 0))
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while lacks(folder, "mlflow") and time.monotonic() < deadline:  # as later commands do
+            deliver_pending(folder.parent, line.uri, seconds=60)
+            time.sleep(1)
+    found = _delivered(server, experiment)
+    wanted = {(f"m{i}", round) for i in range(METRICS) for round in range(1, rounds + 1)}
+    values = (kind, fault, len(found), len(wanted - set(found)), len(found) - len(set(found)))
+    costs = (sum(line.requests.values()), f"{1000 * delay:.0f}", f"{end:.1f}")
+    return dict(zip(_COLUMNS, (*values, *costs), strict=True))
+
+
+def main() -> int:
+    servers = ["sqlite", *["sqlite, login"] * (importlib.util.find_spec("flask_wtf") is not None)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--servers", nargs="+", choices=servers, default=servers)
+    parser.add_argument("--faults", nargs="+", choices=list(_FAULTS), default=list(_FAULTS))
+    parser.add_argument("--rounds", type=int, default=100)
+    given = parser.parse_args()
+    table, is_whole = Table(*_COLUMNS), True
+    with tempfile.TemporaryDirectory() as folder:
+        for number, kind in enumerate(given.servers):
+            root = Path(folder) / str(number)
+            root.mkdir()
+            with _server(kind, root) as server:
+                for place, fault in enumerate(given.faults):
+                    row = tried(server, kind, fault, given.rounds, root / "runs" / str(place))
+                    table.add_row(*map(str, row.values()))
+                    is_whole &= row["lost"] == row["twice"] == 0
+    Console().print(table)
+    return 0 if is_whole else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
