@@ -141,7 +141,7 @@ def test_yaml_block_loads():
 
 
 def test_published_tables_of_the_report_page_load():
-    from cfl_ray.config.published import load_published
+    from cfl_ray.results.published import load_published
 
     (text,) = blocks("yaml", (ROOT / "docs" / "report.md").read_text())
     Path("paper.yaml").write_text(text)

@@ -8,11 +8,11 @@ import pytest
 
 from cfl_ray import config, data, models, simulate
 from cfl_ray.config.partition import PARTITION_KINDS
-from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study, merged
 from cfl_ray.errors import DataError
 from cfl_ray.methods import resolve
-from cfl_ray.study.plan import StudyRun, plan
+from cfl_ray.results.published import load_published
+from cfl_ray.study.study_plan import StudyRun, plan
 from cfl_ray.study.sweep import trials_of
 from cfl_ray.tracking.record import METRICS
 

@@ -52,7 +52,7 @@ FOREIGN = {  # package of others -> the only place that may import it
     "typer": "cli/",
     "rich": "cli/",
 }
-LIGHT = ["cfl_ray.cli.commands", "cfl_ray.cli.tables", "cfl_ray.cli.live_client", "cfl_ray.runtime.on_ray.ask"]
+LIGHT = ["cfl_ray.cli.commands", "cfl_ray.cli.printed_tables", "cfl_ray.cli.live_client", "cfl_ray.runtime.on_ray.ask"]
 LIGHT += ["cfl_ray.runtime.on_ray.host_actor", "cfl_ray.runtime.on_ray.server_actor"]
 
 
@@ -101,9 +101,14 @@ def modules() -> dict[str, ast.AST]:
 
 def test_the_walk_sees_the_package():
     """The rules below hold for something: these modules exist and import what they are known to."""
-    assert {"core/clients.py", "engine/worker.py", "runtime/on_ray/backend.py", "methods/stocfl.py"} <= SOURCES.keys()
+    assert {
+        "core/clients.py",
+        "engine/worker.py",
+        "runtime/on_ray/ray_backend.py",
+        "methods/stocfl.py",
+    } <= SOURCES.keys()
     assert "core" in ours(TREES["methods/fedavg.py"]) and "data" in ours(TREES["engine/worker.py"])
-    assert any(name.split(".")[0] == "ray" for name in imports(TREES["runtime/on_ray/backend.py"]))
+    assert any(name.split(".")[0] == "ray" for name in imports(TREES["runtime/on_ray/ray_backend.py"]))
 
 
 def test_layers():
@@ -152,6 +157,51 @@ def test_only_one_place_knows_tensorboard():
     users = {name for name, tree in TREES.items() if "torch.utils.tensorboard" in imports(tree)}
     assert users == {"tracking/trackers.py"}
     assert not any(found.split(".")[0] == "tensorboard" for tree in TREES.values() for found in imports(tree))
+
+
+PRIVATE_OF_RAY = re.compile(r"\bray([./]\w+)*[./](_(?!_)\w+|core\b)|\b(setup|default)_worker\.py\b")
+
+
+def private_names_of_ray(tree: ast.AST) -> set[str]:
+    """Private names of Ray that it imports, uses as attributes, or writes in texts other than docstrings."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
+    }
+    texts = set(imports(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            texts.add(ast.unparse(node))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            texts.add(node.value)
+    return {found[0] for text in texts if (found := PRIVATE_OF_RAY.search(text))}
+
+
+@pytest.mark.parametrize(
+    "code, private",
+    [
+        ("from ray._private import node", True),
+        ("import ray.core.generated.common_pb2", True),
+        ("from ray._raylet import GcsClient", True),
+        ("from ray.autoscaler._private.util import prepare_config", True),
+        ("from ray.experimental.internal_kv import _internal_kv_put", True),
+        ("import ray; ray._private.node.Node", True),
+        ("import_module('ray._private.node')", True),
+        ("command = ['-m', 'ray._private.workers.default_worker']", True),
+        ("path = root / 'ray/_private/workers'", True),
+        ("path.with_name('setup_worker.py')", True),
+        ("from ray.exceptions import RayError; ray.__version__; ray.util.scheduling_strategies", False),
+        ("from cfl_ray.core import work; cfl_ray._MODULES", False),
+    ],
+)
+def test_private_names_of_ray_are_seen(code, private):
+    assert bool(private_names_of_ray(ast.parse(code))) == private
+
+
+def test_only_one_module_uses_private_names_of_ray():
+    users = {name for name, tree in modules().items() if private_names_of_ray(tree)}
+    assert users == {"cfl_ray.runtime.on_ray.ray_internals"}
 
 
 def test_tracking_and_reports_need_neither_torch_nor_ray():
@@ -209,8 +259,8 @@ def test_one_class_name_means_one_thing():
 
 def test_config_sections_end_in_config():
     from cfl_ray.config import ConfigSection, Experiment
-    from cfl_ray.config.published import PublishedTable, PublishedTables
     from cfl_ray.config.study import Study
+    from cfl_ray.results.published import PublishedTable, PublishedTables
 
     def below(cls):
         return {cls, *(one for child in cls.__subclasses__() for one in below(child))}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cfl_ray.cli.tables import default_text
+from cfl_ray.cli.printed_tables import default_text
 from cfl_ray.clock.from_config import ARGUMENTS as CLOCK_ARGUMENTS
 from cfl_ray.config import BuiltinKind, ConfigSection
 from cfl_ray.config.asynchronous import STALENESS_KINDS

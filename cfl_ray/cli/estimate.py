@@ -16,7 +16,7 @@ from rich.table import Table
 
 from cfl_ray import data
 from cfl_ray.cli.console import counted, say
-from cfl_ray.cli.tables import notes_on, number_table, print_table
+from cfl_ray.cli.printed_tables import notes_on, number_table, print_table
 from cfl_ray.clock.virtual_time import Flights, VirtualTime
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
@@ -28,16 +28,16 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.nn.network import Network
 from cfl_ray.population.population import Population, count_of
 from cfl_ray.privacy.examples import describe as describe_examples
-from cfl_ray.privacy.plan import describe
+from cfl_ray.privacy.privacy_plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.participation import drawn_cohort, wanted_clients
 from cfl_ray.setup.checks import bytes_of_participants, compared_clients, most_participants, why_not_engine
 from cfl_ray.setup.dry_rounds import TrafficEstimate, traffic
 from cfl_ray.setup.engine_choice import compute_device
 from cfl_ray.setup.prepare import setup_on
-from cfl_ray.setup.schedule import population_of
+from cfl_ray.setup.scheduled_changes import population_of
 from cfl_ray.setup.setup import Setup
-from cfl_ray.study.plan import StudyRun, metric_warnings
+from cfl_ray.study.study_plan import StudyRun, metric_warnings
 from cfl_ray.study.worker_pool import resources_for
 from cfl_ray.system.machine import available_memory, usable_cpus
 

@@ -67,8 +67,16 @@ def load_experiment(file: str | None, overrides: list[str] | None, asks: bool = 
     resolve(experiment.methods)
     if (base := output_base()) is not None and not Path(experiment.output).is_absolute():
         experiment = experiment.model_copy(update={"output": str(base / experiment.output)})
-    deliver_earlier_results(experiment)
+    say_earlier_results(experiment)
     return experiment
+
+
+def say_earlier_results(experiment: "Experiment") -> None:
+    """Delivers what earlier runs could not deliver to MLflow, and says so."""
+    from cfl_ray.tracking import deliver_earlier_results
+
+    for line in deliver_earlier_results(experiment.tracking, experiment.output, warn):
+        say(line)
 
 
 def folder_option(help: str) -> Any:
@@ -123,14 +131,3 @@ def output_base() -> Path | None:
     The working directory of a submitted job is a copy that is deleted with the job.
     """
     return Path.home() if IN_JOB in os.environ else None
-
-
-def deliver_earlier_results(experiment: "Experiment") -> None:
-    """Delivers to MLflow the undelivered records of earlier runs below the same `output`."""
-    from cfl_ray.tracking import deliver_pending, resolve_uri
-
-    if not experiment.tracking.uses_mlflow:
-        return
-    uri = resolve_uri(experiment.tracking, experiment.output)
-    for run_dir, rounds in deliver_pending(experiment.output, uri, warn=warn).items():
-        say(f"Delivered {rounds} rounds of {run_dir} to MLflow, which was out of reach before.")

@@ -13,7 +13,7 @@ from cfl_ray.cli.run_commands import study_from
 from cfl_ray.errors import ConfigError, command
 
 if TYPE_CHECKING:  # the help text does not wait for torch
-    from cfl_ray.study.plan import Selection
+    from cfl_ray.study.study_plan import Selection
 
 
 def check(
@@ -34,12 +34,12 @@ def check(
     numbers. FILE may be a study: then all its runs are validated, or those that --setting, --method and --seed select,
     and sizes and traffic are printed for every setting.
     """
-    from cfl_ray.cli import tables
+    from cfl_ray.cli import printed_tables
     from cfl_ray.cli.estimate import estimate, show
     from cfl_ray.config.study import is_study_file
 
     if file is not None and inputs.is_file(file) and is_study_file(file):
-        from cfl_ray.study.plan import Selection
+        from cfl_ray.study.study_plan import Selection
 
         _check_study(Path(file), overrides, Selection(settings or (), methods or (), seeds or ()), as_yaml, trust)
         return
@@ -50,7 +50,7 @@ def check(
     if as_yaml:
         say(experiment.to_yaml(credentials=False).rstrip())
         return
-    tables.show_differences(experiment, out)
+    printed_tables.show_differences(experiment, out)
     show(estimated, out)
     say(f"The config is valid. Run it with: {command('run', file, *(overrides or ()))}")
 
@@ -80,7 +80,7 @@ def explain(
     ] = None,
 ) -> None:
     """List the keys of an experiment with their meaning, values and defaults: all, those of a section, or one."""
-    from cfl_ray.cli.tables import indented
+    from cfl_ray.cli.printed_tables import indented
     from cfl_ray.config import Experiment, keys
 
     for section in keys.find(Experiment, key) if key else keys.sections(Experiment):
@@ -95,13 +95,13 @@ def methods(
     name: Annotated[str | None, typer.Argument(help="A method whose options are shown.", show_default=False)] = None,
 ) -> None:
     """List the methods, or the options of one method with their defaults and meaning."""
-    from cfl_ray.cli import tables
+    from cfl_ray.cli import printed_tables
     from cfl_ray.methods import REGISTRY, find
 
     if name is not None:
-        tables.describe_method(find(name), out, name)
+        printed_tables.describe_method(find(name), out, name)
         return
-    table = tables.folding("name", "description")
+    table = printed_tables.folding("name", "description")
     for label, cls in REGISTRY.items():
         table.add_row(label, cls.summary())
     out.print(table)
@@ -118,7 +118,7 @@ def list_parts(
 ) -> None:
     """List the kinds of parts of an experiment; or the parts of one kind, with parameters and how to add your own."""
     from cfl_ray.cli.catalogue import KINDS, OTHER_NAMES
-    from cfl_ray.cli.tables import folding
+    from cfl_ray.cli.printed_tables import folding
     from cfl_ray.errors import did_you_mean
 
     if kind is None:

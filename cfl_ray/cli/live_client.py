@@ -63,26 +63,16 @@ def status(run_dir: Path) -> RunStatus:
     experiment, live = config.load(directory.config), directory.is_live
     server = read_server_address(run_dir) if live else None
     methods = _begun(run_dir)
-    answer = _server_status(run_dir, server) if live and server else {}
+    answer = _server_status(run_dir, server) if server else {}
     label = answer.get("method") or next(reversed(methods), None)
     if live and label and methods.get(label) != "finished":
         methods[label] = "at work"
     waiting = max(0, len(methods_in({"methods": experiment.methods})) - len(methods))
-    finished = not waiting and all(progress == "finished" for progress in methods.values())
+    all_finished = not waiting and set(methods.values()) <= {"finished"}
+    # a run may be killed between the end of its last method and its own
+    state = "live" if live else "finished" if all_finished and is_finished(run_dir) else _ended(run_dir)
     records_of = {label: list(read_records(directory.method(label).path)) for label in methods}
     records = records_of.get(label, []) if label else []
-    rejected = {label: updates for label, of in records_of.items() if (updates := rejected_updates(of)).count}
-    last = next((record for record in reversed(records) if is_evaluated(record.metrics)), None)
-    score = primary_of(last.metrics) if last else "accuracy"
-    shown = (score, f"{score}_local", "num_clusters", "epsilon")
-    # a run may be killed between the end of its last method and its own
-    state = "live" if live else "finished" if finished and is_finished(run_dir) else _ended(run_dir)
-    over = [label for label, progress in methods.items() if progress == "finished" or state == "stopped"]
-    early = {label: why_early(records_of[label], experiment.rounds, methods[label] == "finished") for label in over}
-    events = [event for record in records for event in record.events if event.event != "phase"]
-    recorded, seconds = records[-1].round if records else 0, _seconds_per_round(records)
-    when, fault = answer.get("last_fault") or (None, None)
-    unknown = answer.get("unreachable", "starting, or in one process")
     return RunStatus(
         experiment.name,
         state,
@@ -90,29 +80,16 @@ def status(run_dir: Path) -> RunStatus:
         methods,
         waiting,
         label,
-        step=answer.get("state") or (("ending" if finished else unknown) if live else None),
-        phase=(records[-1].next_phase or None) if records else None,
-        last_event=f"round {events[-1].round}: {events[-1].text}" if events else None,
-        round=answer.get("round") or recorded,
-        score=score,
-        metrics={name: last.metrics[name] for name in shown if name in last.metrics} if last else {},
-        evaluated=last.round if last else None,
-        **{name: answer.get(name) for name in ("hosts", "hosts_starting", "nodes", "clients_online", "clients")},
-        seconds_per_round=seconds,
-        seconds_left=(seconds and live and seconds * (experiment.rounds - recorded)) or None,
-        last_fault=fault,
-        fault_age=when and max(0.0, time.time() - when),
-        rejected={label: updates.count for label, updates in rejected.items()},
-        updates={label: updates.total for label, updates in rejected.items() if updates.total is not None},
-        diverged={
-            label: why
-            for label, progress in methods.items()
-            if progress == "finished" and (why := why_diverged(records_of[label]))
-        },
-        early={label: why for label, why in early.items() if why},
-        pending=answer.get("pending", []),
+        step=_step(answer, all_finished) if live else None,
+        round=answer.get("round") or _last_round(records),
+        **_of_last_round(records),
+        **_of_last_evaluation(records),
+        **_of_time(records, experiment.rounds if live else None),
+        **_of_server(answer),
+        **_of_updates(records_of),
+        **_of_ends(records_of, methods, experiment.rounds, state),
         next=None if state in ("live", "finished") else how_to_resume(directory),
-        driver=f"{server.host}, process {server.pid}" if live and server else None,
+        driver=f"{server.host}, process {server.pid}" if server else None,
     )
 
 
@@ -161,6 +138,79 @@ def _server_status(run_dir: Path, server: ServerAddress) -> dict[str, Any]:
         return _ask_server(server, "status")
     except RunError as error:
         return {"unreachable": str(error)} if RunDirectory(run_dir).is_live else {}
+
+
+# ---- parts of a status, each some fields of RunStatus
+
+
+def _step(answer: dict[str, Any], all_finished: bool) -> str:
+    """The step of the round of a live run. all_finished: all its methods have ended."""
+    if state := answer.get("state"):
+        return str(state)
+    return "ending" if all_finished else str(answer.get("unreachable", "starting, or in one process"))
+
+
+def _of_server(answer: dict[str, Any]) -> dict[str, Any]:
+    """Fields that only the server of a live run knows."""
+    when, fault = answer.get("last_fault") or (None, None)
+    return {name: answer.get(name) for name in ("hosts", "hosts_starting", "nodes", "clients_online", "clients")} | {
+        "last_fault": fault,
+        "fault_age": when and max(0.0, time.time() - when),
+        "pending": answer.get("pending", []),
+    }
+
+
+def _last_round(records: list[RoundRecord]) -> int:
+    return records[-1].round if records else 0
+
+
+def _of_last_round(records: list[RoundRecord]) -> dict[str, Any]:
+    events = [event for record in records for event in record.events if event.event != "phase"]
+    return {
+        "phase": (records[-1].next_phase or None) if records else None,
+        "last_event": f"round {events[-1].round}: {events[-1].text}" if events else None,
+    }
+
+
+def _of_last_evaluation(records: list[RoundRecord]) -> dict[str, Any]:
+    last = next((record for record in reversed(records) if is_evaluated(record.metrics)), None)
+    if last is None:
+        return {}
+    score = primary_of(last.metrics)
+    shown = (score, f"{score}_local", "num_clusters", "epsilon")
+    metrics = {name: last.metrics[name] for name in shown if name in last.metrics}
+    return {"score": score, "metrics": metrics, "evaluated": last.round}
+
+
+def _of_time(records: list[RoundRecord], rounds: int | None) -> dict[str, Any]:
+    """rounds: of the method in a live run; None: the run is not live."""
+    seconds = _seconds_per_round(records)
+    left = seconds * (rounds - _last_round(records)) if seconds and rounds else None
+    return {"seconds_per_round": seconds, "seconds_left": left or None}
+
+
+def _of_updates(records_of: dict[str, list[RoundRecord]]) -> dict[str, Any]:
+    updates_of = {label: rejected_updates(records) for label, records in records_of.items()}
+    rejected = {label: updates for label, updates in updates_of.items() if updates.count}
+    return {
+        "rejected": {label: updates.count for label, updates in rejected.items()},
+        "updates": {label: updates.total for label, updates in rejected.items() if updates.total is not None},
+    }
+
+
+def _of_ends(
+    records_of: dict[str, list[RoundRecord]], methods: dict[str, str], rounds: int, state: str
+) -> dict[str, Any]:
+    """methods: their progress. rounds: of each method. state: of the run."""
+    diverged: dict[str, str] = {}
+    early: dict[str, str] = {}
+    for label, progress in methods.items():
+        finished = progress == "finished"
+        if finished and (why := why_diverged(records_of[label])):
+            diverged[label] = why
+        if (finished or state == "stopped") and (why := why_early(records_of[label], rounds, finished)):
+            early[label] = why
+    return {"diverged": diverged, "early": early}
 
 
 # ---- read from files

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from cfl_ray.cli import tables
+from cfl_ray.cli import printed_tables
 from cfl_ray.cli.console import counted, say
 from cfl_ray.cli.live_client import own_step
 from cfl_ray.config import Experiment
@@ -25,14 +25,14 @@ from cfl_ray.errors import Diverged, RunStopped, duration
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.report.drawing import tested_in_words
 from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread
-from cfl_ray.results.load import recorded_run
+from cfl_ray.results.recorded_runs import recorded_run
 from cfl_ray.results.results import Results, divergence
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.setup import Setup
-from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.run import StudyResults, StudyWatcher
+from cfl_ray.study.study_plan import StudyRun
 from cfl_ray.study.sweep import RankedTrial
 from cfl_ray.study.worker_pool import Resources, RunOutcome
 from cfl_ray.tracking import RoundRecord, where_to_look
@@ -156,7 +156,7 @@ class Display(Watcher):
         self._line(self.tested_on)
         for warning in setup.warnings + setup.federation.warnings:
             self._line(f"warning: {warning}")
-        for note in tables.notes_on(setup, network, int(federation.num_samples_N.max())):
+        for note in printed_tables.notes_on(setup, network, int(federation.num_samples_N.max())):
             self._line(f"note: {note}")
         self._line(f"engine {run_info['engine']}")
         if run_dir is not None:
@@ -177,11 +177,11 @@ class Display(Watcher):
         self.at_work = None if report.finished else (label, report.round)
         if self.live:
             if evaluated:
-                self.metrics[label] = tables.metrics_line(report.metrics)
+                self.metrics[label] = printed_tables.metrics_line(report.metrics)
             self.progress.update(self.bars[label], completed=report.round)
             self._show(label)
         elif evaluated and (report.round % max(1, self.rounds // 10) == 0 or report.finished):
-            line = f"{label} round {report.round}/{self.rounds}  {tables.metrics_line(report.metrics)}"
+            line = f"{label} round {report.round}/{self.rounds}  {printed_tables.metrics_line(report.metrics)}"
             self._line(f"{line}  {left}" if left else line)
 
     def _show(self, label: str, *more: str) -> None:
@@ -240,22 +240,21 @@ class Display(Watcher):
 
     def _show_table(self, results: Results) -> None:
         """Prints the table of results and warnings about them."""
-        tables.print_table(tables.comparison(results), self.console)
+        printed_tables.print_table(printed_tables.comparison(results), self.console)
         self._line(
-            f"{tables.score_of(results)}: of the model that the server would give each client next, mean over clients "
-            "(P-server); "
-            "P-local: of the model that each client holds after its own training"
+            f"{printed_tables.score_of(results)}: of the model that the server would give each client next, mean over "
+            "clients (P-server); P-local: of the model that each client holds after its own training"
         )
-        self._line(tables.SECONDS)
+        self._line(printed_tables.SECONDS)
         if self.tested_on:
             self._line(self.tested_on)
         for label, method in results.methods.items():
             finished = method.directory is None or is_finished(method.directory)
             if early := why_early(method.records, self.rounds, finished):
                 self._line(f"note: {label} ended {early}")
-            if warning := tables.alone_warning(method.final):
+            if warning := printed_tables.alone_warning(method.final):
                 self._line(f"warning: {label}: {warning}")
-            if warning := tables.rejection_warning(label, method.records):
+            if warning := printed_tables.rejection_warning(label, method.records):
                 self._line(f"warning: {warning}")
 
     def show(self, results: Results, took: str | None = None) -> None:
@@ -343,7 +342,9 @@ class StudyDisplay(StudyWatcher):
         estimate = duration(fmean(self.seconds) * self.left / self.at_once)
         left = f"; about {estimate} left" if self.left and not self.learns else ""
         last = _last_record(run, self.root)
-        self._print(f"{run.name}: {tables.metrics_line(last.metrics) if last else 'no evaluation'}, {took}{left}")
+        self._print(
+            f"{run.name}: {printed_tables.metrics_line(last.metrics) if last else 'no evaluation'}, {took}{left}"
+        )
         if self.whole is not None:
             self.progress.update(self.whole, advance=1, note=left.removeprefix("; "))
 
@@ -404,10 +405,10 @@ def show_tables(table: "pd.DataFrame", metrics: Sequence[str], console: Console)
         first = "method"
         if len(wide.columns) > _MOST_COLUMNS:
             wide, first = wide.T, "setting"
-        grid = tables.number_table(metric, [escape(str(name)) for name in wide.columns], first)
+        grid = printed_tables.number_table(metric, [escape(str(name)) for name in wide.columns], first)
         for name, cells in wide.iterrows():
             grid.add_row(escape(str(name)), *map(str, cells))
-        tables.print_table(grid, console)
+        printed_tables.print_table(grid, console)
 
 
 def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metric: str, console: Console) -> None:
@@ -419,14 +420,16 @@ def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metr
         trials = list(group)
         tested = ["p"] if any(trial.p == trial.p for trial in trials) else []
         headings = [*short_names(list(trials[0].parameters)), "runs", metric, *tested]
-        grid = tables.number_table(f"{method}{_in(setting)}", [escape(heading) for heading in headings], "place")
+        grid = printed_tables.number_table(
+            f"{method}{_in(setting)}", [escape(heading) for heading in headings], "place"
+        )
         places = [trial.place for trial in trials]
         for trial in trials[:_MOST_TRIALS]:
             cells = [escape(as_yaml(value)) for value in trial.parameters.values()]
             cells += [str(len(trial.values)), mean_and_spread(trial.mean, trial.std) or "-"]
             cells += [tested_in_words(trial.p, trial.effect, len(trial.values), len(trials))] * len(tested)
             grid.add_row(f"{trial.place}{' =' * (places.count(trial.place) > 1)}", *cells)
-        tables.print_table(grid, console)
+        printed_tables.print_table(grid, console)
         if len(trials) > _MOST_TRIALS:
             say(f"and {len(trials) - _MOST_TRIALS} more, in artifacts/trials.csv", console)
     for trial in best:

@@ -23,7 +23,7 @@ def status(
     import dataclasses
     import json
 
-    from cfl_ray.cli import live_client, tables
+    from cfl_ray.cli import live_client, printed_tables
     from cfl_ray.run_directory import RunDirectory
     from cfl_ray.study.status import study_status
 
@@ -32,9 +32,9 @@ def status(
         values = json.dumps(dataclasses.asdict(status))  # JSON has no NaN: null
         say(json.dumps(json.loads(values, parse_constant=lambda constant: None), indent=1))
     elif isinstance(status, live_client.RunStatus):
-        tables.show_status(status, out)
+        printed_tables.show_status(status, out)
     else:
-        tables.show_study_status(status, out)
+        printed_tables.show_study_status(status, out)
 
 
 def join(

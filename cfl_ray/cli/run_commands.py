@@ -13,7 +13,7 @@ from cfl_ray.system.imports import uncollected
 
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config.study import Study
-    from cfl_ray.study.plan import Selection
+    from cfl_ray.study.study_plan import Selection
 
 
 def run(
@@ -79,7 +79,7 @@ def resume(run_dir: inputs.RunDir, trust: inputs.Trust = False, in_process: inpu
         display.finish(results)
         return
     say(f"{run_dir} is finished: nothing is left to do.")
-    inputs.deliver_earlier_results(experiment)
+    inputs.say_earlier_results(experiment)
     display.show(results)
 
 
@@ -163,7 +163,7 @@ def launch(
     verb, what = ("compare", "has no `sweep`") if study.sweep is None else ("sweep", "is a sweep")
     if context.info_name != verb:
         raise ConfigError(f"{file} {what}; run it with: {command(verb, file, *(overrides or ()))}")
-    from cfl_ray.study.plan import Selection
+    from cfl_ray.study.study_plan import Selection
 
     run_all(study, folder, Selection(settings or (), methods or (), seeds or ()), at_once, dry_run, extend)
 
@@ -185,8 +185,8 @@ def run_all(
 ) -> None:
     """Runs the selected runs (None: all) of a study, or lists them (dry_run)."""
     from cfl_ray.cli.progress import StudyDisplay
-    from cfl_ray.study.plan import ALL
     from cfl_ray.study.run import plan_study, run_study
+    from cfl_ray.study.study_plan import ALL
 
     only = only or ALL
     folder, extend = (None if path is None else (inputs.output_base() or Path()) / path for path in (folder, extend))

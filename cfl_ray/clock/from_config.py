@@ -8,6 +8,7 @@ import numpy as np
 
 from cfl_ray.clock import devices
 from cfl_ray.clock.devices import ARGUMENTS, Clock, Devices, Speed
+from cfl_ray.clock.traces import read_devices
 from cfl_ray.clock.virtual_time import Asynchrony
 from cfl_ray.config.asynchronous import (
     STALENESS_KINDS,
@@ -26,7 +27,6 @@ from cfl_ray.config.clock import (
     RunningClockConfig,
     TraceClockConfig,
 )
-from cfl_ray.data.tables import read_devices
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
 

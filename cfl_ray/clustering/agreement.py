@@ -18,7 +18,8 @@ def agreement(true_M: np.ndarray, cluster_M: np.ndarray) -> dict[str, float]:
     Returns "ari" (adjusted Rand index), "nmi" (normalised mutual information), "purity" (share of clients that belong
     to the largest group of their cluster, 0..1), and "correct_clients" (number of clients whose cluster is matched with
     their group, for the best one-to-one matching of clusters and groups). The first two equal scikit-learn's, bit for
-    bit; to import that would take the server more than a second.
+    bit, which needs the labels of all clients: 44 bytes for each client, as much as all else that the server has of it,
+    and 0.8 s for a million clients.
     """
     count_GK = _contingency(true_M, cluster_M)
     return dict(_agreement(count_GK.tobytes(), len(count_GK)))

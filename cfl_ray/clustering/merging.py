@@ -61,17 +61,20 @@ class Merged:
     compared_k: np.ndarray  # old clusters whose mean signatures were compared
     similarity_kk: np.ndarray  # cosines of the mean signatures of compared_k
 
-    def closest(self, olds: list[int], inside: bool) -> float:
-        """The highest cosine between a cluster of `olds` and another old cluster; NaN if there is no such pair.
+    def closest_merged(self, old: int) -> float:
+        """The highest cosine between an old cluster and those that it was merged with; NaN if there is none."""
+        merged_k = (self.number_K[self.compared_k] == self.number_K[old]) & (self.compared_k != old)
+        return self._highest_cosine(old, merged_k)
 
-        inside: compare with old clusters in the same new cluster; False: with those in other new clusters.
-        """
-        highest = [np.nan]
-        for at in np.flatnonzero(np.isin(self.compared_k, olds)).tolist():
-            same_k = self.number_K[self.compared_k] == self.number_K[self.compared_k[at]]
-            others_k = (same_k == inside) & (np.arange(len(same_k)) != at)
-            highest += [self.similarity_kk[at, others_k].max()] if others_k.any() else []
-        return float(np.fmax.reduce(highest))
+    def closest_apart(self, olds: list[int]) -> float:
+        """The highest cosine between a cluster of `olds` and an old cluster in another new cluster; NaN if none is."""
+        apart = (self._highest_cosine(old, self.number_K[self.compared_k] != self.number_K[old]) for old in olds)
+        return float(np.fmax.reduce([np.nan, *apart]))
+
+    def _highest_cosine(self, old: int, others_k: np.ndarray) -> float:
+        """The highest cosine between an old cluster and these others; NaN if it or no other was compared."""
+        cosines = self.similarity_kk[np.ix_(self.compared_k == old, others_k)]
+        return float(cosines.max()) if cosines.size else np.nan
 
     def merged_rows(self, founded: np.ndarray) -> list[int]:
         """The new clusters formed of several old clusters, not counting the clusters `founded` in this round."""

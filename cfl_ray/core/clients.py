@@ -3,6 +3,7 @@
 Models and numbers that are sent or uploaded are counted as traffic, in floats of 32 bits.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -238,12 +239,20 @@ class Clients:
         Raises PrivacyError in a private run, and with secure aggregation.
         """
         if floats:
-            self.reads("further numbers")
+            self.require_readable("further numbers")
         self._count_upload(floats)
 
+    def require_readable(self, values: str) -> None:
+        """Raises PrivacyError if the server must not read these values of single clients.
+
+        For methods whose server computes with values of single clients that no other call shows.
+        """
+        self._protection.require_readable(values)
+
     def reads(self, values: str) -> None:
-        """Declares that the server reads these values of single clients. Raises PrivacyError if it must not."""
-        self._protection.reads(values)
+        """The former name of `require_readable`."""
+        warnings.warn("clients.reads is now called clients.require_readable", DeprecationWarning, stacklevel=2)
+        self.require_readable(values)
 
     def count_download(self, floats: int) -> None:
         """Counts `floats` numbers per client as downloaded, besides models."""
@@ -396,7 +405,7 @@ class Clients:
         The losses are uploaded; if clients only choose among the models, use `choose`. Raises PrivacyError in a private
         run.
         """
-        self.reads("the losses")
+        self.require_readable("the losses")
         return self._losses(sent, max_samples, frozen_model, errors)
 
     def choose(
@@ -416,7 +425,7 @@ class Clients:
         name under which the losses are reported; empty: not reported. Other arguments: as in `losses`.
         """
         if self._protection.examples is not None:
-            self.reads("the choice among models")
+            self.require_readable("the choice among models")
         loss_MK = self._losses(sent, max_samples, frozen_model)
         if diagnostic and not self.evaluated:
             self.record(diagnostic, np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
@@ -429,7 +438,7 @@ class Clients:
 
         Choosing a model by it leaks test labels; only for the reproduction of published results that did so.
         """
-        self.reads("the accuracies")
+        self.require_readable("the accuracies")
         accuracy_KM = []
         for k in range(sent.num_models):
             tables = ModelTables()
@@ -458,7 +467,7 @@ class Clients:
         client_state: columns of the client's state, which replace those of the anchor.
         """
         if self._protection.masks is not None or self._protection.examples is not None:
-            self.reads("descriptions")
+            self.require_readable("descriptions")
         if not len(self):
             return torch.zeros(0, sketch or 0), np.zeros(0, bool)
         tables = ModelTables()
@@ -490,11 +499,11 @@ class Clients:
     def _check_permitted(self, how: LocalTraining, features: UpdateFeatures | None) -> None:
         """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have."""
         if how.program.trace:
-            self.reads("the losses of local steps")
+            self.require_readable("the losses of local steps")
         for name in how.program.reports(self.spec):
-            self.reads(f"the {name} that clients report")
+            self.require_readable(f"the {name} that clients report")
         if features is not None and self._protection.masks is not None:
-            self.reads("the updates")
+            self.require_readable("the updates")
         if self._protection.examples is not None:  # noise protects the gradient of one batch
             own = [hook for hook in ("begin", "loss", "finish") if how.program.overrides(hook)]
             unlike = {
@@ -505,7 +514,7 @@ class Clients:
             }
             for values, holds in unlike.items():
                 if holds:
-                    self.reads(values)
+                    self.require_readable(values)
         if how.chained and self.received is not None:
             raise NotAsynchronous("its clients start from each other's results (chained)")
         if how.chained and self._protection.noise is not None:
@@ -556,7 +565,7 @@ class Clients:
             if self.received is not None:
                 raise NotAsynchronous(f"its clients upload {name} beside their models")
             if self._protection.masks is not None or self._protection.noise is not None:
-                self.reads(f"the {name} that clients upload beside their models")
+                self.require_readable(f"the {name} that clients upload beside their models")
             if not isinstance(self.aggregation, Mean):
                 raise ConfigError(
                     f"{place_of(program)} uploads {name} beside the model, which only the mean averages; "

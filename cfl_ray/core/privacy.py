@@ -54,7 +54,7 @@ class Protection:
     absent: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, np.int64))  # selected, do not report
     sampled: bool = True  # True: the clients are the cohort that was drawn; False: all reachable clients
 
-    def reads(self, values: str) -> None:
+    def require_readable(self, values: str) -> None:
         """Raises PrivacyError if the server must not read these values of single clients."""
         if self.noise is not None:
             why = "privacy does not protect"

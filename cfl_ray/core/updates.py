@@ -156,7 +156,7 @@ class Updates:
 
         Raises PrivacyError in a private run, and with secure aggregation.
         """
-        self.protection.reads("the training losses")
+        self.protection.require_readable("the training losses")
         return self.outcome.arrays["train_loss"]
 
     @property

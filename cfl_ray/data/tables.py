@@ -7,7 +7,7 @@ import re
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -620,71 +620,3 @@ def _stacked(place: str, values: pa.Array, first: int, expected: tuple[int, ...]
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise DataError(f"{place} must hold lists of numbers, it holds lists of {kind}; set data.columns")
     return values.to_numpy(zero_copy_only=False).reshape(rows, *shape), tuple(shape)
-
-
-# ---- traces
-
-
-COLUMNS = ("client", "from", "to")
-DEVICE_COLUMNS = ("computation", "communication")
-
-
-def read_trace(path: str | Path, num_clients: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(client int64 (I,), from float64 (I,), to float64 (I,)) of the intervals in a CSV or parquet file.
-
-    Raises DataError naming the file, the row and both values of an unusable interval.
-    """
-    file, table = part = _table(path, "cohort.availability.file", COLUMNS)
-    if not pa.types.is_integer(table["client"].type):
-        raise DataError(f"{file}: column 'client' must hold client ids, integers, it holds {table['client'].type}")
-    client_I = column_of(part, "client").to_numpy().astype(np.int64)
-    from_I, to_I = (check_numbers(part, name, booleans=False).to_numpy().astype(np.float64) for name in COLUMNS[1:])
-    _check(
-        file,
-        (client_I < 0) | (client_I >= num_clients),
-        lambda row: f"client {client_I[row]} does not exist; the federation has clients 0 .. {num_clients - 1}",
-    )
-    _check(
-        file,
-        ~(from_I <= to_I),
-        lambda row: f"an interval from {from_I[row]:g} to {to_I[row]:g}; from must not be after to",
-    )
-    return client_I, from_I, to_I
-
-
-def read_devices(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds of training per sample, bit/s both ways), float64 (R,), of the devices in a CSV or parquet file.
-
-    Its columns are those of FedScale: computation, ms of a forward pass per sample, a third of a training pass; and
-    communication, kbit/s. Raises DataError naming the file, the row and the value of an unusable device.
-    """
-    file, table = part = _table(path, "clock.file", DEVICE_COLUMNS)
-    compute_R, network_R = (
-        check_numbers(part, name, booleans=False).to_numpy().astype(np.float64) for name in DEVICE_COLUMNS
-    )
-    if not len(table):
-        raise DataError(f"{file} has no device")
-    for name, values_R in zip(DEVICE_COLUMNS, (compute_R, network_R), strict=True):
-        bad_R = ~(np.isfinite(values_R) & (values_R > 0))
-        _check(file, bad_R, lambda row: f"{name} is {values_R[row]:g}; it must be above 0")  # noqa: B023
-    return compute_R * 3e-3, network_R * 1e3
-
-
-def _table(path: str | Path, key: str, columns: Sequence[str]) -> Named:
-    """The table of a file, which has these columns. key: the config key of the file, for messages."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise DataError(f"{key}: there is no file {file}")
-    table = read_rows(file)
-    if missing := [name for name in columns if name not in table.column_names]:
-        raise DataError(
-            f"{file} has no column {missing[0]!r}{did_you_mean(missing[0], table.column_names)}; "
-            f"a trace has {', '.join(columns[:-1])} and {columns[-1]}"
-        )
-    return str(file), table
-
-
-def _check(file: str, bad_I: np.ndarray, message: Callable[[int], str]) -> None:
-    if bad_I.any():
-        row = int(bad_I.argmax())
-        raise DataError(f"{file}, row {row}: {message(row)}")

@@ -23,7 +23,7 @@ from cfl_ray.methods import full_label
 from cfl_ray.plugins.calling import reference_of
 from cfl_ray.results.environment import add_fallbacks
 from cfl_ray.results.export import save_models
-from cfl_ray.results.load import FoundRun, recorded_result
+from cfl_ray.results.recorded_runs import FoundRun, recorded_result
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.results import MethodResult, Results, divergence
 from cfl_ray.results.run_record import content_params
@@ -33,7 +33,7 @@ from cfl_ray.results.verification import verify
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import Session
-from cfl_ray.setup.schedule import ignored_events
+from cfl_ray.setup.scheduled_changes import ignored_events
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import raise_interrupt
 from cfl_ray.system.threads import one_thread

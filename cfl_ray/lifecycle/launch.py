@@ -17,7 +17,7 @@ from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
 from cfl_ray.lifecycle.extension import begin_extended, check_extension
 from cfl_ray.lifecycle.load import opener, verify_saved
 from cfl_ray.results.environment import Environment, read_environment, write_environment
-from cfl_ray.results.load import finished_results
+from cfl_ray.results.recorded_runs import finished_results
 from cfl_ray.results.results import Results
 from cfl_ray.results.run_record import (
     check_hash_of_run,
@@ -269,7 +269,7 @@ class _Launch:
             os.environ.setdefault("RAY_AUTH_MODE", "token")
         # Imports ray, which `simulate` does not need; before the cluster is joined, which for a while leaves a
         # submitted job without the folder of its code.
-        from cfl_ray.runtime.on_ray.session import RaySession
+        from cfl_ray.runtime.on_ray.ray_session import RaySession
 
         return RaySession(setup, self.directory, self.watcher.warn)
 

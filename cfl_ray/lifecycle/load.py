@@ -9,7 +9,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.results.environment import read_environment
-from cfl_ray.results.load import recorded_result, recorded_run
+from cfl_ray.results.recorded_runs import recorded_result, recorded_run
 from cfl_ray.results.results import Results
 from cfl_ray.results.run_record import check_is_of_run, check_not_edited
 from cfl_ray.results.trained import TrainedMethod

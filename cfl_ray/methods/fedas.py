@@ -89,7 +89,7 @@ class FedAS(OneModel, name="fedas"):
         check_classifier(self, spec)
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        clients.reads("the Fisher information")
+        clients.require_readable("the Fisher information")
         spec = clients.spec
         received = clients.send(state.models_KP, columns=spec.base)
         resumed = ClientState("model", private=False, resumed=spec.head)  # h_i alone

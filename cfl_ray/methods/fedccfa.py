@@ -163,7 +163,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         )
 
     def round(self, state: LabelGroupsState, clients: Clients, rng: Draws) -> LabelGroupsState:
-        clients.reads("the classifiers")
+        clients.require_readable("the classifiers")
         spec, classifier = clients.spec, Classifier.of(clients.spec)
         count = classifier.num_classes
         received = clients.send(*state.models_of(clients.ids_M, spec))

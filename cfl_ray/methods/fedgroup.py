@@ -156,7 +156,7 @@ class FedGroup(Method[GroupState], name="fedgroup"):
 
     def labels(self, state: GroupState, clients: Clients) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids (M',) and label shares (M', C) of the clients with valid data, and a copy of `state.label_NC`, (N, C)."""
-        clients.reads("changes of the labels")  # the shares stay on the clients
+        clients.require_readable("changes of the labels")  # the shares stay on the clients
         share_MC, valid_M = clients.describe(LabelShares(), floats=0)
         now_MC = share_MC.numpy()[valid_M]
         classes = max(now_MC.shape[1], state.label_NC.shape[1])

@@ -150,7 +150,7 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
 
     def zeroed(self, state: CAMState, clients: Clients) -> CAMState:
         """The state with f = 0 for clusters without a client; their clients predict with Theta_g alone."""
-        clients.reads("the clusters")
+        clients.require_readable("the clusters")
         models_KP = state.models_KP.clone()
         models_KP[torch.from_numpy(state.members_K == 0), : clients.spec.trained] = 0
         return state.advance(models_KP=models_KP)

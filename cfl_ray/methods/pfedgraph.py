@@ -101,7 +101,7 @@ class PFedGraph(Method[GraphState], name="pfedgraph"):
 
     def round(self, state: GraphState, clients: Clients, rng: Draws) -> GraphState:
         if clients.protection.noise is not None:  # its bounds are of changes
-            clients.reads("the models")
+            clients.require_readable("the models")
         # theta_i <- SGD on f_i(theta) - lambda cos(theta, a_i), from a_i
         start, features = clients.send(state.all_models, state.rows_of(clients.ids_M)), self.features(clients.spec)
         how, weight_M = self.training(start), clients.weights()

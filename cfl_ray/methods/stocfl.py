@@ -244,11 +244,11 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
             older = [old for old in parts if old not in founded]
             born += [] if older else [number]
             for old in older[1:]:  # the first cluster is kept
-                because = {"cosine": merged.closest([old], inside=True), "tau": self.tau}
+                because = {"cosine": merged.closest_merged(old), "tau": self.tau}
                 clients.event("merge", cluster=old, into=[number], because=because)
         if born:
             founders = [old for number in born for old in merged.parts[number]]
-            nearest = merged.closest(founders, inside=False)
+            nearest = merged.closest_apart(founders)
             because = {"clients": len(founders), "tau": self.tau} | ({} if np.isnan(nearest) else {"cosine": nearest})
             clients.event("birth", into=born, because=because)
 

@@ -15,7 +15,6 @@ import numpy as np
 from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.config.experiment import NOT_HASHED
-from cfl_ray.config.published import PublishedNumber, PublishedTables
 from cfl_ray.config.study import load_study
 from cfl_ray.core.method import Method
 from cfl_ray.core.metrics import METRICS, Metric
@@ -24,7 +23,8 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import tested_in_words, with_spread
 from cfl_ray.report.report_data import Comparison
-from cfl_ray.results.load import FoundRun, lost_method, open_run, recorded_methods, recorded_result
+from cfl_ray.results.published import PublishedNumber, PublishedTables
+from cfl_ray.results.recorded_runs import FoundRun, lost_method, open_run, recorded_methods, recorded_result
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import is_finished, run_folders
 from cfl_ray.run_directory import RunDirectory

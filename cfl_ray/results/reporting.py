@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from cfl_ray.config import Experiment
-from cfl_ray.config.published import load_published
 from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS, Diagnostic
@@ -20,7 +19,8 @@ from cfl_ray.report.ranks import ranks_of
 from cfl_ray.report.report_data import Comparison, MethodRun, PerClient, RecordedMatrix, Report, ReportedExperiment
 from cfl_ray.results import comparison
 from cfl_ray.results.arrow_log import read_client_metrics, read_reassignments
-from cfl_ray.results.load import FoundRun, find_runs, recorded_methods
+from cfl_ray.results.published import load_published
+from cfl_ray.results.recorded_runs import FoundRun, find_runs, recorded_methods
 from cfl_ray.results.results import RECOVERY_METRICS, MethodResult
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory

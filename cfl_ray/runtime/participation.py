@@ -20,7 +20,7 @@ from cfl_ray.population.availability import Availability
 from cfl_ray.population.population import Cohort, Population, count_of
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_report import RoundDraft
-from cfl_ray.setup.schedule import population_of
+from cfl_ray.setup.scheduled_changes import population_of
 from cfl_ray.setup.setup import Setup
 
 

@@ -13,7 +13,7 @@ from cfl_ray.errors import RunError
 from cfl_ray.population.population import Population
 from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.noisy_sums import Noise, PrivateRun
-from cfl_ray.privacy.plan import PrivacyPlan
+from cfl_ray.privacy.privacy_plan import PrivacyPlan
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_report import RoundDraft

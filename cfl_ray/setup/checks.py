@@ -32,7 +32,7 @@ from cfl_ray.population.availability import Availability, OwnAvailability
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds, why_synchronous
 from cfl_ray.setup.first_models import start_of
-from cfl_ray.setup.schedule import population_of
+from cfl_ray.setup.scheduled_changes import population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.machine import available_memory
 

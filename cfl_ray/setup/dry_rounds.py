@@ -35,15 +35,16 @@ from cfl_ray.system.threads import one_thread
 MIXTURE_WEIGHTS = "mixture weights"  # among the names of the values that a client keeps
 
 
-@dataclass(frozen=True)
+@dataclass
 class DryBackend:
-    """Backend that trains nothing and has no data: every result consists of ones, so that only traffic is counted."""
+    """Backend that trains nothing, has no data, and counts the work it is given; every result consists of ones."""
 
     spec: ParamSpec
     shape: DataShape
+    size: int = 0  # samples of every client, for `work`; 0: it is not counted
+    # ---- counted
     deferred: set[int] = field(default_factory=set)  # number of clients of each exchange with deferred results
     client_states: ClientStateStore = field(default_factory=ClientStateStore)  # stays empty
-    size: int = 0  # samples of every client, for `work`; 0: it is not counted
     work: Counter[str] = field(default_factory=Counter)  # samples "trained", one for each gradient, and "tested"
     kept: dict[str, int] = field(default_factory=dict)  # floats that a client keeps between rounds, by name
     batches: set[tuple[int, int]] = field(default_factory=set)  # batch size (0: all samples), batches of a local step
@@ -292,7 +293,7 @@ def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape
     return ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChangingBackend(DryBackend):
     """A backend without training whose results are random, so that models change and clients differ."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from cfl_ray import data, models
 from cfl_ray.clock.from_config import asynchrony_of, clock_of
+from cfl_ray.clock.traces import read_trace
 from cfl_ray.config import AttackConfig, Experiment, LocalConfig, changed_local, check_cohort
 from cfl_ray.config.attack import ATTACK_KINDS, PluginAttackConfig
 from cfl_ray.config.clock import RunningClockConfig
@@ -25,7 +26,6 @@ from cfl_ray.core.schedules import resolve_schedule
 from cfl_ray.core.tasks import Task, resolve_task
 from cfl_ray.data.changes import ChangingFederation
 from cfl_ray.data.federation import Federation
-from cfl_ray.data.tables import read_trace
 from cfl_ray.engine.attack import UPLOAD, check_own
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import resolve
@@ -43,7 +43,7 @@ from cfl_ray.population.availability import (
 )
 from cfl_ray.setup import checks
 from cfl_ray.setup.protection import protected
-from cfl_ray.setup.schedule import data_changes, population_of
+from cfl_ray.setup.scheduled_changes import data_changes, population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import new_trackers
 from cfl_ray.tracking.record import check_score_name

@@ -15,7 +15,7 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.errors import ConfigError
 from cfl_ray.privacy.examples import ExampleAccount, delta_of
 from cfl_ray.privacy.noisy_sums import PrivateRun, rounded_norm
-from cfl_ray.privacy.plan import PrivacyPlan, privacy_plan_of
+from cfl_ray.privacy.privacy_plan import PrivacyPlan, privacy_plan_of
 from cfl_ray.setup.checks import check_batches
 from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds
 from cfl_ray.setup.setup import Setup

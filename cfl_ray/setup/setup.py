@@ -30,7 +30,7 @@ from cfl_ray.nn.shared import digest_of
 from cfl_ray.population.availability import ALWAYS, Availability
 from cfl_ray.population.population import count_of
 from cfl_ray.privacy.examples import ExampleAccount
-from cfl_ray.privacy.plan import PrivacyPlan
+from cfl_ray.privacy.privacy_plan import PrivacyPlan
 from cfl_ray.setup.dry_rounds import load_of
 
 

@@ -12,14 +12,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from cfl_ray.config import Experiment
-from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import ConfigError, Interrupted, RunError, command, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.report.ranks import ranks_of, ranks_table
 from cfl_ray.results import comparison
-from cfl_ray.results.load import find_runs
+from cfl_ray.results.published import load_published
+from cfl_ray.results.recorded_runs import find_runs
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.results.study_folder import is_finished, run_folders
@@ -27,7 +27,7 @@ from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import hold
 from cfl_ray.security.credentials import remember_credentials
-from cfl_ray.study.plan import ALL, Selection, StudyRun, metric_warnings, plan, scores_of
+from cfl_ray.study.study_plan import ALL, Selection, StudyRun, metric_warnings, plan, scores_of
 from cfl_ray.study.sweep import RankedTrial, Trials, best_of, rank, to_frame, trials_of
 from cfl_ray.study.worker_pool import END_SECONDS, Resources, RunOutcome, WorkerPool, check_main, resources_for
 from cfl_ray.system.files import write_text

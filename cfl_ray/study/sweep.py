@@ -22,7 +22,7 @@ from cfl_ray.config.study import RangeConfig, Study, SweepConfig, name_of, six_d
 from cfl_ray.errors import ConfigError
 from cfl_ray.results.comparison import RunMetrics, is_less_better, paired_test
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.study.plan import StudyRun
+from cfl_ray.study.study_plan import StudyRun
 
 if TYPE_CHECKING:
     import optuna

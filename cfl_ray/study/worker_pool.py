@@ -22,7 +22,7 @@ from cfl_ray.lifecycle.launch import StudyPlace, run_of_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.setup.setup import Setup
-from cfl_ray.study.plan import StudyRun
+from cfl_ray.study.study_plan import StudyRun
 from cfl_ray.system.files import write_text
 from cfl_ray.system.machine import available_memory, usable_cpus
 from cfl_ray.system.signals import repeats_later
@@ -100,7 +100,7 @@ def _room_of_cluster(runtime: RuntimeConfig, address: str) -> int:
 
 
 _ATTEMPTS = 3  # at a run whose process dies
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 1.0  # between two looks at the processes
 _IDLE_SECONDS = 10.0  # in which an idle process ends
 KILL_SECONDS = 90.0  # after which an interrupted process that hangs is killed: it may be delivering what it has
 END_SECONDS = 30.0  # in which a run whose parent was killed writes what it has

@@ -6,7 +6,7 @@ Importing this package does not import mlflow.
 from cfl_ray.errors.redaction import redact
 from cfl_ray.tracking.delivery import Delivery
 from cfl_ray.tracking.mlflow import resolve_uri, save_model
-from cfl_ray.tracking.mlflow_tracker import Mlflow, deliver_pending, where_to_look
+from cfl_ray.tracking.mlflow_tracker import Mlflow, deliver_earlier_results, deliver_pending, where_to_look
 from cfl_ray.tracking.record import (
     METRICS,
     RUN_METRICS,
@@ -33,6 +33,7 @@ __all__ = [
     "RunInfo",
     "RunLog",
     "check_metrics",
+    "deliver_earlier_results",
     "deliver_pending",
     "flatten",
     "last_record",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from filelock import Timeout
 
+from cfl_ray.config import TrackingConfig
 from cfl_ray.errors import DataError, UserError, command
 from cfl_ray.errors.redaction import redact
 from cfl_ray.run_directory import RUNS_OF_STUDY, RunDirectory
@@ -31,6 +32,7 @@ from cfl_ray.tracking.mlflow import (
     is_refusal,
     is_unavailable,
     page_of,
+    resolve_uri,
     store_below,
 )
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, read_end, read_info
@@ -252,6 +254,19 @@ def deliver_pending(
             more = f" and {len(run_dirs) - 1} more" if len(run_dirs) > 1 else ""
             warn(text.replace(_RUNS, f"{run_dirs[0]}{more}"))
     return dict(delivered)
+
+
+def deliver_earlier_results(
+    tracking: TrackingConfig, output: str | Path, warn: Callable[[str], None] = lambda line: None
+) -> list[str]:
+    """As `deliver_pending`, for an experiment below this `output`. Returns a line on each delivered run."""
+    if not tracking.uses_mlflow:
+        return []
+    delivered = deliver_pending(output, resolve_uri(tracking, output), warn=warn)
+    return [
+        f"Delivered {rounds} rounds of {run_dir} to MLflow, which was out of reach before."
+        for run_dir, rounds in delivered.items()
+    ]
 
 
 def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:

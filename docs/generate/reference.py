@@ -13,7 +13,7 @@ from typer.cli import get_docs_for_click
 
 import cfl_ray
 from cfl_ray.cli.commands import app
-from cfl_ray.cli.tables import default_text, range_text
+from cfl_ray.cli.printed_tables import default_text, range_text
 from cfl_ray.config import Experiment, keys
 from cfl_ray.config.study import RangeConfig, Study
 from cfl_ray.core.events import drawn, phase_meanings

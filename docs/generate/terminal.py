@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import CONSOLE_SVG_FORMAT, Console
 
 from cfl_ray import load, run
+from cfl_ray.cli.printed_tables import comparison
 from cfl_ray.cli.progress import Display
-from cfl_ray.cli.tables import comparison
 
 IMAGE = Path(__file__).parents[1] / "images" / "terminal.svg"
 WIDTH = 108  # columns

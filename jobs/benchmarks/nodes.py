@@ -55,7 +55,7 @@ def seconds_of_rounds(name: str, cores: Sequence[int], rounds: int) -> list[floa
     """Seconds of each round after the first of a workload, on a cluster of its own with a node on each of the cores."""
     import ray
 
-    from cfl_ray.runtime.on_ray.session import RaySession
+    from cfl_ray.runtime.on_ray.ray_session import RaySession
     from cfl_ray.setup.prepare import prepare
 
     work = WORKLOADS[name]

@@ -23,7 +23,7 @@ class OnRay:
     """A method of cfl_ray on Ray, with one host per core."""
 
     def __init__(self, experiment: Experiment, run_dir: Path | None = None) -> None:
-        from cfl_ray.runtime.on_ray.session import RaySession
+        from cfl_ray.runtime.on_ray.ray_session import RaySession
         from cfl_ray.setup.prepare import prepare
 
         setup = prepare(experiment)

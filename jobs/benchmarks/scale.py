@@ -1,6 +1,6 @@
 """Server time and traffic of a round with more hosts than one machine can run: `python -m jobs.benchmarks scale`.
 
-The code of the server is the real one (`runtime.on_ray`: chunks, schedule, dispatch, collection). Hosts and object
+The code of the server is the real one (`runtime.on_ray`: chunks, their queue, dispatch, collection). Hosts and object
 store are simulated in virtual time. Traffic between nodes is counted. At the end, it compares rounds on 2, 16 and, if
 memory allows, 64 real hosts of this machine with the simulation.
 """
@@ -26,11 +26,11 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, ChunkResult, Rows, Train
 from cfl_ray.engine.autotune import EngineChoice
-from cfl_ray.runtime.on_ray import backend as backend_module
 from cfl_ray.runtime.on_ray import collect as collect_module
 from cfl_ray.runtime.on_ray import dispatch as dispatch_module
-from cfl_ray.runtime.on_ray.backend import Exchange, RayBackend
+from cfl_ray.runtime.on_ray import ray_backend as backend_module
 from cfl_ray.runtime.on_ray.collect import Collected
+from cfl_ray.runtime.on_ray.ray_backend import Exchange, RayBackend
 
 GBITS = 10  # a second, of a node's link in each direction
 HOSTS_PER_NODE = 10

@@ -37,7 +37,7 @@ _DELAY = 0.3  # seconds after the record of a round, at most, before a busy proc
 # that only starts is not chosen, since rounds go on without it
 _METHOD = {"host": ".work", "server": ".call"}
 _LOOKS = 30.0  # seconds for looks at what makes no progress, and for the end of the process, on a busy machine
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_SECONDS_OF_UNIT = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _LIMIT_SAID = re.compile(r"(?:the host is replaced|another one is started) after ([\d.]+) (s|min|h)")
 
 
@@ -104,7 +104,7 @@ def hung(run: Run, folder: Path, targets: Sequence[str], rounds: int, count: int
         run.wait_until(partial(_said, run, begin, naming))
         named, before = time.monotonic() - began, run.rounds_done()
         found = _LIMIT_SAID.search(_said(run, begin, naming))
-        limit = float(found[1]) * _SECONDS[found[2]] if found else float("nan")
+        limit = float(found[1]) * _SECONDS_OF_UNIT[found[2]] if found else float("nan")
         run.wait_until(partial(_is_gone, pid))
         ended = time.monotonic() - began
         run.wait_for_rounds(before + 1)

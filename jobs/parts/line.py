@@ -16,13 +16,15 @@ class Line:
     """A proxy in threads of its own, as a context; the attributes may be changed at any time.
 
     delay: seconds added to each request. per_second: most requests a second, others are answered with 429 and
-    `Retry-After: retry_after`; None: no limit. unavailable: until this time (`time.monotonic`) the answer is 503.
+    `Retry-After: retry_after`, as are all before that time; None: no limit. refuse_every: likewise each request whose
+    number is a multiple. unavailable: until this time (`time.monotonic`) the answer is 503.
     cut: called after the server has answered; if true, the connection is closed without an answer.
     """
 
     def __init__(self, server: str, delay: float = 0.0, per_second: float | None = None, retry_after: int = 1) -> None:
         self.server = urlsplit(server)
         self.delay, self.per_second, self.retry_after = delay, per_second, retry_after
+        self.refuse_every: int | None = None
         self.unavailable = 0.0
         self.cut: Fault = lambda line, path: False
         self.requests: Counter[str] = Counter()  # those that the server received, by the end of their path
@@ -30,6 +32,7 @@ class Line:
         self.too_early = 0  # requests within `retry_after` seconds after a 429, in which none was expected
         self._recent: list[float] = []
         self._not_before = 0.0
+        self._number = 0
         self._lock = threading.Lock()
         self._httpd = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self.uri = f"http://127.0.0.1:{self._httpd.server_port}"
@@ -46,17 +49,21 @@ class Line:
         """The status with which the next request is refused; None: it is forwarded."""
         now = time.monotonic()
         with self._lock:
-            status = 503 if now < self.unavailable else None
-            if status is None and self.per_second is not None:
-                self._recent = [at for at in self._recent if now - at < 1.0]
-                if len(self._recent) >= self.per_second:
-                    self.too_early += now < self._not_before
-                    self._not_before = now + self.retry_after
-                    status = 429
-                else:
-                    self._recent.append(now)
-            if status is not None:
-                self.refused[status] += 1
+            self._recent = [at for at in self._recent if now - at < 1.0]
+            self._number += 1
+            is_turn = self.refuse_every is not None and self._number % self.refuse_every == 0
+            if now < self.unavailable:
+                status = 503
+            elif now < self._not_before:
+                self.too_early += 1
+                status = 429
+            elif is_turn or (self.per_second is not None and len(self._recent) >= self.per_second):
+                self._not_before = now + self.retry_after
+                status = 429
+            else:
+                self._recent.append(now)
+                return None
+            self.refused[status] += 1
             return status
 
     def count(self, path: str) -> None:

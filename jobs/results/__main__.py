@@ -30,7 +30,7 @@ from cfl_ray.methods import REGISTRY
 from cfl_ray.results.comparison import read_study
 from cfl_ray.results.study_folder import run_folders
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.study.plan import StudyRun
+from cfl_ray.study.study_plan import StudyRun
 from cfl_ray.tracking import flatten, read_info, read_records
 from jobs.results import heterogeneity
 from jobs.results.cells import FIGURES, ROOT, STUDIES, WORDS, cells_of, compared, keys_of, study_of, trains_as_recipe

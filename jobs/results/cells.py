@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from cfl_ray.config.published import PublishedNumber, load_published
 from cfl_ray.config.study import load_study
-from cfl_ray.study.plan import StudyRun, plan
+from cfl_ray.results.published import PublishedNumber, load_published
+from cfl_ray.study.study_plan import StudyRun, plan
 
 ROOT = Path(__file__).parents[2]
 STUDIES, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results"

@@ -14,8 +14,8 @@ import pandas as pd
 from scipy.stats import binomtest
 
 from cfl_ray import Experiment
-from cfl_ray.config.published import PublishedTable, load_published
 from cfl_ray.methods import REGISTRY
+from cfl_ray.results.published import PublishedTable, load_published
 from jobs.official.page import table as markdown
 from jobs.results.cells import (
     FIGURES,

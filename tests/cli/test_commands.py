@@ -591,7 +591,7 @@ def test_a_stopped_run_shows_what_it_has_and_goes_on_in_this_process(capsys, mon
         "fedavg": "after round 1 of 2, as asked"
     }
     assert "fedavg after round 1 of 2, as asked" in call(capsys, "status", "here")[1]
-    monkeypatch.setattr("cfl_ray.runtime.on_ray.session.RaySession.__init__", None)  # which would fail
+    monkeypatch.setattr("cfl_ray.runtime.on_ray.ray_session.RaySession.__init__", None)  # which would fail
     status, printed, _ = call(capsys, "resume", "here", "--in-process")
     assert status == 0 and "hosts: this process" in printed and "ended" not in printed
 

@@ -109,6 +109,18 @@ def test_means_are_over_active_clients_and_the_larger_cluster_is_by_all_its_memb
     assert merge_similar(signature_SF, cluster_S, 2, mean_cosine + 0.01).parts == [[0], [1]]
 
 
+def test_the_closest_old_cluster_in_the_same_and_in_another_new_cluster():
+    """0, 1, 2, at 0, 20, 60 degrees, are merged above cos 45; 3, at 120, and 4, without an active client, stay."""
+    angle_S = torch.deg2rad(torch.tensor([0.0, 20, 60, 120, 0]))
+    signature_SF = torch.stack([angle_S.cos(), angle_S.sin()], dim=1)
+    merged = merge_similar(signature_SF, np.arange(5), 5, np.cos(np.pi / 4), np.arange(5) < 4)
+    assert merged.parts == [[0, 1, 2], [3], [4]]
+    inside = [merged.closest_merged(old) for old in range(5)]
+    assert np.allclose(inside, np.cos(np.deg2rad([20, 20, 40, np.nan, np.nan])), equal_nan=True)
+    apart = [merged.closest_apart(olds) for olds in ([0], [1], [0, 2], [3], [4], [3, 4])]
+    assert np.allclose(apart, np.cos(np.deg2rad([120, 100, 60, 60, np.nan, 60])), equal_nan=True)
+
+
 class TestModels:
     MODELS = torch.tensor([[1.0, 1], [2, 2], [3, 3], [9, 9]])
     SIGNATURES = torch.tensor([[1.0, 0], [1, 0], [0, 1], [1, 0], [0, 1]])

@@ -165,6 +165,10 @@ def test_losses_of_single_clients_are_refused():
     )
     with pytest.raises(PrivacyError, match="the training losses of single clients"):
         mixtures.train_loss_M  # noqa: B018
+    with pytest.raises(PrivacyError, match="the colours of single clients"):
+        clients.require_readable("the colours")
+    with pytest.warns(DeprecationWarning, match="require_readable"), pytest.raises(PrivacyError, match="the colours"):
+        clients.reads("the colours")
     with pytest.raises(PrivacyError, match="the losses of single clients"):
         clients.losses(clients.send(torch.zeros(1, COLUMNS)))
 

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from studies import InlinePool
 
-from cfl_ray.config.published import PublishedNumber
 from cfl_ray.config.study import load_study
+from cfl_ray.results.published import PublishedNumber
 from cfl_ray.study import run as study_run
 from jobs.results import __main__ as results
 from jobs.results import cells as results_cells

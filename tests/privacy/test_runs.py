@@ -13,7 +13,7 @@ from cfl_ray.config.unused import warnings_of
 from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.population.population import Population
-from cfl_ray.privacy.plan import describe
+from cfl_ray.privacy.privacy_plan import describe
 from cfl_ray.runtime.private_run import ClientPrivacy
 from cfl_ray.setup.prepare import prepare
 

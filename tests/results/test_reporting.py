@@ -12,7 +12,6 @@ import pytest
 from commands import call
 
 import cfl_ray
-from cfl_ray.config.published import load_published
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.lifecycle import recorder
 from cfl_ray.lifecycle.driver import Watcher
@@ -20,7 +19,8 @@ from cfl_ray.report import figures
 from cfl_ray.results import reporting
 from cfl_ray.results.arrow_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.results.comparison import compare_runs, compare_with
-from cfl_ray.results.load import find_runs
+from cfl_ray.results.published import load_published
+from cfl_ray.results.recorded_runs import find_runs
 from cfl_ray.results.reporting import report_of, write_report
 from cfl_ray.run_directory import RunDirectory
 

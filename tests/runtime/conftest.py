@@ -41,9 +41,9 @@ def two_hosts(cluster):
     """Returns a function: Setup -> RayBackend over two hosts, with the server in this process."""
     import ray
 
-    from cfl_ray.runtime.on_ray.backend import RayBackend
     from cfl_ray.runtime.on_ray.host_actor import host_environment, start_host
     from cfl_ray.runtime.on_ray.pool import Pool
+    from cfl_ray.runtime.on_ray.ray_backend import RayBackend
 
     pools = []
 

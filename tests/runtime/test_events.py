@@ -10,8 +10,8 @@ from small_runs import PLANTED, merged, simulate_until
 
 from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.cli.live_client import status
+from cfl_ray.cli.printed_tables import describe_method
 from cfl_ray.cli.progress import Display
-from cfl_ray.cli.tables import describe_method
 from cfl_ray.methods import REGISTRY
 from cfl_ray.run_directory import RunDirectory
 

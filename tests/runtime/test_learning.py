@@ -10,7 +10,7 @@ from small_runs import interrupt_once, metrics_of
 from torch import nn
 
 from cfl_ray import Experiment, Metric, Task, federation_from_arrays, load_run, resume, simulate
-from cfl_ray.cli.tables import comparison, metrics_line
+from cfl_ray.cli.printed_tables import comparison, metrics_line
 from cfl_ray.config import LocalConfig
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.schedules import cosine

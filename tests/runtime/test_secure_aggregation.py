@@ -8,7 +8,7 @@ from small_runs import interrupt_once, metrics_of
 from cfl_ray import Experiment, resume, simulate
 from cfl_ray.config.unused import warnings_of
 from cfl_ray.errors import ConfigError, Interrupted
-from cfl_ray.privacy.plan import describe
+from cfl_ray.privacy.privacy_plan import describe
 from cfl_ray.setup.prepare import prepare
 
 

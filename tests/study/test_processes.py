@@ -175,7 +175,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path, command):
 
 
 def test_a_pool_of_one_runs_runs_until_it_is_closed(study, tmp_path):
-    from cfl_ray.study.plan import plan
+    from cfl_ray.study.study_plan import plan
 
     runs = plan(study())
     with worker_pool.WorkerPool(tmp_path / "root") as pool:

@@ -15,14 +15,14 @@ from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.lifecycle import recorder
 from cfl_ray.results import comparison
 from cfl_ray.results.comparison import by_experiment, compare_runs, format_table
-from cfl_ray.results.load import find_runs
+from cfl_ray.results.recorded_runs import find_runs
 from cfl_ray.results.reporting import report_of
 from cfl_ray.results.study_folder import run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study import run, worker_pool
-from cfl_ray.study.plan import Selection, metric_warnings, plan
 from cfl_ray.study.run import StudyWatcher, run_study
 from cfl_ray.study.status import study_status
+from cfl_ray.study.study_plan import Selection, metric_warnings, plan
 from cfl_ray.tracking import read_end, read_info, read_records
 
 STUDY = RunDirectory.study.name

@@ -15,9 +15,9 @@ from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.results import comparison
 from cfl_ray.results.comparison import recorded_result
 from cfl_ray.study import run
-from cfl_ray.study.plan import Selection, plan
 from cfl_ray.study.run import StudyWatcher, run_study
 from cfl_ray.study.status import study_status
+from cfl_ray.study.study_plan import Selection, plan
 from cfl_ray.study.sweep import LearningTrials, best_of, goal_of, rank, to_frame, trials_of
 
 RANGES = {"local.lr": {"low": 0.01, "high": 1, "log": True}, "methods.fedavg.weights": ["samples", "uniform"]}

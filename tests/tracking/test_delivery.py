@@ -14,10 +14,21 @@ from dataclasses import replace
 import pytest
 from filelock import FileLock
 
+from cfl_ray.config import TrackingConfig
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.tracking import Delivery, Mlflow, RoundRecord, RunInfo, RunLog, deliver_pending, delivery, mlflow_tracker
+from cfl_ray.tracking import (
+    Delivery,
+    Mlflow,
+    RoundRecord,
+    RunInfo,
+    RunLog,
+    deliver_earlier_results,
+    deliver_pending,
+    delivery,
+    mlflow_tracker,
+)
 from cfl_ray.tracking import mlflow as adapter
 from cfl_ray.tracking.mlflow_tracker import Destination
 
@@ -269,7 +280,10 @@ def test_a_run_that_another_process_delivers_is_skipped(sqlite, tmp_path, info, 
     Mlflow(sqlite, "locked").set_destination(run_dir)
     with FileLock(run_dir / LOCK):
         assert deliver_pending(tmp_path, seconds=120) == {}
-    assert deliver_pending(tmp_path, seconds=120) == {run_dir: 1}
+    off, on = TrackingConfig(enabled=False), TrackingConfig(uri=sqlite)
+    assert deliver_earlier_results(off, tmp_path) == []
+    (line,) = deliver_earlier_results(on, tmp_path)
+    assert line == f"Delivered 1 rounds of {run_dir} to MLflow, which was out of reach before."
     assert not delivery.lacks(run_dir, "mlflow") and deliver_pending(tmp_path, seconds=120) == {}
 
 

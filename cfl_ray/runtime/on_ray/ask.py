@@ -7,11 +7,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from cfl_ray.errors import NotReady, RunError
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress
 from cfl_ray.runtime.on_ray.connect import as_user_error, join_cluster, short_reason
+from cfl_ray.runtime.on_ray.ray_internals import at_head
 from cfl_ray.system.signals import Flag
 
 _ANSWER_SECONDS, _STOP_SECONDS = 120, 8
@@ -58,14 +58,14 @@ def _ask_to_stop(server: ServerAddress, actor: Any) -> str:
     RayTaskError if the server refuses.
     """
     key = _stop_key(server.actor)
-    _internal_kv_put(key, _AFTER_ROUND)
+    at_head("put", key, _AFTER_ROUND)
     try:
         return ray.get(actor.ask.remote("stop"), timeout=_STOP_SECONDS)
     except RayTaskError as error:
         if isinstance(as_user_error(error), NotReady):
-            _internal_kv_put(key, _NOW)
+            at_head("put", key, _NOW)
             return "no round is running just now: the run ends now; every saved round is kept"
-        _internal_kv_del(key)
+        at_head("del", key)
         raise
     except GetTimeoutError:
         return (
@@ -108,7 +108,7 @@ class StopRequests:
 
     def read(self) -> None:
         """Reads the request now."""
-        self.request, self.read_at = _internal_kv_get(self.key), time.monotonic()
+        self.request, self.read_at = at_head("get", self.key), time.monotonic()
 
     def close(self) -> None:
         """Ends the thread, before Ray's client is shut down."""

@@ -23,7 +23,7 @@ from cfl_ray.errors import UserError
 from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.stored import Place, StoredValue, fetched, place_of, put_all, tensor_of
 
-_ANSWER_SECONDS = 10.0  # for a host that is asked whether it has the run directory
+_ANSWER_SECONDS = 10.0  # limit for a host that is asked whether it has the run directory
 _POLL_SECONDS = 1.0  # between polls of the files that hosts write
 
 

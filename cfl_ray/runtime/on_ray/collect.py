@@ -16,7 +16,7 @@ import ray
 from cfl_ray.runtime.on_ray.pool import Host
 
 _GROUP = 4  # totals that one call combines
-# limit of a wait for totals, for hosts that hang; independent of the time of training
+# limit of a wait for totals, in case a host hangs: a constant, and a time for their bytes; training takes no part in it
 _WAIT_SECONDS, _WAIT_BYTES_PER_SECOND = 120.0, 5e6
 _SMALL_BYTES = 32_000_000  # size up to which the server adds up all totals: calls would take longer
 
@@ -26,7 +26,7 @@ class _Total:
     """A total of one output row in the object store, float64 (2, P)."""
 
     ref: ray.ObjectRef[Any]
-    host: Host  # that made it
+    host: Host  # the host that made it
 
 
 class Collected:

@@ -4,35 +4,42 @@ import os
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import node, ray_constants
 from ray.exceptions import RayError, RayTaskError
 
 from cfl_ray.engine.failure import may_be_machine
 from cfl_ray.errors import ConfigError, RunError, UserError
 from cfl_ray.run_directory.session_file import cluster_address
-from cfl_ray.runtime.on_ray.fork_server import SOCKET_VARIABLE, WORKER_PROGRAM, fork_server
+from cfl_ray.runtime.on_ray import ray_internals
+from cfl_ray.runtime.on_ray.fork_server import WORKER_PROGRAM, end_unused, fork_server
 from cfl_ray.runtime.on_ray.host_actor import host_environment
 from cfl_ray.system.machine import usable_cpus
 from cfl_ray.system.signals import interrupt_held
 from cfl_ray.system.variables import environment
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-_CONNECT_SECONDS = 10
+_LOOPBACK = "127.0.0.1"
+_CONNECT_SECONDS = 10  # limit for a cluster to accept a connection
 _fork_server = ExitStack()  # of the cluster that this process has started
 # how often Ray tries to reach a cluster: 20 times by default, each up to 40 s
 _WAIT_VARIABLE = "RAY_gcs_server_port_wait_time_s"
 
 
-def connect(address: str | None, hosts: int | None = None, instructions: str | None = None) -> bool:
+def connect(
+    address: str | None,
+    hosts: int | None = None,
+    instructions: str | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> bool:
     """Joins the cluster at `address` (or RAY_ADDRESS), or starts a cluster for this run on loopback.
 
     instructions: those of a cluster that is started (runtime.cpu_capability).
+    warn: shows a line to the user, if a cluster is started in another way than usual.
     Returns whether a cluster was started. Raises ConfigError if the cluster cannot be joined, RunError if none starts.
     """
     if ray.is_initialized():
@@ -40,8 +47,8 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
     address = cluster_address(address)
     if address is None:
         try:
-            with _loopback_only():
-                start_cluster(max(hosts or 0, usable_cpus()), instructions)
+            with ray_internals.loopback_only():
+                start_cluster(max(hosts or 0, usable_cpus()), instructions, warn=warn)
         except (KeyboardInterrupt, UserError):
             end_cluster()
             raise
@@ -51,6 +58,12 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
             if isinstance(error, OSError) and Path(str(error.filename)).is_relative_to(os.path.expanduser("~")):
                 advice = "it keeps its token below HOME: set HOME to a folder in which you can write"
             raise RunError(f"Ray does not start on this machine ({short_reason(error)}); {advice}") from error
+        if not listens_on_loopback():
+            mode = os.environ.get("RAY_AUTH_MODE", "not set")
+            warn(
+                f"Ray {ray.__version__} listens on all addresses of this machine, not on loopback only; only "
+                f"RAY_AUTH_MODE=token keeps others out (it is {mode})"
+            )
         return True
     try:
         join_cluster(address)
@@ -63,24 +76,29 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
     return False
 
 
-def start_cluster(cpus: int, instructions: str | None = None, gpus: int | None = None) -> None:
+def start_cluster(
+    cpus: int,
+    instructions: str | None = None,
+    gpus: int | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> None:
     """Starts a cluster and joins it; `end_cluster` ends it. Raises ConfigError if others can enter its folder.
 
     gpus: None: those of this machine.
+    warn: as in `connect`.
     """
     folder = session_folder()
-    with (
-        _small_head(),
-        interrupt_held(),
-        host_environment(instructions),
-        environment(_fork_server.enter_context(fork_server(folder.parent))),
-    ):
+    if why := ray_internals.why_not():
+        end_unused()
+        warn(why)
+    workers = nullcontext() if why else _forked_workers(folder.parent)
+    with interrupt_held(), host_environment(instructions), workers:
         ray.init(
             address="local",
             num_cpus=cpus,
             num_gpus=gpus,
             include_dashboard=False,
-            _node_ip_address="127.0.0.1",
+            _node_ip_address=_LOOPBACK,
             _temp_dir=str(folder),
             **_QUIET,
         )
@@ -109,45 +127,16 @@ def session_folder() -> Path:
 
 
 @contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Context in which Ray listens on 127.0.0.1 only; otherwise Ray replaces it by an address that others can reach."""
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
+def _forked_workers(folder: Path) -> Iterator[None]:
+    """Context in which Ray starts a small head whose workers are forks of a fork server with a socket in a folder."""
+    variables = _fork_server.enter_context(fork_server(folder))
+    with environment(variables), ray_internals.small_head(WORKER_PROGRAM if variables else None):
         yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-class _SmallHead(node.Node):
-    """Ray's head without processes that no run uses: 0.2 GB, and 4 s of CPU when it starts.
-
-    They serve the dashboard's pages, ask clouds for machines and copy the output of processes to drivers.
-    """
-
-    def __init__(self, ray_params: Any, *arguments: Any, **options: Any) -> None:
-        if SOCKET_VARIABLE in os.environ:
-            ray_params.setup_worker_path = WORKER_PROGRAM
-        super().__init__(ray_params, *arguments, **options)
-
-    def start_api_server(self, **options: object) -> None:
-        self._webui_url = ""  # as of include_dashboard=False, which starts a process without pages
-
-    def start_monitor(self) -> None:
-        pass
-
-    def start_log_monitor(self) -> None:
-        pass
-
-
-@contextmanager
-def _small_head() -> Iterator[None]:
-    """Context in which Ray starts a `_SmallHead`."""
-    module: Any = node
-    before, module.Node = module.Node, _SmallHead
-    try:
-        yield
-    finally:
-        module.Node = before
+def listens_on_loopback() -> bool:
+    """Whether the cluster that this process has started listens on loopback only."""
+    return all(node["NodeManagerAddress"] == _LOOPBACK for node in ray.nodes())
 
 
 def join_cluster(address: str, loopback: bool = False) -> None:
@@ -156,7 +145,7 @@ def join_cluster(address: str, loopback: bool = False) -> None:
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     wait = {_WAIT_VARIABLE: os.environ.get(_WAIT_VARIABLE, "1")}  # it would also limit the start of this run's cluster
-    with environment(wait), _loopback_only() if loopback else nullcontext():
+    with environment(wait), ray_internals.loopback_only() if loopback else nullcontext():
         ray.init(address=address, **_QUIET)
 
 

@@ -12,20 +12,20 @@ from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError, 
 from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.engine.chunks import Chunk
 from cfl_ray.errors import RunError, RunStopped, UserError, duration
+from cfl_ray.runtime.on_ray.chunk_queue import ChunkQueue
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.pool import Host, Pool
-from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.stall import POLL_SECONDS, STOP_SECONDS
 
 _CALLS_PER_HOST = 2  # one running, one queued, so that the host never waits for the server
-# a chunk that failed on so many hosts, or so many times, ends the run; a single bad host cannot reach these limits
+# a chunk that fails on so many hosts, or so many times, ends the run; a single bad host cannot reach either limit
 _FAILED_HOSTS, _FAILED_TIMES = 3, 6
-_NAMED = 5  # ranges of clients in a message
-_IDLE = 0.05  # of a CPU, below which a host does not compute: hosts may share a busy CPU
+_NAMED = 5  # most ranges of clients that a message names
+_IDLE = 0.05  # a host that takes a smaller share of a CPU does not compute: hosts may share a busy CPU
 
 
 class Calls(Protocol):
-    """Makes calls from chunks, and receives their results: `backend.Exchange`, which documents these."""
+    """Makes calls from chunks, and receives their results: `ray_backend.Exchange`, which documents these."""
 
     @property
     def stays_on_hosts(self) -> bool: ...
@@ -52,11 +52,12 @@ class _Call:
     chunks: list[Chunk]
     returns: list[ray.ObjectRef[Any]]
     seconds: float | None  # its time limit; None: no limit
-    since: float  # when it could begin, or its host has last made progress
+    since: float  # time at which it could begin, or at which its host last made progress
     chunks_done: int = 0  # at the last query
     reported: str = ""  # its last report, if it is slow
-    next_report: float = 0.0  # seconds without progress after which it is reported (again)
-    computed: tuple[float, float] | None = None  # time and CPU seconds of its host, at the last query of a stop
+    next_report: float = 0.0  # seconds without progress until it is reported (again)
+    # time and CPU seconds of its host at the last query, made while a request to stop waits; None: not queried
+    computed: tuple[float, float] | None = None
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Dispatch:
     """Makes calls until every chunk is done."""
 
     pool: Pool
-    schedule: Schedule
+    queue: ChunkQueue
     exchange: Calls
     in_progress: dict[ray.ObjectRef[Any], _Call] = field(default_factory=dict)  # by first return
     of_host: dict[int, deque[_Call]] = field(default_factory=dict)  # calls in progress by host number, in their order
@@ -80,7 +81,7 @@ class Dispatch:
         Raises ObjectLostError if an object that the calls need (client state) was lost with its node.
         """
         free, polled = self._all_free(), time.monotonic()
-        while self.schedule or self.in_progress:
+        while self.queue or self.in_progress:
             self._hand_out(free)
             ended = self.pool.wait(list(self.in_progress), self._seconds_left())
             free = [call.host for ref in ended if (call := self._end(ref)) is not None]
@@ -117,13 +118,13 @@ class Dispatch:
             for host in free:
                 if self._calls_of(host) > calls or not host.is_ready:
                     continue
-                if not self.schedule:
+                if not self.queue:
                     return
-                if numbers := self.schedule.next_for(host.number, self._ready, self._hosts, host.node):
+                if numbers := self.queue.next_for(host.number, self._ready, self._hosts, host.node):
                     self._start(host, numbers)
 
     def _start(self, host: Host, numbers: list[int]) -> None:
-        chunks = [self.schedule.chunks[number] for number in numbers]
+        chunks = [self.queue.chunks[number] for number in numbers]
         returns = self.exchange.start(host, chunks)
         call = _Call(host, numbers, chunks, returns, self.exchange.seconds(chunks), time.monotonic())
         self.in_progress[returns[0]] = call
@@ -149,13 +150,13 @@ class Dispatch:
                 raise cause from error
             if not may_be_host(error):
                 raise as_user_error(error) from error
-            self.schedule.put_back(call.numbers)
+            self.queue.put_back(call.numbers)
             self._count_failure(call, as_user_error(error))
             self._take_back(call.host)
             self.pool.failed(call.host, as_user_error(error))
             return None
         except RayError as error:  # the host or its result is lost
-            self.schedule.put_back(call.numbers)
+            self.queue.put_back(call.numbers)
             self.lost(call.host, error)
             return None
         if self.exchange.stays_on_hosts:
@@ -175,8 +176,8 @@ class Dispatch:
         """Puts back the chunks that were in progress or done on a lost host."""
         for call in self.of_host.pop(host.number, ()):
             del self.in_progress[call.returns[0]]
-            self.schedule.put_back(call.numbers)
-        self.schedule.put_back(self.done.pop(host.number, []))
+            self.queue.put_back(call.numbers)
+        self.queue.put_back(self.done.pop(host.number, []))
 
     # ---- calls that take too long
 
@@ -202,7 +203,7 @@ class Dispatch:
             self.of_host[call.host.number].remove(call)
             self._take_back(call.host)
             for number, chunk in zip(call.numbers, call.chunks, strict=True):
-                self.schedule.add_urgent(self.exchange.replacements(chunk), self.schedule.homes[number])
+                self.queue.add_urgent(self.exchange.replacements(chunk), self.queue.homes[number])
             self.pool.end(call.host, f"was at work for more than {call.seconds:g} s")
 
     # ---- calls that make no progress

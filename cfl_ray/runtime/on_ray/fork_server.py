@@ -27,6 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, NoReturn
 
+from cfl_ray.runtime.on_ray import ray_internals
 from cfl_ray.system.imports import uncollected
 from cfl_ray.system.variables import ONE_THREAD, environment
 
@@ -35,7 +36,7 @@ WORKER_PROGRAM = str(Path(__file__).with_name("fork_worker.py"))
 _KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, with its files
 _LARGEST_MESSAGE = 1 << 20  # bytes: the arguments and the environment of a worker
 _STDIN = 0
-_SECONDS = 10.0  # for a message, and for the end of the fork server
+_MESSAGE_SECONDS = 10.0  # limit for a message, also for that of the fork server's end
 _MODULES = "cfl_ray.engine.worker", "cfl_ray.methods", "cfl_ray.runtime.round_loop"
 _MODULES_OF_SOME_METHODS = ("sklearn.decomposition",)  # of the server, which imports them in a round; takes a second
 _FILES = 65536  # most files that a process may have open, as Ray sets it for its own processes
@@ -48,7 +49,7 @@ _READ_LATER = "RAY_", "CFL_RAY_", "MLFLOW_", "GIT_", "KMP_DUPLICATE_LIB_OK", "KM
 _RAY_MODULES = (
     "cfl_ray.runtime.on_ray.host_process",
     "cfl_ray.runtime.on_ray.server_process",
-    "ray._private.workers.default_worker",
+    ray_internals.WORKER_MODULE,
 )
 
 
@@ -61,7 +62,7 @@ class _ForkServer(NamedTuple):
 
     def end(self) -> None:
         """Asks it to end its forks and itself, and waits until it has."""
-        self.control.settimeout(_SECONDS)
+        self.control.settimeout(_MESSAGE_SECONDS)
         with self.control, suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)
             self.control.recv(1)
@@ -130,6 +131,12 @@ def _forked_or_new() -> _ForkServer:
     return _new_program()
 
 
+def end_unused() -> None:
+    """Ends the fork server of `forkable_imports`, which this program will not use."""
+    while _forked:
+        _forked.pop().end()
+
+
 @contextmanager
 def fork_server(folder: Path) -> Iterator[dict[str, str]]:
     """Context with a fork server. Yields the environment variables of a cluster that uses it.
@@ -188,7 +195,7 @@ class _Forks:
             if listening.fileno() not in ready:
                 continue
             with suppress(OSError), listening.accept()[0] as connection:  # otherwise Ray's worker starts as usual
-                connection.settimeout(_SECONDS)
+                connection.settimeout(_MESSAGE_SECONDS)
                 message, files, _, _ = socket.recv_fds(connection, _LARGEST_MESSAGE, 4)
                 worker = self._wanted(message, files[1:])
                 child = None if worker is None else _fork()
@@ -220,7 +227,7 @@ class _Forks:
             self.environment = environment | _ANY_JOB
             _change_environment(_differences(os.environ, self.environment))
             _import(_RAY_MODULES)
-        program = _program(arguments)
+        program = ray_internals.program_of_worker(arguments)
         if program is None or environment | _ANY_JOB != self.environment:
             return None
         return _Worker(program, environment, files)
@@ -255,16 +262,6 @@ def _change_environment(changes: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def _program(arguments: list[str]) -> list[str] | None:
-    """The Python program of a worker, with its arguments; None if Ray has to prepare more than that."""
-    from ray._private.runtime_env.context import RuntimeEnvContext
-    from ray._private.workers.setup_worker import parser
-
-    options, program = parser.parse_known_args(arguments)
-    context = RuntimeEnvContext.deserialize(options.serialized_runtime_env_context or "{}")
-    return program if options.language == "PYTHON" and vars(context) == vars(RuntimeEnvContext()) else None
 
 
 def _serve(worker_path: list[str]) -> NoReturn:

@@ -9,11 +9,9 @@ import os
 import socket
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.pop(0)
-    program = sys.argv[1]
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ.get("CFL_RAY_FORK_SERVER", ""))
         ends_with_this, _ = os.pipe()
@@ -22,4 +20,4 @@ if __name__ == "__main__":
         if connection.recv(16):
             connection.recv(1)  # returns when the worker has ended
             sys.exit()
-    os.execv(sys.executable, [sys.executable, str(Path(program).with_name("setup_worker.py")), *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, os.environ["CFL_RAY_SETUP_WORKER"], *sys.argv[1:]])

@@ -143,7 +143,7 @@ def start_host(
         num_gpus=runtime.gpus_per_host,
         scheduling_strategy="SPREAD",
         runtime_env=host_runtime_env(runtime.cpu_capability),
-        enable_task_events=False,  # of which Ray's head would keep 3 kB for each of the last 100,000 calls
+        enable_task_events=False,  # Ray's head would keep 3 kB for each of the last 100,000 calls
     ).remote()
     packed = [setup_ref] if federation_ref is None else [setup_ref, federation_ref]
     return StartedHost(actor, actor.start.remote(packed, engine, pause), actor.placed.remote())

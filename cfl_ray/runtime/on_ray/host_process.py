@@ -30,7 +30,7 @@ from cfl_ray.setup.setup import Setup
 from cfl_ray.system import cpu
 from cfl_ray.system.allocator import keep_freed_memory, return_freed_memory
 
-_KEPT_BYTES = 32 << 20  # of freed memory, from one exchange to the next
+_KEPT_BYTES = 32 << 20  # freed memory that a host keeps from one exchange to the next
 
 
 class HostProcess:
@@ -38,7 +38,7 @@ class HostProcess:
 
     exchange: int | None = None
     failure: Exception | None = None  # why the present federation cannot be opened here
-    chunks_done = 0  # of the present call; read by another thread
+    chunks_done = 0  # chunks of the present call that are done; read by another thread
 
     def __init__(self, packed: list[ray.ObjectRef[Any]], engine: str):
         torch.set_num_threads(1)

@@ -23,16 +23,16 @@ from cfl_ray.runtime.on_ray.stall import StallRule, StartWatch
 from cfl_ray.setup.engine_choice import engine_choice
 from cfl_ray.setup.setup import Setup
 
-_PLACE_SECONDS = 300  # for a host to start while others are ready
+_HOST_START_SECONDS = 300  # limit for a host to start while others are ready
 _FIRST_HOST_SECONDS = 900  # runtime.wait_for_hosts: auto, before a run has had a host: machines take minutes to boot
-_STEP_SECONDS = 1.0  # of a wait for hosts
-# from the loss of a node until the cluster detects it: five of Ray's health checks fail, each 10 s and a pause of 3 s
-_NODE_SECONDS = 120
-# of a wait, after which the user is notified (again): longer than hosts take to start if the cluster has room
+_HOST_POLL_SECONDS = 1.0  # between two looks at hosts that the run waits for
+# limit for the cluster to detect that a node is lost: five of Ray's health checks fail, each 10 s and a pause of 3 s
+_LOST_NODE_SECONDS = 120
+# a run that has waited so long for hosts tells the user (again); hosts start faster if the cluster has room
 _NOTICE_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
-_MEASURE_SECONDS = 600  # for a host to measure its engines
-_ANSWER_SECONDS = 1.0  # for a host to report the progress of its call
-_ROOM_SECONDS = 1.0  # between checks for new room on the cluster, which take about a millisecond
+_MEASURE_SECONDS = 600  # limit for a host to measure its engines
+_ANSWER_SECONDS = 1.0  # limit for a host to report the progress of its call
+_ROOM_CHECK_SECONDS = 1.0  # between checks for new room on the cluster, which take about a millisecond
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Host:
     node: str = ""
     pid: int = 0
     device: str = ""
-    added: bool = False  # after the run began
+    added: bool = False  # whether it was added after the run began
     environment: HostEnvironment | None = None  # None until it is ready
 
     @property
@@ -69,19 +69,19 @@ class Pool:
     choice: EngineChoice | None = None
     kept_engine: str | None = None  # engine of the run before it was interrupted
     hosts: list[Host] = field(default_factory=list)
-    exchanges: int = 0  # begun
-    finished: int = 0  # exchanges
+    exchanges: int = 0  # number of exchanges that have begun
+    finished: int = 0  # number of exchanges that have ended
     changes: int = 0  # grows whenever a host is added, becomes ready or is lost
     given_up: list[str] = field(default_factory=list)  # nodes of the hosts that were given up; "": not known
     notes: list[str] = field(default_factory=list)  # one line for each host that was lost or added, until read
     last_fault: tuple[float, str] | None = None  # (seconds since 1970, the fault)
     not_started: set[int] = field(default_factory=set)  # numbers of hosts that failed when they started
     had_hosts: bool = False  # whether any host of the run has been ready
-    waiting: str = ""  # the wait of a run without hosts, as text; empty while it has hosts. Read by other threads
+    waiting: str = ""  # for the user of a run that waits for its first host; empty otherwise. Read by other threads
     stop_asked: Callable[[], bool] = lambda: False  # whether a user has asked to stop, which ends a wait for hosts
     slow: str = ""  # the hosts that make no progress, as text; read by other threads
     reported: str = ""  # `slow` as of the last report; the time between reports doubles
-    polls: int = 0  # of work in progress; grows while the thread of the rounds is alive
+    polls: int = 0  # number of polls of work in progress, which grows while the thread of the rounds is alive
     kinds: dict[tuple[str, str], None] = field(default_factory=dict)  # (instructions, PyTorch) of hosts, in order
     federation_ref: ray.ObjectRef[Any] | None = None  # of the federation, if it is not that of `setup_ref`
     _next_check: float = 0.0
@@ -152,10 +152,10 @@ class Pool:
         starting hosts are given up. Otherwise raises as `ready`.
         """
         needed, began, notices = not self.ready_now, time.monotonic(), 0
-        limit = self._limit() if needed else _PLACE_SECONDS
+        limit = self._limit() if needed else _HOST_START_SECONDS
         try:
             while (waited := time.monotonic() - began) < limit:
-                ended, _ = ray.wait(starting, timeout=min(_STEP_SECONDS, limit - waited))
+                ended, _ = ray.wait(starting, timeout=min(_HOST_POLL_SECONDS, limit - waited))
                 self.polls += 1
                 if ended:
                     return ended
@@ -173,7 +173,7 @@ class Pool:
         if needed:
             raise RunError(f"{self._what_is_missing(limit, limit)}; start machines, or raise runtime.wait_for_hosts")
         for host in [host for host in self.hosts if not host.is_ready]:
-            self._give_up(host, f"could not be placed within {_PLACE_SECONDS} s (free: {free()})")
+            self._give_up(host, f"could not be placed within {_HOST_START_SECONDS} s (free: {free()})")
         return []
 
     def _limit(self) -> float:
@@ -303,7 +303,7 @@ class Pool:
     def next_exchange(self) -> int:
         """A new exchange number. Starts hosts if the cluster has new room."""
         if time.monotonic() >= self._next_check:
-            self._next_check = time.monotonic() + _ROOM_SECONDS
+            self._next_check = time.monotonic() + _ROOM_CHECK_SECONDS
             self._refill()
             self.watch_starts()
         self.exchanges += 1
@@ -358,12 +358,12 @@ class Pool:
         return len(self.given_up)
 
     def _node_is_lost(self, host: Host) -> bool:
-        """Whether the last host was lost with its node. Waits up to `_NODE_SECONDS` until the cluster detects it."""
+        """Whether the last host was lost with its node. Waits up to `_LOST_NODE_SECONDS` for the cluster."""
         if not host.node or host.node == ray.get_runtime_context().get_node_id():
             return False
-        deadline = time.monotonic() + _NODE_SECONDS
+        deadline = time.monotonic() + _LOST_NODE_SECONDS
         while alive([host.node]) and time.monotonic() < deadline:
-            time.sleep(_STEP_SECONDS)
+            time.sleep(_HOST_POLL_SECONDS)
         return not alive([host.node])
 
     def end(self, host: Host, why: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
-# of life, after which a process regains all retries if the run advanced: on spot machines a long run loses many hosts
+# a process that lived so long regains all retries if the run advanced: on spot machines a long run loses many hosts
 FORGIVEN_SECONDS = 600
 
 
@@ -23,7 +23,7 @@ class RetryPolicy:
     forgiven_seconds: float = FORGIVEN_SECONDS
     used: int = 0
     since: float = field(default_factory=time.monotonic)  # when the process was started last
-    progress: int = 0  # of the run when the process died last
+    progress: int = 0  # progress of the run when the process died last
 
     def decide(self, progress: int) -> "Decision":
         """Whether the process that just died is restarted. Counts the restart.

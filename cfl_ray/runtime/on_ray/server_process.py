@@ -18,10 +18,10 @@ from cfl_ray.data import Federation, open_shards
 from cfl_ray.errors import DataError, RunError
 from cfl_ray.results.environment import Environment, described, read_environment
 from cfl_ray.runtime.journal import JoinedShards
-from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.on_ray.connect import as_user_error, short_reason
 from cfl_ray.runtime.on_ray.host_process import fetch
 from cfl_ray.runtime.on_ray.pool import Pool
+from cfl_ray.runtime.on_ray.ray_backend import RayBackend
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.stall import Progress
 from cfl_ray.runtime.requests import Requests
@@ -33,7 +33,7 @@ from cfl_ray.system import cpu
 from cfl_ray.system.allocator import return_large_arrays
 from cfl_ray.system.threads import one_thread
 
-_OPEN_SECONDS = 120
+_OPEN_SECONDS = 120  # limit for a host on another node to read shards
 _GOING_BACK = 5  # times that a server goes back to the same checkpoint
 
 
@@ -53,10 +53,10 @@ class ServerProcess:
         self.setup: Setup = fetch(packed[0])
         cpu.check_instructions(self.setup.experiment.runtime.cpu_capability, "in the server")
         self.run_dir, self.session, self.last_fault = run_dir, session, fault
-        self.label = ""  # of the present method
+        self.label = ""  # label of the present method
         self.loop: RoundLoop | None = None  # None while it is made
         self.requests: Requests | None = None  # of the loop, or of the last one while the next is made
-        self.rounds: Iterator[RoundReport] = iter(())  # of the loop
+        self.rounds: Iterator[RoundReport] = iter(())  # reports of the loop
         self.replacing = threading.Lock()  # held while a loop is made, which reads all granted requests
         kept = read_environment(run_dir)
         engine = kept.engine if kept else None

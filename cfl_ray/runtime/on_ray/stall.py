@@ -17,10 +17,10 @@ from ray.exceptions import RayError
 from cfl_ray.errors import duration
 from cfl_ray.runtime.on_ray.host_actor import StartedHost
 
-_FACTOR = 10  # of the usual seconds, from which on work is slow
-_UNKNOWN_FACTOR = 6  # of the limit, if nothing is known of such work
-STOP_SECONDS = 5.0  # without progress, after which a request to stop does not wait for the end of the round
-_COMPUTES = 0.2  # of a CPU, from which on a process computes
+_FACTOR = 10  # work is slow once it takes this multiple of the usual seconds
+_UNKNOWN_FACTOR = 6  # multiple of the limit for work of which no earlier time is known
+STOP_SECONDS = 5.0  # after so long without progress, a request to stop does not wait for the end of the round
+_COMPUTES = 0.2  # a process that takes this share of a CPU computes
 POLL_SECONDS = 2.0  # between two polls of work in progress
 
 
@@ -42,7 +42,7 @@ class StallRule:
     limit: float | None  # runtime.stall_limit, seconds
 
     def slow_after(self, usual: float | None) -> float:
-        """Seconds after which work is slow. usual: that such work takes; None: not known."""
+        """Seconds after which work is slow. usual: seconds that such work takes; None: not known."""
         return max(self.warning, _FACTOR * (usual or 0.0))
 
     def given_up_after(self, usual: float | None) -> float:
@@ -54,7 +54,7 @@ class StallRule:
         return max(self.limit, _FACTOR * self.slow_after(usual))
 
     def for_start(self) -> StallRule:
-        """The limits of a process that starts, of which nothing is known."""
+        """The limits of a process that starts: no earlier time of its start is known."""
         return replace(self, limit=self.limit and _UNKNOWN_FACTOR * self.limit)
 
     def stop_after(self, usual: float | None) -> float:
@@ -84,7 +84,7 @@ class ProgressWatch:
             self.last, self.updated = progress, now
 
     def warning(self, now: float) -> str:
-        """A line for the user, each time that the wait for progress has doubled; empty otherwise."""
+        """A line for the user whenever the wait for progress has doubled since the last line; empty otherwise."""
         silent = now - self.since
         if silent < self.warn_after:
             return ""
@@ -119,7 +119,7 @@ class StartWatch:
         self.reported = ""  # the last line for the user, while the host makes no progress
 
     def poll(self, now: float) -> str:
-        """A line for the user, each time that the host has made no progress for twice as long; does not wait."""
+        """A line for the user whenever the time without progress has doubled since the last line. Does not wait."""
         if self.watch is None:
             self.watch = self._placed(now)
             return ""

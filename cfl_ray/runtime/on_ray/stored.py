@@ -19,8 +19,8 @@ from cfl_ray.core.backend import ClientStateKey, SavedEntry, SavedState
 from cfl_ray.nn.shared import shared_tensor
 
 PACKED_BYTES = 100_000  # a larger value is a separate object
-_PACK_BYTES = 1 << 20  # of a pack that the server writes
-_FETCH_SECONDS = 600.0  # for an object, however large, from another node; as long as Ray tries itself
+_PACK_BYTES = 1 << 20  # size of a pack that the server writes
+_FETCH_SECONDS = 600.0  # limit for an object of any size from another node: as long as Ray itself tries
 
 Place = tuple[Any, int | None]  # an object's reference or an entry of a file, and the position in it
 
@@ -47,7 +47,7 @@ class StoredValue(NamedTuple):
     ref: ray.ObjectRef[Any]
     position: int | None
     nbytes: int
-    node: str = ""  # whose object store has it
+    node: str = ""  # the node whose object store has it
 
 
 def fetched(ref: ray.ObjectRef[Any]) -> Any:

@@ -16,8 +16,8 @@ from cfl_ray.core.backend import SavedState
 from cfl_ray.core.clients import ClientState
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import RunError
-from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.on_ray.client_states import RayClientStates
+from cfl_ray.runtime.on_ray.ray_backend import RayBackend
 from cfl_ray.runtime.on_ray.stored import StoredValue
 from cfl_ray.setup.prepare import prepare
 

@@ -17,11 +17,11 @@ from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.work import Address, AverageDeferred, Averaging, Losses, Rows, Train
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.privacy.noisy_sums import Noise, Privacy, PrivateRun
-from cfl_ray.runtime.on_ray import backend as backend_module
 from cfl_ray.runtime.on_ray import collect
-from cfl_ray.runtime.on_ray.backend import Exchange, RayBackend
+from cfl_ray.runtime.on_ray import ray_backend as backend_module
+from cfl_ray.runtime.on_ray.chunk_queue import ChunkQueue
 from cfl_ray.runtime.on_ray.collect import Collected
-from cfl_ray.runtime.on_ray.schedule import Schedule
+from cfl_ray.runtime.on_ray.ray_backend import Exchange, RayBackend
 from cfl_ray.setup.prepare import prepare
 
 CLIENTS = 24
@@ -167,7 +167,7 @@ def test_what_a_dead_host_has_returned_is_not_done_again(backends, monkeypatch):
             os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(Exchange, "receive", kill_first)
-    monkeypatch.setattr(Schedule, "_even", lambda *_: 0.0)  # several calls for each host
+    monkeypatch.setattr(ChunkQueue, "_even", lambda *_: 0.0)  # several calls for each host
     assert_equal(on_ray.run(work), expected)
     assert killed and any("host 0 died" in note for note in on_ray.pool.notes)
 

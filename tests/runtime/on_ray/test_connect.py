@@ -7,7 +7,7 @@ import pytest
 from ray._private import node
 
 from cfl_ray.errors import ConfigError, RunError
-from cfl_ray.runtime.on_ray import connect
+from cfl_ray.runtime.on_ray import connect, ray_internals
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +16,20 @@ def own_fork_server(monkeypatch):
     with ExitStack() as started:
         monkeypatch.setattr(connect, "_fork_server", started)
         yield
+
+
+@pytest.fixture
+def own_cluster(monkeypatch):
+    """Returns a function that sets what `ray.init` does for a cluster that `connect(None)` starts, on loopback."""
+
+    def starts(init, address="127.0.0.1"):
+        monkeypatch.setattr(connect.ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(connect.ray, "shutdown", lambda: None)  # other tests share a cluster
+        monkeypatch.setattr(connect.ray, "init", init)
+        monkeypatch.setattr(connect.ray, "nodes", lambda: [{"NodeManagerAddress": address}])
+        monkeypatch.setattr(connect, "cluster_address", lambda address: None)
+
+    return starts
 
 
 def test_the_session_folder_is_the_users_alone(tmp_path, monkeypatch):
@@ -50,23 +64,28 @@ def test_a_folder_that_others_can_enter_is_an_error_of_the_input(tmp_path, monke
         connect.connect(None)
 
 
-def test_a_cluster_of_a_run_has_its_session_there(monkeypatch):
+def test_a_cluster_of_a_run_has_its_session_there(own_cluster):
     started = {}
-    monkeypatch.setattr(connect.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(connect.ray, "init", lambda **options: started.update(options))
-    monkeypatch.setattr(connect, "cluster_address", lambda address: None)
+    own_cluster(lambda **options: started.update(options))
     assert connect.connect(None)
     assert started["_temp_dir"] == str(connect.session_folder())
 
 
-def test_a_cluster_of_a_run_has_no_processes_that_no_run_uses(monkeypatch):
+def test_a_cluster_of_a_run_has_no_processes_that_no_run_uses(own_cluster, monkeypatch):
     of_ray, heads = node.Node, []
-    monkeypatch.setattr(connect.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(connect.ray, "init", lambda **options: heads.append(node.Node))
-    monkeypatch.setattr(connect, "cluster_address", lambda address: None)
+    monkeypatch.setattr(ray_internals, "TRIED", (connect.ray.__version__,))
+    own_cluster(lambda **options: heads.append(node.Node))
     assert connect.connect(None) and node.Node is of_ray, "other clusters have Ray's own head"
     left_out = {name for name in vars(heads[0]) if name.startswith("start_")}
     assert left_out == {"start_api_server", "start_monitor", "start_log_monitor"} <= set(vars(of_ray))
+
+
+@pytest.mark.parametrize("address, warnings", [("127.0.0.1", 0), ("10.0.0.7", 1)])
+def test_a_cluster_that_others_can_reach_is_a_warning(address, warnings, own_cluster):
+    shown = []
+    own_cluster(lambda **options: None, address)
+    assert connect.connect(None, warn=shown.append)
+    assert len([line for line in shown if "listens on all addresses of this machine" in line]) == warnings
 
 
 @pytest.mark.parametrize(

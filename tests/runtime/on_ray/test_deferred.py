@@ -19,8 +19,8 @@ from cfl_ray.core.clients import Clients, ClientState
 from cfl_ray.core.work import Address, CombineColumns, Losses
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.plugins.loading import load_plugin
-from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.on_ray.client_states import RayClientStates
+from cfl_ray.runtime.on_ray.ray_backend import RayBackend
 from cfl_ray.setup.prepare import prepare
 
 CLIENTS = 12

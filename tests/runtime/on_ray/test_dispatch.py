@@ -10,8 +10,8 @@ from cfl_ray.engine.chunks import Chunk
 from cfl_ray.engine.failure import ClientFailure
 from cfl_ray.errors import ConfigError, DataError, RunError, RunStopped
 from cfl_ray.runtime.on_ray import dispatch as dispatch_module
+from cfl_ray.runtime.on_ray.chunk_queue import ChunkQueue
 from cfl_ray.runtime.on_ray.dispatch import _FAILED_HOSTS, _FAILED_TIMES, Dispatch
-from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.stall import StallRule
 
 CHUNKS = 12
@@ -85,8 +85,8 @@ def run(monkeypatch):
         monkeypatch.setattr(
             dispatch_module, "ray", SimpleNamespace(get=calls.get, wait=lambda refs, timeout: (refs, []))
         )
-        schedule = Schedule([Chunk(np.array([number])) for number in range(CHUNKS)], together=False)
-        dispatch = Dispatch(pool, schedule, calls)
+        queue = ChunkQueue([Chunk(np.array([number])) for number in range(CHUNKS)], together=False)
+        dispatch = Dispatch(pool, queue, calls)
         dispatch.run()
         done = sorted(number for numbers in dispatch.done.values() for number in numbers)
         assert done == list(range(CHUNKS)), "what stays on hosts that are alive"
@@ -191,7 +191,7 @@ def dispatch(monkeypatch):
         fake_ray = SimpleNamespace(get=calls.get, wait=lambda refs, timeout: ([], refs))
         monkeypatch.setattr(dispatch_module, "ray", fake_ray)
         monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda: pool.now))
-        return Dispatch(pool, Schedule([Chunk(np.array([n])) for n in range(chunks)], together=False), calls)
+        return Dispatch(pool, ChunkQueue([Chunk(np.array([n])) for n in range(chunks)], together=False), calls)
 
     return make
 

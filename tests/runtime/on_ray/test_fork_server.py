@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import psutil
@@ -13,7 +14,7 @@ import ray
 from ray._private.runtime_env.context import RuntimeEnvContext
 
 from cfl_ray import run
-from cfl_ray.runtime.on_ray import fork_server
+from cfl_ray.runtime.on_ray import fork_server, ray_internals
 from cfl_ray.runtime.on_ray.fork_server import WORKER_PROGRAM
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
@@ -43,12 +44,20 @@ def started(tmp_path_factory):
     (folder / "about.py").write_text(ABOUT)
     (folder / "setup_worker.py").write_text(NEW)
     with fork_server.fork_server(folder) as variables:
-        yield folder, os.environ | variables | {"RAY_JOB_ID": "ffffffff"}
+        program = {ray_internals.SETUP_VARIABLE: str(folder / "setup_worker.py")}
+        yield folder, os.environ | variables | program | {"RAY_JOB_ID": "ffffffff"}
 
 
 def fork_servers():
     """Those of this process; without those whose command line the kernel does not show yet."""
-    return [child for child in psutil.Process().children() if fork_server.__file__ in child.cmdline()]
+
+    def commands(child):
+        try:
+            return child.cmdline()
+        except psutil.Error:  # it has ended
+            return []
+
+    return [child for child in psutil.Process().children() if fork_server.__file__ in commands(child)]
 
 
 def output_of_worker(started, *arguments, language="PYTHON", **variables):
@@ -263,6 +272,14 @@ def test_a_fork_is_used_unless_libraries_would_be_imported_in_another_way(change
     assert ended == ([] if fits else [forked]) and not fork_server._forked
 
 
+def test_a_fork_that_no_cluster_uses_ends(monkeypatch):
+    ended = []
+    monkeypatch.setattr(fork_server, "_forked", [SimpleNamespace(end=lambda: ended.append(True))])
+    fork_server.end_unused()
+    assert ended == [True] and not fork_server._forked
+
+
+@pytest.mark.skipif(bool(ray_internals.why_not()), reason="this release of Ray has not been tried")
 def test_hosts_and_server_of_a_run_are_forked(cluster, experiment, actors, notes, tmp_path):
     parents = set()
 

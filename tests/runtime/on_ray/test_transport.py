@@ -13,8 +13,8 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, Rows, Train
 from cfl_ray.data import shard_writer
 from cfl_ray.runtime.on_ray import host_actor
-from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.on_ray.host_actor import ClientHost
+from cfl_ray.runtime.on_ray.ray_backend import RayBackend
 from cfl_ray.setup.prepare import prepare
 
 MB = 1e6

@@ -19,7 +19,7 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.on_ray.ask import StopRequests
-from cfl_ray.runtime.on_ray.connect import as_user_error, connect, end_cluster, short_reason
+from cfl_ray.runtime.on_ray.connect import as_user_error, connect, end_cluster, listens_on_loopback, short_reason
 from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
 from cfl_ray.runtime.on_ray.placement import host_count
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
@@ -55,7 +55,8 @@ class RaySession:
         self.servers = 0
         self.actor: Any = None
         self.ready = False  # the server has started
-        self.started_here = connect(runtime.address, runtime.hosts, runtime.cpu_capability)
+        self.started_here = connect(runtime.address, runtime.hosts, runtime.cpu_capability, warn)
+        self.on_loopback = self.started_here and listens_on_loopback()
         self.signals = ExitStack()
         self.signals.enter_context(sigterm_interrupts())
         self.requests = StopRequests(self.name)
@@ -98,9 +99,9 @@ class RaySession:
             return
         configured = self.setup.experiment.runtime.address or ""
         address = configured if configured.startswith("ray://") else ray.get_runtime_context().gcs_address
-        if self.started_here:
-            address = f"127.0.0.1:{address.rpartition(':')[2]}"  # Ray listens there, and reports another address
-        publish_server(self.run_dir, ServerAddress.here(address, self.server_name, self.started_here))
+        if self.on_loopback:
+            address = f"127.0.0.1:{address.rpartition(':')[2]}"  # Ray may report another address
+        publish_server(self.run_dir, ServerAddress.here(address, self.server_name, self.on_loopback))
 
     # ---- called by the driver
 

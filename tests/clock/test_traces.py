@@ -2,7 +2,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cfl_ray.data.tables import read_trace
+from cfl_ray.clock.traces import read_trace
 from cfl_ray.errors import DataError
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from cfl_ray.core.work import Address, Describe, Rows
 from cfl_ray.methods.pacfl import PrincipalVectors
-from cfl_ray.runtime.on_ray.backend import Exchange
+from cfl_ray.runtime.on_ray.ray_backend import Exchange
 from cfl_ray.setup.prepare import prepare
 
 

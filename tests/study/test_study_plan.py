@@ -6,7 +6,7 @@ import cfl_ray
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.study import worker_pool
-from cfl_ray.study.plan import Selection, plan
+from cfl_ray.study.study_plan import Selection, plan
 
 
 def test_the_first_seed_of_everything_comes_first(study, tmp_path):

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from cfl_ray.cli.live_client import RunStatus
+from cfl_ray.cli.printed_tables import comparison, metrics_line, print_table, seconds_a_round, show_status
 from cfl_ray.cli.progress import MAX_NOTES, Display, Pace
-from cfl_ray.cli.tables import comparison, metrics_line, print_table, seconds_a_round, show_status
 from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.tracking import RoundRecord

@@ -1,4 +1,4 @@
-"""The choice of the chunks that a host is given next. Independent of Ray.
+"""The choice of the chunks that a host is given next, from the queue of those that are not done. Independent of Ray.
 
 A call has several chunks if hosts are few or chunks are short, and ever fewer towards the end, so that calls are few
 and all hosts end together (guided self-scheduling: C. Polychronopoulos and D. Kuck, IEEE Transactions on Computers
@@ -17,7 +17,7 @@ Group = tuple[int, str]  # output row, and the node that has the data; "": every
 _CALLS = 3  # a call has at most 1 / _CALLS of the host's share of the remaining cost
 
 
-class Schedule:
+class ChunkQueue:
     """The chunks that no host was given yet, or that have to be done again.
 
     together: whether a call may have several chunks. homes: the only host that may do a chunk, by chunk; None: any.

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cfl_ray.config.published import PublishedTables, load_published
 from cfl_ray.errors import ConfigError
+from cfl_ray.results.published import PublishedTables, load_published
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "experiments" / "published"
 

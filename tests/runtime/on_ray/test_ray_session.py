@@ -10,9 +10,9 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RuntimeEnvSe
 from cfl_ray.errors import RunError, RunStopped
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.on_ray import ask, retry
-from cfl_ray.runtime.on_ray import session as session_module
+from cfl_ray.runtime.on_ray import ray_session as session_module
+from cfl_ray.runtime.on_ray.ray_session import RaySession
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
-from cfl_ray.runtime.on_ray.session import RaySession
 from cfl_ray.runtime.on_ray.stall import Progress, StallRule
 from cfl_ray.setup.prepare import prepare
 
@@ -213,8 +213,8 @@ def test_the_user_hears_once_that_the_head_is_away(session, monkeypatch):
 
 @pytest.mark.parametrize("answer", [b"after the round", b"now", None, RuntimeError("the head is away")])
 def test_a_request_on_the_cluster_is_read_meanwhile(answer, monkeypatch):
-    def read(key):
-        assert key == "cfl_ray stop run"
+    def read(verb, key):
+        assert (verb, key) == ("get", "cfl_ray stop run")
         if isinstance(answer, Exception):
             raise answer
         reads.append(key)
@@ -222,7 +222,7 @@ def test_a_request_on_the_cluster_is_read_meanwhile(answer, monkeypatch):
 
     reads = []
     monkeypatch.setattr(ask, "_READ_SECONDS", 0.01)
-    monkeypatch.setattr(ask, "_internal_kv_get", read)
+    monkeypatch.setattr(ask, "at_head", read)
     began, requests = time.monotonic(), ask.StopRequests("run")
     try:
         time.sleep(0.3)

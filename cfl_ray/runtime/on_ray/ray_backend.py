@@ -21,12 +21,12 @@ from cfl_ray.engine.client_state import KeepsClientStates
 from cfl_ray.engine.engines import chunk_size
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.nn.shared import shared_tensor
+from cfl_ray.runtime.on_ray.chunk_queue import ChunkQueue
 from cfl_ray.runtime.on_ray.client_states import RayClientStates
 from cfl_ray.runtime.on_ray.collect import Collected
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.dispatch import Dispatch
 from cfl_ray.runtime.on_ray.pool import Host, Pool
-from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, StoredValue
 
 # most bytes that the clients of a call keep, or return as features or descriptions, in the heap of the host until the
@@ -98,7 +98,7 @@ class RayBackend(KeepsClientStates):
 class _KeptValues:
     """Values of one kind that clients keep after the work, by key: client states, or a part of deferred results."""
 
-    nbytes: int  # of each value
+    nbytes: int  # size of each value
     values: dict[int, StoredValue] = field(default_factory=dict)
 
     @property
@@ -132,15 +132,15 @@ class Exchange:
     def __init__(self, backend: RayBackend, work: Work, number: int):
         self.backend, self.work, self.number = backend, work, number
         self.setup = backend.pool.setup
-        self.results: list[ChunkResult] = []  # of calls
-        self.skipped: list[ChunkResult] = []  # of excluded clients
+        self.results: list[ChunkResult] = []  # returned by calls
+        self.skipped: list[ChunkResult] = []  # empty results of excluded clients
         self.states, self.deferred = _kept_values(work)
         self.kept = [kind for kind in (self.states, *self.deferred) if kind is not None]
-        self.node_of: dict[ray.ObjectRef[Any], str] = {}  # of the values of calls in progress
-        # of the values that a client keeps, and of the features or the description that the call returns of it
+        self.node_of: dict[ray.ObjectRef[Any], str] = {}  # node of each value that a call in progress makes
+        # size of the values that a client keeps, and of the features or the description that the call returns of it
         self.bytes_per_client = sum(kind.nbytes for kind in self.kept) + 4 * self._returned_floats()
-        self.cost = 0.0  # of all chunks
-        self.received_cost = 0.0  # of the chunks whose results were received
+        self.cost = 0.0  # cost of all chunks
+        self.received_cost = 0.0  # cost of the chunks whose results were received
         self.return_sums = False  # whether calls return their sums; otherwise these are collected from the hosts
         self.sums = HostSums()
         self.changes: dict[int, Tensor] = {}  # float32 (P,) by output row: sums over all hosts
@@ -154,10 +154,10 @@ class Exchange:
         least = self.backend.least_cost(self.work)
         budget = _KEPT_BYTES if self.backend.pool.device == "cpu" else _KEPT_BYTES_GPU
         most = budget // self.bytes_per_client if self.bytes_per_client else float("inf")
-        schedule = Schedule(chunks, together, homes, least, self._nodes(chunks), most)
-        self.cost = schedule.total
-        dispatch = Dispatch(self.backend.pool, schedule, self)
-        while schedule:
+        queue = ChunkQueue(chunks, together, homes, least, self._nodes(chunks), most)
+        self.cost = queue.total
+        dispatch = Dispatch(self.backend.pool, queue, self)
+        while queue:
             dispatch.run()
             if self.collects:
                 self._collect(dispatch)
@@ -319,7 +319,7 @@ class Exchange:
     def _collect(self, dispatch: Dispatch) -> None:
         """Adds up the sums of all hosts. The chunks of a host that dies before this are put back."""
         rows_of = [
-            (self.backend.pool.host(number), self._output_rows(dispatch.schedule, chunks))
+            (self.backend.pool.host(number), self._output_rows(dispatch.queue, chunks))
             for number, chunks in dispatch.done.items()
         ]
         assert isinstance(self.work, Train | AverageDeferred)
@@ -343,12 +343,12 @@ class Exchange:
                 dispatch.lost(host, error)
         dispatch.done.clear()  # those of lost hosts are put back
 
-    def _output_rows(self, schedule: Schedule, numbers: list[int]) -> list[int]:
+    def _output_rows(self, queue: ChunkQueue, numbers: list[int]) -> list[int]:
         """The output rows of these chunks."""
         assert self.work.averaging is not None
         if self.work.secure is not None:
             return list(range(self.work.averaging.num_rows))
-        index_m = np.concatenate([schedule.chunks[number].index_m for number in numbers])
+        index_m = np.concatenate([queue.chunks[number].index_m for number in numbers])
         return np.unique(self.work.averaging.take(index_m).out_E).tolist()
 
     def exclude(self, index_m: np.ndarray, exclusions: list[Exclusion]) -> None:

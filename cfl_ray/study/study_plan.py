@@ -11,7 +11,7 @@ from cfl_ray.config.study import Study, name_of, place_of
 from cfl_ray.core.tasks import resolve_task
 from cfl_ray.errors import ConfigError, UserError, did_you_mean
 from cfl_ray.methods import resolve
-from cfl_ray.results.load import finished_results
+from cfl_ray.results.recorded_runs import finished_results
 from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking.record import METRICS, cluster_diagnostics_of, score_metrics_of

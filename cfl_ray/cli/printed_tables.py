@@ -141,7 +141,7 @@ def notes_on(setup: "Setup", network: "Network", most: int) -> list[str]:
 
     most: number of training samples of the largest client.
     """
-    from cfl_ray.setup.schedule import ignored_events
+    from cfl_ray.setup.scheduled_changes import ignored_events
 
     notes = ignored_events(setup.experiment) + setup.federation.notes
     if network.batch_statistics and network.spec.sent() > network.spec.trained:
