@@ -3,9 +3,11 @@
 import contextlib
 import gc
 import os
+import secrets
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 from waiting import until
@@ -13,12 +15,18 @@ from waiting import until
 from cfl_ray.system.imports import skip_last_collections
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
+for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "GITHUB_ACTIONS"):
+    os.environ.pop(name, None)  # the terminal is not the user's: printed text has one width and no colours
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  on all clusters; Ray's default gives way to all other tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start: each core has a test
 # The user's own folder; processes that tests start use it too.
 OWN_HOME = None if "CFL_RAY_HOME" in os.environ else tempfile.mkdtemp(prefix="cfl_ray_home-")
 if OWN_HOME:
     os.environ["CFL_RAY_HOME"] = OWN_HOME
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        # In a new home, where Ray makes it at the first start, each test process would make another at the same time.
+        Path(OWN_HOME, "ray_token").write_text(secrets.token_hex(32))
+        os.environ["RAY_AUTH_TOKEN_PATH"] = os.path.join(OWN_HOME, "ray_token")
 # A process that a shell starts in the background ignores Ctrl-C, and so do all that it starts: tests interrupt these.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -63,6 +71,9 @@ def pytest_unconfigure():
 def pytest_addoption(parser):
     help = "device of the networks whose test names none (default: cpu); for tests/engine, tests/nn and tests/methods"
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help=help)
+    parser.addoption("--threads", type=int, default=1, help="of this process; 1, as on a host (jobs/cpu_variants.py)")
+    help = "library of the narrow products of nn/operations.py; default: that of this CPU (jobs/cpu_variants.py)"
+    parser.addoption("--products", choices=["mkl", "openblas"], help=help)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,13 +90,30 @@ def device(request):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def single_thread():
+def threads(request):
     """One, as hosts have it: with several, sums in this process have other last bits."""
     import sklearn.cluster  # noqa: F401  loads an OpenMP of its own; only libraries that are loaded are limited
+    import torch
+    from threadpoolctl import threadpool_limits
 
     from cfl_ray.system.threads import one_thread  # imports torch, which the process without tests does not need
 
-    with one_thread():
+    count = request.config.getoption("--threads")
+    with one_thread(), threadpool_limits(limits=count):
+        torch.set_num_threads(count)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def products(request):
+    """Narrow products as on another maker's CPU, if asked for."""
+    if library := request.config.getoption("--products"):
+        from cfl_ray.nn import operations
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operations, "_MKL", library == "mkl")
+            yield
+    else:
         yield
 
 

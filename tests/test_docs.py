@@ -192,6 +192,7 @@ def test_installations_without_a_gpu_use_the_index_of_the_image():
     assert f"--index-url {index} torch" in (ROOT / "Dockerfile").read_text()
 
 
+@pytest.mark.slow
 def test_the_readmes_installation_without_a_gpu_gets_and_keeps_the_builds_for_cpus(tmp_path):
     """Of an index without and one with builds for CPUs, served here, with empty packages of this project's needs."""
     (command,) = re.findall(r"`pip install (--extra-index-url \S+ \.)`", README)

@@ -153,6 +153,7 @@ def notebooks(tmp_path_factory):
     return {name: (book.cells, ran[name]) for name, book in stored.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook(name, notebooks):
     """It runs from top to bottom, and its stored outputs are of the kind that a run gives now."""

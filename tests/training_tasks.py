@@ -88,18 +88,46 @@ def rows(engine, network: Network, tasks: Iterable[TrainingTask]) -> Tensor:
 def assert_same(network: Network, tasks: Sequence[TrainingTask], engine, bound: float = 1e-5) -> None:
     """Whether an engine trains these clients, together, as the sequential engine does.
 
-    bound: of the largest difference, relative to the largest value (`closeness.close`).
+    bound: of the largest difference, relative to the largest value (`closeness.close`). A client that is at a kink on
+    this CPU is left out; there is one that is not.
     """
     assert engine.why_not(network, tasks) is None
-    found = results(engine, network, tasks)
+    found, compared = results(engine, network, tasks), 0
     assert [result.index for result in found] == list(range(len(tasks)))
     for task, one, expected in zip(tasks, found, results(sequential, network, tasks)):
         assert (expected.row_P - task.start_P).abs().max() > 1e-3, "nothing was trained"
-        assert one.train_loss == pytest.approx(expected.train_loss, rel=5e-5, abs=bound)
-        for name in ("row_P", "replacement_P", "velocity"):
-            values, others = getattr(one, name), getattr(expected, name)
-            assert (values is None) == (others is None), name
-            assert values is None or close(values, others, bound), (name, values - others)
+        differing = _differences(one, expected, bound)
+        if not differing or not _is_at_a_kink(network, task, expected, bound):
+            assert not differing, (task.client, differing)
+            compared += 1
+    assert compared, "every client is at a kink"
+
+
+def _differences(one: TrainingResult, expected: TrainingResult, bound: float) -> dict[str, float | Tensor]:
+    found = {}
+    if one.train_loss != pytest.approx(expected.train_loss, rel=5e-5, abs=bound):
+        found["train_loss"] = one.train_loss - expected.train_loss
+    for name in ("row_P", "replacement_P", "velocity"):
+        values, others = getattr(one, name), getattr(expected, name)
+        assert (values is None) == (others is None), name
+        if values is not None and not close(values, others, bound):
+            found[name] = values - others
+    return found
+
+
+def _is_at_a_kink(network: Network, task: TrainingTask, result: TrainingResult, bound: float) -> bool:
+    """Whether rounding decides the sequential result itself.
+
+    The largest two inputs of a max-pool, or an input of a ReLU and 0, are then equal up to rounding, which differs
+    between CPUs, and the gradient goes one way or the other.
+    """
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        noise_P = 3e-7 * torch.randn(task.start_P.shape, generator=draw).to(task.start_P.device)
+        (moved,) = results(sequential, network, [replace(task, start_P=task.start_P * (1 + noise_P))])
+        if not close(moved.row_P, result.row_P, bound):
+            return True
+    return False
 
 
 def loaded(factory: Callable[[], nn.Module], network: Network, row_P: Tensor) -> nn.Module:

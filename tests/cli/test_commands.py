@@ -600,7 +600,7 @@ def test_a_stopped_run_shows_what_it_has_and_goes_on_in_this_process(capsys, mon
     printed = capsys.readouterr().out
     assert "results after the last round" in printed
     assert "note: fedavg ended after round 1 of 2, as asked\n" in printed
-    assert printed.endswith(f"go on with: cfl-ray resume {Path('here').absolute()} --in-process\n")
+    assert printed.endswith(f"go on with: cfl-ray resume {shlex.quote(str(Path('here').absolute()))} --in-process\n")
     assert json.loads(call(capsys, "status", "--json", "here")[1])["early"] == {
         "fedavg": "after round 1 of 2, as asked"
     }

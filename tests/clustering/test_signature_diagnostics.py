@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from closeness import close, negligible
 from federations import Stage, linear, planted
 from scipy.spatial.distance import cdist, pdist, squareform
 
@@ -35,14 +36,14 @@ def test_as_defined(clients):
     found = {name: clients.stats.diagnostics.array(name) for name in clients.stats.diagnostics.names}
     assert all(one.labels[0].tolist() == [4, 0, 9] for one in found.values())
     expected = 1 - squareform(pdist(signature_SF.double(), "cosine"))
-    assert np.allclose(found["similarity"].value, expected, atol=1e-6)
-    assert np.allclose(found["distance"].value, squareform(pdist(signature_SF.double())), atol=1e-6)
+    assert close(found["similarity"].value, expected, 1e-5)
+    assert close(found["distance"].value, squareform(pdist(signature_SF.double())), 1e-5)
     distances = cdist(signature_SF.double(), centre_KF.double())
-    assert np.allclose(found["centre_distance"].value, distances, atol=1e-5)
+    assert close(found["centre_distance"].value, distances, 1e-5)
     assert found["centre_distance"].axes == ("clients", "clusters")
     # three points lie in a plane, so two components (and a third, which is 0) have their distances
-    assert found["signatures"].value.shape == (3, 3) and np.allclose(found["signatures"].value[:, 2], 0, atol=1e-5)
-    assert np.allclose(pdist(found["signatures"].value[:, :2]), pdist(signature_SF.double()), atol=1e-5)
+    assert found["signatures"].value.shape == (3, 3) and negligible(found["signatures"].value[:, 2], signature_SF, 1e-5)
+    assert close(pdist(found["signatures"].value[:, :2]), pdist(signature_SF.double()), 1e-5)
 
 
 def test_of_many_clients_only_a_sample_is_looked_at(clients, monkeypatch):

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from closeness import close
 from sklearn.metrics import silhouette_score
 
 from cfl_ray.clustering.agglomerative import LINKAGES, cut_tree, distances, linkage_tree
@@ -22,8 +23,8 @@ def test_are_those_of_scikit_learn_for_every_cut(linkage):
     tree = linkage_tree(distance, linkage)
     found = silhouettes(distance, tree)
     expected = [silhouette_score(x.numpy(), cut_tree(tree, num_clusters=k)) for k in range(2, 40)]
-    assert np.allclose(found[2:], expected, atol=1e-9) and np.isnan(found[:2]).all() and len(found) == 40
-    assert np.allclose(silhouettes(distance, tree, most=7)[2:], expected[:6], atol=1e-9)
+    assert close(found[2:], expected, 1e-9) and np.isnan(found[:2]).all() and len(found) == 40
+    assert close(silhouettes(distance, tree, most=7)[2:], expected[:6], 1e-9)
 
 
 @pytest.mark.parametrize("groups, apart, expected", [(1, 0.0, 1), (2, 6.0, 2), (5, 6.0, 5)])

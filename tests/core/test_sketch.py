@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from closeness import close
 
 from cfl_ray.core.sketch import sketch
 
@@ -17,17 +18,19 @@ def test_a_short_vector_is_returned_as_it_is():
 
 
 def test_every_coordinate_is_added_to_one_feature_with_a_sign():
-    draw = np.random.default_rng(1)
+    draw, signs = np.random.default_rng(1), []
     for at in draw.integers(0, L, 50):
         unit = torch.zeros(L)
         unit[at] = 3.0
         features = sketch(unit, F, 0)
         assert features.shape == (F,) and features.abs().max() == 3 and (features != 0).sum() == 1
+        signs.append(features.sum().item() / 3)
+    assert 10 < signs.count(1) < 40 and signs.count(1) + signs.count(-1) == 50
 
 
 def test_is_linear():
     a, b = vectors(2)
-    assert torch.allclose(sketch(2 * a - 3 * b, F, 0), 2 * sketch(a, F, 0) - 3 * sketch(b, F, 0), atol=1e-4)
+    assert close(sketch(2 * a - 3 * b, F, 0), 2 * sketch(a, F, 0) - 3 * sketch(b, F, 0), 1e-4)
 
 
 def test_depends_on_the_seed_alone():

@@ -99,7 +99,7 @@ class TestEveryKind:
             )
             one.backend.worker.attack = Attack(kind, frozenset(BAD), scale=2.0)
             rows.append(uploads(one))
-        assert np.allclose(*rows, rtol=0, atol=1e-5)
+        assert close(*rows, 1e-5)
 
     def test_uploads_the_same_for_every_use(self, kind):
         """As features, averaged at once, and averaged later."""
@@ -109,7 +109,7 @@ class TestEveryKind:
             clients.send(one.model()[None]), features=one.network.spec.all, average=torch.eye(6), defer_aggregation=True
         )
         default = one.model().repeat(6, 1)
-        assert torch.allclose(updates.averaged(default), updates.features_MF, atol=1e-6)
+        assert close(updates.averaged(default), updates.features_MF, 1e-5)
         assert torch.equal(clients.average(updates, torch.eye(6)).averaged(default), updates.averaged(default))
 
     def test_sends_forged_signatures(self, kind):

@@ -60,7 +60,7 @@ def test_clients_that_an_engine_cannot_train_are_trained_sequentially_with_the_r
         clients = one.clients()
         updates = clients.train(clients.send(one.model()[None]), average=torch.ones(1, 12))
         sums.append(updates.averaged(default=torch.zeros(1, one.network.spec.size)))
-    assert torch.allclose(*sums, rtol=0, atol=1e-6) and plain.stats.fallbacks == set()
+    assert close(*sums, 1e-6) and plain.stats.fallbacks == set()
     (line,) = stage.stats.fallbacks
     assert line.startswith(f"{engine} gives way to sequential for some clients: ")
     assert re.search(reason, line)

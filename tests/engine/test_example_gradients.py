@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from closeness import close
 from federations import Stage, uneven
 from torch import nn
 from training_tasks import with_fields
@@ -72,7 +73,7 @@ def test_is_the_mean_of_clipped_gradients_of_single_samples(factory, shape, clas
         norms.append(row_P.norm().item())
         expected_P -= row_P * min(1.0, CLIP / norms[-1]) / len(task.y)
     assert max(norms) > CLIP, "some gradients are clipped"
-    torch.testing.assert_close(found_P.double(), expected_P, rtol=1e-4, atol=1e-6)
+    assert close(found_P.double(), expected_P, 1e-4)
 
 
 def test_one_sample_changes_a_step_by_at_most_the_norm():
@@ -88,7 +89,7 @@ def test_dropout_masks_are_those_of_the_plain_engine():
     """With a norm that clips nothing, and no noise, it is the plain step."""
     network, task = case(with_dropout, examples=ExampleNoise(1, 1e6))
     plain = replace(task, local=replace(task.local, examples=None))
-    torch.testing.assert_close(change(network, task), change(network, plain), rtol=1e-4, atol=1e-6)
+    assert close(change(network, task), change(network, plain), 1e-4)
 
 
 def test_proximal_terms_and_momentum_use_no_samples_and_are_not_clipped():
@@ -96,7 +97,7 @@ def test_proximal_terms_and_momentum_use_no_samples_and_are_not_clipped():
     anchor = Proximal(0.3, network.new_model(0, 1))
     task = with_fields(task, steps=3, proximal=(anchor,))
     plain = replace(task, local=replace(task.local, examples=None))
-    torch.testing.assert_close(change(network, task), change(network, plain), rtol=1e-4, atol=1e-6)
+    assert close(change(network, task), change(network, plain), 1e-4)
 
 
 def test_noise_has_the_deviation_of_the_plan_and_an_address():
@@ -124,7 +125,7 @@ def test_a_sample_that_is_not_finite_counts_as_zeros():
     rest = [j for j in range(len(task.y)) if j != 2]
     without = replace(task, x=task.x[rest], y=task.y[rest])
     expected_P = change(network, without) * len(rest) / len(task.y)
-    torch.testing.assert_close(change(network, spoiled), expected_P, rtol=1e-4, atol=1e-6)
+    assert close(change(network, spoiled), expected_P, 1e-4)
 
 
 def test_batches_are_poisson_samples():
@@ -180,4 +181,4 @@ def test_is_the_step_of_opacus():
     before = torch.cat([p.detach().flatten() for p in module.parameters()]).clone()
     optimizer.step()
     after = torch.cat([p.detach().flatten() for p in module.parameters()])
-    torch.testing.assert_close(found_P, after - before, rtol=1e-4, atol=1e-6)
+    assert close(found_P, after - before, 1e-4)

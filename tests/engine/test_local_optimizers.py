@@ -51,7 +51,7 @@ class TestSequentialIsTorch:
         found = rows(sequential, network, [task])[0]
         assert close(found, expected, 1e-5)
         free = rows(sequential, network, [replace(task, local=replace(local, clip_norm=None))])[0]
-        assert not torch.allclose(free, found, atol=1e-3)
+        assert not close(free, found, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ class TestVectorised:
         assert vectorised.why_not(network, tasks) is None
         expected = rows(sequential, network, tasks)
         # the first steps of some divide two numbers close to 0
-        assert torch.allclose(rows(vectorised, network, tasks), expected, rtol=0, atol=2e-4)
+        assert close(rows(vectorised, network, tasks), expected, 2e-4)
 
     @pytest.mark.parametrize("clip_norm", [None, 0.2])
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -122,7 +122,7 @@ def test_a_worker_of_any_engine_trains_with_adam(engine):
         clients = one.clients()
         updates = clients.train(clients.send(one.model()[None]), average=torch.ones(1, 3))
         found.append(updates.averaged(one.model()[None]))
-    assert torch.allclose(*found, rtol=0, atol=1e-4 if engine == "manual" else 0)
+    assert close(*found, 1e-4 if engine == "manual" else 0)
 
 
 def test_a_step_schedule_is_a_function_of_the_step_alone():

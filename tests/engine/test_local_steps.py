@@ -267,7 +267,7 @@ class TestLocalStep:
             logits = network.module(network.input(task.x[first])).cpu()
             losses.append(cross_entropy(logits, task.y[first]).item())
         (result,) = results(sequential, network, [task])
-        assert task.steps == 4 and result.train_loss == pytest.approx(np.mean(losses[2:]), abs=1e-6)
+        assert task.steps == 4 and result.train_loss == pytest.approx(np.mean(losses[2:]), rel=1e-5)
 
     def test_through_the_port_clients_do_as_many_steps_as_they_have_sets_of_batches(self):
         stage, works = Stage(uneven([12, 5, 30]), mlp, LocalSGD(epochs=3, batch_size=6, lr=0.1)), []
@@ -290,7 +290,7 @@ class TestMovingAnchor:
         assert close(moved.replacement_P, anchor, 1e-5)
         assert (anchor - task.held.proximal[0].anchor).abs().max() > 1e-2
         assert still.replacement_P is None
-        assert (every == 100) == torch.allclose(still.row_P, moved.row_P, atol=1e-4)
+        assert (every == 100) == close(still.row_P, moved.row_P, 1e-4)
 
     def test_leaves_the_anchor_of_the_server_alone(self):
         network = Network(mlp, FLAT)
@@ -347,7 +347,7 @@ class TestMovingAnchor:
             task = TrainingTask(client, start[client], x, y, 4, stage.local, ADDRESS, held=held)
             w, anchor = by_torch(mlp, stage.network, task, len(y), 1)
             assert close(stage.client_states["mine", client], w, 1e-5)
-            assert close(updates.features_MF[client], anchor, 1e-5) and not torch.allclose(w, anchor, atol=1e-3)
+            assert close(updates.features_MF[client], anchor, 1e-5) and not close(w, anchor, 1e-3)
         assert close(updates.averaged(start), updates.features_MF, 1e-5)
         assert close(later[0], updates.features_MF.mean(0), 1e-5)
 
@@ -406,7 +406,7 @@ class TestSpan:
                 sent, how=LocalTraining(proximal=[Proximal(0.5, sent, follow=0.5, every=2)]), average=torch.ones(1, 3)
             ).averaged(stage.model()[None])
             found.append(torch.cat([one, other]))
-        assert torch.allclose(*found, rtol=0, atol=1e-5) and not torch.allclose(found[0][0], found[0][1], atol=1e-3)
+        assert close(*found, 1e-5) and not close(found[0][0], found[0][1], 1e-3)
 
 
 def deep(outputs: int = 4):
@@ -462,7 +462,7 @@ class TestServing:
 
     def assert_scores(self, found, expected):
         accuracy, loss = zip(*expected)
-        assert found[:, 0] == pytest.approx(accuracy, abs=1e-6) and found[:, -1] == pytest.approx(loss, abs=1e-5)
+        assert found[:, 0] == pytest.approx(accuracy) and found[:, -1] == pytest.approx(loss, rel=1e-5)
 
     @pytest.mark.parametrize("federation", [planted(4, 2, 60), holdout()], ids=["shared test sets", "own test data"])
     @pytest.mark.parametrize("votes", [True, False])
@@ -490,7 +490,7 @@ class TestServing:
         stage, models_KP = self.stage(planted(4, 2, 60))
         servings = Serving.vote(models_KP[:1], 3), Serving(models_KP[:1], np.zeros(3, int))
         one, other = (self.scores(stage, serving) for serving in servings)
-        assert np.array_equal(one[:, 0], other[:, 0]) and one[:, -1] == pytest.approx(other[:, -1], abs=1e-6)
+        assert np.array_equal(one[:, 0], other[:, 0]) and one[:, -1] == pytest.approx(other[:, -1], rel=1e-5)
 
     @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised", "span"])
     @pytest.mark.parametrize("federation", [planted(4, 2, 60), holdout()], ids=["shared test sets", "own test data"])

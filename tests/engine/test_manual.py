@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from closeness import close
 from federations import Stage, uneven
 from torch import nn
 from torch.nn.functional import group_norm, max_pool2d
@@ -186,7 +187,7 @@ class TestConvolution:
             for value, other in zip(
                 (found[0].movedim(-1, 0), found[1], found[2].movedim(-1, 0)), expected, strict=True
             ):
-                assert torch.allclose(value, other, atol=1e-5)
+                assert close(value, other, 1e-5)
 
 
 class TestMaxPool:
@@ -230,7 +231,7 @@ class TestGroupNorm:
             found += [torch.from_numpy(norm.backward(grad.permute(order).contiguous().numpy(), True)).permute(back)]
             found += [torch.from_numpy(pair[1]) for pair in pairs if pair]
             for value, other in zip(found, expected, strict=True):
-                assert torch.allclose(value.double(), other, rtol=1e-4, atol=1e-4 if centre else 1e-5)
+                assert close(value.double(), other, 1e-4 if centre else 1e-5)
 
     @pytest.mark.parametrize("channels", [4, 32])
     def test_is_written_out(self, channels):

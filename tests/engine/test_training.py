@@ -67,11 +67,11 @@ class TestSequentialIsTorchSGD:
         (task,) = tasks_of(network, [10], local, proximal)
         expected, losses = by_torch(mlp, network, task)
         plain, _ = by_torch(mlp, network, with_fields(task, proximal=()))
-        assert torch.allclose(expected, plain, atol=1e-3) == (not proximal), "the proximal terms have an effect"
+        assert close(expected, plain, 1e-3) == (not proximal), "the proximal terms have an effect"
         (result,) = results(sequential, network, [task])
         assert close(result.row_P, expected, 1e-5)
         per_epoch = -(-10 // (local.batch_size or 10))
-        assert result.train_loss == pytest.approx(np.mean(losses[-per_epoch:]), abs=1e-6), "that of the data alone"
+        assert result.train_loss == pytest.approx(np.mean(losses[-per_epoch:]), rel=1e-5), "that of the data alone"
 
     def test_the_momentum_of_one_client_does_not_reach_the_next(self):
         network = Network(mlp, FLAT)
@@ -212,7 +212,7 @@ def test_engines_of_a_worker_agree_on_sums_losses_and_client_states():
         found[engine] = port_results(stage)
     for engine in ("vectorised", "span", "manual"):
         for name, value in found["sequential"].items():
-            assert torch.allclose(found[engine][name], value, rtol=0, atol=1e-5, equal_nan=True), (engine, name)
+            assert close(found[engine][name], value, 1e-5), (engine, name)
 
 
 def port_results(stage: Stage) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import training_tasks
+from closeness import close
 from fake_memory import FakeMemory, install
 from federations import Spoiled, Stage, linear, uneven
 from torch import nn
@@ -37,11 +38,6 @@ def tasks_of(network: Network, count: int, local: LocalSGD = LocalSGD(epochs=3, 
     return training_tasks.tasks_of(network, [10] * count, local, start_P=network.new_model(0, 0), steps=3)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether these are equal up to rounding, which the sizes of stacks may change."""
-    return torch.allclose(found, expected, rtol=0, atol=1e-6)
-
-
 def sequentially_by(monkeypatch: pytest.MonkeyPatch, train) -> None:
     """Makes `train` the training of the sequential engine."""
     monkeypatch.setattr(sequential, "train", train)
@@ -58,7 +54,7 @@ class TestSize:
         found = results(vectorised, network, iter(tasks))
         assert memory.batches == [4, 14, 14, 8] and memory.largest == 14
         assert [result.index for result in found] == list(range(40))
-        assert close(torch.stack([result.row_P for result in found]), expected)
+        assert close(torch.stack([result.row_P for result in found]), expected, 1e-6)
         assert len(list(vectorised.train(network, tasks))) == 40 and memory.batches[4:] == [14, 14, 12]
 
     def test_is_halved_where_a_stack_does_not_fit_and_remembered(self, monkeypatch):
@@ -67,9 +63,9 @@ class TestSize:
         tasks = tasks_of(network, 21)
         expected = rows(vectorised, network, tasks)
         install(monkeypatch, memory, network)
-        assert close(rows(vectorised, network, tasks), expected)
+        assert close(rows(vectorised, network, tasks), expected, 1e-6)
         assert memory.batches == [4, 17, 8, 8] and memory.released == 1, "the last client is trained sequentially"
-        assert close(rows(vectorised, network, tasks), expected)
+        assert close(rows(vectorised, network, tasks), expected, 1e-6)
         assert memory.batches[4:] == [8, 8, 5], "no larger one is tried again"
 
     def test_of_the_first_stack_is_halved_as_well(self, monkeypatch):
@@ -98,7 +94,7 @@ class TestSize:
             network.memory = memory = FakeMemory(10**9)
             memory.most, memory.device = most, network.device
             found = rows(vectorised, network, tasks)
-            assert network.memory.largest == most and close(found, expected)
+            assert network.memory.largest == most and close(found, expected, 1e-6)
 
     def test_depends_on_what_decides_the_need(self):
         """Samples and batches are rounded up to a power of two."""
@@ -230,8 +226,8 @@ class TestChunksOfACall:
         found = self.outcome(engine, memory, attack=attack)
         honest = 15 if attack.clients and engine == "span" else 16
         assert memory.batches[:2] == [4, honest - 4], "the second stack has the clients of all other chunks"
-        assert close(found[0], expected[0]) and found[0].abs().max() > 0.1
-        assert close(found[1], expected[1]) and found[2].all()
+        assert close(found[0], expected[0], 1e-6) and found[0].abs().max() > 0.1
+        assert close(found[1], expected[1], 1e-6) and found[2].all()
 
     @pytest.mark.parametrize("engine", ["vectorised", "span"])
     def test_without_valid_clients_are_passed_over(self, engine):
@@ -241,7 +237,7 @@ class TestChunksOfACall:
         memory = FakeMemory(10**9)
         found, expected = self.outcome(engine, memory, **options), self.outcome("sequential", **options)
         assert found[2].tolist() == [not 4 <= i <= 10 for i in range(16)] == expected[2].tolist()
-        assert torch.allclose(found[0], expected[0], rtol=0, atol=1e-5)
+        assert close(found[0], expected[0], 1e-5)
         assert memory.batches == [4, 5]
 
     @pytest.mark.parametrize("clients, stacks", [(3, [3]), (5, [4]), (1, [])])
@@ -250,13 +246,13 @@ class TestChunksOfACall:
         memory, sizes = FakeMemory(10**9), [10] * clients
         found = self.outcome("vectorised", memory, federation=uneven(sizes, LONG))
         expected = self.outcome("sequential", federation=uneven(sizes, LONG))
-        assert memory.batches == stacks and torch.allclose(found[0], expected[0], rtol=0, atol=1e-5)
+        assert memory.batches == stacks and close(found[0], expected[0], 1e-5)
 
     def test_with_client_states_and_features(self):
         spec = Network(long_mlp, LONG).spec
         what = {"features": spec.all, "client_state": ClientState("head", spec.head)}
         found = self.outcome("vectorised", FakeMemory(10**9), **what)
-        assert torch.allclose(found[3], self.outcome("sequential", **what)[3], rtol=0, atol=1e-5)
+        assert close(found[3], self.outcome("sequential", **what)[3], 1e-5)
 
     def test_with_batch_statistics_are_not_mixed(self):
         """Whether batches are equal is a question of a chunk, not of the memory."""
@@ -329,7 +325,7 @@ class TestSamplesOfAPass:
         network.memory.caches.append(lambda: dropped.append(True))
         x, dropped = torch.rand(300, *LONG), []
         expected, sizes = network.logits(x), self.small(network, 100)
-        assert torch.allclose(network.logits(x), expected, rtol=0, atol=1e-6) and len(dropped) == 2
+        assert close(network.logits(x), expected, 1e-6) and len(dropped) == 2
         assert sizes == [256, 128, 64, 64, 64, 64, 44]
         sizes.clear()
         network.logits(x)
@@ -340,7 +336,7 @@ class TestSamplesOfAPass:
         view = ClientView(0, *federation.train(0), network, Address(0, 1, 1), LocalSGD(), lambda task: None)
         start_P = network.new_model(0, 0)
         expected, sizes = view.gradient(start_P), self.small(network, 20)
-        assert torch.allclose(view.gradient(start_P, batch=40), expected, rtol=0, atol=1e-6)
+        assert close(view.gradient(start_P, batch=40), expected, 1e-6)
         assert sizes == [40, 20, 20, 10]
 
     def test_of_which_one_is_too_much_raise(self):

@@ -54,7 +54,7 @@ class TestChain:
         for name in ("sequential", engine):
             stage = Stage(federation, lambda: nn.Sequential(nn.Linear(36, 3)), local, name)
             rows.append(chain(stage).features_MF)
-        assert torch.allclose(*rows, rtol=0, atol=1e-5)
+        assert close(*rows, 1e-5)
 
     def test_measuring_local_scores_does_not_disturb_it(self):
         stage = Stage(planted(3), linear)
@@ -165,7 +165,7 @@ class TestLosses:
             chosen = np.sort(stream(clients.seed, 0, 0, client, "choice").permutation(size)[:5])
             x, y = (part[chosen] for part in stage.federation.train(client))
             assert len(y) == min(size, 5) and (size == 3 or chosen.tolist() != list(range(5)))
-            assert found[0][client] == pytest.approx(cross_entropy(module(x), y).item(), abs=1e-6)
+            assert found[0][client] == pytest.approx(cross_entropy(module(x), y).item(), rel=1e-5)
 
 
 class TestRejection:
@@ -182,9 +182,7 @@ class TestRejection:
             and sorted(stage.stats.train_loss) == good
         )
         assert updates.features_MF.isnan().all(1).tolist() == [i not in good for i in range(8)]
-        assert torch.allclose(
-            updates.averaged(default=torch.zeros(1, 68))[0], updates.features_MF[good].mean(0), atol=1e-6
-        )
+        assert close(updates.averaged(default=torch.zeros(1, 68))[0], updates.features_MF[good].mean(0), 1e-5)
         assert sorted(client for _, client in stage.client_states) == good
 
     def test_an_update_beyond_2_to_the_20_is_excluded(self):
@@ -245,8 +243,8 @@ class TestClientState:
             client_state=state,
             features=spec.all,
         ).features_MF[0]
-        assert torch.allclose(spec.head.of(result), mine, atol=1e-6) and torch.allclose(
-            spec.base.of(result), spec.base.of(stage.model(5)), atol=1e-6
+        assert close(spec.head.of(result), mine, 1e-5) and close(
+            spec.base.of(result), spec.base.of(stage.model(5)), 1e-5
         )
 
     def test_changes_are_listed_once_and_dropped_with_their_client(self):

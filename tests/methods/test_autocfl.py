@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from closeness import close
 from federations import Stage, planted
 from linear import N_0, N_1, assert_close, loss, matrix, mean, sgd
 from linear import stage as linear_stage
@@ -51,8 +52,8 @@ class TestTwoClients:
             state = one.play(method, None, state=state, first=rounds)
             w, _, total, epochs = self.by_hand(one, alpha, rounds, weights)
             assert_close(state.models_KP[0], w)
-            assert np.allclose(state.loss_N, total, atol=1e-5) and np.allclose(E_0 + state.more_N, epochs, atol=1e-4)
-            assert state.variance == pytest.approx(((total[0] - total[1]) / 2) ** 2, abs=1e-5)
+            assert close(state.loss_N, total, 1e-5) and close(E_0 + state.more_N, epochs, 1e-4)
+            assert state.variance == pytest.approx(((total[0] - total[1]) / 2) ** 2, rel=1e-4)
         assert (epochs[1] > E_0) == behind
 
     def test_alpha_0_leaves_the_epochs_as_they_are(self):
@@ -78,7 +79,7 @@ class TestTwoClients:
         _, (w_0, w_1), _, epochs = self.by_hand(one, 0.5, 3)
         state = one.play(AutoCFL(max_rounds=3), None, None, None)
         ((distance_MM, num_samples_M, vote, min_gap),) = calls
-        assert np.allclose(distance_MM, np.linalg.norm(w_0 - w_1) / 15 * (1 - np.eye(2)), atol=1e-6)
+        assert close(distance_MM, np.linalg.norm(w_0 - w_1) / 15 * (1 - np.eye(2)), 1e-5)
         assert (num_samples_M.tolist(), vote, min_gap) == ([N_0, N_1], "row", 0.0)
         assert_close(state.start_KP[0], before)
         for k, w in enumerate((w_0, w_1)):

@@ -1,11 +1,14 @@
 """Every method on a simulated CUDA device: no operation is on tensors of two devices, and figures are equal."""
 
+import contextlib
+import functools
+
 import numpy as np
 import pytest
 import torch
 from fake_cuda import fake_cuda
 from small_runs import figures
-from test_runs import EARLY, LOCALS, make_experiment
+from test_runs import EVERY_METHOD, LOCALS, assert_figures_agree, make_experiment
 
 import cfl_ray
 from cfl_ray.core.work import Averaging
@@ -39,21 +42,28 @@ def test_uploads_on_both_devices_have_one_sum(first, second):
         assert total.values()[0].tolist() == [3.0] * 3 and total.totals[0].device.type == "cpu"
 
 
+@pytest.fixture(scope="module")
+def run_of_every_method(tmp_path_factory):
+    """Returns a function: on a GPU, LOCALS -> figures of each method; a run of all of them is made once."""
+
+    @functools.cache
+    def of(on_a_gpu: bool, local: str):
+        data, evaluation = {"synthetic_samples": 7}, {"local_samples": 1000, "tuned_epochs": 1, "every": 3}
+        sections = {"local": LOCALS[local], "data": data, "evaluation": evaluation}
+        runtime = {"engine": local.partition(",")[0]}
+        run = make_experiment(tmp_path_factory.mktemp("every"), EVERY_METHOD, 3, runtime=runtime, **sections)
+        with fake_cuda() if on_a_gpu else contextlib.nullcontext():
+            found = cfl_ray.simulate(run)
+        return {name: figures(found[name]) for name in REGISTRY}
+
+    return of
+
+
 @pytest.mark.parametrize(
     "local", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("span")) for name in LOCALS]
 )
 @pytest.mark.parametrize("name", REGISTRY)
-def test_a_run_on_a_gpu_has_the_figures_of_the_cpu(name, local, tmp_path):
+def test_a_run_on_a_gpu_has_the_figures_of_the_cpu(name, local, run_of_every_method):
     """Up to rounding, as vmap batches are larger there; with recorded steps, samples and sums on the device."""
-    data, evaluation = {"synthetic_samples": 7}, {"local_samples": 1000, "tuned_epochs": 1, "every": 3}
-    sections = {"local": LOCALS[local], "data": data, "evaluation": evaluation}
-    runtime = {"engine": local.partition(",")[0]}
-    run = make_experiment(tmp_path, [{name: EARLY.get(name, {})}], 3, runtime=runtime, **sections)
-    expected = figures(cfl_ray.simulate(run)[name])
-    with fake_cuda():
-        found = figures(cfl_ray.simulate(run)[name])
-    for (_, metrics), (_, others) in zip(expected, found, strict=True):
-        assert others.keys() == metrics.keys()
-        for metric, value in metrics.items():
-            tolerance = 2e-3 if metric.startswith(("accuracy", "macro")) else 1e-4
-            assert others[metric] == pytest.approx(value, abs=tolerance), metric
+    expected, found = (run_of_every_method(on_a_gpu, local)[name] for on_a_gpu in (False, True))
+    assert_figures_agree(found, expected)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from closeness import close
 from linear import assert_close, matrix, mean, sgd, stage
 from rounds import COHORTS, accuracy, floats, groups
 
@@ -26,10 +27,10 @@ def test_the_first_model_is_that_of_fedavg_and_the_others_draw_other_batches():
     one, method = groups(batch_size=30), FedAvgPlus(num_models=2)
     found = one.play(method, *COHORTS[:2]).models_KP
     expected = groups(batch_size=30).play(FedAvg(), *COHORTS[:2]).models_KP
-    assert torch.equal(found[0], expected[0]) and not torch.allclose(found[1], expected[0], atol=1e-2)
+    assert torch.equal(found[0], expected[0]) and not close(found[1], expected[0], 1e-2)
     twins = method.init(one.start()).advance(models_KP=one.model().repeat(2, 1))
     twins = one.play(method, COHORTS[0], state=twins).models_KP
-    assert not torch.allclose(twins[0], twins[1], atol=1e-4)
+    assert not close(twins[0], twins[1], 1e-4)
 
 
 @both
@@ -42,7 +43,7 @@ def test_the_models_vote_by_their_mean_probabilities(voting):
         votes.append(one.network.module.eval()(one.network.input(x)).detach().cpu().softmax(1))
     together = (torch.stack(votes).mean(0).argmax(1) == y).float().mean().item()
     alone = [(vote.argmax(1) == y).float().mean().item() for vote in votes]
-    assert accuracy(one, method, state, [1, 3]) == pytest.approx([together] * 2, abs=1e-6)
+    assert accuracy(one, method, state, [1, 3]) == pytest.approx([together] * 2)
     assert min(abs(together - each) for each in alone) > 2e-3
 
 

@@ -35,7 +35,7 @@ def test_the_losses_of_the_first_steps_are_returned(engine):
         expected = np.full((2, trace), np.nan)
         for client, steps in ((0, 3), (1, 2)):
             expected[client, :steps] = losses(one, client, w, steps)[:trace]
-        assert np.allclose(found, expected, rtol=0, atol=1e-5, equal_nan=True)
+        assert close(found, expected, 1e-5)
 
 
 def reward_of(loss_mS, sizes):
@@ -55,12 +55,12 @@ def test_interactions_follow_the_formulas():
     expected = np.repeat((reward / reward.sum())[:, None], 2, 1)
     assert state.seen_S.tolist() == [0, 1] and close(state.interaction_SS, expected, 2e-5)
     v = np.square(expected - 1 / 4).mean()
-    assert state.change_K[0] == pytest.approx(v, abs=1e-5)
+    assert state.change_K[0] == pytest.approx(v, rel=1e-5)
     state = one.play(method, [1], state=state, first=2)
     after = expected.copy()
     after[1, 1] = expected[1, 1] / 2 + 1 / 2  # the only participant has the whole reward
     assert close(state.interaction_SS, after, 2e-5)
-    assert state.change_K[0] == pytest.approx(v / 2 + (after[1, 1] - expected[1, 1]) ** 2 / 2, abs=1e-5)
+    assert state.change_K[0] == pytest.approx(v / 2 + (after[1, 1] - expected[1, 1]) ** 2 / 2, rel=1e-5)
 
 
 def test_rewards_of_clients_with_few_steps_are_of_these():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from closeness import close
 from federations import Spoiled, Stage, uneven
 from linear import ETA, N_0, N_1, STEPS, assert_close, data, matrix, mean, sgd
 from linear import stage as linear
@@ -76,7 +77,7 @@ class TestTwoClients:
         assert beta > 5
         state = one.play(PACFL(vectors=1, angle=kind, threshold=beta + margin), None)
         assert state.assign_N.tolist() == clusters
-        assert np.allclose(state.angle_SS, [[0, beta], [beta, 0]], atol=1e-4)
+        assert close(state.angle_SS, [[0, beta], [beta, 0]], 1e-5)
 
     @pytest.mark.parametrize("weights", ["samples", "uniform"])
     def test_train_in_the_round_in_which_they_are_clustered(self, weights):
@@ -99,7 +100,7 @@ class TestVectors:
         for client in (0, 1):
             expected = vectors(one, client, p)
             found = state.signature_SF[client].reshape(-1, 40).T.double().numpy()[:, : expected.shape[1]]
-            assert np.allclose(np.abs((found * expected).sum(0)), 1, atol=1e-5)
+            assert close(np.abs((found * expected).sum(0)), 1, 1e-5)
 
     def test_are_of_stored_pixels_with_undo_normalize(self):
         x, y = torch.rand(40, 3, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
@@ -108,8 +109,8 @@ class TestVectors:
         stored, normalised = (SimpleNamespace(x=one, y=y) for one in (x, scaled))
         expected = PrincipalVectors(3, None)(stored, None)
         undone = PrincipalVectors(3, None, [means, deviations])(normalised, None)
-        torch.testing.assert_close(undone, expected, atol=1e-4, rtol=0)
-        assert not torch.allclose(PrincipalVectors(3, None)(normalised, None), expected, atol=1e-2)
+        assert close(undone, expected, 1e-4)
+        assert not close(PrincipalVectors(3, None)(normalised, None), expected, 1e-2)
 
     def test_of_a_budget_are_spread_by_the_shares_of_the_classes(self):
         """Of 10: 12, 5 and 3 of 20 samples give 6, 2 (2.5 rounds to even) and 2 (1.5 to even); at least one a class."""
@@ -127,7 +128,7 @@ class TestVectors:
             for label in range(3):
                 span = np.linalg.svd(x[y == label].T, full_matrices=False)[0][:, : share[label]]
                 inside = span @ (span.T @ found[at[label] : at[label + 1]].double().numpy().T)
-                assert np.allclose(inside.T, found[at[label] : at[label + 1]], atol=1e-5)
+                assert close(inside.T, found[at[label] : at[label + 1]], 1e-5)
 
     def test_their_largest_size_is_forecast(self):
         assert PrincipalVectors(3, None).floats(784, 10) == 784 * 30
@@ -158,8 +159,8 @@ class TestMatrix:
             one_by_one = method.place(one_by_one, one.clients(ids))
         assert one_by_one.seen_S.tolist() == [1, 0, 2, 3, 4, 5]
         order = np.argsort(one_by_one.seen_S)
-        assert np.allclose(one_by_one.angle_SS[order][:, order], whole.angle_SS, atol=1e-4)
-        assert np.allclose(whole.angle_SS, matrix_by_hand(one, range(6), kind, p=2), atol=1e-3)
+        assert close(one_by_one.angle_SS[order][:, order], whole.angle_SS, 1e-5)
+        assert close(whole.angle_SS, matrix_by_hand(one, range(6), kind, p=2), 1e-5)
         assert torch.equal(one_by_one.signature_SF[order], whole.signature_SF)
 
     def test_newcomers_are_placed_as_clustering_all_again_says(self):
@@ -189,7 +190,7 @@ class TestMatrix:
         back = method.join(left, one.clients([8, 3], 2))
         assert back.seen_S.tolist() == [*stay, 8, 3]
         assert back.assign_N[[8, 3]].tolist() == state.assign_N[[8, 3]].tolist()
-        assert np.allclose(back.angle_SS, state.angle_SS[back.seen_S][:, back.seen_S], atol=1e-4)
+        assert close(back.angle_SS, state.angle_SS[back.seen_S][:, back.seen_S], 1e-5)
 
 
 class TestPACFL(OneShot):

@@ -89,7 +89,7 @@ def test_the_known_value_of_dp_sgd():
     account = ExampleAccount(1.1, 1e-5, 1)
     local = LocalSGD(batch_size=250, examples=ExampleNoise(1.1, 1.0))
     account.charge(np.array([0]), local, np.array([60_000]), np.array([60 * 240]))
-    assert account.epsilon_N()[0] == pytest.approx(2.5617157, abs=1e-6)
+    assert account.epsilon_N()[0] == pytest.approx(2.5617157, rel=1e-6)
 
 
 def test_records_carry_it_and_the_plan_bounds_it():

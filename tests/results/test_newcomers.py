@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from closeness import close
 
 import cfl_ray
 from cfl_ray.core.method import VOTE, Method
@@ -130,7 +131,7 @@ def test_without_labels_the_model_is_the_only_one_of_least_entropy_or_the_mean_o
         entropy_of = {k: torch.special.entr(p).sum(1).mean().item() for k, p in p_of.items()}
         assert newcomer.cluster == min(entropy_of, key=entropy_of.__getitem__)
         expected = p_of[newcomer.cluster]
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert close(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))
@@ -145,7 +146,7 @@ def test_with_labels_the_model_is_the_only_one_or_that_of_least_loss_by_rules_th
         newcomer = result.place(x, y)
         with torch.no_grad():
             found = newcomer.model(x).softmax(-1)
-        assert torch.allclose(found, softmax(result, state.models_KP[int(np.argmin(loss_K))], x), atol=1e-5)
+        assert close(found, softmax(result, state.models_KP[int(np.argmin(loss_K))], x), 1e-5)
         assert len(loss_K) == 1 or newcomer.cluster == np.argmin(loss_K)
 
 
@@ -154,7 +155,7 @@ def test_a_newcomer_of_adaptive_apfl_has_the_global_model_and_then_a_mixture_wit
     x, y = result.train(3)
     (row_P,) = result.trained.state.models_KP
     with torch.no_grad():
-        assert torch.allclose(result.place(x, y).model(x).softmax(-1), softmax(result, row_P, x), atol=1e-5)
+        assert close(result.place(x, y).model(x).softmax(-1), softmax(result, row_P, x), 1e-5)
     assert (result.predict(x, like=result.adapt(x, y)) == y.numpy()).mean() > 0.3
 
 

@@ -54,7 +54,7 @@ def test_backward_transfer_is_of_each_client_until_its_next_change():
     reported = {4: past([0, 1], [0.9, 0.7]), 6: past([0, 1], [0.7, 0.6]), 8: past([0, 1], [0.2, 0.5])}
     found = recovery_frame(frame(scores), {4: [0, 1], 7: [0]}, 0.02, past_scores=reported)
     expected = [((0.7 - 0.9) + (0.5 - 0.8)) / 2, 0.2 - 0.8]
-    assert found["backward_transfer"].tolist() == pytest.approx(expected, abs=1e-6)
+    assert found["backward_transfer"].tolist() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.filterwarnings("error")
@@ -103,7 +103,7 @@ def test_of_a_run_whose_schedule_changes_data(tmp_path):
     model, (x, y) = result.personal_model(0), result.test(0, round=4)
     assert (model(x).argmax(1) == y).float().mean().item() == pytest.approx(past[8].value[0].item())
     forgotten = past[8].value.mean() - row["before"]
-    assert row["backward_transfer"] == pytest.approx(forgotten, abs=1e-6) and forgotten < -0.2
+    assert row["backward_transfer"] == pytest.approx(forgotten, rel=1e-5) and forgotten < -0.2
     assert result.records[-1].metrics["accuracy_past"] == pytest.approx(past[8].value.mean())
     assert "accuracy_past" not in result.records[3].metrics
     assert result.recovery({5: [4, 5]})["clients"].tolist() == [2]

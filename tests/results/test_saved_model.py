@@ -1,5 +1,6 @@
 """Models of a run are those that were trained: with all their buffers, in this process and in others."""
 
+import functools
 import subprocess
 import sys
 
@@ -47,16 +48,30 @@ class Net(nn.Module):
 CONSTANTS = ("order", "kept", "scale", "coarse", "wave", "norm.num_batches_tracked")
 
 
-@pytest.fixture(scope="module", params=["fedavg", "ifca", "ditto"])
-def trained(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    (folder / "net.py").write_text(NET)
-    model, engine = {"name": f"{folder}/net.py:Net", "options": {}}, {"engine": "sequential"}
-    changes = {"methods": [request.param], "rounds": 2, "model": model, "runtime": engine, "seed": 3}
-    changes["evaluation"] = {"local_samples": 1000}
-    values = merged(PLANTED, changes) | {"model": model}
-    result = simulate(Experiment(**values), folder / "run")[request.param]
-    return folder, request.param, result, result.model(cluster=0).__class__
+METHODS = ["fedavg", "ifca", "ditto"]
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """Returns a function: method -> its folder, its name, its result and the class of its model; made once."""
+
+    @functools.cache
+    def of(method: str):
+        folder = tmp_path_factory.mktemp("saved")
+        (folder / "net.py").write_text(NET)
+        model, engine = {"name": f"{folder}/net.py:Net", "options": {}}, {"engine": "sequential"}
+        changes = {"methods": [method], "rounds": 2, "model": model, "runtime": engine, "seed": 3}
+        changes["evaluation"] = {"local_samples": 1000}
+        values = merged(PLANTED, changes) | {"model": model}
+        result = simulate(Experiment(**values), folder / "run")[method]
+        return folder, method, result, result.model(cluster=0).__class__
+
+    return of
+
+
+@pytest.fixture(params=METHODS)
+def trained(request, run_of):
+    return run_of(request.param)
 
 
 def accuracy(module, result, client):
@@ -94,19 +109,22 @@ def test_constants_are_those_of_the_first_model_under_the_seed(trained):
     assert "hidden" not in tensors[0] and tensors[0]["tied.weight"].shape == (4, 16)
 
 
-def test_another_process_predicts_the_same(trained):
-    folder, method, result, _ = trained
-    x, _ = result.test(1)
-    np.save(folder / "x.npy", x.numpy())
+def test_another_process_predicts_the_same(run_of):
+    runs = [run_of(method)[:3] for method in METHODS]
     program = (
         "import sys, numpy as np, torch, random\n"
         "torch.manual_seed(7), np.random.seed(7), random.seed(7)\n"
         "from cfl_ray import load_run\n"
-        f"result = load_run({str(folder / 'run')!r}, trust=True)[{method!r}]\n"
-        f"np.save({str(folder / 'y.npy')!r}, result.trained.outputs(1, np.load({str(folder / 'x.npy')!r})).numpy())\n"
+        "for folder, method in zip(sys.argv[1::2], sys.argv[2::2]):\n"
+        "    result = load_run(f'{folder}/run', trust=True)[method]\n"
+        "    np.save(f'{folder}/y.npy', result.trained.outputs(1, np.load(f'{folder}/x.npy')).numpy())\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
-    assert np.array_equal(np.load(folder / "y.npy"), result.trained.outputs(1, x).numpy())
+    for folder, _, result in runs:
+        np.save(folder / "x.npy", result.test(1)[0].numpy())
+    folders_and_methods = [str(value) for folder, method, _ in runs for value in (folder, method)]
+    subprocess.run([sys.executable, "-c", program, *folders_and_methods], check=True)
+    for folder, method, result in runs:
+        assert np.array_equal(np.load(folder / "y.npy"), result.trained.outputs(1, result.test(1)[0]).numpy()), method
 
 
 def test_an_edited_constant_is_an_error_that_names_it(trained, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -41,10 +42,18 @@ def test_a_folder_without_a_run(tmp_path):
 def test_a_run_whose_driver_died(run_dir):
     (run_dir / "end.json").unlink()
     status = live_client.status(run_dir)  # after the end of its last method
-    assert (status.state, status.methods, status.next) == ("died", {"ditto": "finished"}, f"cfl-ray resume {run_dir}")
+    assert (status.state, status.methods, status.next) == (
+        "died",
+        {"ditto": "finished"},
+        f"cfl-ray resume {shlex.quote(str(run_dir))}",
+    )
     (run_dir / "ditto/end.json").unlink()
     status = live_client.status(run_dir)
-    assert (status.state, status.methods, status.next) == ("died", {"ditto": "begun"}, f"cfl-ray resume {run_dir}")
+    assert (status.state, status.methods, status.next) == (
+        "died",
+        {"ditto": "begun"},
+        f"cfl-ray resume {shlex.quote(str(run_dir))}",
+    )
 
 
 def test_a_run_in_one_process_takes_no_requests(run_dir):

@@ -54,9 +54,10 @@ def connect(
             raise
         except Exception as error:  # of no class of its own, for example after 30 s on a machine that is too busy
             end_cluster()
-            raise RunError(
-                f"Ray does not start on this machine ({short_reason(error)}); if it is busy, try again later"
-            ) from error
+            advice = "if it is busy, try again later"
+            if isinstance(error, OSError) and Path(str(error.filename)).is_relative_to(os.path.expanduser("~")):
+                advice = "it keeps its token below HOME: set HOME to a folder in which you can write"
+            raise RunError(f"Ray does not start on this machine ({short_reason(error)}); {advice}") from error
         if not listens_on_loopback():
             mode = os.environ.get("RAY_AUTH_MODE", "not set")
             warn(

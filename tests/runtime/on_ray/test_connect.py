@@ -1,6 +1,7 @@
 """Clusters that a run starts: the folder of their sessions, and one that does not start."""
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from ray._private import node
@@ -87,15 +88,25 @@ def test_a_cluster_that_others_can_reach_is_a_warning(address, warnings, own_clu
     assert len([line for line in shown if "listens on all addresses of this machine" in line]) == warnings
 
 
-def test_a_cluster_that_does_not_start_is_an_error_of_the_run(monkeypatch):
+@pytest.mark.parametrize(
+    "error, says",
+    [
+        (Exception("The node timed out during startup."), "The node timed out.*try again"),  # after 30 s
+        (
+            PermissionError(13, "Permission denied", str(Path.home() / ".ray")),
+            r"Permission denied: .*\.ray.*; .*set HOME to",
+        ),
+    ],
+)
+def test_a_cluster_that_does_not_start_is_an_error_of_the_run(error, says, monkeypatch):
     def fail(**options):
-        raise Exception("The current node timed out during startup.")  # as Ray does after 30 s
+        raise error
 
     shut_down = []
     monkeypatch.setattr(connect.ray, "shutdown", lambda: shut_down.append(True))  # other tests share a cluster
     monkeypatch.setattr(connect.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(connect.ray, "init", fail)
     monkeypatch.setattr(connect, "cluster_address", lambda address: None)
-    with pytest.raises(RunError, match="Ray does not start on this machine .The current node timed out.*try again"):
+    with pytest.raises(RunError, match=f"Ray does not start on this machine .*{says}"):
         connect.connect(None)
     assert shut_down == [True], "what has started ends"

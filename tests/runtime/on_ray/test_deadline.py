@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from closeness import close
 from federations import clients_of
 
 from cfl_ray import Experiment, run, simulate
@@ -81,14 +82,14 @@ def test_the_rest_of_a_chunk_counts_and_later_exchanges_do_not_wait(backend, end
     )
     assert ended() >= 2, "with the chunk, and alone"
     assert updates.valid_M.tolist() == [client != STUCK for client in range(CLIENTS)]
-    assert torch.allclose(updates.averaged(models_KP)[0], updates.features_MF[others].mean(0), atol=1e-5)
+    assert close(updates.averaged(models_KP)[0], updates.features_MF[others].mean(0), 1e-5)
     assert updates.weight_R.tolist() == pytest.approx([63])
     assert asked.stats.late == {STUCK: f"did not finish within {DEADLINE} s"} and not asked.stats.rejected
     assert sorted(client for _, client in [*backend.client_states.keys()]) == others
     assert sorted(asked.stats.train_loss) == others
 
     averaged = asked.average(updates, torch.ones(1, CLIENTS)).averaged(models_KP)
-    assert torch.allclose(averaged[0], updates.features_MF[others].mean(0), atol=1e-5)
+    assert close(averaged[0], updates.features_MF[others].mean(0), 1e-5)
     is_stuck = [client == STUCK for client in range(CLIENTS)]
     assert np.isinf(asked.losses(asked.send(models_KP))).all(1).tolist() == is_stuck
     features_MF, valid_M = asked.describe(lambda client, anchor_P: client.x.sum(0))
@@ -166,4 +167,4 @@ def test_a_run_with_a_training_that_never_ends(
         CheckpointStore(tmp_path / name / "fedavg", one.config_hash).load().tensors["models_KP"]
         for name, one in (("stuck", stuck), ("without", without))
     ]
-    assert torch.allclose(*models, rtol=0, atol=1e-6)
+    assert close(*models, 1e-6)

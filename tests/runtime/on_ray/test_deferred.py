@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from closeness import close
 from federations import clients_of
 
 from cfl_ray import Experiment
@@ -94,7 +95,7 @@ def test_sums_are_those_of_the_results_without_rejected_clients(hosts, backend):
     assert valid_M.tolist() == [client != INVALID for client in range(CLIENTS)]
     weight_KM = WEIGHTS.double() * valid_M
     expected = (weight_KM @ features_MF.nan_to_num().double()) / weight_KM.sum(1, keepdim=True)
-    assert torch.allclose(grouped.double(), expected, rtol=0, atol=1e-6)
+    assert close(grouped.double(), expected, 1e-6)
     assert weight_R.tolist() == pytest.approx(weight_KM.sum(1).tolist(), rel=1e-6)
     assert torch.equal(later, at_once), "the same average, at once or later"
 
@@ -131,7 +132,7 @@ def test_a_robust_average_has_the_same_bits_with_a_host_killed(hosts, monkeypatc
         rows.append(asked.average(updates, WEIGHTS).averaged(start(hosts)[[0, 1, 0]]))
         members = np.setdiff1d(np.flatnonzero(WEIGHTS[0]), [INVALID])
         median_P = np.median(updates.features_MF[members].double(), 0)
-        assert np.allclose(rows[-1][0], median_P, rtol=0, atol=1e-6)
+        assert close(rows[-1][0], median_P, 1e-6)
     assert torch.equal(*rows) and hosts[1].pool.notes
 
 
@@ -166,7 +167,7 @@ def test_a_selection_averages_its_own_results(hosts, backend):
     asked = clients(hosts, backend, [0, 1, 2, 5])
     updates = asked.train(asked.send(models_KP[:1]), defer_aggregation=True, features=asked.spec.all)
     some = asked.select(np.array([1, 3])).average(updates, torch.ones(1, 2)).averaged(models_KP[:1])
-    assert torch.allclose(some[0], updates.features_MF[[1, 3]].mean(0), atol=1e-6)
+    assert close(some[0], updates.features_MF[[1, 3]].mean(0), 1e-5)
     untrained = clients(hosts, backend, [7]).average(updates, torch.ones(1, 1))
     assert torch.equal(untrained.averaged(models_KP[:1]), models_KP[:1])
 
@@ -188,7 +189,7 @@ def test_two_exchanges_of_a_round_are_kept_apart(hosts, backend):
     )
     for updates in (second, first):
         averaged_KP = asked.average(updates, torch.ones(1, 2)).averaged(models_KP[:1])
-        assert torch.allclose(averaged_KP[0], updates.features_MF.mean(0), atol=1e-6)
+        assert close(averaged_KP[0], updates.features_MF.mean(0), 1e-5)
 
 
 @pytest.mark.parametrize("address", [Address(0, 2, 1), Address(0, 1, -1)], ids=["the next round", "an evaluation"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def test_a_run_that_ends_with_its_last_host_or_its_server_can_be_resumed(
     with pytest.raises(RunError) as error:
         resume(run_dir, watcher=notes(kill_all))
     text = str(error.value)
-    assert "last client host died after 1 restarts" in text and f"cfl-ray resume {run_dir}" in text
+    assert "last client host died after 1 restarts" in text and f"cfl-ray resume {shlex.quote(str(run_dir))}" in text
     assert len(killed) == 2 and json.loads((run_dir / "ditto/end.json").read_text())["status"] == "FAILED"
     assert figures(resume(run_dir)) == figures(simulate(small))
     assert recorded(run_dir) == [1, 2, 3, 4, 5]
@@ -153,7 +154,7 @@ def test_driver_killed_and_resumed(experiment, figures, cluster, tmp_path):
     assert not (run_dir / "ditto/end.json").exists()
     assert (run_dir / "session.json").exists()  # the driver could not remove it
     status = live_client.status(run_dir)
-    assert (status.state, status.next) == ("died", f"cfl-ray resume {run_dir}")
+    assert (status.state, status.next) == ("died", f"cfl-ray resume {shlex.quote(str(run_dir))}")
     assert status.driver is None and status.seconds_left is None and 3 <= status.round < 6
     with pytest.raises(RunError, match="run is not live, so it takes no request to stop"):
         live_client.ask(run_dir, "stop")

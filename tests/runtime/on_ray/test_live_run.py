@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def test_requests_and_a_server_killed_then_stopped_resumed_and_replayed(
     stopped = "stopped after round 4 of gated, as asked. Every saved round is kept; go on with: cfl-ray resume"
     assert f"{stopped} {run_dir}" in driver.output()
     status = live_client.status(run_dir)
-    assert (status.state, status.round, status.next) == ("stopped", 4, f"cfl-ray resume {run_dir}")
+    assert (status.state, status.round, status.next) == ("stopped", 4, f"cfl-ray resume {shlex.quote(str(run_dir))}")
     assert not (run_dir / "session.json").exists()
     resume(run_dir)
     status = live_client.status(run_dir)
@@ -198,4 +199,4 @@ def test_a_run_on_a_ray_of_its_own_is_found_as_well_also_while_it_starts(gated, 
     assert driver.wait(60) == 0 and re.search("stopped.*as asked", driver.output())
     assert [round for round, _ in recorded(run_dir, "gated")][:2] == [1, 2]
     status = live_client.status(run_dir)
-    assert (status.state, status.next) == ("stopped", f"cfl-ray resume {run_dir}")
+    assert (status.state, status.next) == ("stopped", f"cfl-ray resume {shlex.quote(str(run_dir))}")

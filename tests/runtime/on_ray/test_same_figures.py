@@ -1,8 +1,8 @@
 """The same figures, bit for bit, in this process and on hosts, for every method."""
 
-import numpy as np
 import pytest
 from checksums import EARLY
+from closeness import close
 
 from cfl_ray import run, simulate
 from cfl_ray.methods import REGISTRY
@@ -86,7 +86,7 @@ def test_hosts_do_not_change_a_bit(whole, methods, expected, figures, cluster):
     reporting = {"stocfl", "ifca", "fesem"} if methods is FEW else {"fedclust", "fedgroup", "pacfl"}
     assert {label for label, _, _ in found} > reporting
     for key, value in found.items():
-        assert np.allclose(value, expected[1][key], atol=1e-5, equal_nan=True), key
+        assert close(value, expected[1][key], 1e-5), key
 
 
 RULES = ["median", {"trimmed_mean": {"share": 0.2}}, {"multi_krum": {"attackers": 1}}, "norm_clipping"]
