@@ -25,7 +25,6 @@ from typing import NamedTuple
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
 import psutil
-from cfl_ray.runtime.round_report import RoundReport
 from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +32,7 @@ from rich.table import Table
 from cfl_ray import Experiment, run, simulate
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.runtime.on_ray import fork_server, ray_internals
+from cfl_ray.tracking.record import RoundRecord
 from jobs.chaos.same_outcome import outcome
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +56,7 @@ class Killer(Watcher):
     def __init__(self) -> None:
         self.killed: list[str] = []
 
-    def round(self, label: str, report: RoundReport) -> None:
+    def round(self, label: str, report: RoundRecord) -> None:
         actor = KILLED_AFTER.get(report.round, "")
         if label != METHODS[0] or not actor or actor in self.killed:  # a server that starts again repeats its report
             return

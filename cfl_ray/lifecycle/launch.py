@@ -12,11 +12,10 @@ from pathlib import Path
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.config.section import check_path
-from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserError, class_and_text, notes_of, shown
+from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, shown
 from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
 from cfl_ray.lifecycle.extension import begin_extended, check_extension
 from cfl_ray.lifecycle.load import opener, verify_saved
-from cfl_ray.plugins.calling import users_place
 from cfl_ray.results.environment import Environment, read_environment, write_environment
 from cfl_ray.results.recorded_runs import finished_results
 from cfl_ray.results.results import Results
@@ -220,10 +219,7 @@ class _Launch:
             except OSError as error:  # a full disk, or a folder that was removed
                 file = f"{error.filename}: " if error.filename else ""
                 raise RunError(f"{file}{error.strerror or error}. {self._how_to_continue()}") from error
-            except Exception as error:  # of a plugin in this process
-                if not isinstance(error, UserError) and (place := users_place(error)):
-                    message = f"{class_and_text(error)} ({place}){notes_of(error)}. {self._how_to_continue()}"
-                    raise RunError(message) from error
+            except Exception as error:  # such as one of the user's watcher
                 if self.directory is not None and RunDirectory(self.directory).is_run:
                     error.add_note(self._how_to_continue())
                 raise

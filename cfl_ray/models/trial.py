@@ -104,7 +104,7 @@ def _raise_dropout(recipe: ModelRecipe, module: nn.Module) -> NoReturn:
     unreached = [path for path, part in held.items() if part.training and not _is_inside(path, held)]
     if unreached:
         raise ConfigError(
-            f"model {recipe.place} drops values in evaluation, since eval() does not reach {_listed(unreached)} "
+            f"model {recipe.place} drops values in evaluation, since module.eval() does not reach {_listed(unreached)} "
             f"({type(held[unreached[0]]).__name__}), in a list, a dict or another attribute that is no module: "
             "predictions would be random; use nn.ModuleList or nn.ModuleDict"
         )

@@ -69,8 +69,8 @@ class RunDirectory:
     environment = File(
         "environment.json",
         ("run",),
-        "engine, why it did not train some clients, device, CPU instructions, version of PyTorch, digests of the data "
-        "and of the user's files, on which results depend besides the config hash",
+        "engine and the reason of its choice, why it did not train some clients, device, CPU instructions, version of "
+        "PyTorch, digests of the data and of the user's files, on which results depend besides the config hash",
         "driver",
     )
     session = File("session.json", ("run",), "address of the server while the run is live, signed", "driver")

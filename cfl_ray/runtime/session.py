@@ -11,9 +11,9 @@ from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config.runtime import BACKENDS
 from cfl_ray.core.backend import Backend
 from cfl_ray.engine.in_process import InProcessBackend
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, notes_of
 from cfl_ray.nn.precision import products_in
-from cfl_ray.plugins.calling import call_plugin, parse_choice, place_of
+from cfl_ray.plugins.calling import call_plugin, parse_choice, place_of, users_place
 from cfl_ray.results.environment import Environment, HostEnvironment, described, read_environment
 from cfl_ray.results.run_record import stored_hash
 from cfl_ray.results.trained import TrainedMethod
@@ -56,6 +56,18 @@ def checkpoint_store(setup: Setup, run_dir: Path | None, label: str) -> Checkpoi
     return CheckpointStore(run.method(label).path, hash, setup.experiment.runtime.keep_last)
 
 
+def _with_place(rounds: Iterator[RoundRecord]) -> Iterator[RoundRecord]:
+    """The rounds; an exception of the user's code in them is a RunError that names its place, as on Ray."""
+    try:
+        yield from rounds
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        if place := users_place(error):
+            raise RunError(f"{class_and_text(error)} ({place}){notes_of(error)}") from error
+        raise
+
+
 def store_with_lease(setup: Setup, run_dir: Path | None, label: str) -> CheckpointStore | None:
     """The checkpoints of one method, for the process that continues its run: a server before it can no longer save."""
     if (store := checkpoint_store(setup, run_dir, label)) is not None:
@@ -86,7 +98,7 @@ class InProcessSession:
         self.backend = self._backend()
         store = store_with_lease(self.setup, self.run_dir, label)
         self.loop = RoundLoop(self.setup, label, self.worker.network, self.backend, store)
-        return self.loop.rounds()
+        return _with_place(self.loop.rounds())
 
     def _backend(self) -> Any:
         """A new backend. Raises ConfigError for a plugin that is not a backend."""

@@ -7,6 +7,7 @@ from closeness import close
 from federations import Stage, planted
 from torch import nn
 
+from cfl_ray.core.client_program import ClientProgram
 from cfl_ray.core.clients import LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.data import federation_from_arrays
@@ -61,7 +62,9 @@ def test_clients_train_and_compare_models_on_the_union(changing, engine):
         assert clients.num_samples_M.tolist() == [60, 30]
         sent = clients.send(one.model()[None])
         average = torch.from_numpy(clients.weights()[None])
-        row_P = clients.train(sent, how=LocalTraining(trace=1), average=average).averaged(default=one.model()[None])
+        row_P = clients.train(sent, how=LocalTraining(program=ClientProgram(trace=1)), average=average).averaged(
+            default=one.model()[None]
+        )
         losses = clients.select(np.array([False, True])).losses(sent)
         results.append((row_P, clients.losses(sent), losses))
     for found, expected in zip(*results):

@@ -199,7 +199,7 @@ def test_a_lazy_layer_without_a_call_is_named():
         (
             "class Net(nn.Linear):\n    def __init__(self): super().__init__(12, 5)\n    def forward(self, x):\n"
             "        assert not self.training\n        return super().forward(x)",
-            r"in training mode: AssertionError:  \(line 5\)",
+            r"in training mode: AssertionError \(line 5\)",
         ),
     ],
 )

@@ -29,9 +29,9 @@ def test_the_next_method_does_not_wait_for_the_end_of_one(experiment, notes, tmp
     """The figures of fedavg are drawn when ditto has done a round."""
     write, began = recorder.write_figures, threading.Event()
 
-    def drawn(directory, records):
+    def drawn(directory, records, warn):
         assert list(records) != ["fedavg"] or began.wait(60)
-        write(directory, records)
+        write(directory, records, warn)
 
     def after_round(number):
         if number == 1 and (tmp_path / "run/ditto").exists():
@@ -45,10 +45,10 @@ def test_the_next_method_does_not_wait_for_the_end_of_one(experiment, notes, tmp
 
 @pytest.mark.parametrize("methods", [["fedavg"], ["fedavg", "ditto"]])
 def test_an_error_in_the_end_of_a_method_ends_the_run(methods, experiment, tmp_path, monkeypatch):
-    def fail(directory, records):
-        raise OSError(28, "No space left on device", str(directory))
+    def fail(path, text):
+        raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(recorder, "write_figures", fail)
+    monkeypatch.setattr(recorder, "write_text", fail)
     with pytest.raises(RunError, match="No space left on device"):
         simulate(experiment(methods=methods, rounds=3), tmp_path / "run")
     assert status(tmp_path / "run/fedavg") == "FAILED" and status(tmp_path / "run") == "FAILED"
