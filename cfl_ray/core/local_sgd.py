@@ -38,11 +38,6 @@ class LocalSGD:
     examples: ExampleNoise | None = None  # privacy of single samples; None: none
 
     @property
-    def is_sgd(self) -> bool:
-        """Whether steps are those of plain SGD: each the learning rate times the gradient, with momentum and decay."""
-        return self.optimizer is None and self.step_schedule is None and not self.clips and self.examples is None
-
-    @property
     def clips(self) -> bool:
         """Whether gradients are clipped."""
         return self.clip_norm is not None and self.clip_norm < inf

@@ -1,7 +1,7 @@
 """Work orders: one exchange with the clients, described by value so that any host can carry out any chunk of it.
 
-There is one class per kind of work. It declares the models that the work uses (`rows`), and the result of an excluded
-client (`empty_result`). `engine.worker` carries the work out.
+There is one class per kind of work. It declares the fields that are per client (`PER_CLIENT`), the models that the work
+uses (`rows`), and the result of an excluded client (`empty_result`). `engine.worker` carries the work out.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -306,20 +306,26 @@ class Replay:
 
 # ---- kinds of work
 
+# Metadata of a field with a value for each of the M clients: an array (M, ...), or a part with `take`. `Work.take` cuts
+# these fields, and leaves all others as they are.
+PER_CLIENT = {"per_client": True}
+
 
 @dataclass(frozen=True)
 class Work:
-    """One exchange. Fields that end in `_M` and parts that have a `take` are per client."""
+    """One exchange."""
 
     is_per_client: ClassVar[bool] = True  # whether `ids_M` are ids of clients
     address: Address
-    ids_M: np.ndarray
+    ids_M: np.ndarray = field(metadata=PER_CLIENT)
     tables: tuple[Tensor, ...] = field(repr=False)  # model tables (K, P) for the hosts
     client_state: ClientState | None = None  # only `Train` changes it
-    frozen_model: Rows | None = None  # its logits are added to those of the other models
-    averaging: Averaging | None = None
-    secure: SecureSum | None = None  # masks of the uploads; None: uploads are not masked
-    replay: Replay | None = None  # None: clients use their present data
+    # its logits are added to those of the other models
+    frozen_model: Rows | None = field(default=None, metadata=PER_CLIENT)
+    averaging: Averaging | None = field(default=None, metadata=PER_CLIENT)
+    # masks of the uploads; None: uploads are not masked
+    secure: SecureSum | None = field(default=None, metadata=PER_CLIENT)
+    replay: Replay | None = field(default=None, metadata=PER_CLIENT)  # None: clients use their present data
     chained: bool = False  # all clients in one chunk; each starts from the result of the previous client
     deferred_from: int | None = None  # exchange of this round whose deferred results the work uses; None: none
 
@@ -328,12 +334,8 @@ class Work:
         changes: dict[str, Any] = {"tables": ()}
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name.endswith(("_M", "_MK")) and value is not None:
-                changes[item.name] = value[index_m]
-            elif hasattr(value, "take") and not isinstance(value, np.ndarray):
-                changes[item.name] = value.take(index_m)
-            elif isinstance(value, tuple) and item.name != "tables":
-                changes[item.name] = tuple(part.take(index_m) for part in value)
+            if "per_client" in item.metadata and value is not None:
+                changes[item.name] = value[index_m] if isinstance(value, np.ndarray) else value.take(index_m)
         return replace(self, **changes)
 
     def rows(self) -> list[Rows]:
@@ -381,11 +383,11 @@ class Work:
 class Train(Work):
     """Local training from `start`. Returns weighted means (`averaging`), features, client states, or several."""
 
-    start: Rows
+    start: Rows = field(metadata=PER_CLIENT)
     local: LocalSGD
-    steps_M: np.ndarray
+    steps_M: np.ndarray = field(metadata=PER_CLIENT)
     program: ClientProgram = ClientProgram()
-    given: Given = Given()
+    given: Given = field(default=Given(), metadata=PER_CLIENT)
     features: UpdateFeatures | None = None
     defer_aggregation: bool = False  # results stay on the hosts until a later exchange of the round averages them
     # int64: columns at which deferred results are cut, for work that needs some columns of all results
@@ -393,7 +395,8 @@ class Train(Work):
     upload_distances: bool = False  # also return the distance between each upload and the model the client was sent
     clip: Clip | None = None  # clipping of uploads, which also returns whether each was within the norm; None: none
     local_test_samples: int = 0  # test samples per client for P-local; 0: no test
-    mixture: Mixture | None = None  # each client trains all K models of table 0: row k is the start of its k-th entry
+    # each client trains all K models of table 0: row k is the start of its k-th entry
+    mixture: Mixture | None = field(default=None, metadata=PER_CLIENT)
     kept_numbers: int = 0  # count of `ClientProgram.keeps`
     reports: Mapping[str, int] = field(default_factory=dict)  # `ClientProgram.reports`
 
@@ -455,8 +458,8 @@ class Train(Work):
 class AverageDeferred(Work):
     """Weighted means (`averaging`) of results that an earlier exchange of the round left on the hosts."""
 
-    start: Rows  # the models that the clients were sent in that exchange
-    key_M: np.ndarray  # of the results
+    start: Rows = field(metadata=PER_CLIENT)  # the models that the clients were sent in that exchange
+    key_M: np.ndarray = field(metadata=PER_CLIENT)  # of the results
     clip: Clip | None = None
 
     @classmethod
@@ -489,8 +492,8 @@ class CombineColumns(Work):
     """
 
     is_per_client = False
-    stop_M: np.ndarray  # int64: stop column of each range
-    part_M: np.ndarray  # int64: number of the part
+    stop_M: np.ndarray = field(metadata=PER_CLIENT)  # int64: stop column of each range
+    part_M: np.ndarray = field(metadata=PER_CLIENT)  # int64: number of the part
     members: np.ndarray  # int64: keys of the results that are combined
     function: Callable[[Iterable[np.ndarray]], np.ndarray]  # of blocks (n, f) of the range's columns
 
@@ -518,7 +521,7 @@ class Losses(Work):
 class FitMixture(Work):
     """E and M steps without training: each client's mixture weights (M, K) for the K models of table 0."""
 
-    mixture: Mixture
+    mixture: Mixture = field(metadata=PER_CLIENT)
     steps: int  # E and M steps; the losses do not change between them
 
     def rows(self) -> list[Rows]:
@@ -537,7 +540,7 @@ class Describe(Work):
     """A function of each client's data and a model, with features (M, F) as its result."""
 
     function: Callable[..., Any]
-    anchor: Rows | None = None  # None: the function needs no model
+    anchor: Rows | None = field(default=None, metadata=PER_CLIENT)  # None: the function needs no model
     sketch: int | None = None  # number of features after projection on the host (`core.sketch`); None: no projection
     local: LocalSGD
 
@@ -570,9 +573,9 @@ class Describe(Work):
 class Evaluate(Work):
     """Test of models."""
 
-    start: Rows
+    start: Rows = field(metadata=PER_CLIENT)
     # weights of the K rows of table 0 in the mean of their class probabilities; None: clients predict with `start`
-    weight_MK: np.ndarray | None = None
+    weight_MK: np.ndarray | None = field(default=None, metadata=PER_CLIENT)
     num_scores: int = 3  # of a client: the metrics of the task, then the loss
 
     def rows(self) -> list[Rows]:
@@ -586,7 +589,7 @@ class EvaluateClients(Evaluate):
 
     max_test_samples: int | None = None  # test samples per client of a shared test set; None: all
     tune: LocalSGD | None = None  # local training before the test (P-tune, or a method that adapts before it predicts)
-    steps_M: np.ndarray | None = None  # local steps of that training
+    steps_M: np.ndarray | None = field(default=None, metadata=PER_CLIENT)  # local steps of that training
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         return {"scores": np.full((len(self.ids_M), self.num_scores), np.nan)}

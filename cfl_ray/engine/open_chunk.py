@@ -26,17 +26,17 @@ Stored = Mapping[int, Tensor] | Sequence[Tensor]  # by position: client states, 
 W = TypeVar("W", bound=Work)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class KeptByClients:
-    """Client states and deferred results of a chunk, by position in the chunk."""
+    """Client states and deferred results of a chunk, by position in the chunk; they are added client by client."""
 
     states: dict[int, Tensor] = field(default_factory=dict)
     deferred: dict[int, Tensor] = field(default_factory=dict)  # results that a later exchange averages
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Trainer:
-    """Trains single clients with an engine, or sequentially if the engine cannot train them."""
+    """Trains single clients with an engine, or sequentially if the engine cannot train them, and notes why."""
 
     network: Network
     engine: str
@@ -58,9 +58,12 @@ class Trainer:
         return next(engine.train(self.network, [task]))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OpenChunk(Generic[W]):
-    """A chunk during its execution. `index` is the position of a client in the chunk."""
+    """A chunk during its execution, to which the results of its clients are added one after another.
+
+    `index` is the position of a client in the chunk.
+    """
 
     work: W
     network: Network
@@ -71,11 +74,12 @@ class OpenChunk(Generic[W]):
     row: RowLookup
     device_row: DeviceRows
     stored: Stored
+    # ---- results so far
     kept: KeptByClients = field(default_factory=KeptByClients)
     excluded: dict[int, Exclusion] = field(default_factory=dict)
     # of a mixture, by client: responsibilities (n, K) and targets, on the CPU
     responsibilities: dict[int, Samples] = field(default_factory=dict)
-    # clients whose client program has a part after the last step, by position
+    # tasks of the clients whose program is not finished after the last step, by position
     unfinished: dict[int, TrainingTask] = field(default_factory=dict)
     _on_device: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # rows used so far, by table and row
 

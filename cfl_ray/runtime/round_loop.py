@@ -3,7 +3,7 @@
 Plain Python, so that it runs in this process or inside a Ray actor. A fault at any line loses no results: a round is a
 pure function of the previous state, seed and round, a checkpoint is complete or absent, and a granted request is on
 disk before it is acknowledged. The next process starts from the newest checkpoint and repeats the later rounds with the
-same results. A round that was saved but not recorded is reported again.
+same results. The record of a round that was saved but not recorded is sent again.
 
 The loop knows clients, method, evaluation and checkpoints. All else that an experiment adds to its rounds is a part of
 the loop with the hooks of `LoopPart`, which are called where the loop says `self.parts`.

@@ -38,7 +38,7 @@ class _Diagnostic(_Strict):
     axes: list[str]
 
 
-class _Report(_Strict):
+class _Record(_Strict):
     metrics: dict[str, float]
     time_ms: int
     numbers: list[str]
@@ -52,7 +52,7 @@ class _Values(_Strict):
     """The JSON values, without those of the parts."""
 
     state: dict[str, Any]  # fields of the method's state that are not tensors
-    report: _Report
+    report: _Record  # of the round
     frozen: str = ""  # digest of the network's frozen parameters; empty if there are none
     # fingerprints of the network's buffers and other tensors that stay as the factory made them, by name
     constants: dict[str, list[str | float]] = {}
@@ -96,7 +96,7 @@ class SavedRounds:
     def _encoded(self, state: State, record: RoundRecord) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON values), as `CheckpointStore.save` takes them."""
         tensors, scalars = state.to_checkpoint()
-        values: dict[str, Any] = {"state": scalars, "report": _report_values(record)}
+        values: dict[str, Any] = {"state": scalars, "report": _record_values(record)}
         for part in self.parts:
             of_part, values_of_part = part.to_checkpoint()
             tensors, values = tensors | of_part, values | values_of_part
@@ -104,7 +104,7 @@ class SavedRounds:
             values["frozen"] = self.setup.frozen
         if self.setup.recipe.constants:
             values["constants"] = dict(self.setup.recipe.constants)
-        return tensors | _report_tensors(record, self.num_scores), values
+        return tensors | _record_tensors(record, self.num_scores), values
 
     # ---- loading
 
@@ -127,7 +127,7 @@ class SavedRounds:
             values = _Values.model_validate({name: given.pop(name) for name in _Values.model_fields if name in given})
             of_state = [name for name in tensors if not name.startswith(_OF_SERVER)]
             state = state_type.from_checkpoint({name: tensors.pop(name) for name in of_state}, values.state)
-            record = _read_report(checkpoint.round, values.report, self.num_scores, tensors)
+            record = _read_record(checkpoint.round, values.report, self.num_scores, tensors)
             for part in self.parts:
                 part.restore(tensors, given, state)
             if unknown := [*tensors, *given]:
@@ -160,7 +160,7 @@ class SavedRounds:
                 )
 
 
-def _report_tensors(record: RoundRecord, num_scores: int) -> dict[str, Tensor]:
+def _record_tensors(record: RoundRecord, num_scores: int) -> dict[str, Tensor]:
     """The arrays of a record. num_scores: of one client."""
     scores_MV = np.zeros((0, 1 + num_scores)) if record.scores_MV is None else record.scores_MV
     tensors = {"server.scores_MV": torch.from_numpy(scores_MV)}
@@ -171,8 +171,8 @@ def _report_tensors(record: RoundRecord, num_scores: int) -> dict[str, Tensor]:
     return tensors
 
 
-def _report_values(record: RoundRecord) -> dict[str, Any]:
-    """The JSON values of a record, as `_Report` reads them."""
+def _record_values(record: RoundRecord) -> dict[str, Any]:
+    """The JSON values of a record, as `_Record` reads them."""
     return {
         "metrics": record.metrics,
         "time_ms": record.time_ms,
@@ -187,7 +187,7 @@ def _report_values(record: RoundRecord) -> dict[str, Any]:
     }
 
 
-def _read_report(round: int, values: _Report, num_scores: int, tensors: dict[str, Tensor]) -> RoundRecord:
+def _read_record(round: int, values: _Record, num_scores: int, tensors: dict[str, Tensor]) -> RoundRecord:
     """The record with these values; removes its arrays from `tensors`. Raises ValueError for invalid arrays."""
     scores_MV = tensors.pop("server.scores_MV").numpy()
     if scores_MV.shape[1:] != (1 + num_scores,):

@@ -1,4 +1,8 @@
+from dataclasses import fields
+from typing import get_args, get_type_hints
+
 import numpy as np
+import pytest
 import torch
 
 from cfl_ray.core.local_sgd import LocalSGD
@@ -13,6 +17,7 @@ from cfl_ray.core.work import (
     Proximal,
     Rows,
     Train,
+    Work,
 )
 
 TABLE = torch.zeros(3, 4)
@@ -62,6 +67,23 @@ def test_the_averages_of_all_chunks_make_up_the_whole():
         part = train().take(index_m).averaging
         entries += zip(part.out_E.tolist(), index_m[part.client_E].tolist(), part.weight_E.tolist())
     assert sorted(entries) == sorted(zip(whole.out_E.tolist(), whole.client_E.tolist(), whole.weight_E.tolist()))
+
+
+def kinds_of_work(kind: type[Work] = Work) -> set[type[Work]]:
+    return {kind}.union(*map(kinds_of_work, kind.__subclasses__()))
+
+
+@pytest.mark.parametrize("kind", sorted(kinds_of_work(), key=lambda kind: kind.__name__))
+def test_fields_with_a_value_for_each_client_say_so(kind):
+    """They are the arrays with an axis M, by their names, and the parts that can be cut."""
+    types, expected = get_type_hints(kind), set()
+    for item in fields(kind):
+        has_take = any(hasattr(part, "take") for part in (types[item.name], *get_args(types[item.name])))
+        if item.name.endswith(("_M", "_MK")) or (has_take and "ndarray" not in str(types[item.name])):
+            expected.add(item.name)
+    expected.discard("tables")
+    assert {item.name for item in fields(kind) if "per_client" in item.metadata} == expected
+    assert "ids_M" in expected
 
 
 def test_optional_parts_are_absent_from_a_chunk_too():

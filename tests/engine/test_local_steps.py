@@ -166,19 +166,19 @@ def by_torch(
     return torch.cat([w, *statistics]), anchor
 
 
-class TestLocalStep:
+class TestOwnStep:
     @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
     @pytest.mark.parametrize("factory", [mlp, with_dropout, with_batch_norm])
-    @pytest.mark.parametrize("local_step", [Ahead(), Around()])
-    def test_is_made_of_gradients_of_fresh_batches(self, local_step, factory, local):
+    @pytest.mark.parametrize("program", [Ahead(), Around()])
+    def test_is_made_of_gradients_of_fresh_batches(self, program, factory, local):
         network = Network(factory, FLAT)
-        (task,) = tasks_of(network, [12], local, program=local_step)
-        batch = {None: 12 // local_step.batches_per_step, 4: 4}[local.batch_size]
-        expected, _ = by_torch(factory, network, task, batch, local_step.batches_per_step)
+        (task,) = tasks_of(network, [12], local, program=program)
+        batch = {None: 12 // program.batches_per_step, 4: 4}[local.batch_size]
+        expected, _ = by_torch(factory, network, task, batch, program.batches_per_step)
         assert close(rows(sequential, network, [task])[0], expected, 1e-5)
 
     @pytest.mark.parametrize(
-        "size, batch_size, local_step, batch, steps",
+        "size, batch_size, program, batch, steps",
         [
             (12, None, Ahead(), 6, 4),
             (5, None, Ahead(), 3, 4),  # 3 and 2
@@ -191,11 +191,11 @@ class TestLocalStep:
             (1, None, Around(), 1, 1),
         ],
     )
-    def test_a_client_with_too_few_batches_splits_its_samples(self, size, batch_size, local_step, batch, steps):
+    def test_a_client_with_too_few_batches_splits_its_samples(self, size, batch_size, program, batch, steps):
         network, local = Network(mlp, FLAT), LocalSGD(epochs=4, batch_size=batch_size, lr=0.2)
-        (task,) = tasks_of(network, [size], local, program=local_step)
-        assert task.steps == steps and int(local.batch_of(size, local_step.batches_per_step)) == batch
-        expected, _ = by_torch(mlp, network, task, batch, local_step.batches_per_step)
+        (task,) = tasks_of(network, [size], local, program=program)
+        assert task.steps == steps and int(local.batch_of(size, program.batches_per_step)) == batch
+        expected, _ = by_torch(mlp, network, task, batch, program.batches_per_step)
         assert close(rows(sequential, network, [task])[0], expected, 1e-5)
 
     @pytest.mark.parametrize("size", range(5, 40))
@@ -237,22 +237,22 @@ class TestLocalStep:
             assert not torch.equal(found[0][0], found[1][0])
 
     @pytest.mark.parametrize("factory, shape, name", NETWORKS)
-    @pytest.mark.parametrize("local_step", [Ahead(), Around()])
-    def test_vectorised_is_sequential(self, local_step, factory, shape, name):
+    @pytest.mark.parametrize("program", [Ahead(), Around()])
+    def test_vectorised_is_sequential(self, program, factory, shape, name):
         """Clients of different sizes, so with different batches and steps; also with a term and a frozen model."""
         network, local = Network(factory, shape), LOCALS[name]
         local = replace(local, lr=local.lr / (5 if factory is wide_cnn else 1))
-        assert_same(network, tasks_of(network, [10, 3, 8, 16], local, program=local_step), vectorised)
-        options = {"program": local_step, "frozen_P": network.new_model(5, 0)}
+        assert_same(network, tasks_of(network, [10, 3, 8, 16], local, program=program), vectorised)
+        options = {"program": program, "frozen_P": network.new_model(5, 0)}
         assert_same(network, tasks_of(network, [10, 3], local, [(0.3, network.spec.base)], **options), vectorised)
 
-    @pytest.mark.parametrize("local_step", [Ahead(), Around()])
-    def test_vectorised_is_sequential_with_batch_statistics(self, local_step):
+    @pytest.mark.parametrize("program", [Ahead(), Around()])
+    def test_vectorised_is_sequential_with_batch_statistics(self, program):
         network = Network(with_batch_norm, FLAT)
         local = LocalSGD(epochs=4, batch_size=4, lr=0.1)
-        assert_same(network, tasks_of(network, [12, 12], local, program=local_step), vectorised)
+        assert_same(network, tasks_of(network, [12, 12], local, program=program), vectorised)
         for sizes in ([12, 7], [7, 7]):
-            tasks = tasks_of(network, sizes, LOCALS["full batch"], program=local_step)
+            tasks = tasks_of(network, sizes, LOCALS["full batch"], program=program)
             assert "one size" in vectorised.why_not(network, tasks)
 
     def test_the_train_loss_is_that_of_the_first_gradient_of_every_step(self):
@@ -372,7 +372,7 @@ class TestSpan:
         return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
 
     @pytest.mark.parametrize(
-        "local_step, proximal, applies",
+        "program, proximal, applies",
         [
             (ClientProgram(), (), True),
             (ClientProgram(), [(0.3, None, 0.0, 1)], True),
@@ -382,9 +382,9 @@ class TestSpan:
             (ClientProgram(), [(0.3, None, 0.0, 1), (0.3, None, 0.5, 2)], False),
         ],
     )
-    def test_refuses_rules_and_anchors_that_move(self, local_step, proximal, applies):
+    def test_refuses_rules_and_anchors_that_move(self, program, proximal, applies):
         network = Network(self.net, IMAGE)
-        tasks = tasks_of(network, [3, 5], LocalSGD(epochs=4, lr=0.3), proximal, program=local_step)
+        tasks = tasks_of(network, [3, 5], LocalSGD(epochs=4, lr=0.3), proximal, program=program)
         assert all((span.why_not(network, [task]) is None) == applies for task in tasks)
         for task in tasks:
             expected = next(sequential.train(network, [task])).row_P.clone()
