@@ -99,9 +99,9 @@ class ClientProgram:
 
     batches_per_step: ClassVar[int] = 1  # new batches per step
     moves: ClassVar[tuple[str, ...]] = ()  # names of held tensors that `step` changes in place
-    # name of the held model that begins as the client's kept one (`ClientState`): without a kept one as the given model
-    # of this name, or else as the received model. If `step` moves it, the client keeps it, else the trained model.
-    # Training then starts from the received model
+    # Name under which `held` has the model that the client keeps (`ClientState`); empty: none. A client that keeps none
+    # yet has the given model of this name there, or else the received model. Training starts from the received model.
+    # If `step` moves the held model, the client keeps it; otherwise it keeps the trained model.
     kept_model: ClassVar[str] = ""
     only_tensors: ClassVar[bool] = False  # hooks are functions of their tensors alone: a GPU may record a step
     one_by_one: ClassVar[bool] = (

@@ -114,14 +114,15 @@ class Clients(ClientExchanges):
         before.
 
         name: of a-z, 0-9 and _; not that of a metric. Common ones are in docs/metrics.md.
-        value: finite or NaN. A number, an array with one or two axes, or a function without arguments that returns an
-            array and is called only if the array is recorded. A symmetric matrix with diagonal 0 may have the condensed
-            form (pairs (0, 1), (0, 2) .., as `clustering.agglomerative.distances` returns it).
+        value: a number, an array with one or two axes, or a function without arguments that returns such an array and
+            is called only if the array is recorded. All values are finite or NaN. A symmetric matrix with diagonal 0
+            may have the condensed form (pairs (0, 1), (0, 2) .., as `clustering.agglomerative.distances` returns it).
         axes: name of each axis of an array: "clients", "clusters", or any other word.
         ids: clients of the axis "clients"; None: these clients.
 
-        Of more than 10,000 clients (1,000 in a matrix of clients or clusters by clients or clusters) a random sample
-        is recorded, the same in all rounds; of more clusters, the first ones. Raises RunError for anything else.
+        An axis has at most 10,000 clients or clusters; if both axes are of clients or clusters, 1,000 clients or 256
+        clusters. Of more clients a random sample is recorded, the same in all rounds, and of more clusters the first
+        ones. Raises RunError for anything else.
         """
         self.stats.diagnostics.add(name, value, axes, self.ids_M if ids is None else ids)
 
@@ -215,7 +216,7 @@ class Clients(ClientExchanges):
         """Trains every client on its own data, from its row of `start`.
 
         client_state: columns that start from the client's state, if it has one, and are kept as its new state.
-        how: the local objective and the steps.
+        how: client program, proximal terms and steps.
         average: weights >= 0 of any scale: (M,) of a single average, or (R, M). Sums form on the hosts; only the
             averages (R, P) are returned.
         features: columns of each client's upload that are returned, (M, F), for methods that compare clients.
@@ -360,9 +361,12 @@ class Clients(ClientExchanges):
         """The model with the least training loss for each client, int64 (M,), the lowest index on ties.
 
         UNASSIGNED for a client without any finite loss: its data are invalid, or it took too long. The losses stay with
-        the client. In a private run the server uses the choice only as the row that the client's update is added to,
-        and with secure aggregation it is not uploaded. upload: count the choice as an upload of one number. diagnostic:
-        name under which the losses are reported; empty: not reported. Other arguments: as in `losses`.
+        the client. In a private run the server may use the choice only as the row to which it adds the client's update.
+        With secure aggregation the choice is not uploaded.
+
+        upload: whether the choice counts as an upload of one number.
+        diagnostic: name under which the losses are reported; empty: they are not reported.
+        Other arguments: as in `losses`.
         """
         if self._protection.examples is not None:
             self.require_readable("the choice among models")

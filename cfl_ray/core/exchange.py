@@ -35,7 +35,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Program, objective and steps of local training in one exchange; by default, `Clients.local` on the loss."""
+    """Program, proximal terms and steps of local training in one exchange; by default plain `Clients.local`."""
 
     sgd: LocalSGD | None = None  # None: `Clients.local`
     steps_M: np.ndarray | None = None  # local steps of each client; None: as `sgd` gives for its number of samples

@@ -168,7 +168,7 @@ class Updates:
 
 
 def _table_of(means: Mapping[int, Tensor], num_rows: int) -> Tensor | None:
-    """The tensor (R, P) that these means are the rows of, in memory; None if they are not all rows of one."""
+    """The tensor (R, P) of which these means are all rows, in order; None if there is no such tensor in memory."""
     table_RP = means[0]._base if 0 in means else None
     if table_RP is None or len(table_RP) != num_rows or len(means) != num_rows:
         return None

@@ -77,7 +77,7 @@ class PoolState(State):
         return self.advance(model_TN=model_TN, used_K=used_K, assign_N=self.place(ids_m, model_m))
 
     def in_use_of_others(self, ids_M: np.ndarray) -> Self:
-        """This state with the models of all clients that were not compared yet in this step as used, except `ids_M`."""
+        """This state, in which the models of clients that wait to be compared in this step, but `ids_M`, are in use."""
         waiting_N = (self.model_TN[-1] == 0) & (self.assign_N != UNASSIGNED)
         waiting_N[ids_M] = False
         used_K = self.used_K.copy()
@@ -236,7 +236,7 @@ class FedDrift(Method[PoolState], name="feddrift"):
         return state.merged(part_K)
 
     def compare(self, state: PoolState, clients: Clients) -> PoolState:
-        """The state with each client's data of this step assigned to the best model, or to a new model after drift."""
+        """The state with each client's data of this step assigned: to its best model, or after drift to a new one."""
         clients = clients.select(state.model_TN[-1, clients.ids_M] == 0)
         if not len(clients):
             return state
@@ -268,7 +268,7 @@ class FedDrift(Method[PoolState], name="feddrift"):
         return self.open(state, clients.select(drifted_M), loss_MK[drifted_M], models_KP)
 
     def apart(self, state: PoolState, clients: Clients) -> PoolState:
-        """The state with a copy of the first model for each of these clients; if they are too many, they share them."""
+        """The state with a copy of the first model for each of these clients; beyond `max_models` they share copies."""
         count = min(len(clients), self.max_models)
         clients.event("birth", into=range(count), because={"clients": len(clients)})
         state = state.advance(

@@ -138,7 +138,7 @@ def grown_by(federation: Federation, events: Iterable[JournalEvent]) -> Federati
 
 
 def copy_events(source: Path, target: Path) -> None:
-    """Copies the joins and leaves of a run to a run that has not begun, in place of those of an attempt to begin it."""
+    """Copies the joins and leaves of a run to a run that has not begun; they replace those of an earlier attempt."""
     RunDirectory(target).events.unlink(missing_ok=True)
     if events := [event for event in Journal(source).events if not event.stop]:
         Journal(target).add(*events)

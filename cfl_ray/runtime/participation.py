@@ -38,7 +38,7 @@ class Membership:
         self.population: Population = population_of(setup.experiment, setup.federation.num_clients)
 
     def restore(self, round: int) -> None:
-        """The federation and population after `round`, the last one saved (0: before round 1): as in the journal."""
+        """Restores federation and population after the last saved round (0: before round 1), from the journal."""
         self.requests.stop_after = self.requests.journal.stop_after(self.requests.session, round)
         self.federation = self.requests.federation(round)
         self.present = self.federation.at(round)

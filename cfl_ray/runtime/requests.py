@@ -137,7 +137,10 @@ class Requests:
     # ---- checks
 
     def _next(self) -> int:
-        """The first round whose population can change, not before the last journaled event, which stays as granted."""
+        """The first round whose population can still change.
+
+        It is not before the round of the last journaled event, which stays as it was granted.
+        """
         if self.why_fixed:
             raise ConfigError(f"{self.label}: clients cannot join or leave: {self.why_fixed}")
         last = max((event.round for event in self.journal.events if not event.stop), default=0)

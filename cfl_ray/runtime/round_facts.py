@@ -30,9 +30,9 @@ def add_exclusions(stats: RoundStats, excluding: RoundStats) -> None:
 
 
 def end_training(stats: RoundStats, cohort: Cohort, after: State, known_fallbacks: set[str]) -> None:
-    """Adds the results of the training of the cohort, and the time of its end.
+    """Adds the facts that follow from the training of the cohort, and the time at which it ended.
 
-    after: the state then. known_fallbacks: those of earlier rounds, which are not reported again.
+    after: the state after the training. known_fallbacks: those of earlier rounds, which are not noted again.
     """
     if cohort.dropped:
         stats.metrics["clients_dropped"] = float(cohort.dropped)

@@ -228,7 +228,7 @@ class RoundLoop:
         return self.steps.round(self.state, clients, Draws(self.experiment.seed, stats.round))
 
     def _save_and_close(self, stats: RoundStats) -> None:
-        """Closes the round; saves it before if it is the last, or if interval, state budget or a request require it."""
+        """Saves the round if it is the last, or if interval, state budget or a request require it; then closes it."""
         round = stats.round
         with self.requests.lock:  # a request to stop applies to this round if granted before, else to a later round
             is_last = round == self.last_round or self.stops_after(round)

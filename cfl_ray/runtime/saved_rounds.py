@@ -80,7 +80,10 @@ class SavedRounds:
         return self.store is not None
 
     def is_due(self, round: int, is_last: bool, unsaved: int) -> bool:
-        """Whether this round is saved: as the last one, by the interval, or for its unsaved client states, in bytes."""
+        """Whether this round is saved: it is the last, the interval is over, or client states exceed their budget.
+
+        unsaved: bytes of the client states that changed since the last saved round.
+        """
         over_budget = unsaved > self.setup.experiment.runtime.state_budget
         return self.keeps_files and (is_last or over_budget or self.interval.is_due(round))
 

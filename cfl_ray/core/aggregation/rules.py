@@ -93,8 +93,8 @@ class MultiKrum:
     """Mean of the m results with the least s_i, without weights.
 
     s_i is the sum of ||W_i - W_j||^2 over the n - f - 2 results nearest to i. Krum requires n >= 2 f + 3: with fewer
-    results f is the largest number that satisfies it, and below 5 results, if that number is 0, the coordinate-wise
-    median is used (not if `attackers` is 0).
+    results, f is the largest number that allows this. Below 5 results it is 0; then the coordinate-wise median is
+    used, unless `attackers` is 0.
     """
 
     name: ClassVar[str] = "multi_krum"

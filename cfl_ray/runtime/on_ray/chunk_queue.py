@@ -108,7 +108,7 @@ class ChunkQueue:
         return taken
 
     def _even(self, hosts: int) -> float:
-        """The cost of a call that gives all hosts the same number of calls of at least `least`; 0 without `least`."""
+        """The cost of a call if all hosts get equally many calls, none of them below `least`; 0 without `least`."""
         if not self.least:
             return 0.0
         of_host = self.total / hosts

@@ -65,8 +65,9 @@ class HostProcess:
         return engine_by_rule(self.setup, self.worker.network)
 
     def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
-        """Uses this federation from now on. If it cannot be opened, the later calls of `work` raise the error, because
-        no process waits for this call.
+        """Uses this federation from now on.
+
+        If it cannot be opened, the later calls of `work` raise the error, because no process waits for this call.
         """
         try:
             federation = fetch(packed[0])
@@ -95,9 +96,10 @@ class HostProcess:
         models: the rows that the call uses; a reference is fetched at most once per exchange.
         packed: for each kind of value that clients keep, whether the values of all clients are one object.
         return_sums: whether to return the totals (2, P) by output row now; otherwise they stay here until `collect`.
-        places: by position in the call, the argument in `stored`, and the position in it, of each part of a client's
-            state or deferred result. For `CombineColumns`, by range and member, and `stored` is a list of references,
-            because all values together may not fit into memory.
+        places: where the states or deferred results of the clients are, by position of the client in the call: for
+            each part of the value, the argument in `stored` and the position in that argument. For `CombineColumns`
+            they are by range and member, and `stored` is a list of references, because all values together may not
+            fit into memory.
         """
         if self.failure:
             raise self.failure
@@ -179,7 +181,7 @@ def _stored_of(
 
 
 def _objects_of(kinds: Sequence[Mapping[int, Tensor]], packed: Sequence[bool], count: int) -> list[Any]:
-    """The values of `count` clients as they are returned: for each kind one pack, or a value (or None) per client."""
+    """The values of `count` clients in the form of a result: for each kind one pack, or an entry for each client."""
     objects: list[Any] = []
     for values, is_packed in zip(kinds, packed, strict=True):
         if is_packed:

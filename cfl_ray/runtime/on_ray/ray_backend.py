@@ -179,7 +179,7 @@ class Exchange:
         return self.collects or bool(self.kept)
 
     def _returned_floats(self) -> int:
-        """The size of the features, the reports, or the description, that a call returns of each client, at most."""
+        """Most floats that a call returns of each client: those of its features and reports, or of its description."""
         if isinstance(self.work, Describe):
             shape = self.setup.federation.shape
             return self.work.most_features(math.prod(shape.input), shape.num_classes)

@@ -217,7 +217,7 @@ class RaySession:
         self._start_server()
 
     def _stopped(self, when: str) -> RunStopped:
-        """The end of the run on request, which is journaled: a resumed run goes on, also beyond the round it named."""
+        """The error that ends the run on request; the end is journaled, so that a resumed run can go beyond it."""
         if self.run_dir is not None and self.label:
             stop = JournalEvent(self._saved(), stop=self.name)
             Journal(RunDirectory(self.run_dir).method(self.label).path).add(stop)

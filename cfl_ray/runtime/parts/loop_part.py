@@ -32,7 +32,7 @@ class LoopPart:
         return draw()
 
     def reachable(self, round: int, ids: np.ndarray) -> np.ndarray:
-        """Those of the reachable clients `ids` that can take part in the round if the method asks for all of them."""
+        """The clients among the reachable `ids` that can take part if the method asks for all of them."""
         return ids
 
     def clients(self, clients: Clients, cohort: Cohort | None) -> Clients:

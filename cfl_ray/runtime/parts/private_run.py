@@ -86,7 +86,7 @@ class ClientPrivacy(LoopPart):
 
 
 class SamplePrivacy(LoopPart):
-    """The privacy of clients' samples in a method's run, at first before round 1: its noise, and their account."""
+    """The privacy of clients' samples in a method's run: the noise of their gradients, and the account of samples."""
 
     def __init__(self, config: PrivacyConfig, plan: ExampleAccount, seed: int, store: CheckpointStore | None):
         assert config.examples is not None
