@@ -1,5 +1,6 @@
 """The documentation shows what happens: its Python runs, its YAML loads, its commands work, its links resolve."""
 
+import ast
 import inspect
 import os
 import re
@@ -269,6 +270,37 @@ def test_modules_named_in_the_documentation_exist():
         for named in re.findall(r"`(?:cfl_ray/)?([a-z_]+(?:/[a-z_]+)*/[a-z_]+\.py)`", page.read_text()):
             if named.split("/")[0] in packages:
                 assert (ROOT / "cfl_ray" / named).exists(), f"{page.name}: {named}"
+
+
+def test_classes_functions_and_fields_named_in_the_documentation_exist():
+    """The module of `module.py` `Name` has the name, the class of `Class.name` too, or one that it inherits from."""
+    sources = {path: ast.parse(path.read_text()) for path in (ROOT / "cfl_ray").rglob("*.py")}
+    classes: dict[str, list[ast.ClassDef]] = {}
+    names: dict[Path, set[str]] = {}
+    for path, tree in sources.items():
+        names[path] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        names[path] |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(node)
+
+    def has(owner: str, name: str) -> bool:
+        found = classes.get(owner, [])
+        bases = [re.split(r"[\[.]", ast.unparse(base))[0] for node in found for base in node.bases]
+        return any(re.search(rf"\b{name}\b", ast.unparse(node)) for node in found) or any(has(b, name) for b in bases)
+
+    checked = 0
+    for page in PAGES:
+        for module, name in re.findall(r"`([\w/]+\.py)` `([A-Za-z_]\w*)", page.read_text()):
+            paths = [path for path in sources if path.as_posix().endswith(f"/{module}")]
+            assert not paths or any(name in names[path] for path in paths), f"{page.name}: {name} in {module}"
+            checked += len(paths)
+        for owner, name in re.findall(r"`([A-Z]\w+)\.([a-z_]\w*)[`(]", page.read_text()):
+            assert owner not in classes or has(owner, name) or page.name == "CHANGELOG.md", (
+                f"{page.name}: {owner}.{name}"
+            )
+            checked += owner in classes
+    assert checked > 100
 
 
 def test_tests_named_in_the_documentation_exist():

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cfl_ray.core.backend import ClientStateKey, SavedEntry, SavedState
-from cfl_ray.errors import RunError
+from cfl_ray.errors import RunError, first_line
 from cfl_ray.system.files import open_private, sha256, sync
 
 FILE_BYTES = 128 << 20  # a file of this size is closed and the next file begun; twice as much memory is used meanwhile
@@ -325,7 +325,7 @@ def system_reason(error: Exception) -> str:
     """The operating system's text for the error, or the first line of the error's text."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def segments_to_merge(weights: list[int], new: int) -> int:

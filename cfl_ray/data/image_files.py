@@ -43,8 +43,8 @@ def read_parquet(
 ) -> DataSet:
     """The images of these files in file order. Raises DataError naming the file and row of unusable data.
 
-    num_classes: None for the largest label + 1. transparency: as in `Decoder`. dense: as in `images_of`. pixels: False
-    decodes only the first image, for its shape.
+    num_classes: None for the largest label + 1. transparency: as in `Decoder`. dense: whether labels that occur are
+    numbered anew, without gaps. pixels: False decodes only the first image, for its shape.
     """
     labels, others = label_names(columns.label), [name for name in (columns.client, columns.group) if name]
     parts = [_columns_of(train, [*labels, *others])]

@@ -519,7 +519,7 @@ def _numbers(part: Named, column: str, decimal: str, warnings: list[str]) -> np.
 def _labels(parts: list[Named], column: str, dense: bool) -> tuple[list[np.ndarray], tuple[str, ...]]:
     """The labels of each part, int16 (n,), and the words by label, in sorted order of the training words, if any.
 
-    dense: as in `images_of`; the words are the original integers.
+    dense: whether integers that occur are numbered anew, without gaps; the words are then the original integers.
     """
     columns = [column_of(part, column) for part in parts]
     kinds = [values.type for values in columns]

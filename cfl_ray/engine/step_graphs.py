@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.engine.vmap_steps import VmapSteps
+from cfl_ray.errors import first_line
 from cfl_ray.nn.device_memory import DeviceMemory
 from cfl_ray.nn.network import Network
 
@@ -117,7 +118,7 @@ class StepGraphs:
         try:
             own = steps.on_static_tensors()
         except torch.OutOfMemoryError as error:  # the batch itself fits
-            self.refused[kind] = str(error).splitlines()[0]
+            self.refused[kind] = first_line(error)
             return None
         number = torch.zeros(1, dtype=torch.long, device=own.rows_mP.device)
         own.copy_inputs(steps)
@@ -130,7 +131,7 @@ class StepGraphs:
         try:
             replay, held = self.record(step, self.memory)
         except RuntimeError as error:  # also out of memory
-            self.refused[kind] = str(error).splitlines()[0]
+            self.refused[kind] = first_line(error)
             own.end()
             return None
         if held > _SHARE * free:

@@ -130,6 +130,11 @@ def class_and_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of the text of an error; the name of its class without a text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def notes_of(error: BaseException) -> str:
     """The notes of an error, as of `BaseException.add_note`, after its text; empty without any."""
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
