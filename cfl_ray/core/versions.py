@@ -49,7 +49,10 @@ class Versions:
     strict: bool = False
 
     def sent(self, models_RP: Tensor, version_M: np.ndarray) -> tuple[Tensor, np.ndarray] | None:
-        """A table (X, P), and its row (M, R) for each client and each of these R models; None: all are present ones."""
+        """A table (X, P) of these R models in all versions, and the row (M, R) that each client has of each of them.
+
+        None: all clients have the present version.
+        """
         wanted = [version for version in np.unique(version_M).tolist() if version in self.past]
         if not wanted:
             return None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cfl_ray.engine.failure import ClientFailure, may_be_machine, naming_client
-from cfl_ray.errors import ConfigError, DataError, RunError
+from cfl_ray.errors import ConfigError, DataError, RunError, first_line
 
 OF_MACHINE = [
     OSError(errno.EIO, "read error"),
@@ -37,3 +37,8 @@ def test_of_the_machine_or_of_the_user(error, expected):
     with pytest.raises(ClientFailure) as found, naming_client(3, "training"):
         raise error
     assert may_be_machine(pickle.loads(pickle.dumps(found.value))) is expected
+
+
+def test_the_first_line_of_an_error_without_a_text_is_its_class():
+    """Reasons are made of it: why an engine is not chosen, why steps are not recorded, what did not fit into memory."""
+    assert first_line(torch.OutOfMemoryError()) == "OutOfMemoryError" and first_line(OSError("one\ntwo")) == "one"

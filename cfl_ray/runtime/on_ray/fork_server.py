@@ -78,8 +78,8 @@ _forked: list[_ForkServer] = []  # by `forkable_imports`, and not in use yet
 def forkable_imports() -> Iterator[None]:
     """Context of the imports with which a program begins. At its end, forks the fork server that a run will use.
 
-    Does not fork a program that has imported PyTorch before, and so may have threads, which a fork would not have; nor
-    a program that has imported Ray, which reads the environment of a cluster in its import.
+    A program that has imported PyTorch before is not forked, because it may have threads, which a fork would not have.
+    Nor is one that has imported Ray, because Ray reads the environment of a cluster when it is imported.
     """
     begins = sys.platform == "linux" and not {"torch", "ray"} & sys.modules.keys() and threading.active_count() == 1
     if not begins or "RAY_ADDRESS" in os.environ:
@@ -171,7 +171,7 @@ class _Worker(NamedTuple):
 
 
 class _Forks:
-    """The forks of the fork server; all have the environment of the first worker, which Ray has read in its import.
+    """The forks of the fork server. All have the environment of the first worker, which Ray read when it was imported.
 
     Ray knows only the program that it has started, `fork_worker.py`: this ends when its fork does, and the fork is
     ended when this does.
@@ -265,8 +265,9 @@ def _change_environment(changes: Mapping[str, str | None]) -> None:
 
 
 def _serve(worker_path: list[str]) -> NoReturn:
-    """Runs the fork server until its end, and each fork until its end. Its first message on stdin, a socket, has the
-    socket on which workers ask for forks.
+    """Runs the fork server until its end, and in each fork the fork until its end.
+
+    stdin is a socket; the first message on it brings the socket on which workers ask for forks.
 
     worker_path: `sys.path` of a new program, without the folder of the program.
     """

@@ -37,7 +37,7 @@ def key_of(noise: str, seed: int, store: CheckpointStore | None) -> bytes:
 
 
 class ClientPrivacy(LoopPart):
-    """The privacy of clients in a method's run, at first before round 1: its plan, and its releases so far.
+    """The privacy of the clients of a method's run: its plan, and its releases so far, none before round 1.
 
     The noise is drawn from the seed, if the plan says so, or from the key of the run. A process that continues the run
     draws the same noise, so a sum that is computed again is a single release. If cohorts amplify the privacy, they are
@@ -115,7 +115,7 @@ class SamplePrivacy(LoopPart):
 
 
 def _key(store: CheckpointStore) -> bytes:
-    """The key in the method's directory; before the first checkpoint a new key, which is written, if there is none.
+    """The key in the method's directory. If there is none before the first checkpoint, a new key, which is written.
 
     A process that only reads the run, without a lease, writes nothing. Raises RunError if a run would go on without its
     key.
