@@ -183,6 +183,14 @@ def check_attributes(program: ClientProgram) -> None:
     for name, (holds, wanted) in expected.items():
         if not holds:
             raise TypeError(f"{place_of(program)}: {name} is {getattr(program, name)!r}, expected {wanted}")
+    if program.only_tensors:  # recorded steps are found by the program
+        try:
+            hash(program)
+        except TypeError as error:
+            raise TypeError(
+                f"{place_of(program)}: only_tensors = True needs fields that can be hashed ({error}); use tuples for "
+                "lists, or set it to False"
+            ) from None
 
 
 def first_numbers(program: ClientProgram, spec: ParamSpec) -> dict[str, Tensor]:

@@ -435,6 +435,11 @@ class TestHooks:
         with pytest.raises(TypeError, match=f"Own: {attribute} is {value!r}, expected"):
             LocalTraining(program=type("Own", (ClientProgram,), {attribute: value})())
 
+    def test_a_program_of_tensors_alone_can_be_hashed(self):
+        """A GPU finds the recorded steps by the program."""
+        with pytest.raises(TypeError, match="OwnHead.* only_tensors = True needs fields that can be hashed"):
+            LocalTraining(program=OwnHead([0.1]))
+
     def test_names_that_hide_others_are_errors(self):
         keeps = type("Own", (ClientProgram,), {"keeps": lambda self, spec: {"a": torch.zeros(2)}})
         with pytest.raises(ValueError, match=r"keeps numbers named \['a'\], which are also names of given"):
