@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cfl_ray.core.aggregation.rules import AggregationRule, Mean
 from cfl_ray.core.backend import Backend
-from cfl_ray.core.client_program import ClientProgram
+from cfl_ray.core.client_program import ClientProgram, first_numbers, lengths
 from cfl_ray.core.exchange import LocalTraining, ModelTables, Sent
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns, ParamSpec
@@ -96,14 +96,14 @@ class ClientExchanges:
         """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have."""
         if how.program.trace:
             self.require_readable("the losses of local steps")
-        for name in how.program.reports(self.spec):
+        for name in lengths(how.program, "reports", self.spec):
             self.require_readable(f"the {name} that clients report")
         if features is not None and self._protection.masks is not None:
             self.require_readable("the updates")
         if self._protection.examples is not None:  # noise protects the gradient of one batch
             own = [hook for hook in ("begin", "loss", "finish") if how.program.overrides(hook)]
             unlike = {
-                "results of steps of several gradients": how.program.overrides("step"),
+                "results of steps of its own, such as steps of several gradients": how.program.overrides("step"),
                 f"results of a client program with its own {' and '.join(own)}": bool(own),
                 "results of weighted samples": how.mixture is not None,
                 "results of clients one after another": how.chained,
@@ -126,7 +126,12 @@ class ClientExchanges:
         if (examples := self._protection.examples) is not None:
             local = replace(local, examples=examples)
             self.stats.example_steps.append((self.ids_M, local, self.num_samples_M, steps_M))
-        tables = ModelTables()
+        tables, kept = ModelTables(), first_numbers(how.program, self.spec)
+        if taken := kept.keys() & {*how.given, how.program.kept_model}:
+            raise ValueError(
+                f"{place_of(how.program)} keeps numbers named {sorted(taken)}, which are also names of given values or "
+                "of the kept model; rename one of them"
+            )
         return Train(
             self._next_address(),
             self.ids_M,
@@ -134,8 +139,8 @@ class ClientExchanges:
             program=how.program,
             given=tables.given(how, len(self)),
             frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
-            kept_numbers=sum(first.numel() for first in how.program.keeps(self.spec).values()),
-            reports=how.program.reports(self.spec),
+            kept_numbers=sum(first.numel() for first in kept.values()),
+            reports=lengths(how.program, "reports", self.spec),
             local=local,
             steps_M=steps_M,
             chained=how.chained,
@@ -152,7 +157,7 @@ class ClientExchanges:
 
     def _check_uploads(self, program: ClientProgram, averaging: Averaging | None) -> None:
         """Raises an error if further uploads of a program cannot be averaged in this run."""
-        for name, length in program.uploads(self.spec).items():
+        for name, length in lengths(program, "uploads", self.spec).items():
             if averaging is None or not 0 < length <= self.spec.size:
                 raise ValueError(
                     f"{place_of(program)} uploads {name} of {length} numbers beside the model: pass `average` to "
@@ -202,7 +207,7 @@ class ClientExchanges:
         number: int | None,
     ) -> Updates:
         """The updates of the exchange `work`, with noise on the sums of the exchange `address` in a private run."""
-        uploads = work.program.uploads(self.spec)
+        uploads = lengths(work.program, "uploads", self.spec)
         means, models = outcome.means, 0 if averaging is None else averaging.num_rows
         if uploads and outcome.arrived_R is not None:
             own = {row: mean_P for row, mean_P in means.items() if row < models}

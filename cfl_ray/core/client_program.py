@@ -14,13 +14,17 @@ of (...), and `loss` under `torch.func.vmap`. In both, models are given in their
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from numbers import Integral
+from typing import Any, ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from cfl_ray.core.describing import ClientData
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import ParamSpec
+from cfl_ray.errors import RunError
+from cfl_ray.plugins.calling import call_plugin, described, place_of
 
 Held = dict[str, Tensor]  # by name: models and numbers of one client
 
@@ -160,3 +164,73 @@ class ClientProgram:
             Need.TRACE: self.trace > 0,
         }
         return {need for need, holds in given.items() if holds}
+
+
+# ---- checks of a user's program
+
+
+def check_attributes(program: ClientProgram) -> None:
+    """Raises TypeError for class attributes of another type than the engines read."""
+    expected = {
+        "batches_per_step": (_is_count(program.batches_per_step, 1), "a whole number from 1 on"),
+        "trace": (_is_count(program.trace, 0), "a whole number from 0 on"),
+        "kept_model": (isinstance(program.kept_model, str), "a name"),
+        "moves": (
+            isinstance(program.moves, tuple) and all(isinstance(name, str) for name in program.moves),
+            'a tuple of names, such as ("velocity",)',
+        ),
+    }
+    for name, (holds, wanted) in expected.items():
+        if not holds:
+            raise TypeError(f"{place_of(program)}: {name} is {getattr(program, name)!r}, expected {wanted}")
+    if program.only_tensors:  # recorded steps are found by the program
+        try:
+            hash(program)
+        except TypeError as error:
+            raise TypeError(
+                f"{place_of(program)}: only_tensors = True needs fields that can be hashed ({error}); use tuples for "
+                "lists, or set it to False"
+            ) from None
+
+
+def first_numbers(program: ClientProgram, spec: ParamSpec) -> dict[str, Tensor]:
+    """First values, new float32 tensors, of `program.keeps`. Raises RunError if they are not numbers by name."""
+    numbers = {}
+    for name, value in _declared(program, "keeps", spec, "first values").items():
+        number = as_numbers(value)
+        if number is None:
+            raise RunError(f"{place_of(program)}: keeps returned {described(value)} as {name!r}, expected numbers")
+        numbers[name] = number.to(torch.float32, copy=True)
+    return numbers
+
+
+def lengths(program: ClientProgram, hook: Literal["uploads", "reports"], spec: ParamSpec) -> dict[str, int]:
+    """The lengths that `program.uploads` or `program.reports` declares by name. Raises RunError for anything else."""
+    declared = _declared(program, hook, spec, "lengths")
+    for name, length in declared.items():
+        if not _is_count(length, 0):
+            raise RunError(
+                f"{place_of(program)}: {hook} returned {described(length)} as {name!r}, expected a length, a whole "
+                "number"
+            )
+    return {name: int(length) for name, length in declared.items()}
+
+
+def as_numbers(value: Any) -> Tensor | None:
+    """A tensor, array, number or list of numbers as a detached tensor of real numbers; None for anything else."""
+    try:
+        number = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):  # of PyTorch, by the type of the value
+        return None
+    return None if number.is_complex() else number
+
+
+def _declared(program: ClientProgram, hook: str, spec: ParamSpec, values: str) -> Mapping[str, Any]:
+    found = call_plugin(hook, getattr(program, hook), spec, where=" of a client program")
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise RunError(f"{place_of(program)}: {hook} returned {described(found)}, expected a dict of {values} by name")
+    return found
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least

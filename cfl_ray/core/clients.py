@@ -14,7 +14,7 @@ from torch import Tensor
 from cfl_ray.core.aggregation.apply import aggregate, range_cuts
 from cfl_ray.core.aggregation.rules import ClippingRule, Mean
 from cfl_ray.core.client_exchanges import ClientExchanges
-from cfl_ray.core.client_program import Batch, ClientProgram, Forward, Gradient, Held, ProgramClient
+from cfl_ray.core.client_program import Batch, ClientProgram, Forward, Gradient, Held, ProgramClient, lengths
 from cfl_ray.core.describing import CheckedFunction, ClientData
 from cfl_ray.core.events import births_and_deaths, cluster_event
 from cfl_ray.core.exchange import LocalTraining, ModelTables, Sent, with_numbers_kept
@@ -234,7 +234,7 @@ class Clients(ClientExchanges):
         work, averaging, secure = self._training(start, how, local), None, None
         if average is not None:
             averaging, secure = self._averaging(average, work.address, private, work.models_per_client)
-        sizes = how.program.uploads(self.spec)
+        sizes = lengths(how.program, "uploads", self.spec)
         self._check_uploads(how.program, averaging)
         rule = None if averaging is None or isinstance(self.aggregation, Mean) else self.aggregation
         clients = len(self) // work.models_per_client

@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.client_program import ClientProgram
+from cfl_ray.core.client_program import ClientProgram, check_attributes, first_numbers
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.work import ClientState, Given, Mixture, Proximal, Rows
-from cfl_ray.plugins.calling import described
+from cfl_ray.plugins.calling import described, place_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class LocalTraining:
     def __post_init__(self) -> None:
         if not isinstance(self.program, ClientProgram):
             raise TypeError(f"program must be an object of a subclass of ClientProgram, got {described(self.program)}")
+        check_attributes(self.program)
+        if not isinstance(self.given, Mapping):
+            raise TypeError(f"given must be a dict of models and numbers by name, got {described(self.given)}")
 
 
 class ModelTables:
@@ -73,9 +77,7 @@ class ModelTables:
         """The models and numbers that clients get for their program, with the models as rows of these tables."""
         proximal = tuple(term.with_anchor(self.rows(term.anchor)) for term in how.proximal if term.acts)
         models = {name: self.rows(value) for name, value in how.given.items() if isinstance(value, Sent)}
-        number_of = {
-            name: np.asarray(value, np.float32) for name, value in how.given.items() if not isinstance(value, Sent)
-        }
+        number_of = {name: _numbers(name, value) for name, value in how.given.items() if not isinstance(value, Sent)}
         for name, values_M in number_of.items():
             if values_M.shape[:1] != (num_clients,):
                 shape = values_M.shape
@@ -86,6 +88,16 @@ class ModelTables:
 
     def as_tuple(self) -> tuple[Tensor, ...]:
         return tuple(self.tables)
+
+
+def _numbers(name: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value, np.float32)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"given {name!r} is {described(value)}, expected models that clients received, as clients.send returns, or "
+            "numbers of each client"
+        ) from None
 
 
 def with_numbers_kept(
@@ -99,8 +111,13 @@ def with_numbers_kept(
 
     They keep the numbers of the program under the name of its class, or a persistent momentum buffer under "momentum".
     """
+    if program.kept_model and client_state is None:
+        raise ValueError(
+            f"{place_of(program)} has kept_model = {program.kept_model!r}: pass the client state that keeps this model "
+            "to train, client_state=ClientState(...)"
+        )
     local = replace(local, persist=local.persist and keeps_momentum and local.momentum > 0)
-    if client_state is None and program.keeps(spec):
+    if client_state is None and first_numbers(program, spec):
         return local, ClientState(type(program).__name__, Columns(()), private=False)
     if client_state is None and local.persist:
         return local, ClientState("momentum", Columns(()), private=False)

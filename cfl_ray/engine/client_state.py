@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.backend import ClientStateKey, SavedState, StateFile
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.work import ClientState, Train, Work
+from cfl_ray.errors import RunError
 
 
 def client_state_value(
@@ -51,15 +53,22 @@ def predicting_row(received_P: Tensor, client_state: ClientState | None, value: 
 
 
 def stored_numbers(
-    value: Tensor | None, client_state: ClientState | None, first: Mapping[str, Tensor], size: int
+    value: Tensor | None, client_state: ClientState | None, first: dict[str, Tensor], spec: ParamSpec
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """The numbers that a client keeps for its program, and its momentum buffer or None.
 
-    first: the numbers, by name, of a client without a value. size: P.
+    first: the numbers, by name, of a client without a value. Raises RunError if the value has others than these.
     """
     if value is None or client_state is None:
-        return {name: number.float().clone() for name, number in first.items()}, None
-    at, numbers = size if client_state.columns is None else client_state.columns.count, {}
+        return first, None
+    at, numbers = spec.size if client_state.columns is None else client_state.columns.count, {}
+    expected = at + sum(number.numel() for number in first.values())
+    if len(value) not in (expected, expected + spec.trained):
+        raise RunError(
+            f"a client keeps {len(value) - at} numbers under {client_state.name!r}, but the client program now keeps "
+            f"{expected - at} ({', '.join(f'{name}: {number.numel()}' for name, number in first.items())}); keep the "
+            "same numbers in all rounds, also of a resumed run, or use another name for the client state"
+        )
     for name, number in first.items():
         numbers[name] = value[at : at + number.numel()].reshape(number.shape)
         at += number.numel()

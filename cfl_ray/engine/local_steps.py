@@ -5,7 +5,7 @@ or as a flat row.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -79,17 +79,21 @@ class LocalGradient(ABC):
             return self.of_batch(0)
         w_P, past = self.w_P().clone(), len(self.losses)
         direction_P = direction(program, self, w_P, self.held, number)
+        if len(self.losses) == past:
+            raise without_gradient(program)
         del self.losses[past + 1 :]
         self.load(w_P)
         return self.parts_of(direction_P)
 
     def __call__(self, w: Tensor, batch: int) -> Tensor:
         """As `core.client_program.Gradient`."""
+        check_batch(self.task.program, batch)
         self.load(w)
         return torch.cat([part.reshape(-1) for part in self.of_batch(batch)])
 
     def forward(self, w: Tensor | str, batch: int) -> Forward:
         """As `core.client_program.Gradient`."""
+        check_batch(self.task.program, batch)
         index_B, x, y = self.batches[batch], self.task.x, self.task.y
         x_B, y_B = (x, y) if index_B is None else (x[index_B], y[index_B])
         return forward_of(self.network, self.whole(w), self.network.input(x_B), y_B.to(self.network.device))
@@ -100,7 +104,7 @@ class LocalGradient(ABC):
         Trained columns and models that steps move have the buffers of the model that is trained.
         """
         if isinstance(model, str) and model not in self.task.program.moves:
-            return self.task.held.models[model].to(self.network.device)
+            return held_model(self.task.program, self.task.held.models, model).to(self.network.device)
         trained_P = self.held[model] if isinstance(model, str) else model
         return torch.cat([trained_P, self.row_P()[self.network.spec.trained :]])
 
@@ -150,6 +154,28 @@ def forward_of(network: Network, row_P: Tensor, x_B: Tensor, y_B: Tensor, real_B
     return Forward(features, outputs, y_B, x_B.new_ones(len(y_B), dtype=torch.float32) if real_B is None else real_B)
 
 
+def held_model(program: ClientProgram, models: Mapping[str, Tensor], name: str) -> Tensor:
+    """The held model of this name. Raises RunError if the client holds none."""
+    if name not in models:
+        known = ", ".join(map(repr, models)) or "none"
+        raise RunError(f"{place_of(program)}: forward of {name!r}, but the models that the client holds are {known}")
+    return models[name]
+
+
+def check_batch(program: ClientProgram, batch: int) -> None:
+    """Raises RunError for a batch that a step of the program does not have."""
+    if not 0 <= batch < program.batches_per_step:
+        raise RunError(
+            f"{place_of(program)}: batch {batch} in step, which has batches 0 .. {program.batches_per_step - 1} "
+            f"(batches_per_step = {program.batches_per_step})"
+        )
+
+
+def without_gradient(program: ClientProgram) -> RunError:
+    """The error of a step that computes no gradient, and so has no loss."""
+    return RunError(f"{place_of(program)}: step did not call gradient(w, b), whose loss is the loss of the step")
+
+
 def moved_by_steps(network: Network, task: TrainingTask, held: Held, row_P: Tensor) -> dict[str, Tensor]:
     """The held tensors that the steps of a program move, after them; models with the buffers of `row_P`."""
     moved = {name: held[name] for name in task.program.moves if name in held}
@@ -161,9 +187,17 @@ def moved_by_steps(network: Network, task: TrainingTask, held: Held, row_P: Tens
 
 def scalar_loss(program: ClientProgram, batch: Batch, held: Held) -> Tensor:
     """The program's own loss of a batch. Raises RunError if it is not one number."""
-    loss = _returned(program, "loss", batch.loss.device, batch, held)
+    own = dict(held)
+    loss = _returned(program, "loss", batch.loss.device, batch, own)
     if not isinstance(loss, Tensor) or loss.shape:
         raise RunError(f"{place_of(program)}: loss returned {described(loss)}, expected one number")
+    if not loss.requires_grad:
+        raise RunError(
+            f"{place_of(program)}: loss returned a constant, a number without a gradient; compute it from batch.loss, "
+            "batch.outputs or batch.features without detach(), item() or argmax (a loss of zero: 0 * batch.loss)"
+        )
+    if changed := [name for name, value in held.items() if own.get(name) is not value]:
+        raise RunError(f"{place_of(program)}: loss replaced held{changed}; only begin, step and finish change values")
     return loss
 
 

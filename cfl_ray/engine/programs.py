@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.client_program import ClientProgram, Held
+from cfl_ray.core.client_program import ClientProgram, Held, as_numbers, first_numbers, lengths
 from cfl_ray.core.work import Train
 from cfl_ray.engine.client_state import starting_row, stored_numbers, with_client_state
 from cfl_ray.engine.describing import ClientView
@@ -30,7 +31,7 @@ def held_by(chunk: OpenChunk[Train], index: int) -> tuple[Tensor, HeldByClient]:
     else:
         start_P = starting_row(received_P, work.client_state, value)
     numbers = {name: torch.from_numpy(values_M)[index] for name, values_M in given.number_of.items()}
-    kept, velocity = stored_numbers(value, work.client_state, program.keeps(spec), spec.size)
+    kept, velocity = stored_numbers(value, work.client_state, first_numbers(program, spec), spec)
     held = HeldByClient(
         models,
         numbers | kept,
@@ -53,9 +54,26 @@ def begun(chunk: OpenChunk[Train], index: int, task: TrainingTask) -> TrainingTa
         raise RunError(
             f"{place_of(task.program)}: begin returned {described(row_P)}, expected a row of {len(start_P)} numbers"
         )
-    models = {name: held[name] for name in task.held.models}
-    numbers = {name: value for name, value in held.items() if name not in models}
-    return replace(task, start_P=row_P.detach(), held=replace(task.held, models=models, numbers=numbers))
+    models: Held = {}
+    for name in task.held.models:
+        value = held.pop(name, None)
+        if not isinstance(value, Tensor) or value.shape != start_P.shape:
+            raise RunError(
+                f"{place_of(task.program)}: after begin, held[{name!r}] is {described(value)}, expected a row of "
+                f"{len(start_P)} numbers"
+            )
+        models[name] = value.detach().to(start_P.dtype)
+    numbers = {}
+    for name, value in held.items():
+        number = as_numbers(value)
+        if number is None:
+            raise RunError(
+                f"{place_of(task.program)}: after begin, held[{name!r}] is {described(value)}, expected numbers"
+            )
+        numbers[name] = number
+    return replace(
+        task, start_P=row_P.detach().to(start_P.dtype), held=replace(task.held, models=models, numbers=numbers)
+    )
 
 
 def finished(chunk: OpenChunk[Train], index: int, task: TrainingTask, result: TrainingResult) -> Held:
@@ -67,23 +85,25 @@ def finished(chunk: OpenChunk[Train], index: int, task: TrainingTask, result: Tr
             received_P, row_P = chunk.model(chunk.work.start, index).clone(), result.row_P.cpu().clone()
             call_plugin("finish", task.program.finish, view, received_P, row_P, held, where=" of a client program")
     spec = chunk.network.spec
-    lengths: dict[str, int] = {name: first.numel() for name, first in task.program.keeps(spec).items()}
-    for declared in (lengths, task.program.uploads(spec), task.program.reports(spec)):
-        _check(task.program, held, declared)
+    kept = {name: first.numel() for name, first in first_numbers(task.program, spec).items()}
+    for declared in (kept, lengths(task.program, "uploads", spec), lengths(task.program, "reports", spec)):
+        held |= _checked(task.program, held, declared)
     return held
 
 
 def invalid_reason(program: ClientProgram, held: Mapping[str, Tensor], chunk: OpenChunk[Train]) -> str | None:
     """Reason why what a client keeps, uploads or reports is not valid; None if it is valid."""
     spec = chunk.network.spec
-    names = [*program.keeps(spec), *program.uploads(spec)]
+    names = [*first_numbers(program, spec), *lengths(program, "uploads", spec)]
     bad = next((name for name in names if not torch.isfinite(held[name]).all()), None)
     return None if bad is None else f"its {bad} has numbers that are not finite"
 
 
 def report(program: ClientProgram, held: Mapping[str, Tensor], chunk: OpenChunk[Train]) -> dict[str, np.ndarray]:
     """The numbers that a client reports, by name of the array of the result."""
-    return {f"report {name}": held[name].reshape(-1).numpy() for name in program.reports(chunk.network.spec)}
+    return {
+        f"report {name}": held[name].reshape(-1).numpy() for name in lengths(program, "reports", chunk.network.spec)
+    }
 
 
 def _on_cpu(task: TrainingTask) -> Held:
@@ -98,12 +118,15 @@ def _view(chunk: OpenChunk[Train], index: int, samples: Samples) -> ClientView:
     )
 
 
-def _check(program: ClientProgram, held: Mapping[str, Tensor], lengths: Mapping[str, int]) -> None:
-    """Raises RunError if a declared value is missing or has another length."""
-    for name, length in lengths.items():
-        value = held.get(name)
-        if not isinstance(value, Tensor) or value.numel() != length:
+def _checked(program: ClientProgram, held: Mapping[str, Any], declared: Mapping[str, int]) -> Held:
+    """The declared values, float32. Raises RunError if one of them is missing or has another length."""
+    values = Held()
+    for name, length in declared.items():
+        value = as_numbers(held.get(name))
+        if value is None or value.numel() != length:
             raise RunError(
-                f"{place_of(program)}: after finish, held[{name!r}] is {described(value)}, "
+                f"{place_of(program)}: after finish, held[{name!r}] is {described(held.get(name))}, "
                 f"declared are {length} numbers"
             )
+        values[name] = value.float()
+    return values

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.client_program import Held
+from cfl_ray.core.client_program import Held, first_numbers
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import AverageDeferred, Train, UpdateFeatures
 from cfl_ray.engine import mixtures, programs, scoring
@@ -89,7 +89,7 @@ def train(chunk: OpenChunk[Train], sums: HostSums, together: TrainedTogether | N
             arrays["upload_distance"][index] = upload_distance(work.client_state, upload_P, sent_P)
         if work.client_state is not None:
             kept_P = result.moved.get(work.program.kept_model, row_P)
-            kept = [held[name] for name in work.program.keeps(chunk.network.spec)]
+            kept = [held[name] for name in first_numbers(work.program, chunk.network.spec)]
             chunk.kept.states[index] = client_state_value(work.client_state, kept_P, kept, result.velocity)
         if work.defer_aggregation:
             chunk.kept.deferred[index] = upload_P.cpu().clone()

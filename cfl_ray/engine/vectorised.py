@@ -44,7 +44,7 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         return network.side_effect
     if reason := lacking(tasks, _DOES):
         return reason
-    if tasks and (reason := _why_not_optimizer(tasks)):
+    if tasks and (reason := _why_not_optimizer(tasks) or _why_not_held(tasks)):
         return reason
     if not network.batch_statistics:
         return None
@@ -65,6 +65,12 @@ def _why_not_optimizer(tasks: Sequence[TrainingTask]) -> str | None:
     if local.step_schedule is not None and len({task.steps for task in tasks}) > 1:
         return "a local optimiser has one learning rate for all clients, but their steps and so their schedules differ"
     return None
+
+
+def _why_not_held(tasks: Sequence[TrainingTask]) -> str | None:
+    """Reason why what the clients hold for their program cannot be stacked; None if it can."""
+    first, *others = ({name: value.shape for name, value in task.held.numbers.items()} for task in tasks)
+    return None if all(other == first for other in others) else "clients hold numbers of different shapes"
 
 
 def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingResult]:

@@ -12,7 +12,14 @@ from torch.func import grad_and_value, vmap
 
 from cfl_ray.core.client_program import Batch, Forward, Held
 from cfl_ray.engine import sequential
-from cfl_ray.engine.local_steps import direction, forward_of, scalar_loss
+from cfl_ray.engine.local_steps import (
+    check_batch,
+    direction,
+    forward_of,
+    held_model,
+    scalar_loss,
+    without_gradient,
+)
 from cfl_ray.engine.rows import ProximalRows, padded, rows_on, stacked_on
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.device_memory import copied_to
@@ -45,10 +52,12 @@ class VmapSteps:
         self.proximal = [ProximalRows(network, [task.held.proximal[which] for task in tasks]) for which in terms]
         of_tasks = [task.held.for_steps(network.spec.trained) for task in tasks]
         # of the client program, by name: (m, ...)
-        self.held = {name: stacked_on(network.device, [held[name] for held in of_tasks]) for name in of_tasks[0]}
+        own = self.program.overrides("loss") or self.program.overrides("step")
+        names = of_tasks[0] if own else ()
+        self.held = {name: stacked_on(network.device, [held[name] for held in of_tasks]) for name in names}
         self.models = set(first.held.models)
         self.whole: Held = {}  # the models (m, P) that do not move, if the program may pass batches through them
-        if first.program.overrides("loss") or first.program.overrides("step"):
+        if own:
             still = [name for name in first.held.models if name not in first.program.moves]
             self.whole = {name: rows_on(network.device, [task.held.models[name] for task in tasks]) for name in still}
         # mean loss (m,) over each client's last local epoch, after the last step
@@ -116,6 +125,8 @@ class VmapSteps:
         moved = [self.held[name] for name in self.program.moves if name in self.held]
         before = [values.clone() for values in moved]
         step = direction(self.program, self.gradient, now_mP, self.held, number)
+        if self.gradient.loss_m is None:
+            raise without_gradient(self.program)
         for values, stay in zip(moved, before, strict=True):
             values.copy_(torch.where(active_m.view(-1, *[1] * (values.ndim - 1)), values, stay))
         return step
@@ -332,7 +343,7 @@ class _Gradient:
             real_B = (weight_B > 0).float()
 
             def passed(model: str) -> Forward:
-                return forward_of(network, whole[model], x_B, y_B, real_B)
+                return forward_of(network, held_model(self.steps.program, whole, model), x_B, y_B, real_B)
 
             seen = Batch(loss, features[-1].float(), logits_BC, y_B, real_B, passed)
             loss = scalar_loss(self.steps.program, seen, held)
@@ -344,6 +355,7 @@ class _Gradient:
 
     def __call__(self, w: Tensor, batch: int) -> Tensor:
         """Gradients (m, trained columns) at these rows on one batch of the step."""
+        check_batch(self.steps.program, batch)
         x, y, weight, frozen = self.plan.batch(self.first + batch)
         if batch not in self.masks:  # the same in all gradients of a batch in a step, as in `sequential`
             self.masks[batch] = self.plan.masks(self.network, self.first + batch, x.shape[1])
@@ -365,11 +377,13 @@ class _Gradient:
         """Rows (m, P) of trained columns or of the held model of this name; see `LocalGradient.whole`."""
         if isinstance(model, str) and model in self.steps.whole:
             return self.steps.whole[model]
-        trained_mP = self.steps.held[model] if isinstance(model, str) else model
-        return torch.cat([trained_mP, self.steps.rows_mP[:, self.spec.trained :]], 1)
+        if isinstance(model, str):
+            model = held_model(self.steps.program, {name: self.steps.held[name] for name in self.steps.models}, model)
+        return torch.cat([model, self.steps.rows_mP[:, self.spec.trained :]], 1)
 
     def forward(self, w: Tensor | str, batch: int) -> Forward:
         """As `core.client_program.Gradient`, of all clients."""
+        check_batch(self.steps.program, batch)
         x, y, weight, _ = self.plan.batch(self.first + batch)
         features, outputs = vmap(self.network.evaluated)(self.whole(w), x)
         return Forward(features, outputs, y, (weight > 0).float())

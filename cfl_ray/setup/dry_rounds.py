@@ -14,7 +14,7 @@ from cfl_ray.clock.devices import Load
 from cfl_ray.core.aggregation.rules import Mean
 from cfl_ray.core.backend import ClientStateKey, SavedState
 from cfl_ray.core.checked_method import CheckedMethod
-from cfl_ray.core.client_program import Forward
+from cfl_ray.core.client_program import ClientProgram, Forward, first_numbers
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.describing import CheckedFunction
 from cfl_ray.core.local_sgd import LocalSGD
@@ -49,7 +49,9 @@ class DryBackend:
     work: Counter[str] = field(default_factory=Counter)  # samples "trained", one for each gradient, and "tested"
     kept: dict[str, int] = field(default_factory=dict)  # floats that a client keeps between rounds, by name
     batches: set[tuple[int, int]] = field(default_factory=set)  # batch size (0: all samples), batches of a local step
-    readers: set[str] = field(default_factory=set)  # names of the functions that read the inputs of the last layer
+    readers: set[str] = field(
+        default_factory=set
+    )  # names of the functions and programs that read the inputs of the last layer
 
     def run(self, work: Work) -> Outcome:
         num_clients = len(work.ids_M)
@@ -57,6 +59,8 @@ class DryBackend:
             self.batches.add((work.local.batch_size or 0, work.program.batches_per_step))
             if work.defer_aggregation:
                 self.deferred.add(num_clients)
+            if _reads_features(work.program):
+                self.readers.add(place_of(work.program))
         elif isinstance(work, Describe) and isinstance(work.function, CheckedFunction):
             function = work.function.function
             self.batches.add((getattr(function, "batch_size", None) or 0, 1))
@@ -96,7 +100,7 @@ class DryBackend:
             return 1
         names = {*given.models, program.kept_model} - {""}
         numbers = {name: torch.ones(values_M.shape[1:]) for name, values_M in given.number_of.items()}
-        kept = {name: first.float().clone() for name, first in program.keeps(self.spec).items()}
+        kept = first_numbers(program, self.spec)
         gradient = CountedGradient(self.spec, self.shape)
         direction(program, gradient, w_P, {name: w_P.clone() for name in names} | numbers | kept, 0)
         return gradient.passes
@@ -117,6 +121,13 @@ class DryBackend:
 
     def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
         """No effect: client states are not kept."""
+
+
+def _reads_features(program: ClientProgram) -> bool:
+    """Whether a program has a loss, whose batches have features, or a hook that names a function that returns them."""
+    named = {"begin": "features", "step": "forward", "finish": "features"}
+    codes = {hook: getattr(getattr(type(program), hook), "__code__", None) for hook in named}
+    return program.overrides("loss") or any(code and named[hook] in code.co_names for hook, code in codes.items())
 
 
 @dataclass

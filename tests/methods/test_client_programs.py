@@ -345,6 +345,112 @@ class TestHooks:
         with pytest.raises(RunError, match="(?s)Branching .* in loss failed: .*; set one_by_one = True"):
             self.train("vectorised", Branching())
 
+    @pytest.mark.parametrize(
+        "hook, returned, message",
+        [
+            ("keeps", None, "keeps returned None, expected a dict of first values by name"),
+            ("keeps", {"a": "x"}, "keeps returned str 'x' as 'a', expected numbers"),
+            ("uploads", {"a": torch.zeros(3)}, "uploads returned Tensor .* as 'a', expected a length"),
+            ("uploads", ["a"], "uploads returned list of 1, expected a dict of lengths by name"),
+            ("reports", {"a": 2.5}, "reports returned float 2.5 as 'a', expected a length"),
+            ("reports", {"a": -1}, "reports returned int -1 as 'a', expected a length"),
+        ],
+    )
+    def test_declarations_of_another_type_are_errors(self, hook, returned, message):
+        with pytest.raises(RunError, match=message):
+            self.train("sequential", type("Own", (ClientProgram,), {hook: lambda self, spec: returned})())
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    @pytest.mark.parametrize(
+        "hook, function, message",
+        [
+            ("loss", lambda self, batch, held: batch.loss.detach(), "loss returned a constant"),
+            ("loss", lambda self, batch, held: batch.outputs.argmax(), "loss returned a constant"),
+            ("loss", lambda self, batch, held: held.update(n=batch.loss) or batch.loss, r"loss replaced held\['n'\]"),
+            (
+                "loss",
+                lambda self, batch, held: batch.forward("other").outputs.sum(),
+                "forward of 'other', .* are 'given'",
+            ),
+            ("step", lambda self, gradient, w, *_: w, "step did not call gradient"),
+            ("step", lambda self, gradient, w, *_: gradient(w, 1), "batch 1 in step, which has batches 0 .. 0"),
+            ("step", lambda self, gradient, w, *_: gradient(w, -1), "batch -1 in step"),
+            ("step", lambda self, gradient, w, *_: gradient.forward("other", 0), "forward of 'other'"),
+        ],
+    )
+    def test_misused_hooks_are_errors_on_both_engines(self, engine, hook, function, message):
+        """Each of them gave other results by engine, or a plain zero gradient, without a word."""
+        one = stage(engine)
+        given = {"given": one.clients().send(one.model()[None]), "n": np.ones(len(SIZES))}
+        with pytest.raises(RunError, match=message):
+            self.train(engine, type("Own", (ClientProgram,), {hook: function})(), given=given)
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    @pytest.mark.parametrize(
+        "value",
+        [2.5, np.float64(2.5), [2.5], torch.tensor(2.5, dtype=torch.float64), torch.tensor([2.5]).requires_grad_()],
+    )
+    def test_numbers_of_any_type_are_reported(self, engine, value):
+        own = {"reports": lambda self, spec: {"a": 1}, "finish": lambda self, *rest: rest[-1].update(a=value)}
+        updates, _ = self.train(engine, type("Own", (ClientProgram,), own)())
+        assert updates.reported("a").tolist() == [[2.5]] * len(SIZES)
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_begin_may_return_doubles(self, engine):
+        own = type("Own", (ClientProgram,), {"begin": lambda self, client, start_P, held: start_P.double()})
+        found, plain = (
+            self.train(engine, program)[0].averaged(torch.zeros(1, 53)) for program in (own(), ClientProgram())
+        )
+        assert torch.equal(found, plain)
+
+    def test_numbers_of_different_shapes_are_left_to_sequential(self):
+        class Labels(ClientProgram):
+            def begin(self, client, start_P, held):
+                held["seen"] = client.y.float()
+                return start_P
+
+            def step(self, gradient, w, held, number):
+                return gradient(w, 0) * held["seen"].sum()
+
+        found = [self.train(engine, Labels()) for engine in ENGINES]
+        assert close(*(updates.averaged(torch.zeros(1, 53)) for updates, _ in found), 1e-5)
+        assert any("numbers of different shapes" in line for line in found[1][0].outcome.fallbacks)
+
+    @pytest.mark.parametrize("before, after", [(3, 5), (5, 3)])
+    def test_kept_numbers_of_another_length_are_an_error(self, before, after):
+        one = stage("sequential")
+        for length in (before, after):
+            own = type("Own", (ClientProgram,), {"keeps": lambda self, spec, n=length: {"a": torch.zeros(n)}})
+            clients = one.clients()
+            how, sent = LocalTraining(program=own()), clients.send(one.model()[None])
+            if length == before:
+                clients.train(sent, how=how)
+        with pytest.raises(RunError, match=f"keeps {before} numbers under 'Own', but .* now keeps {after}"):
+            clients.train(sent, how=how)
+
+    @pytest.mark.parametrize(
+        "attribute, value", [("moves", "own"), ("batches_per_step", 0), ("batches_per_step", 2.0), ("kept_model", None)]
+    )
+    def test_class_attributes_are_checked(self, attribute, value):
+        with pytest.raises(TypeError, match=f"Own: {attribute} is {value!r}, expected"):
+            LocalTraining(program=type("Own", (ClientProgram,), {attribute: value})())
+
+    def test_a_program_of_tensors_alone_can_be_hashed(self):
+        """A GPU finds the recorded steps by the program."""
+        with pytest.raises(TypeError, match="OwnHead.* only_tensors = True needs fields that can be hashed"):
+            LocalTraining(program=OwnHead([0.1]))
+
+    def test_names_that_hide_others_are_errors(self):
+        keeps = type("Own", (ClientProgram,), {"keeps": lambda self, spec: {"a": torch.zeros(2)}})
+        with pytest.raises(ValueError, match=r"keeps numbers named \['a'\], which are also names of given"):
+            self.train("sequential", keeps(), given={"a": np.ones(len(SIZES))})
+        one = stage("sequential")
+        clients = one.clients()
+        with pytest.raises(ValueError, match="Mixed.* has kept_model = 'own': pass the client state"):
+            clients.train(clients.send(one.model()[None]), how=LocalTraining(program=Mixed()))
+        with pytest.raises(TypeError, match="given 'a' is dict {}, expected models"):
+            self.train("sequential", ClientProgram(), given={"a": {}})
+
     def test_wrong_arguments_are_named(self):
         with pytest.raises(TypeError, match="program must be an object of a subclass of ClientProgram, got type"):
             LocalTraining(program=OwnHead)
@@ -455,3 +561,37 @@ def test_the_plan_counts_the_passes_of_a_step(program, passes):
     one = stage("sequential")
     load = load_of(Own(), 4, 8, one.network.spec, LOCAL, one.federation.shape)
     assert load.trainings == passes
+
+
+class TestTorchScript:
+    def run(self, program: ClientProgram):
+        @dataclass(frozen=True)
+        class Own(FedAvg, name="own"):
+            def round(self, state, clients, rng):
+                how = LocalTraining(program=program)
+                updates = clients.train(clients.send(state.models_KP), how=how, average=clients.weights())
+                return state.advance(models_KP=updates.averaged(default=state.models_KP))
+
+        model = {"name": scripted}
+        settings = {"rounds": 1, "data": {"partition": {"clients": 6}}, "tracking": {"enabled": False}}
+        return simulate(Experiment(methods=[Own()], model=model, **settings))
+
+    @pytest.mark.parametrize(
+        "hook, function",
+        [
+            ("loss", lambda self, batch, held: batch.features.sum()),
+            ("step", lambda self, gradient, w, *_: gradient.forward(w, 0) and gradient(w, 0)),
+            ("finish", lambda self, client, start_P, row_P, held: client.features(row_P)),
+        ],
+    )
+    def test_features_are_refused_at_the_start(self, hook, function):
+        with pytest.raises(ConfigError, match="own: the inputs of the last layer .* TorchScript does not show"):
+            self.run(type("Own", (ClientProgram,), {hook: function})())
+
+    def test_other_programs_train(self):
+        program = type("Own", (ClientProgram,), {"step": lambda self, gradient, w, *_: gradient(w, 0)})()
+        assert np.isfinite(self.run(program)["own"].final["train_loss"])
+
+
+def scripted(input_shape, output_shape):
+    return torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(input_shape)), output_shape)))

@@ -23,7 +23,7 @@ ALLOWED = (
     "cfl cflgp cgpfl ditto fedac fedavg fedavg_plus fedclust fedgroup fedper fedprox fedprox_plus fesem fesem_cam "
     "fl_hc lg_fedavg local"
 )
-CHOICE, STEPS = "the choice among models", "results of steps of several gradients"
+CHOICE, STEPS = "the choice among models", "results of steps of its own, such as steps of several gradients"
 REFUSED = {
     "ifca": CHOICE,
     "ifca_cam": CHOICE,

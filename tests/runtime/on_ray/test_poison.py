@@ -71,6 +71,6 @@ def test_a_client_whose_code_fails(experiment, logged, cluster, tmp_path):
     with pytest.raises(RunError) as error:
         run(experiment(data=logged(6, odd=3), **changes), tmp_path / "run")
     text = str(error.value)
-    assert text.startswith("client 3 failed while training: input over 500") and "\n" not in text
+    assert text.startswith("client 3 failed while training: ValueError: input over 500 (forward, ") and "\n" not in text
     assert error.value.exit_status == 1
     assert json.loads((tmp_path / "run/fedavg/end.json").read_text())["status"] == "FAILED"
