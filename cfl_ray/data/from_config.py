@@ -22,6 +22,7 @@ from cfl_ray.config.data import (
 )
 from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
+from cfl_ray.config.unused import warnings_of_division
 from cfl_ray.core import global_generators
 from cfl_ray.data.arrays import data_set_from_arrays, digest, federation_from_arrays
 from cfl_ray.data.data_set import Progress, Source
@@ -272,7 +273,13 @@ def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | 
         return _generated(data, seed)
     if isinstance(data, ArraysConfig):
         return _arrays(data, seed, targets)
-    return load_function(data, seed, targets) if isinstance(data, PluginDataConfig) else None
+    if not isinstance(data, PluginDataConfig):
+        return None
+    loaded = load_function(data, seed, targets)
+    if isinstance(loaded, Federation):
+        _check_called(data)
+        loaded.said = tuple(warnings_of_division(data))
+    return loaded
 
 
 def _sources(data: DataConfig, first: Source | None, targets: str) -> list[Source]:
@@ -378,12 +385,13 @@ def _generated(data: GeneratedConfig, seed: int) -> SyntheticFederation:
 
 
 def _check_called(data: DataConfig) -> None:
-    """Raises DataError for a user's shift or partition of a source that has its own groups and clients."""
+    """Raises DataError for a user's shift or partition of samples that belong to clients already."""
     for key, part in (("shift", data.shift), ("partition", data.partition)):
         if isinstance(part, PluginShiftConfig | PluginPartitionConfig):
             raise DataError(
-                f"data.{key}.kind: {part.kind} would not be called, for source {data.source} has its own groups and "
-                f"clients; leave out data.{key}.kind, or choose a source of samples without clients"
+                f"data.{key}.kind: {reference_of(part.kind)} would not be called, for the samples of source "
+                f"{reference_of(data.source)} belong to clients already; leave out data.{key}.kind, or choose a source "
+                "of samples without clients"
             )
 
 
@@ -393,6 +401,7 @@ def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
     The file has the arrays x, y, clients, and optionally groups, x_test, y_test, test_clients, and the numbers
     num_classes and vocabulary.
     """
+    _check_called(data)
     if data.shift.kind != "none":
         raise DataError(f"data.shift.kind: source arrays is taken as it is, so none, not {data.shift.kind}")
     if data.root is None:
