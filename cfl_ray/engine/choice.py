@@ -12,6 +12,7 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.engine.engines import ENGINES, Division
 from cfl_ray.engine.rule import Facts
 from cfl_ray.engine.task import TrainingTask
+from cfl_ray.errors import text_of
 from cfl_ray.nn.counts import counts_of
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.operations import Differentiated
@@ -124,5 +125,5 @@ def _trial_error(name: str, network: Network, task: TrainingTask) -> str | None:
         with warnings.catch_warnings(action="ignore"):  # of functorch, about speed
             list(ENGINES[name].train(network, tasks))
     except Exception as error:  # under vmap, the user's code may raise any
-        return (str(error).splitlines() or [type(error).__name__])[0][:120]
+        return (text_of(error) or type(error).__name__)[:120]
     return None

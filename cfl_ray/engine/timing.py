@@ -17,6 +17,7 @@ from cfl_ray.engine.engines import ENGINES, Division
 from cfl_ray.engine.reduce import ChunkSums
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.vmap_batches import train_alone
+from cfl_ray.errors import text_of
 from cfl_ray.nn.network import Network
 
 _CLIENTS, _STEPS, _REPETITIONS = 4, 20, 3  # clients at least, steps at most
@@ -45,7 +46,7 @@ def time_engines(
             try:
                 seconds = _seconds(engine, network, [tasks[at : at + size] for at in range(0, len(tasks), size)])
             except Exception as error:  # vmap, or too little memory
-                found[name] = (str(error).splitlines() or [type(error).__name__])[0][:120]
+                found[name] = (text_of(error) or type(error).__name__)[:120]
                 continue
             found[name] = min(found[name] if repetition > 1 else np.inf, seconds / len(tasks) / first.steps)
     return found
