@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from small_runs import PLANTED, Reports, merged
 
-from cfl_ray import Experiment, federation_from_arrays, resume, simulate
+from cfl_ray import Experiment, federation_from_arrays, resume, run, simulate
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.errors import RunError, UserError, class_and_text, notes_of
 from cfl_ray.plugins.calling import call_plugin
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from cfl_ray import Method, State
+from cfl_ray import ClientProgram, LocalTraining, Method, State
 
 
 class Unprintable(Exception):
@@ -152,6 +152,87 @@ class InServe(InRound, name="in_serve"):
     def serve(self, state, clients):
         fail()
         return super().serve(state, clients)
+
+
+@dataclass(frozen=True)
+class Program(ClientProgram):
+    hook: str
+
+    def fails_in(self, hook):
+        if hook == self.hook:
+            fail()
+
+    def keeps(self, spec):
+        self.fails_in("keeps")
+        return {"kept": torch.zeros(1)}
+
+    def uploads(self, spec):
+        self.fails_in("uploads")
+        return {"kept": 1}
+
+    def reports(self, spec):
+        self.fails_in("reports")
+        return {"kept": 1}
+
+    def begin(self, client, start_P, held):
+        self.fails_in("begin")
+        return start_P
+
+    def step(self, gradient, w, held, number):
+        self.fails_in("step")
+        return gradient(w, 0)
+
+    def finish(self, client, start_P, row_P, held):
+        self.fails_in("finish")
+        held["kept"] = held["kept"] + 1
+
+
+class OwnLoss(Program):
+    def loss(self, batch, held):
+        self.fails_in("loss")
+        return batch.loss
+
+
+@dataclass(frozen=True)
+class InProgram(InRound, name="in_program"):
+    hook: str = "begin"
+
+    def round(self, state, clients, rng):
+        program = (OwnLoss if self.hook == "loss" else Program)(self.hook)
+        updates = clients.train(
+            clients.send(state.models_KP), how=LocalTraining(program=program), average=clients.weights()
+        )
+        return state.advance(models_KP=updates.averaged(default=state.models_KP))
+
+
+@dataclass(frozen=True)
+class InServer(InRound, name="in_server"):
+    how: str = "lines"
+    driver: int = 0
+
+    def round(self, state, clients, rng):
+        if os.getpid() != self.driver:
+            os.environ["FAILS"] = self.how
+            fail()
+        return self.averaged(state, clients)
+
+
+class Tracker:
+    def open(self, run_dir, info, after):
+        self.fails_in("open")
+
+    def log(self, record):
+        self.fails_in("log")
+
+    def close(self, end):
+        self.fails_in("close")
+
+    def __init__(self, method="log"):
+        self.method = method
+
+    def fails_in(self, method):
+        if method == self.method:
+            fail()
 """
 
 SGD = {"epochs": 1, "batch_size": 20}
@@ -167,12 +248,17 @@ LATE = {  # parts that are called in every round, and the settings with which a 
     "net": {"model": {"name": "parts.py:Net", "options": {}}},
     **{name: {"methods": [f"parts.py:{name}"]} for name in ("InRound", "InDescription")},
     "InServe": {"methods": ["parts.py:InServe"]},
+    **{
+        f"program, {hook}": {"methods": [{"parts.py:InProgram": {"hook": hook}}]}
+        for hook in ("begin", "step", "loss", "finish", "keeps", "uploads", "reports")
+    },
     "staleness": {
         "clock": {"kind": "lognormal"},
         "asynchronous": {"buffer": 2, "concurrency": 4, "staleness": {"kind": "parts.py:staleness"}},
     },
 }
 OF_CLIENTS = {"metric", "optimizer", "loss", "net", "InDescription"}
+OF_CLIENTS |= {f"program, {hook}" for hook in ("begin", "step", "loss", "finish")}
 FAILS = {"unprintable": "Unprintable: (with", "lines": "TypeError: first line second line", "torch": "RuntimeError: "}
 
 
@@ -194,7 +280,10 @@ class Failing(Reports):
 
     def __init__(self, how, after=2):
         super().__init__()
-        self.how, self.after = how, after
+        self.how, self.after, self.notes = how, after, []
+
+    def warn(self, text):
+        self.notes.append(text)
 
     def round(self, label, report):
         super().round(label, report)
@@ -256,6 +345,29 @@ def test_a_part_that_always_fails_is_named_before_the_run(parts, part, how, monk
     with pytest.raises(UserError) as found:
         simulate(of_run, run_dir="run")
     check_text(str(found.value), how)
+
+
+@pytest.mark.parametrize("method, how", zip(["open", "log", "close"], FAILS, strict=True))
+def test_a_tracker_that_fails_is_named_in_one_line_and_the_run_goes_on(parts, method, how):
+    watcher = Failing(how, after=1)
+    trackers = {"enabled": True, "trackers": [{"parts.py:Tracker": {"method": method}}]}
+    os.environ["FAILS"] = how if method == "open" else ""
+    result = simulate(experiment({"tracking": trackers}), run_dir="run", watcher=watcher)
+    assert [record.round for record in result["fedavg"].records] == [1, 2, 3, 4]
+    lines = [line for line in watcher.notes if FAILS[how] in line]
+    assert lines and all("\n" not in line and line.isprintable() for line in lines)
+    assert all("Tracker" in line and re.search(r"parts\.py.*line \d+", line) for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["unprintable", "lines"])
+def test_an_exception_in_a_round_on_ray_ends_the_run_with_a_sentence(parts, how):
+    """The exception crosses processes; rounds in this one, before the run, are fine."""
+    of_run = experiment({"methods": [{"parts.py:InServer": {"how": how, "driver": os.getpid()}}]})
+    with pytest.raises(UserError) as found:
+        run(of_run, "run")
+    check_text(str(found.value), how)
+    assert "round" in str(found.value) and not str(found.value).startswith("ray")
 
 
 def test_an_interrupt_inside_a_part_is_one(parts):

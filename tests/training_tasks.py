@@ -89,18 +89,17 @@ def assert_same(network: Network, tasks: Sequence[TrainingTask], engine, bound: 
     """Whether an engine trains these clients, together, as the sequential engine does.
 
     bound: of the largest difference, relative to the largest value (`closeness.close`). A client that is at a kink on
-    this CPU is left out; there is one that is not.
+    this CPU may differ more, by no more than the kink explains; at most half of the clients are.
     """
     assert engine.why_not(network, tasks) is None
-    found, compared = results(engine, network, tasks), 0
+    found, kinks = results(engine, network, tasks), []
     assert [result.index for result in found] == list(range(len(tasks)))
     for task, one, expected in zip(tasks, found, results(sequential, network, tasks)):
         assert (expected.row_P - task.start_P).abs().max() > 1e-3, "nothing was trained"
-        differing = _differences(one, expected, bound)
-        if not differing or not _is_at_a_kink(network, task, expected, bound):
-            assert not differing, (task.client, differing)
-            compared += 1
-    assert compared, "every client is at a kink"
+        if differing := _differences(one, expected, bound):
+            assert _is_at_a_kink(network, task, one, expected, bound), (task.client, differing)
+            kinks.append(task.client)
+    assert 2 * len(kinks) <= len(tasks), f"clients {kinks} of {len(tasks)} are at a kink"
 
 
 def _differences(one: TrainingResult, expected: TrainingResult, bound: float) -> dict[str, float | Tensor]:
@@ -115,19 +114,21 @@ def _differences(one: TrainingResult, expected: TrainingResult, bound: float) ->
     return found
 
 
-def _is_at_a_kink(network: Network, task: TrainingTask, result: TrainingResult, bound: float) -> bool:
-    """Whether rounding decides the sequential result itself.
+def _is_at_a_kink(
+    network: Network, task: TrainingTask, one: TrainingResult, expected: TrainingResult, bound: float
+) -> bool:
+    """Whether rounding decides the sequential result itself, and explains how far another engine's result is from it.
 
     The largest two inputs of a max-pool, or an input of a ReLU and 0, are then equal up to rounding, which differs
-    between CPUs, and the gradient goes one way or the other.
+    between CPUs, and the gradient goes one way or the other: so do the results from starts that differ by rounding.
     """
-    draw = torch.Generator().manual_seed(0)
+    draw, moves = torch.Generator().manual_seed(0), [0.0]
     for _ in range(8):
         noise_P = 3e-7 * torch.randn(task.start_P.shape, generator=draw).to(task.start_P.device)
         (moved,) = results(sequential, network, [replace(task, start_P=task.start_P * (1 + noise_P))])
-        if not close(moved.row_P, result.row_P, bound):
-            return True
-    return False
+        if not close(moved.row_P, expected.row_P, bound):
+            moves.append(float((moved.row_P - expected.row_P).abs().max()))
+    return float((one.row_P - expected.row_P).abs().max()) <= 2 * max(moves) > 0
 
 
 def loaded(factory: Callable[[], nn.Module], network: Network, row_P: Tensor) -> nn.Module:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from functools import reduce
 from typing import Any
 
-from cfl_ray.config.data import ColumnsDataConfig, DataConfig
+from cfl_ray.config.data import ColumnsDataConfig, DataConfig, GeneratedConfig
 from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.partition import LabelSkewConfig
 from cfl_ray.config.section import ConfigSection
@@ -18,19 +18,29 @@ def unused_keys(experiment: Experiment) -> dict[str, str]:
 
 def warnings_of(experiment: Experiment) -> list[str]:
     """Warnings of keys whose value is not the default and has no effect, or probably not the intended effect."""
-    data, unused = experiment.data, unused_keys(experiment)
-    return (data.warnings if data.federation is None else []) + [
-        f"{key} ({reference_of(value) if key.endswith('.kind') else value}) has no effect: {unused[key]}"
-        for key, value in not_default(experiment, unused).items()
+    data = experiment.data
+    return (data.warnings if data.federation is None else []) + _warnings(experiment, unused_keys(experiment))
+
+
+def warnings_of_division(data: DataConfig) -> list[str]:
+    """Warnings of the keys that divide samples, for samples that turned out to belong to clients already."""
+    rules = _rules_of_division(data)
+    return _warnings(data, {f"{section}.{key}": reason for section, keys, reason in rules for key in keys}, "data.")
+
+
+def _warnings(config: ConfigSection, unused: dict[str, str], prefix: str = "") -> list[str]:
+    return [
+        f"{prefix}{key} ({reference_of(value) if key.endswith('.kind') else value}) has no effect: {unused[key]}"
+        for key, value in not_default(config, unused).items()
     ]
 
 
-def not_default(experiment: Experiment, keys: Iterable[str]) -> dict[str, Any]:
-    """The dotted keys whose value is not the default, with their values."""
+def not_default(config: ConfigSection, keys: Iterable[str]) -> dict[str, Any]:
+    """The dotted keys of an experiment, or of a section, whose value is not the default, with their values."""
     values = {}
     for key in keys:
         *sections, name = key.split(".")
-        section: Any = reduce(getattr, sections, experiment)
+        section: Any = reduce(getattr, sections, config)
         if (value := getattr(section, name)) != type(section).model_fields[name].default:
             values[key] = value
     return values
@@ -72,9 +82,9 @@ def _rules(experiment: Experiment) -> Iterator[tuple[str, Iterable[str], str]]:
 def _rules_of_data(data: DataConfig) -> Iterator[tuple[str, Iterable[str], str]]:
     partition, test = data.partition, data.test
     if data.has_clients:
-        reason = f"the samples of source {data.source} belong to clients already"
-        yield "data.shift", _keys(data.shift), reason
-        yield "data.partition", _keys(partition, "clients"), reason
+        yield from ((f"data.{section}", keys, reason) for section, keys, reason in _rules_of_division(data))
+        if isinstance(data, GeneratedConfig):
+            yield "data", ["normalize"], f"source {data.source} generates the inputs as the model gets them"
     elif isinstance(partition, LabelSkewConfig) and not partition.groups:
         yield "data.partition", [partition.key_of_groups], "data.partition.groups is null"
     if test.view is not None:
@@ -84,6 +94,15 @@ def _rules_of_data(data: DataConfig) -> Iterator[tuple[str, Iterable[str], str]]
     if isinstance(data, ColumnsDataConfig):
         other = "image" if data.source == "csv" else "features"
         yield "data.columns", [other], f"source {data.source} does not read it"
+
+
+def _rules_of_division(data: DataConfig) -> Iterator[tuple[str, Iterable[str], str]]:
+    """As `_rules`, with keys of `data`, for a source whose samples belong to clients already."""
+    is_generated, source = isinstance(data, GeneratedConfig), reference_of(data.source)
+    reason = f"the samples of source {source} belong to clients already"
+    yield "shift", _keys(data.shift), reason
+    yield "partition", _keys(data.partition, *(["clients"] if is_generated else [])), reason
+    yield "test", ["max_samples"], f"source {source} has the test samples that it gives to each client"
 
 
 def _keys(section: ConfigSection, *others: str) -> list[str]:

@@ -39,6 +39,7 @@ class DataSet:
     class_names: tuple[str, ...] = ()  # by label, if the source names its classes
     notes: tuple[str, ...] = ()  # lines on what was read
     warnings: tuple[str, ...] = ()  # lines on what was left out, or probably not meant to be as it is
+    decoding: int | None = None  # `Decoder.version` of its images; None: without images, or equal in all versions
 
     def __post_init__(self) -> None:
         """Raises DataError if samples and targets, or both parts, do not fit each other."""
@@ -101,6 +102,7 @@ class Source:
     read: Callable[[bool, Progress | None], DataSet]  # (whether to read pixels, progress)
     digest: str | None = None  # hash of the data; None: that of the files
     digested: RawFiles | None = None  # the files, if `read` takes their digests; None: their digests are taken before
+    decodes: bool = False  # whether `read` decodes files of images
 
     @cached_property
     def raw(self) -> RawFiles | None:

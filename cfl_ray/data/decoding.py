@@ -20,6 +20,9 @@ from cfl_ray.errors import DataError
 from cfl_ray.system.mapped import mapped_array
 
 Encoded = bytes | None  # content of an image file; None: missing
+# Version of the decoding of the images for which `Decoder.is_changed` is true. To be raised if their pixels change, so
+# that their shards are not reused. Version 1 (0.1.0) dropped transparency, clipped 16 bits and ignored `mode`.
+DECODING = 2
 
 _GREY = ("1", "L", "LA", "La")
 _NUMBERS = {8: "8 bits, divided by 255", 16: "16 bits, divided by 65535", 32: "numbers as they are"}  # by their bits
@@ -101,6 +104,7 @@ class Decoder:
         self.size: tuple[int, int] | None = None  # height and width; None before the first image
         self.layout = Layout()
         self.is_final = False  # whether the training images are decoded
+        self.is_changed = False  # whether an image had other pixels in version 1 of the decoding
         self.seen: Counter[tuple[str, str]] = Counter()  # images by kind and mode
         self.remarks: Counter[str] = Counter()  # images by what is not used of them
 
@@ -109,6 +113,11 @@ class Decoder:
         """(C, H, W); raises DataError before the first image."""
         assert self.size is not None
         return (self.layout.channels, *self.size)
+
+    @property
+    def version(self) -> int | None:
+        """The version of the decoding on which the decoded images depend; None if they have the same pixels in all."""
+        return DECODING if self.is_changed else None
 
     def first(self, content: Encoded, name: str) -> "Decoder":
         """This decoder, with the size and layout of an image unless it has one already. name: for messages."""
@@ -221,11 +230,11 @@ class Decoder:
         """The values of an image, decoded here. Raises DataError if it is damaged."""
         try:
             if self.mode is not None and image.mode != self.mode:
-                image = image.convert(self.mode)
+                image, self.is_changed = image.convert(self.mode), True
             transparent = image.has_transparency_data
             is_16 = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
             if is_16 or image.mode in ("I", "F"):
-                values = np.asarray(image)
+                values, self.is_changed = np.asarray(image), True
                 x = values.astype(np.float32) / np.float32(65535 if is_16 else 1)
                 is_clear = values == image.info.get("transparency", -1) if transparent else np.zeros(values.shape, bool)
                 if self.transparency == "white":
@@ -246,8 +255,10 @@ class Decoder:
             drawn = _converted(image, "L" if is_grey else "RGB")
         else:
             drawn = _converted(image, "RGBA")
+            kept = np.asarray(drawn.getchannel("A"))
+            self.is_changed |= bool((kept < 255).any())
             if self.transparency == "keep":
-                alpha = np.asarray(drawn.getchannel("A"))
+                alpha = kept
             else:
                 drawn = Image.alpha_composite(Image.new("RGBA", drawn.size, "white"), drawn)
         x = np.asarray(drawn)

@@ -89,6 +89,7 @@ class Federation(ABC):
     recipe: dict[str, Any]  # JSON: all settings that decide the content of this federation
     scale: float = 1.0  # by which stored samples are divided, before they are normalised
     normalize: list[list[float]] | None = None  # [means, standard deviations] per channel; None: not normalised
+    said: tuple[str, ...] = ()  # warnings on how it was chosen; only in the process that did
 
     @property
     def digest(self) -> str | None:
@@ -111,7 +112,7 @@ class Federation(ABC):
     @property
     def warnings(self) -> list[str]:
         """Lines about data that are probably not meant to be as they are."""
-        return []
+        return [*self.said]
 
     @property
     def num_clients(self) -> int:

@@ -22,9 +22,11 @@ from cfl_ray.config.data import (
 )
 from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
+from cfl_ray.config.unused import warnings_of_division
 from cfl_ray.core import global_generators
 from cfl_ray.data.arrays import data_set_from_arrays, digest, federation_from_arrays
 from cfl_ray.data.data_set import Progress, Source
+from cfl_ray.data.decoding import DECODING
 from cfl_ray.data.federation import DataShape, Federation, Scaling, layout_warnings, scale_warnings
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder, cache
 from cfl_ray.data.plan import FederationPlan, make_plan
@@ -104,9 +106,23 @@ class _RawData:
         return _recipe(self.data, self.seed, self.sources, self.targets)
 
     @property
+    def decodes(self) -> bool:
+        """Whether files of images are decoded."""
+        return any(source.decodes for source in self.sources)
+
+    @property
     def files(self) -> list[RawFiles]:
         """The files whose digests are kept."""
         return [source.raw for source in self.sources if source.raw is not None and source.digest is None]
+
+    def is_decoded_alike(self, written: dict[str, Any], is_unknown: bool, progress: Progress | None) -> bool:
+        """Whether this version decodes images as those of shards with the recipe `written` were.
+
+        is_unknown: whether the recipe does not tell, so that the images are decoded to find out.
+        """
+        if is_unknown:
+            return all(source.read(True, progress).decoding is None for source in self.sources if source.decodes)
+        return bool(written.get("decoding", DECODING) == DECODING)
 
     def plan(self, progress: Progress | None) -> FederationPlan:
         """The plan of the federation, with pixels. Raises DataError if a file changes meanwhile."""
@@ -132,24 +148,35 @@ def _written_or_reused(
         files.recall(index)
     folder, said, legacy, recipe = parent.child(name), [], False, {}
     if (manifest := read_manifest(folder)) is not None:
-        recipe, written = raw.recipe(), manifest.recipe
-        legacy = "digests" in recipe and "digests" not in written
-        if not _is_of_raw_data(written, recipe, indices[0].shards.get(name) if legacy and indices else None):
-            other = parent.child(f"{name}-{_hash({key: recipe.get(key) for key in _RAW})[:8]}")
-            if (manifest := read_manifest(other)) is None:
-                changed = [name for files, index in zip(raw.files, indices, strict=True) for name in files.other(index)]
-                what = f"the raw data have changed since {folder.uri} was written{_listed(changed)}"
-                if not converts:
-                    raise DataError(
-                        f"{what}: runs on the new data cannot be compared with those before; to use them, run "
-                        f"`cfl-ray prepare` with this config, which keeps the old shards, or delete {folder.uri}"
-                    )
-                said.append(f"{what}; converted anew into {other.uri}")
-            folder, legacy = other, False
+        recipe, first, what = raw.recipe(), folder, ""
+        legacy = "digests" in recipe and "digests" not in manifest.recipe
+        known = indices[0].shards.get(name) if legacy and indices else None
+        of_raw = {key: recipe.get(key) for key in _RAW}
+        if not _is_of_raw_data(manifest.recipe, recipe, known):
+            changed = [name for files, index in zip(raw.files, indices, strict=True) for name in files.other(index)]
+            what, legacy = f"the raw data have changed since {first.uri} was written{_listed(changed)}", False
+            folder = parent.child(f"{name}-{_hash(of_raw)[:8]}")
+            manifest = read_manifest(folder)
+        if manifest is not None:
+            anew = parent.child(f"{name}-{_hash(of_raw | {'decoding': DECODING})[:8]}")
+            is_unknown = legacy and known is None and raw.decodes
+            of_anew = (
+                read_manifest(anew) if is_unknown or manifest.recipe.get("decoding", DECODING) != DECODING else None
+            )
+            if of_anew is not None or not raw.is_decoded_alike(manifest.recipe, is_unknown, progress):
+                what, legacy = what or f"images of {first.uri} {_DECODED_BEFORE}", False
+                folder, manifest = anew, of_anew
+        if manifest is None and not converts:
+            raise DataError(
+                f"{what}: runs on the new data cannot be compared with those before; to use them, run "
+                f"`cfl-ray prepare` with this config, which keeps the old shards, or delete {first.uri}"
+            )
+        if manifest is None:
+            said.append(f"{what}; converted anew into {folder.uri}")
     if manifest is None:
         plan = raw.plan(progress)
         recipe = raw.recipe()
-        write_shards(folder.uri, plan, recipe, raw.data.normalize, progress)
+        write_shards(folder.uri, plan, recipe | _decoding_of(plan), raw.data.normalize, progress)
     said += _keep(raw, indices, name if legacy else None, recipe)
     expected = {key: value for key, value in recipe.items() if not (legacy and key == "digests")}
     federation = _reuse(folder, raw.data, expected, manifest)
@@ -167,7 +194,7 @@ def _keep(raw: _RawData, indices: list[DigestIndex], legacy: str | None, recipe:
         said.append(
             f"shards {legacy} are of an earlier version, which recorded names and sizes of the raw files, not their "
             "content; they are taken as made of these files, whose content is compared from now on. Delete the shards "
-            "if the files have changed since, or are images with transparency or 16 bits"
+            "if the files have changed since"
         )
     for index, is_new in zip(indices, changed, strict=True):
         if is_new and not index.save() and said:
@@ -182,6 +209,15 @@ def _listed(files: list[str]) -> str:
 
 
 _RAW = ("files", "digests")  # keys of a recipe for the raw data
+_DECODED_BEFORE = (
+    "were decoded by an earlier version, which dropped transparency, clipped 16 bits and ignored the mode of a column"
+)
+
+
+def _decoding_of(plan: FederationPlan) -> dict[str, Any]:
+    """The part of a recipe for the decoding of images; empty if all versions decode these alike."""
+    version = plan.data_set.decoding
+    return {} if version is None else {"decoding": version}
 
 
 def _is_of_raw_data(written: dict[str, Any], wanted: dict[str, Any], digests: list[str] | None) -> bool:
@@ -237,7 +273,13 @@ def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | 
         return _generated(data, seed)
     if isinstance(data, ArraysConfig):
         return _arrays(data, seed, targets)
-    return load_function(data, seed, targets) if isinstance(data, PluginDataConfig) else None
+    if not isinstance(data, PluginDataConfig):
+        return None
+    loaded = load_function(data, seed, targets)
+    if isinstance(loaded, Federation):
+        _check_called(data)
+        loaded.said = tuple(warnings_of_division(data))
+    return loaded
 
 
 def _sources(data: DataConfig, first: Source | None, targets: str) -> list[Source]:
@@ -251,9 +293,9 @@ def _plan(
 ) -> FederationPlan:
     data_set, *other = (source.read(pixels, progress) for source in sources)
     if other:
-        data_set = replace(
-            data_set, notes=data_set.notes + other[0].notes, warnings=data_set.warnings + other[0].warnings
-        )
+        notes, warnings = data_set.notes + other[0].notes, data_set.warnings + other[0].warnings
+        decoding = data_set.decoding or other[0].decoding
+        data_set = replace(data_set, notes=notes, warnings=warnings, decoding=decoding)
     Scaling(data_set.scale, data.normalize, data_set.vocabulary is not None).check(data_set.shape)
     return make_plan(data_set, other[0] if other else None, data.with_view(data_set.test_y is not None), seed)
 
@@ -343,12 +385,13 @@ def _generated(data: GeneratedConfig, seed: int) -> SyntheticFederation:
 
 
 def _check_called(data: DataConfig) -> None:
-    """Raises DataError for a user's shift or partition of a source that has its own groups and clients."""
+    """Raises DataError for a user's shift or partition of samples that belong to clients already."""
     for key, part in (("shift", data.shift), ("partition", data.partition)):
         if isinstance(part, PluginShiftConfig | PluginPartitionConfig):
             raise DataError(
-                f"data.{key}.kind: {part.kind} would not be called, for source {data.source} has its own groups and "
-                f"clients; leave out data.{key}.kind, or choose a source of samples without clients"
+                f"data.{key}.kind: {reference_of(part.kind)} would not be called, for the samples of source "
+                f"{reference_of(data.source)} belong to clients already; leave out data.{key}.kind, or choose a source "
+                "of samples without clients"
             )
 
 
@@ -358,6 +401,7 @@ def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
     The file has the arrays x, y, clients, and optionally groups, x_test, y_test, test_clients, and the numbers
     num_classes and vocabulary.
     """
+    _check_called(data)
     if data.shift.kind != "none":
         raise DataError(f"data.shift.kind: source arrays is taken as it is, so none, not {data.shift.kind}")
     if data.root is None:

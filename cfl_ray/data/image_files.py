@@ -59,7 +59,8 @@ def read_parquet(
     )
     data_set = data_set_of(parts, inputs, columns, num_classes=num_classes, dense=dense)
     notes, warnings = decoder.report(parts[0][0])
-    return replace(data_set, notes=tuple(notes), warnings=(*data_set.warnings, *warnings))
+    warnings = [*data_set.warnings, *warnings]
+    return replace(data_set, notes=tuple(notes), warnings=tuple(warnings), decoding=decoder.version)
 
 
 def _columns_of(files: list[Path], names: list[str]) -> Named:
@@ -320,6 +321,7 @@ def read_folders(
             *warnings,
             *of_clients,
         ),
+        decoding=decoder.version,
     )
 
 

@@ -148,7 +148,6 @@ class ShardFederation(IndexedFederation):
         if verify or local is not None:  # a missing file is an error before the run; remote files are read only if used
             for file in (manifest.index, *manifest.train, *manifest.test):
                 self._folder.get(file.name, file.bytes, file.sha256, verify)
-        self.said: tuple[str, ...] = ()  # lines on how these shards were chosen; only in the process that did
         self._samples = functools.cache(functools.partial(_map_samples, self._folder, manifest))
         self._names, index = _map_index(self._folder, manifest)
         scaling = Scaling(manifest.scale, manifest.normalize, manifest.vocabulary is not None)

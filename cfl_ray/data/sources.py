@@ -172,7 +172,7 @@ def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
         )
     columns = ColumnsConfig(image=hub.image, label=hub.label)
     read = partial(image_files.read_parquet, train, test, columns, _TORCHVISION[name].num_classes)
-    return Source((*train, *test), read)
+    return Source((*train, *test), read, decodes=True)
 
 
 # --- MedMNIST -----------------------------------------------------------------------------------
@@ -339,7 +339,8 @@ def images(data: ColumnsDataConfig) -> Source:
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
     usual = ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
     train, test = _parts(data, [""], usual, "images", get)
-    return Source((*train, *test), _warned(partial(_parquet(data), train, test, data.columns, None), _held_out(train)))
+    read = _warned(partial(_parquet(data), train, test, data.columns, None), _held_out(train))
+    return Source((*train, *test), read, decodes=True)
 
 
 def _parquet(data: ColumnsDataConfig) -> Callable[..., DataSet]:
@@ -356,7 +357,8 @@ def femnist(data: ColumnsDataConfig) -> Source:
     usual = ["hf/femnist/data/*.parquet", "data/*.parquet", "*.parquet"]
     train, test = _parts(data, ["", "femnist"], usual, "femnist", get)
     names = {"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
-    return Source((*train, *test), partial(_parquet(data), train, test, ColumnsConfig(**names), leaf.CLASSES))
+    read = partial(_parquet(data), train, test, ColumnsConfig(**names), leaf.CLASSES)
+    return Source((*train, *test), read, decodes=True)
 
 
 def _parts(
@@ -485,7 +487,8 @@ def image_folder(data: ImagesDataConfig) -> Source:
     train = image_files.listed(folder, without=test_folder)
     test = None if test_folder is None else image_files.listed(test_folder)
     raw = image_files.raw_files(roots(data)[0], [train] if test is None else [train, test])
-    return Source((), partial(image_files.read_folders, train, test, raw, data.transparency), digested=raw)
+    read = partial(image_files.read_folders, train, test, raw, data.transparency)
+    return Source((), read, digested=raw, decodes=True)
 
 
 def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
@@ -501,6 +504,7 @@ def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
         lambda pixels, progress: tables.read_hf(
             train, test, data.columns, data.vocabulary, targets, data.transparency, data.labels == "dense"
         ),
+        decodes=True,
     )
 
 

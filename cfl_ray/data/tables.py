@@ -373,7 +373,8 @@ def read_hf(
     inputs = (_lists_or_images(part, columns.image, vocabulary, decoder) for part in parts)
     data_set = data_set_of(parts, inputs, columns, vocabulary, targets, dense=dense, class_names=class_names)
     notes, warnings = decoder.report(parts[0][0])
-    return replace(data_set, notes=tuple(notes), warnings=(*data_set.warnings, *warnings))
+    warnings = [*data_set.warnings, *warnings]
+    return replace(data_set, notes=tuple(notes), warnings=tuple(warnings), decoding=decoder.version)
 
 
 _OTHER_MEDIA = ("Audio", "Video", "Pdf", "Nifti", "Mesh", "Translation", "TranslationVariableLanguages")

@@ -19,7 +19,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Proximal
 from cfl_ray.engine.failure import may_be_machine
 from cfl_ray.engine.task import BatchIndex, TrainingResult, TrainingTask
-from cfl_ray.errors import RunError, UserError
+from cfl_ray.errors import RunError, UserError, text_of
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.splitmix import keys_on, split_each
 from cfl_ray.plugins.calling import described, failure_of, place_of
@@ -213,7 +213,7 @@ def _returned(program: ClientProgram, hook: str, device: torch.device, *argument
     except Exception as error:
         if may_be_machine(error) or (isinstance(error, RuntimeError) and device.type != "cpu"):
             raise
-        alone = "; set one_by_one = True if it cannot be computed under vmap" if "vmap" in str(error) else ""
+        alone = "; set one_by_one = True if it cannot be computed under vmap" if "vmap" in text_of(error) else ""
         raise RunError(f"client program {failure_of(program, error, f' in {hook}')}{alone}") from error
 
 

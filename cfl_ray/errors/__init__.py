@@ -132,7 +132,11 @@ def class_and_text(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of the text of an error; the name of its class without a text."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    try:
+        lines = str(error).splitlines()
+    except Exception:  # as in `text_of`
+        lines = [text_of(error)]
+    return (lines or [type(error).__name__])[0]
 
 
 def notes_of(error: BaseException) -> str:

@@ -56,8 +56,15 @@ def cases() -> dict[str, Case]:
     for size in (1, 3):
         found[f"adaptive_avg_pool2d, {size}"] = (partial(F.adaptive_avg_pool2d, output_size=size), ())
         found[f"adaptive_max_pool2d, {size}"] = (partial(F.adaptive_max_pool2d, output_size=size), ())
-    for mode in ("nearest", "bilinear", "bicubic", "area"):
-        found[f"interpolate, {mode}"] = (partial(F.interpolate, scale_factor=2, mode=mode), ())
+    for mode in ("nearest", "nearest-exact", "bilinear", "bicubic", "area"):
+        for factor in (2, 0.5, 1.3):
+            found[f"interpolate, {mode}, {factor}"] = (partial(F.interpolate, scale_factor=factor, mode=mode), ())
+    for mode in ("bilinear", "bicubic"):
+        corners = partial(F.interpolate, scale_factor=1.3, mode=mode, align_corners=True)
+        found[f"interpolate, {mode}, corners"] = (corners, ())
+        antialias = partial(F.interpolate, scale_factor=0.5, mode=mode, antialias=True)
+        found[f"interpolate, {mode}, antialias"] = (antialias, ())
+    found |= _random()
     for mode in ("reflect", "replicate", "circular"):
         found[f"pad, {mode}"] = (partial(F.pad, pad=(1, 1, 1, 1), mode=mode), ())
     for axes in (1, (2, 3), (1, 2, 3), (0, 2, 3)):
@@ -68,6 +75,31 @@ def cases() -> dict[str, Case]:
         for name in ("softmax", "log_softmax", "cumsum", "logcumsumexp"):
             found[f"{name}, axis {axis}"] = (partial(getattr(torch, name), dim=axis), ())
     return found | _convolutions()
+
+
+def _random() -> dict[str, Case]:
+    """Functions that draw numbers, with the same draws in each call."""
+
+    def drawing(function: Callable[..., Any], **options: Any) -> Case:
+        def call(x: Tensor) -> Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return function(x, **options)
+
+        return call, ()
+
+    samples = torch.rand(512, CHANNELS, 2, generator=torch.Generator().manual_seed(0))
+
+    def fractional(x: Tensor) -> Tensor:
+        drawn = samples[: len(x)].to(x.dtype)
+        return F.fractional_max_pool2d(x, 2, output_ratio=(0.6, 0.6), _random_samples=drawn)
+
+    return {
+        "fractional_max_pool2d": (fractional, ()),
+        "dropout2d": drawing(F.dropout2d, p=0.3),
+        "feature_alpha_dropout": drawing(F.feature_alpha_dropout, p=0.3, training=True),
+        "rrelu": drawing(F.rrelu, training=True),
+    }
 
 
 def _convolutions() -> dict[str, Case]:
@@ -106,7 +138,8 @@ def table() -> str:
     torch.set_num_threads(1)
     found = {name: errors_of(case) for name, case in cases().items()}
     lines = [
-        f"PyTorch {torch.__version__}, {len(found)} functions; the others have equal errors up to rounding:",
+        f"PyTorch {torch.__version__}, {len(found)} functions, among them all modes of interpolation and functions "
+        "that draw numbers; the others have equal errors up to rounding:",
         "",
         "| function | mean 0: contiguous, channels-last | mean 100 | mean 10,000 |",
         "|---|---|---|---|",

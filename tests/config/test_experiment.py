@@ -817,6 +817,14 @@ data: {test: {view: holdout, max_samples: 9}}
     data.test.max_samples (9) has no effect: data.test.view is holdout
 data: {source: synthetic, partition: {kind: classes}}
     data.partition.kind (classes) has no effect: the samples of source synthetic belong to clients already
+data: {source: arrays, root: x, partition: {clients: 9}}
+    data.partition.clients (9) has no effect: the samples of source arrays belong to clients already
+data: {source: sea, shift: {kind: rotated}}
+    data.shift.kind (rotated) has no effect: the samples of source sea belong to clients already
+data: {source: circle, test: {max_samples: 9}}
+    data.test.max_samples (9) has no effect: source circle has the test samples that it gives to each client
+data: {source: sine, normalize: [[0.5], [0.5]]}
+    data.normalize ([[0.5], [0.5]]) has no effect: source sine generates the inputs as the model gets them
 data: {source: image_folder, root: x, test_files: y, test: {view: holdout}}
     data.test_files (y) has no effect: data.test.view is holdout
 local: {epochs: 3, steps: 9}

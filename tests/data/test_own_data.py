@@ -10,10 +10,12 @@ import pytest
 import torch
 from PIL import Image
 from runtime.logged import LoggedFederation
+from small_runs import merged
 from torch.utils.data import TensorDataset
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.data import SOURCE_KINDS
+from cfl_ray.config.unused import warnings_of
 from cfl_ray.data import build, describe, federation_from_arrays, federation_from_dataset, open_shards
 from cfl_ray.data.federation import FederationView
 from cfl_ray.data.sources import locate
@@ -649,3 +651,68 @@ def test_labels_whose_counts_do_not_fit_into_memory(label):
         setup_on(Experiment(data=federation, methods=["fedavg"]), federation)
     dense = federation_from_arrays(np.zeros((4, 2), np.float32), y, [0, 0, 1, 1], labels="dense")
     assert dense.shape.class_names == ("0", "1", str(label)) and not dense.warnings
+
+
+CLIENTS = """
+import numpy as np
+from cfl_ray import federation_from_arrays
+from cfl_ray.data.synthetic import ConceptFederation
+
+def divide(*given):
+    raise AssertionError("called")
+
+def arrays():
+    x = np.arange(40, dtype=np.float32).reshape(20, 2) / 40
+    return {"x": x, "y": np.arange(20) % 2, "clients": np.arange(20) // 10}
+
+def federation():
+    return federation_from_arrays(**arrays())
+
+def generated():
+    return ConceptFederation(2, name="sea", samples=9, seed=0)
+"""
+
+
+@pytest.fixture
+def with_clients(tmp_path, monkeypatch):
+    (tmp_path / "with_clients.py").write_text(CLIENTS)
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    np.savez("a.npz", x=draw.normal(size=(20, 2)), y=np.arange(20) % 2, clients=np.arange(20) // 10)
+
+
+OF_CLIENTS = {
+    "arrays": {"source": "arrays", "root": "a.npz"},
+    "sine": {"source": "sine", "partition": {"clients": 2}},
+    "arrays of a function": {"source": "with_clients.py:arrays"},
+    **{name: {"source": f"with_clients.py:{name}"} for name in ("federation", "generated")},
+}
+
+
+@pytest.mark.parametrize("source", OF_CLIENTS)
+@pytest.mark.parametrize("key", ["shift", "partition"])
+def test_a_users_division_that_would_not_be_called_is_refused(with_clients, tmp_path, source, key):
+    groups = {"groups": 2} if key == "shift" else {"clients": 2}
+    data = merged(OF_CLIENTS[source], {key: {"kind": "with_clients.py:divide", **groups}})
+    message = rf"data\.{key}\.kind.* would not be called, .*|data\.shift\.kind: samples that have clients"
+    for of_data in (lambda config: build(config, 0, tmp_path / "shards"), lambda config: describe(config, 0)):
+        with pytest.raises(DataError, match=message):
+            of_data(SOURCE_KINDS.of(**data))
+
+
+@pytest.mark.parametrize("source", OF_CLIENTS)
+def test_keys_of_a_division_that_are_not_used_are_said(with_clients, tmp_path, source):
+    """Of the experiment, where the source tells; otherwise of the federation."""
+    changes = {"partition": {"kind": "classes", "clients": 2, "samples": 3}, "test": {"max_samples": 5}}
+    lines = []
+    for given in ({}, changes):
+        experiment = Experiment(data=merged(OF_CLIENTS[source], given))
+        lines.append(warnings_of(experiment) + build(experiment.data, 0, tmp_path / "shards").warnings)
+        if "with_clients" in OF_CLIENTS[source]["source"]:
+            assert set(lines[-1]) <= set(describe(experiment.data, 0).warnings)
+    added = "\n".join(line for line in lines[1] if line not in lines[0])
+    assert "data.partition.kind (classes) has no effect: the samples of source" in added
+    assert "data.partition.samples (3) has no effect" in added
+    assert "data.test.max_samples (5) has no effect" in added
+    assert ("data.partition.clients (2) has no effect" in added) == (source != "sine")
+    assert not any("has no effect" in line for line in lines[0])

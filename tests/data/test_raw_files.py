@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from PIL import Image
 
 from cfl_ray.config.data import SOURCE_KINDS
-from cfl_ray.data import build, raw_files
+from cfl_ray.data import build, decoding, from_config, raw_files
+from cfl_ray.data.decoding import DECODING
 from cfl_ray.data.raw_files import DigestIndex, RawFiles
 from cfl_ray.data.shards import MANIFEST
 from cfl_ray.errors import DataError
@@ -240,10 +242,11 @@ def test_files_are_read_once_for_conversion_and_their_digests(tmp_path, exact, r
 
 
 def as_of_an_earlier_version(shards):
-    """Removes the digests from a manifest."""
+    """Removes the digests and the version of the decoding from a manifest."""
     file = Path(shards.uri) / MANIFEST
     manifest = json.loads(file.read_text())
     del manifest["recipe"]["digests"]
+    manifest["recipe"].pop("decoding", None)
     file.write_text(json.dumps(manifest))
 
 
@@ -286,3 +289,109 @@ def test_many_files_need_no_reading(tmp_path, exact, read):
     read.clear()
     digest_with(tmp_path, files)
     assert read == []
+
+
+# ---- shards whose images an earlier version decoded otherwise
+
+
+def grey_8(number):
+    return Image.new("L", (3, 3), number + 1)
+
+
+def opaque(number):
+    return Image.new("RGBA", (3, 3), (number + 1, 2, 3, 255))
+
+
+def transparent(number):
+    return Image.new("RGBA", (3, 3), (number + 1, 2, 3, 0 if number == 7 else 255))
+
+
+def grey_16(number):
+    return Image.fromarray(np.full((3, 3), 1000 * number + 300, np.uint16))
+
+
+def coloured_entry(number):
+    image = Image.new("P", (3, 3), number)
+    image.putpalette([*range(30)])
+    return image
+
+
+def clear_entry(number):
+    image = coloured_entry(number)
+    image.info["transparency"] = 7
+    return image
+
+
+def images_of(root, kind, draw):
+    """A data set of eight images, as a folder per class, a parquet file or a data set of Hugging Face."""
+    root.mkdir(exist_ok=True)
+    rows, given = [], {"partition": {"clients": 2}, "root": str(root), "test": {"view": "holdout"}}
+    for number in range(8):
+        file = root / ("ab"[number % 2] if kind == "image_folder" else ".") / f"{number}.png"
+        file.parent.mkdir(exist_ok=True)
+        draw(number).save(file)
+        rows.append({"bytes": file.read_bytes(), "path": None})
+    columns = pa.table({"image": rows, "label": [number % 2 for number in range(8)]})
+    if kind == "images":
+        pq.write_table(columns, root / "train.parquet")
+    if kind == "hf_disk":
+        with pa.ipc.new_stream(root / "data-00000-of-00001.arrow", columns.schema) as stream:
+            stream.write_table(columns)
+    return given | {"source": kind, **({"train_files": "train.parquet"} if kind == "images" else {})}
+
+
+ANEW = "images of .* were decoded by an earlier version, which dropped transparency, clipped 16 bits"
+
+
+@pytest.mark.parametrize("kind", ["image_folder", "images", "hf_disk"])
+@pytest.mark.parametrize("draw", [transparent, grey_16, clear_entry])
+def test_images_that_an_earlier_version_decoded_otherwise_are_decoded_again(tmp_path, exact, kind, draw):
+    """A run is refused; once converted, all runs use the new shards, and do not decode the images to find out."""
+    data, shards = SOURCE_KINDS.of(**images_of(tmp_path / "raw", kind, draw)), tmp_path / "shards"
+    first = build(data, 0, shards)
+    assert first.recipe["decoding"] == DECODING and build(data, 0, shards).uri == first.uri
+    as_of_an_earlier_version(first)
+    with pytest.raises(DataError, match=f"{ANEW}.*cfl-ray prepare"):
+        build(data, 0, shards)
+    again = build(data, 0, shards, converts_changed=True)
+    assert again.uri.startswith(f"{first.uri}-") and any(re.match(ANEW, line) for line in again.warnings)
+    third = build(data, 0, shards)
+    assert third.uri == again.uri and not any("decoded" in line for line in third.warnings)
+
+
+@pytest.mark.parametrize("kind", ["image_folder", "images", "hf_disk"])
+@pytest.mark.parametrize("draw", [grey_8, opaque, coloured_entry])
+def test_shards_of_other_images_are_reused(tmp_path, exact, kind, draw):
+    data, shards = SOURCE_KINDS.of(**images_of(tmp_path / "raw", kind, draw)), tmp_path / "shards"
+    first = build(data, 0, shards)
+    assert "decoding" not in first.recipe
+    as_of_an_earlier_version(first)
+    assert build(data, 0, shards).uri == first.uri
+
+
+def test_the_mode_of_a_column_counts(tmp_path, exact):
+    given = images_of(tmp_path / "raw", "hf_disk", opaque)
+    features = {"image": {"_type": "Image", "mode": "L"}, "label": {"_type": "Value", "dtype": "int64"}}
+    (tmp_path / "raw/dataset_info.json").write_text(json.dumps({"features": features}))
+    first = build(SOURCE_KINDS.of(**given), 0, tmp_path / "shards")
+    as_of_an_earlier_version(first)
+    with pytest.raises(DataError, match=f"{ANEW} and ignored the mode of a column"):
+        build(SOURCE_KINDS.of(**given), 0, tmp_path / "shards")
+
+
+def test_a_later_version_of_the_decoding_converts_images_of_these_kinds_alone(tmp_path, exact, monkeypatch):
+    """Also if the raw data have changed before."""
+    shards, found = tmp_path / "shards", {}
+    for draw in (transparent, grey_8):
+        given = images_of(tmp_path / draw.__name__, "image_folder", draw)
+        build(SOURCE_KINDS.of(**given), 0, shards / draw.__name__)
+        images_of(tmp_path / draw.__name__, "image_folder", lambda number, draw=draw: draw(7 - number))
+        second = build(SOURCE_KINDS.of(**given), 0, shards / draw.__name__, converts_changed=True)
+        found[draw] = (SOURCE_KINDS.of(**given), second.uri)
+    for module in (decoding, from_config):
+        monkeypatch.setattr(module, "DECODING", DECODING + 1)
+    for draw, (data, uri) in found.items():
+        again = build(data, 0, shards / draw.__name__, converts_changed=True)
+        assert (again.uri == uri) == (draw is grey_8)
+        assert again.recipe.get("decoding") == (None if draw is grey_8 else DECODING + 1)
+        assert build(data, 0, shards / draw.__name__).uri == again.uri

@@ -4,6 +4,7 @@ import logging
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -283,6 +284,44 @@ def test_every_kind_of_model_is_verified(monkeypatch):
     methods = ["fedem", "fedper", "ifca_cam", "per_fedavg", "ditto", "stocfl"]
     simulate(Experiment(rounds=2, methods=methods, tracking={"enabled": False}))
     assert tested == methods
+
+
+def scaffold(folder):
+    """The first program of docs/extend/client_program.md, which keeps a control variate of each client."""
+    text = (Path(__file__).parents[2] / "docs/extend/client_program.md").read_text()
+    (folder / "scaffold.py").write_text(text.split("```python\n")[1].split("```")[0])
+    return "scaffold.py:Scaffold"
+
+
+@pytest.mark.parametrize("method", ["scaffold", "apfl", "fedrc", "pfedme", "fedrep"])
+def test_state_of_clients_is_verified_and_no_bit_depends_on_it(files, monkeypatch, method):
+    """With a part of the clients in a round. Predictions with the state of another client are an error."""
+    experiment = Experiment(
+        data={"partition": {"kind": "classes", "clients": 8, "classes_per_client": 2}, "test": {"view": "holdout"}},
+        rounds=3,
+        methods=[scaffold(files) if method == "scaffold" else method],
+        cohort={"fraction": 0.75},
+        local={"lr": 0.1, "epochs": 2},
+        tracking={"enabled": False},
+    )
+    tested, contents = [], []
+    monkeypatch.setattr(driver, "verify", lambda *given: tested.append(verify(*given)))
+    for number, of_run in enumerate((experiment, skip(experiment))):
+        result = simulate(of_run, run_dir=f"{number}")[method]
+        models = [result.trained.personal_model(client) for client in range(8)]
+        values = [value.tolist() for model in models for value in model.state_dict().values()]
+        contents.append(repr([values, [without_times(record.metrics) for record in result.records]]))
+    assert tested and contents[0] == contents[1]
+    result = load_run("0")[method]
+    of_client = type(result.trained).personal_model
+    monkeypatch.setattr(type(result.trained), "personal_model", lambda self, client: of_client(self, (client + 1) % 8))
+    if method != "scaffold":  # whose clients have one model
+        with pytest.raises(NotReproduced, match="of client"):
+            verify(result.trained, result, experiment)
+
+
+def without_times(metrics):
+    return {name: value for name, value in metrics.items() if "seconds" not in name}
 
 
 class TestTokens:

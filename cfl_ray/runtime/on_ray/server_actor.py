@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
-from cfl_ray.errors import NotReady
+from cfl_ray.errors import NotReady, RunError, UserError, class_and_text, notes_of
 from cfl_ray.runtime.on_ray.host_actor import start_host
 from cfl_ray.runtime.on_ray.stall import Progress
 from cfl_ray.system.imports import uncollected
@@ -46,8 +47,17 @@ class ServerActor:
         self.process.pool.start(started, packed[0])
 
     def call(self, verb: str, *arguments: Any) -> Any:
-        """Calls a method of `ServerProcess` for the driver."""
-        return getattr(self._ready(), verb)(*arguments)
+        """Calls a method of `ServerProcess` for the driver.
+
+        Exceptions of other packages and of the user's code become a RunError with their text here, since Ray can send
+        neither those that it cannot print nor those that it cannot pickle.
+        """
+        try:
+            return getattr(self._ready(), verb)(*arguments)
+        except (UserError, RayError):
+            raise
+        except Exception as error:
+            raise RunError(f"{class_and_text(error)}{notes_of(error)}") from error
 
     @ray.method(concurrency_group=_REQUESTS)
     def ask(self, verb: str, *arguments: Any) -> Any:
