@@ -129,6 +129,18 @@ def present_names(section: type[ConfigSection]) -> dict[str, str]:
     return {".".join([*path[:-1], alias]): ".".join(path) for path, alias in known if alias not in (None, path[-1])}
 
 
+def with_present_names(values: dict[str, Any], section: type[ConfigSection]) -> dict[str, Any]:
+    """The values of a record, in which keys have their present names: its user did not write the former ones."""
+    for former, present in present_names(section).items():
+        *path, old = former.split(".")
+        inner: Any = values
+        for key in path:
+            inner = inner.get(key) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and old in inner:
+            inner[present.rpartition(".")[2]] = inner.pop(old)
+    return values
+
+
 def kinds_of(info: FieldInfo) -> Kinds[Any] | None:
     """The kinds of a part; None for a key that is not a part."""
     return next((mark for mark in info.metadata if isinstance(mark, Kinds)), None)

@@ -124,6 +124,11 @@ def recorded_in(run_dir: Path) -> str:
     return f"{_RECORDED_IN}{json.dumps(str(run_dir))}\n"
 
 
+def is_record(text: str) -> bool:
+    """Whether the text of a config is the record of a run."""
+    return _header(text, _RECORDED_IN) is not None
+
+
 def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
     """New by old paths, for the absolute paths of a record that do not exist.
 

@@ -7,8 +7,8 @@ from typing import Any
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.model import ModelConfig
-from cfl_ray.config.part import keys_of, kinds_of
-from cfl_ray.config.paths import from_record, moves_of, resolved_in, root_resolved_in, with_replaced
+from cfl_ray.config.part import keys_of, kinds_of, with_present_names
+from cfl_ray.config.paths import from_record, is_record, moves_of, resolved_in, root_resolved_in, with_replaced
 from cfl_ray.config.yaml_text import parse_yaml
 from cfl_ray.errors import ConfigError, command, did_you_mean
 from cfl_ray.security.credentials import with_known_credentials
@@ -55,6 +55,8 @@ def _located(values: dict[str, Any], file: Path) -> tuple[dict[str, Any], dict[s
     Also returns, for the record of a run, the paths as written by present path, and the new paths by recorded path.
     """
     text, folder = read_text(file, follow=True) or "", file.parent
+    if is_record(text):
+        values = with_present_names(values, Experiment)
     moved = moves_of(values, text, folder)
     recorded = {path: path for path in moved} | from_record(text)  # other moved paths: as they are recorded
     written = {moved.get(path, path): old for path, old in recorded.items()}

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 START_SECONDS = 240
-USER = "somebody", "a-long-password"
+USER = "admin", "a-long-password"
 
 
 class MlflowServer:

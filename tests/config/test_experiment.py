@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -605,6 +606,15 @@ class TestHash:
         assert "local_samples: 7" in former.to_yaml()
         with pytest.raises(ConfigError, match=r"unknown key 'data.test.max_images'.*max_samples"):
             Experiment(data={"test": {"max_images": 9, "max_samples": 9}})
+
+    def test_the_record_of_an_earlier_version_is_read_without_a_warning(self, tmp_path):
+        record = tmp_path / "config.yaml"
+        record.write_text(
+            f"{recorded_in(tmp_path)}evaluation: {{local_images: 7}}\ndata: {{test: {{max_images: 9}}}}\n"
+        )
+        with warnings.catch_warnings(action="error"):
+            loaded = load(record)
+        assert loaded.config_hash == "e58c0516b0f4" and loaded.data.test.max_samples == 9
 
     def test_is_stable(self):
         """Computed once with `load().config_hash`: a different hash makes every run another experiment."""

@@ -547,9 +547,8 @@ def test_a_program_sees_its_class_attributes_not_names_of_engines():
     assert {need.name for need in ClientProgram(trace=2).needs} == {"TRACE"}
 
 
-@pytest.mark.parametrize("program, passes", [(ClientProgram(), 1), (OwnHead(0.1), 2)])
-def test_the_plan_counts_the_passes_of_a_step(program, passes):
-    """Of a step without training, on ones."""
+def averaging(program: ClientProgram):
+    """FedAvg whose clients run the program."""
 
     @dataclass(frozen=True)
     class Own(FedAvg, name="own"):
@@ -558,23 +557,23 @@ def test_the_plan_counts_the_passes_of_a_step(program, passes):
             updates = clients.train(clients.send(state.models_KP), how=how, average=clients.weights())
             return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
+    return Own()
+
+
+@pytest.mark.parametrize("program, passes", [(ClientProgram(), 1), (OwnHead(0.1), 2)])
+def test_the_plan_counts_the_passes_of_a_step(program, passes):
+    """Of a step without training, on ones."""
+
     one = stage("sequential")
-    load = load_of(Own(), 4, 8, one.network.spec, LOCAL, one.federation.shape)
+    load = load_of(averaging(program), 4, 8, one.network.spec, LOCAL, one.federation.shape)
     assert load.trainings == passes
 
 
 class TestTorchScript:
     def run(self, program: ClientProgram):
-        @dataclass(frozen=True)
-        class Own(FedAvg, name="own"):
-            def round(self, state, clients, rng):
-                how = LocalTraining(program=program)
-                updates = clients.train(clients.send(state.models_KP), how=how, average=clients.weights())
-                return state.advance(models_KP=updates.averaged(default=state.models_KP))
-
         model = {"name": scripted}
         settings = {"rounds": 1, "data": {"partition": {"clients": 6}}, "tracking": {"enabled": False}}
-        return simulate(Experiment(methods=[Own()], model=model, **settings))
+        return simulate(Experiment(methods=[averaging(program)], model=model, **settings))
 
     @pytest.mark.parametrize(
         "hook, function",
