@@ -14,6 +14,7 @@ of (...), and `loss` under `torch.func.vmap`. In both, models are given in their
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from numbers import Integral
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -154,16 +155,16 @@ class ClientProgram:
         """Whether the program has this hook of its own."""
         return getattr(type(self), hook) is not getattr(ClientProgram, hook)
 
-    @property
-    def needs(self) -> set[Need]:
-        """The needs of the steps of this program."""
+    @cached_property
+    def needs(self) -> frozenset[Need]:
+        """The needs of the steps of this program; cached, since every client of a round asks."""
         given = {
             Need.STEP: self.overrides("step"),
             Need.LOSS: self.overrides("loss"),
             Need.BRANCHES: self.overrides("loss") and self.one_by_one,
             Need.TRACE: self.trace > 0,
         }
-        return {need for need, holds in given.items() if holds}
+        return frozenset(need for need, holds in given.items() if holds)
 
 
 # ---- checks of a user's program

@@ -52,7 +52,7 @@ class TrainingTask:
         return self.program.batches_per_step
 
     @property
-    def needs(self) -> set[Need]:
+    def needs(self) -> frozenset[Need]:
         """The needs of this training beside steps of SGD with fixed proximal terms."""
         local = self.local
         of_training = {
@@ -101,8 +101,10 @@ class TrainingTask:
 
 def lacking(tasks: Sequence[TrainingTask], does: frozenset[Need]) -> str | None:
     """Reason, a line, why an engine that does no more than `does` cannot train these clients; None if it can."""
-    needs = set[Need]().union(*(task.needs for task in tasks)) - does
-    return next((f"local training has {need}, which it does not do" for need in Need if need in needs), None)
+    needs = frozenset[Need]().union(*(task.needs for task in tasks)) - does
+    if not needs:  # as a rule; the order of `Need` is that of the reasons
+        return None
+    return next(f"local training has {need}, which it does not do" for need in Need if need in needs)
 
 
 @dataclass(frozen=True)
