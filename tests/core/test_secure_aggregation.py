@@ -39,6 +39,7 @@ REFUSED = {
     "fedcac": UPDATES,
     "fedccfa": "the classifiers",
     "fedclust": UPDATES,
+    "clove": "the losses",
     "feddrift": NUMBERS,
     "fedgroup": UPDATES,
     "fedgwc": "the losses of local steps",

@@ -31,6 +31,7 @@ ARRAYS = {  # method: (options, {name: axes}) in three rounds
         {"similarity": PAIRS, "signatures": ("clients", "components")},
     ),
     "fedac": ({"num_clusters": 2}, {"similarity": PAIRS, "signatures": ("clients", "components")}),
+    "clove": ({"num_clusters": 2}, {"losses": ("clients", "clusters")}),
     "ifca": ({"num_clusters": 2}, {"losses": ("clients", "clusters")}),
     "ifca_cam": ({"num_clusters": 2, "warmup_rounds": 1}, {"losses": ("clients", "clusters")}),
     "fedem": ({"num_models": 2}, {"mixture_weights": ("clients", "clusters")}),

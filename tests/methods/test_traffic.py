@@ -41,6 +41,13 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("ifca", {"select": "test_accuracy"}, (4 * P, P + 1), (4 * P, P + 1)),
     ("ifca", {"warmup_rounds": 1}, (P, P), (4 * P, P + 1)),
     ("ifca", {"warmup_rounds": 1, "share_base": True}, (P, P), (BASE + 4 * HEAD, P + 1)),
+    ("clove", {"stable_rounds": None}, (P, P), (4 * P, P + 4)),  # a random division, then K losses
+    (
+        "clove",
+        {"num_clusters": None, "max_clusters": 3, "first": "losses", "stable_rounds": None},
+        (3 * P, P + 3),
+        (3 * P, P + 3),
+    ),
     ("cfl", {}, (P, P), (P, P)),
     ("cfl", {"min_rounds": 0, "eps1": 1e9, "eps2": 0.0}, (P, P), (P, P)),  # with splits
     ("feddrift", {}, (P, P), (P, P)),

@@ -31,6 +31,7 @@ REFUSED = {
     "fedas": READS.format("the Fisher information"),
     "fedcac": READS.format("further numbers"),
     "fedccfa": READS.format("the classifiers"),
+    "clove": READS.format("the losses"),
     "feddrift": READS.format("further numbers"),
     "fedgwc": READS.format("the losses of local steps"),
     "fednova": READS.format("further numbers"),
