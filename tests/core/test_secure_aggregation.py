@@ -35,6 +35,7 @@ REFUSED = {
     "cflgp": UPDATES,
     "cgpfl": UPDATES,
     "fedac": UPDATES,
+    "fedamp": UPDATES,
     "fedas": "the Fisher information",
     "fedcac": UPDATES,
     "fedccfa": "the classifiers",

@@ -45,6 +45,7 @@ ARRAYS = {  # method: (options, {name: axes}) in three rounds
 }
 NUMBERS = {
     "pfedme": {"global_score"},
+    "fedamp": {"self_weight"},
     "fedcac": {"collaborators"},
     "feddrift": {"pool"},
     "fedccfa": {"label_groups"},

@@ -74,6 +74,7 @@ ONE = {
     "fedrep",
     "apfl",
     "pfedgraph",
+    "fedamp",
     "fedcac",
     "pfedme",
     "lg_fedavg",

@@ -58,6 +58,7 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("cgpfl", {}, (P, P), (P, P)),
     ("cgpfl", {"mode": "simple"}, (P, P), (P, P)),
     ("cflgp", {"cluster_rounds": 1}, (P, P), (P, P)),
+    ("fedamp", {}, (P, P), (P, P)),
     ("pfedgraph", {}, (P, P), (P, P)),
     ("fedcac", {}, (P, P + 1), (2 * P, P + 1)),  # 23 bits
     ("fedgroup", {}, (2 * P, 2 * P), (P, P)),  # w_0 down and an update up for every client of the cold start, here all

@@ -28,6 +28,7 @@ SUMS_ONLY = "apfl ditto fedavg fedavg_plus fedem fedper fedprox fedprox_plus fed
 READS = "its server reads {} of single clients"
 REFUSED = {
     "autocfl": READS.format("further numbers"),
+    "fedamp": READS.format("the models"),
     "fedas": READS.format("the Fisher information"),
     "fedcac": READS.format("further numbers"),
     "fedccfa": READS.format("the classifiers"),
