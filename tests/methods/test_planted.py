@@ -72,6 +72,7 @@ ONE = {
     "ditto",
     "fedper",
     "fedrep",
+    "fedbabu",
     "apfl",
     "pfedgraph",
     "fedamp",

@@ -23,6 +23,7 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("fedper", {"private_layers": 2}, (0, 0), (0, 0)),
     ("fedrep", {}, (BASE, BASE), (BASE, BASE)),
     ("fedrep", {"private_layers": 2}, (0, 0), (0, 0)),
+    ("fedbabu", {}, (BASE, BASE), (BASE, BASE)),
     ("apfl", {}, (P, P), (P, P)),
     ("pfedme", {}, (P, P), (P, P)),
     ("fedas", {}, (BASE, P + 1), (BASE, P + 1)),  # F_i

@@ -122,7 +122,7 @@ def test_every_client_has_its_own_epsilon_in_the_diagnostics():
 
 @pytest.mark.parametrize("name", ALLOWED.split())
 def test_methods_that_use_results_of_training_alone(name):
-    setup = prepare(experiment(methods=[name], cohort={"fraction": 1.0}))
+    setup = prepare(experiment(methods=[name], cohort={"fraction": 1.0}, model={"name": "mlp"}))
     assert setup.examples[name].epsilon_N().min() > 0
 
 

@@ -24,7 +24,9 @@ from cfl_ray.methods import REGISTRY, construct
 from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun, rounded_norm
 
 NORM, COHORT = 0.05, 4.0
-SUMS_ONLY = "apfl ditto fedavg fedavg_plus fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg pfedme"
+SUMS_ONLY = (
+    "apfl ditto fedavg fedavg_plus fedbabu fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg pfedme"
+)
 READS = "its server reads {} of single clients"
 REFUSED = {
     "autocfl": READS.format("further numbers"),
