@@ -28,7 +28,8 @@ from cfl_ray.methods.fedem import responsibilities
 COLUMNS = 53
 SECURE = SecureAggregation(clip=0.5, levels=2**12, bits=24, neighbours=4, threshold=0.5)
 SUMS_ONLY = (
-    "apfl ditto fedavg fedavg_plus fedbabu fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg pfedme"
+    "apfl ditto fedavg fedavg_plus fedbabu fedbn fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg "
+    "pfedme"
 )
 UPDATES, NUMBERS = "the updates", "further numbers"
 REFUSED = {

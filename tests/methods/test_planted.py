@@ -68,6 +68,7 @@ def test_one_model_cannot_serve_the_groups():
 ONE = {
     "fedavg",
     "fedprox",
+    "fedbn",
     "fednova",
     "ditto",
     "fedper",

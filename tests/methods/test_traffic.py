@@ -13,6 +13,7 @@ P, BASE, HEAD = 23, 15, 8  # MLP 4-3-2
 VECTORS = 3 * 2 * 4  # p vectors of 4 pixels for each of 2 classes
 TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("fedavg", {}, (P, P), (P, P)),
+    ("fedbn", {}, (P, P), (P, P)),  # of a model without norm layers
     ("fedprox", {}, (P, P), (P, P)),
     ("fednova", {}, (P, P + 1), (P, P + 1)),
     ("per_fedavg", {}, (P, P), (P, P)),

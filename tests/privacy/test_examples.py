@@ -20,8 +20,8 @@ dp = pytest.importorskip("dp_accounting")
 
 PRIVATE = {"examples": {"noise_multiplier": 1.0, "clip": 0.5}, "noise": "reproducible"}
 ALLOWED = (
-    "cfl cflgp cgpfl ditto fedac fedavg fedavg_plus fedclust fedgroup fedper fedprox fedprox_plus fesem fesem_cam "
-    "fl_hc lg_fedavg local"
+    "cfl cflgp cgpfl ditto fedac fedamp fedavg fedavg_plus fedbn fedclust fedgroup fedper fedprox fedprox_plus fesem "
+    "fesem_cam fl_hc lg_fedavg local"
 )
 CHOICE, STEPS = "the choice among models", "results of steps of its own, such as steps of several gradients"
 REFUSED = {

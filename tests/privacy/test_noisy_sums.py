@@ -25,7 +25,8 @@ from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun,
 
 NORM, COHORT = 0.05, 4.0
 SUMS_ONLY = (
-    "apfl ditto fedavg fedavg_plus fedbabu fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg pfedme"
+    "apfl ditto fedavg fedavg_plus fedbabu fedbn fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg "
+    "pfedme"
 )
 READS = "its server reads {} of single clients"
 REFUSED = {

@@ -166,3 +166,25 @@ def test_the_clients_that_a_method_compares_are_those_that_it_can_reach(experime
     ]
     assert counts[0] == 1000 and 150 < counts[1] < 250
     assert compared_clients(prepare(experiment(methods=["ifca"])), "ifca") == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "norm", "cure"),
+    [("mlp", "local", "shared"), ("resnet9", "local", "shared or local_all"), ("resnet9", "local_all", "")],
+)
+def test_norm_layers_cannot_stay_with_clients_if_there_are_none(experiment, model, norm, cure):
+    """The layers of resnet9 are GroupNorm, which only local_all keeps with the clients."""
+    images = {"source": "synthetic", "synthetic_shape": [3, 32, 32], "synthetic_samples": 3}
+    changes = {"methods": [{"fedavg": {"norm": norm}}, "fedbn"], "model": {"name": model}, "data": images}
+    if cure:
+        message = f"fedavg.norm: {norm} keeps normalisation layers with the clients, .* has none; .* set norm: {cure}$"
+        with pytest.raises(ConfigError, match=message):
+            prepare(experiment(**changes))
+    else:
+        assert (
+            sum(
+                "fedbn: the model has no norm layer of this type" in text
+                for text in prepare(experiment(**changes)).warnings
+            )
+            == 1
+        )
