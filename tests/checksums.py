@@ -22,6 +22,7 @@ EARLY = {  # options that bring every phase into the first rounds
     "fedac": {"adapt_after": 1, "adapt_every": 2, "pca_every": 2},
     "fedgroup": {"num_clusters": 3, "alpha": 3, "pretrain_steps": 5},
     "fl_hc": {"cluster_round": 2},
+    "flux": {"cluster_round": 2},
     "cflgp": {"num_clusters": 3, "period": 1, "cluster_rounds": 2},
     "fesem_cam": {"num_clusters": 3},
     "ifca_cam": {"warmup_rounds": 1},

@@ -44,6 +44,7 @@ REFUSED = {
     "fedccfa": "the classifiers",
     "fedclust": UPDATES,
     "clove": "the losses",
+    "flux": "the losses",
     "feddrift": NUMBERS,
     "fedgroup": UPDATES,
     "fedgwc": "the losses of local steps",

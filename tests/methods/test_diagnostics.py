@@ -25,6 +25,7 @@ ARRAYS = {  # method: (options, {name: axes}) in three rounds
     "fedclust": ({}, {"distance": PAIRS, "signatures": ("clients", "components")}),
     "pacfl": ({}, {"distance": PAIRS}),
     "fl_hc": ({"cluster_round": 2}, {"distance": PAIRS, "signatures": ("clients", "components")}),
+    "flux": ({"cluster_round": 1}, {"distance": PAIRS, "signatures": ("clients", "components")}),
     "fedgroup": ({"num_clusters": 2, "alpha": 4}, {"similarity": PAIRS, "signatures": ("clients", "components")}),
     "cfl": (
         {"eps1": 10.0, "eps2": 0.0, "min_rounds": 1},

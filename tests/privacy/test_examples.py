@@ -122,7 +122,7 @@ def test_every_client_has_its_own_epsilon_in_the_diagnostics():
 
 @pytest.mark.parametrize("name", ALLOWED.split())
 def test_methods_that_use_results_of_training_alone(name):
-    setup = prepare(experiment(methods=[name], cohort={"fraction": 1.0}, model={"name": "mlp"}))
+    setup = prepare(experiment(methods=[name], cohort={"fraction": 1.0}))
     assert setup.examples[name].epsilon_N().min() > 0
 
 
@@ -135,7 +135,7 @@ def test_methods_whose_server_reads_more_are_refused(name):
 def test_every_method_is_allowed_or_refused():
     for name in sorted(set(REGISTRY) - set(ALLOWED.split()) - set(REFUSED)):
         with pytest.raises(ConfigError, match=f"{name} cannot protect single samples"):
-            prepare(experiment(methods=[name], cohort={"fraction": 1.0}))
+            prepare(experiment(methods=[name], cohort={"fraction": 1.0}, model={"name": "mlp"}))
 
 
 LATE = [{"cohort": {"fraction": 0.5}}, {"schedule": [{"round": 2, "join": [5]}]}, {"cohort": {"dropout": 0.1}}]
