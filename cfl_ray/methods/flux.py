@@ -60,6 +60,12 @@ class Descriptor:
     def floats(self, inputs: int, classes: int) -> int:
         return 2 * self.num_classes * (1 + self.by_label * self.num_classes)
 
+    def edges(self, length: int) -> list[int]:
+        """Edges of the blocks of a descriptor of this length: mean z, std z and, by label, means and stds."""
+        dimensions = length // (2 * (1 + self.by_label * self.num_classes))  # L
+        edges = [0, dimensions, 2 * dimensions]
+        return [*edges, (length + edges[-1]) // 2, length] if self.by_label else edges
+
     def __call__(self, client: ClientData, model_P: Tensor) -> Tensor:
         feature_nF, y_n = client.features(model_P).double().cpu(), client.y.cpu()
         z_nL = feature_nF @ projection(feature_nF.shape[1], self.num_classes, self.seed)
@@ -164,7 +170,7 @@ class Flux(Method[FluxState], name="flux"):
         if not valid_M.any():
             return state
         ids_M, d_MF = clients.ids_M[valid_M], d_MF[torch.from_numpy(valid_M)]
-        edges = block_edges(d_MF.shape[1], descriptor.num_classes)
+        edges = descriptor.edges(d_MF.shape[1])
         scale_B2 = scales(d_MF, edges)
         scaled_MF = scaled(d_MF, edges, scale_B2)
         distance = distances(scaled_MF, "l2")
@@ -189,7 +195,7 @@ class Flux(Method[FluxState], name="flux"):
         """The cluster with the nearest descriptor without labels, int64 (M,); UNASSIGNED for invalid data."""
         descriptor = Descriptor(Classifier.of(clients.spec).num_classes, clients.seed, by_label=False)
         d_MF, valid_M = clients.describe(descriptor, clients.known_models(state.first_KP))
-        edges = block_edges(d_MF.shape[1], descriptor.num_classes)
+        edges = descriptor.edges(d_MF.shape[1])
         scaled_MF = scaled(torch.where(torch.from_numpy(valid_M)[:, None], d_MF, 0.0), edges, state.scale_22)
         return np.where(valid_M, nearest_centre(scaled_MF, state.centre_KF, "l2")[0], UNASSIGNED)
 
@@ -213,13 +219,6 @@ class Flux(Method[FluxState], name="flux"):
         if unknown_M.any():
             row_M[unknown_M] = np.maximum(self.nearest(state, clients.select(unknown_M)), 0)
         return Serving(state.models_KP, row_M)
-
-
-def block_edges(length: int, num_classes: int) -> list[int]:
-    """Edges of the blocks of a descriptor: mean z, std z and, if it has them, means and stds of labels."""
-    by_label = length // 2 if length <= 2 * num_classes else length // (2 * (num_classes + 1))  # L
-    edges = [0, by_label, 2 * by_label]
-    return edges if length == edges[-1] else [*edges, (length + edges[-1]) // 2, length]
 
 
 def scales(d_MF: Tensor, edges: list[int]) -> Tensor:

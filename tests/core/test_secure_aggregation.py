@@ -44,6 +44,7 @@ REFUSED = {
     "fedccfa": "the classifiers",
     "fedclust": UPDATES,
     "clove": "the losses",
+    "feroma": "the models",
     "flux": "the losses",
     "feddrift": NUMBERS,
     "fedgroup": UPDATES,

@@ -77,6 +77,7 @@ ONE = {
     "apfl",
     "pfedgraph",
     "fedamp",
+    "feroma",
     "fedcac",
     "pfedme",
     "lg_fedavg",

@@ -22,6 +22,7 @@ ROBUST = [name for name in RULES if name != "mean"]
 REFUSED = {
     "local": ROBUST,
     "fedamp": ROBUST,
+    "feroma": ROBUST,
     "pfedgraph": ROBUST,
     "fedcac": ROBUST,
     "fedccfa": ROBUST,

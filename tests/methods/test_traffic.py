@@ -57,6 +57,7 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("fedgwc", {}, (P, P + 7), (P, P + 7)),
     ("fl_hc", {"cluster_round": 2}, (P, P), (P, P)),
     ("flux", {"cluster_round": 1}, (P, P + 12), (P, P)),  # a descriptor of 2 (2 + 1) means and stds
+    ("feroma", {"warmup_rounds": 1}, (P, P), (P, P + 12)),  # the same descriptor in every round
     ("fesem", {}, (P, P), (P, P)),
     ("cgpfl", {}, (P, P), (P, P)),
     ("cgpfl", {"mode": "simple"}, (P, P), (P, P)),

@@ -36,6 +36,7 @@ REFUSED = {
     "fedcac": READS.format("further numbers"),
     "fedccfa": READS.format("the classifiers"),
     "clove": READS.format("the losses"),
+    "feroma": READS.format("the models"),
     "flux": READS.format("the losses"),
     "feddrift": READS.format("further numbers"),
     "fedgwc": READS.format("the losses of local steps"),

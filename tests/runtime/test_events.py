@@ -48,6 +48,7 @@ def test_a_split_of_cfl_is_explained_by_its_record(tmp_path):
 OPTIONS = {
     "autocfl": {"min_rounds": 1, "max_rounds": 2},
     "cfl": {"eps1": 10.0, "eps2": 0.0, "min_rounds": 1},
+    "feroma": {"warmup_rounds": 1},
     "fl_hc": {"cluster_round": 2},
     "flux": {"cluster_round": 2},
     "fedgroup": {"num_clusters": 2, "pretrain_steps": 5},
