@@ -21,7 +21,7 @@ STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
 SEEDS = 3  # from which on a cell counts as repeated
 PERSONAL = (  # predict with models of single clients
     "local", "lg_fedavg", "ditto", "fedper", "fedrep", "apfl", "pfedme", "pfedgraph", "fedamp", "fedcac", "fedccfa",
-    "fedas", "fedac", "cgpfl", "per_fedavg", "fedbabu", "fedbn",
+    "fedas", "fedac", "cgpfl", "per_fedavg", "fedbabu", "fedbn", "feroma",
 )  # fmt: skip
 
 

@@ -124,7 +124,7 @@ def test_more_models_than_the_memory_holds_are_refused_before_they_are_made(expe
     [  # of 40 clients, 8 in each of 4 rounds
         *((method, 40, 16) for method in ("fedclust", "fl_hc", "autocfl")),  # all that are reachable
         ("pacfl", 40, 20),
-        *((method, 32, 16) for method in ("cfl", "fedamp")),  # all that take part
+        *((method, 32, 16) for method in ("cfl", "fedamp", "feroma")),  # all that take part
         ("fedgwc", 32, 48),
         *((method, 8, 16) for method in ("fedcac", "pfedgraph", "fedccfa")),  # a cohort
     ],
@@ -152,7 +152,7 @@ def test_methods_whose_models_of_clients_do_not_fit_on_the_server_are_refused(ex
     prepare(experiment(methods=["pfedgraph"], **changes))
     room[0] -= 1
     prepare(experiment(methods=["fedavg", "ditto"], **changes))
-    for method in ("fedamp", "fedcac", "pfedgraph"):
+    for method in ("fedamp", "fedcac", "feroma", "pfedgraph"):
         message = f"{method} keeps a model.* on the server for each of up to 32 clients: .* enough for 31 clients"
         with pytest.raises(ConfigError, match=message):
             prepare(experiment(methods=[method], **changes))
