@@ -104,7 +104,14 @@ class ClientExchanges:
         return Protection() if self.evaluated else replace(self.protection, examples=self.local.examples)
 
     def _check_permitted(self, how: LocalTraining, features: UpdateFeatures | None) -> None:
-        """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have."""
+        """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have.
+
+        Raises TypeError if `how` is no LocalTraining.
+        """
+        if not isinstance(how, LocalTraining):
+            program = f"; for a client program write LocalTraining(program={type(how).__name__}(...))"
+            hint = program if isinstance(how, ClientProgram) else ""
+            raise TypeError(f"train: how must be a LocalTraining, got {type(how).__name__}{hint}")
         if how.program.trace:
             self.require_readable("the losses of local steps")
         for name in lengths(how.program, "reports", self.spec):
