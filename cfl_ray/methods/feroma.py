@@ -38,7 +38,7 @@ from cfl_ray.methods.flux import Descriptor, scaled, scales
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileState(OwnModelsState):
+class FeromaState(OwnModelsState):
     """The extractor, and of each client that has taken part after the first phase its last model and profile."""
 
     of_each_client = "a model and a profile"
@@ -49,7 +49,7 @@ class ProfileState(OwnModelsState):
 
 
 @dataclass(frozen=True)
-class Feroma(Method[ProfileState], name="feroma"):
+class Feroma(Method[FeromaState], name="feroma"):
     """Each client starts from a mean of the clients' last models, weighted by the distances of their profiles."""
 
     placement = "the last model of the client with the nearest profile of its inputs, which needs no labels"
@@ -74,10 +74,10 @@ class Feroma(Method[ProfileState], name="feroma"):
     def check_model(self, spec: ParamSpec) -> None:
         check_classifier(self, spec)
 
-    def init(self, start: Start) -> ProfileState:
+    def init(self, start: Start) -> FeromaState:
         models_KP, classifier = start.new_model(0)[None], Classifier.of(start.spec)
         dimensions = min(classifier.num_classes, classifier.num_features)
-        return ProfileState(
+        return FeromaState(
             models_KP=models_KP,
             assign_N=start.one_cluster(),
             phase="warmup",
@@ -87,7 +87,7 @@ class Feroma(Method[ProfileState], name="feroma"):
             samples_S=np.zeros(0),
         )
 
-    def round(self, state: ProfileState, clients: Clients, rng: Draws) -> ProfileState:
+    def round(self, state: FeromaState, clients: Clients, rng: Draws) -> FeromaState:
         clients.require_readable("the models")  # of all rounds after the first phase
         if state.phase == "warmup":
             updates = clients.train(clients.send(state.models_KP), average=clients.weights(self.weights))
@@ -117,7 +117,7 @@ class Feroma(Method[ProfileState], name="feroma"):
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
-    def shares(self, state: ProfileState, profile_MF: Tensor, descriptor: Descriptor) -> np.ndarray:
+    def shares(self, state: FeromaState, profile_MF: Tensor, descriptor: Descriptor) -> np.ndarray:
         """Share of each of `state.all_models` in theta_i, float64 (M, 1 + S); column 0 is the global model."""
         share_MX = np.zeros((len(profile_MF), 1 + len(state.seen_S)))
         if len(state.seen_S):
@@ -133,7 +133,7 @@ class Feroma(Method[ProfileState], name="feroma"):
         share_MX[alone_M, 0] = 1
         return share_MX / share_MX.sum(1, keepdims=True)
 
-    def serve(self, state: ProfileState, clients: Clients) -> Serving:
+    def serve(self, state: FeromaState, clients: Clients) -> Serving:
         row_M = clients.first_row()
         if len(state.seen_S) and len(clients):
             descriptor = Descriptor(Classifier.of(clients.spec).num_classes, clients.seed, by_label=False)

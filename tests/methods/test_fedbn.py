@@ -8,9 +8,11 @@ import torch
 from closeness import close
 from federations import Stage, uneven
 from rounds import EnginesAndCheckpoints, floats
+from small_runs import metrics_of, simulate_until
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from cfl_ray import Experiment, resume, simulate
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import Draws
@@ -197,3 +199,31 @@ class TestAll(EnginesAndCheckpoints):
 
         make = lambda: stage(batch_size=4, steps=None, momentum=0.5, persist=True)
         assert_survives_an_interruption(make, self.METHOD, self.COHORTS, tmp_path)
+
+
+def normed(input_shape, num_classes):
+    """A model of digits with a norm layer."""
+    size = int(np.prod(input_shape))
+    return nn.Sequential(nn.Flatten(), nn.Linear(size, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, num_classes))
+
+
+def test_runs_of_the_option_are_those_of_the_method_and_continue(tmp_path):
+    """With all clients in every round the figures are the same, to the last bit; a resumed run has them, too."""
+    run = {
+        "rounds": 3,
+        "methods": ["fedbn", {"fedavg": {"norm": "local", "weights": "uniform"}}, {"fedavg": {"weights": "uniform"}}],
+        "data": {"shift": {"kind": "brightness", "factors": [1.0, 0.3]}, "partition": {"clients": 4}},
+        "model": {"name": normed},
+        "local": {"epochs": 1, "batch_size": 32, "drop_last": True},
+        "cohort": {"fraction": 1.0},
+        "runtime": {"engine": "sequential", "checkpoint_every": 1},
+        "tracking": {"enabled": False},
+        "output": str(tmp_path),
+    }
+    whole = simulate(Experiment(**run))
+    method, option, shared = (metrics_of(whole[label]) for label in whole.methods)
+    without_traffic = lambda rows: [{k: v for k, v in row.items() if not k.startswith("mbit")} for row in rows]
+    assert without_traffic(method) == without_traffic(option) != without_traffic(shared)
+    simulate_until(2, Experiment(**run), tmp_path / "run")
+    found = resume(tmp_path / "run", on_ray=False, experiment=Experiment(**run))
+    assert metrics_of(found["fedbn"]) == method
