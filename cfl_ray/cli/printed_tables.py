@@ -90,10 +90,15 @@ def comparison(results: "Results") -> Table:
     others = {f"{score}_honest": "of honest\nclients", "epsilon": "epsilon", "virtual_seconds": "virtual\nseconds"}
     shown |= {name: words for name, words in others.items() if any(name in of.final for of in evaluated.values())}
     headings = (*shown.values(), "Mbit per\nclient", "seconds\na round", "seconds\nin all")
-    table = number_table("results after the last round", headings)
+    title = "results after the last round"
+    if has_best := any(result.best_round is not None for result in evaluated.values()):
+        title, headings = "results after the best round, whose models are kept", ("round", *headings)
+    table = number_table(title, headings)
     for label, result in evaluated.items():
         final = result.final
         cells = [_format(name, final[name]) if name in final else "-" for name in shown]
+        if has_best:
+            cells.insert(0, str(result.best_round or result.records[-1].round))
         traffic, each = final["mbit_down"] + final["mbit_up"], seconds_a_round(result.records)
         table.add_row(escape(label), *cells, f"{traffic:.2f}", f"{each:.3g}", f"{result.seconds:.1f}")
     return table
@@ -270,6 +275,7 @@ def show_status(status: "RunStatus", console: Console) -> None:
         "current method" if status.state == "live" else "last method": " ".join(filter(None, [status.method, step])),
         "round": f"{status.round} of {status.rounds}" if status.method else None,
         status.score: f"{metrics[status.score]} after round {status.evaluated}" if metrics else None,
+        "best round": None if status.best_round is None else f"{status.best_round}, whose models are kept",
         "P-local": metrics.get(f"{status.score}_local"),
         "clusters": metrics.get("num_clusters"),
         "epsilon": metrics.get("epsilon"),

@@ -103,7 +103,7 @@ class Newcomer:
 
 @dataclass(frozen=True)
 class TrainedMethod:
-    """A method after its last round, or after the last saved round.
+    """A method after its last round, after the last saved round, or with `keep: best` after its best round.
 
     Inputs are normalised as the federation normalises its samples: `test(client)` returns such inputs.
     """

@@ -43,6 +43,7 @@ from cfl_ray.population.availability import (
 )
 from cfl_ray.setup import checks
 from cfl_ray.setup.protection import protected
+from cfl_ray.setup.round_choice import round_choice
 from cfl_ray.setup.scheduled_changes import data_changes, population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import new_trackers
@@ -115,6 +116,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         template=template,
     )
     checks.check_attackers(setup.attack, federation.num_clients)
+    setup = replace(setup, choice=round_choice(setup))
     checks.try_methods(setup)
     checks.check_features(setup)
     setup = protected(replace(setup, of_model=checks.warnings_of_model(setup)))

@@ -24,6 +24,8 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import first_problem, opened, parse_json, read_record
 from cfl_ray.system.nested import leaves_of
 
+VALIDATION = "validation/"  # begins the names of metrics of the clients' validation data
+BEST_ROUND = "best_round"  # metric of every round with `keep: best`, once there is one
 LABEL_COUNTS = "label_counts"  # diagnostic (clients, classes) of the clients that are in a matrix (clients, clients)
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 # of a method's run. "running": the round is training; "stopped": ended on request after a round that is saved
@@ -68,6 +70,7 @@ ROUND_METRICS = {
     "epsilon": "epsilon of everything that a private run released so far, at its delta",
     "clip_norm": "C, the bound of the norm of a client's upload in the next round of a private run",
     "example_epsilon": "largest epsilon of any client's samples so far, with privacy.examples, at its delta",
+    BEST_ROUND: "the best evaluated round so far, whose models are kept, with keep: best; absent before the first",
     "sums_lost": "secure sums that too few clients reported for; absent if none were",
     "round_seconds": "wall time of the round without its evaluation",
 }
@@ -174,6 +177,7 @@ class RoundRecord:
     # for the user and the driver
     notes: tuple[str, ...] = field(default=(), compare=False)  # one line each
     fallbacks: tuple[str, ...] = field(default=(), compare=False)  # new reasons why the chosen engine did not train
+    ended: str = field(default="", compare=False)  # why the method ends with this round, before its last one
     status: Status = field(default="running", compare=False)  # of the run after the round
     stop: bool = field(default=False, compare=False)  # a request ends the run here
 
@@ -235,10 +239,12 @@ class RunEnd:
     status: EndStatus
     summary: RoundRecord  # RUN_METRICS, with the round and time of the last record
     time_ms: Count = field(default_factory=now_ms)
+    reason: str = ""  # why the method ended before its last round; empty: it did not, or its records say it
+    kept: Count = 0  # the round whose models are kept; 0: the last
 
 
 OFF = {"null", "false", "[]", "{}", "None", "False", "()"}  # values of keys and options that do nothing
-NEUTRAL = {"0.0", "none", "constant", "always"}  # likewise, if they are the default of a key of the config
+NEUTRAL = {"0.0", "none", "constant", "always", "last"}  # likewise, if they are the default of a key of the config
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
@@ -397,13 +403,16 @@ def why_diverged(records: Sequence[RoundRecord]) -> str | None:
     return None
 
 
-def why_early(records: Sequence[RoundRecord], rounds: int, is_finished: bool) -> str | None:
+def why_early(records: Sequence[RoundRecord], rounds: int, is_finished: bool, reason: str = "") -> str | None:
     """Returns the last round of a method that ended before `rounds`, and the reason, as text; None for other methods.
 
-    is_finished: whether the method is finished; otherwise it was stopped on request.
+    is_finished: whether the method is finished; otherwise it was stopped on request. reason: of `stopping`, which is
+    returned as it is; empty: it did not end the method.
     """
     if not records or (last := records[-1].round) >= rounds:
         return None
+    if reason:
+        return reason
     ended = f"after round {last} of {rounds}"
     if not is_finished:
         return f"{ended}, as asked"
