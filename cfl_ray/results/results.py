@@ -208,7 +208,15 @@ class MethodResult:
     @property
     def last_numbers(self) -> dict[str, float]:
         """The last value of each numeric diagnostic."""
-        last = {name: by_round[max(by_round)] for name, by_round in self.diagnostics.items()}
+        return self.numbers_until("last")
+
+    def numbers_until(self, round: str) -> dict[str, float]:
+        """The value of each numeric diagnostic after a round, as of `metrics_of`, or the last one before."""
+        best = None if round == "last" else self.best_round
+        last = {}
+        for name, by_round in self.diagnostics.items():
+            if until := [reported for reported in by_round if best is None or reported <= best]:
+                last[name] = by_round[max(until)]
         return {name: float(diagnostic.value) for name, diagnostic in last.items() if not diagnostic.axes}
 
     # ---- the trained method

@@ -1,76 +1,9 @@
-"""The metrics by which a method ends early and by which its best round is chosen (`stopping` and `keep`)."""
-
-from __future__ import annotations
-
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+"""Reads the sections `stopping` and `keep`: which metrics an evaluation has, and which of them decide."""
 
 from cfl_ray.errors import ConfigError, did_you_mean
-from cfl_ray.tracking.record import VALIDATION, score_metrics_of
-
-if TYPE_CHECKING:
-    from cfl_ray.setup.setup import Setup
-
-_ROUNDING = 1e-12  # relative error up to which a gain is `min_delta`: 0.502 - 0.5 is not 0.002
-_GROUPS = ("ari", "nmi", "purity", "correct_clients")  # metrics that compare clusters with the true groups
-_TRAINING = ("train_loss", "num_clusters", "largest_cluster_share")  # metrics without test data
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """A metric whose values in evaluations are compared."""
-
-    metric: str
-    minimizes: bool = False
-    min_delta: float = 0.0
-    patience: int = 0
-
-    def gain(self, value: float, reference: float | None) -> float:
-        """By how much a value is better than another one; infinite if there is no other."""
-        if reference is None:
-            return math.inf
-        return reference - value if self.minimizes else value - reference
-
-    def is_improved(self, value: float, reference: float | None) -> bool:
-        """Whether a value is better than another one by more than `min_delta`."""
-        scale = max(abs(value), abs(reference or 0.0)) if self.min_delta else 0.0
-        return self.gain(value, reference) > self.min_delta + _ROUNDING * scale
-
-    @property
-    def stalled_in_words(self) -> str:
-        """The reason for the end of a method."""
-        verb = "fallen" if self.minimizes else "risen"
-        more = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        return f"{self.metric} has not {verb}{more} for {self.patience} evaluation{'s' * (self.patience > 1)}"
-
-    @property
-    def chosen_by(self) -> str:
-        """The data that should choose nothing and that this metric measures; empty: none of these."""
-        if self.metric.startswith(VALIDATION) or self.metric in _TRAINING:
-            return ""
-        return "the true groups" if self.metric in _GROUPS else "the clients' test data"
-
-
-@dataclass(frozen=True)
-class RoundChoice:
-    """The criteria of a run."""
-
-    stops_by: Criterion | None = None  # None: a method makes all rounds
-    keeps_by: Criterion | None = None  # None: the models of the last round are kept
-
-    @property
-    def warnings(self) -> list[str]:
-        """A line for each criterion by which data choose that are meant for the test alone."""
-        lines = []
-        for key, criterion in (("stopping", self.stops_by), ("keep", self.keeps_by)):
-            if criterion is not None and (data := criterion.chosen_by):
-                lines.append(
-                    f"{key}: {data} choose the {'end' if key == 'stopping' else 'round of the kept models'} by "
-                    f"{criterion.metric}, which favours the method in its own test; set data.validation and choose by "
-                    f"a metric {VALIDATION}..., or name train_loss"
-                )
-        return lines
+from cfl_ray.setup.criterion import OF_GROUPS, Criterion, RoundChoice
+from cfl_ray.setup.setup import Setup
+from cfl_ray.tracking.record import VALIDATION
 
 
 def round_choice(setup: Setup) -> RoundChoice:
@@ -144,9 +77,8 @@ def evaluated_metrics(setup: Setup) -> dict[str, bool | None]:
     if any(event.join for event in events):
         newcomer = f"newcomer_{primary.name}"
         of_primary += [newcomer, *([f"{newcomer}_tuned"] if settings.tuned_epochs else [])]
-    assert {*of_primary} <= score_metrics_of([primary.name])
     less |= {name: name.endswith("_std") or not primary.higher_is_better for name in of_primary}
     less |= {"test_loss": True, "train_loss": True, "num_clusters": None, "largest_cluster_share": None}
     if setup.federation.group_N is not None:
-        less |= dict.fromkeys(_GROUPS, False)
+        less |= dict.fromkeys(OF_GROUPS, False)
     return less

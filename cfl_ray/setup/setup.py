@@ -32,8 +32,8 @@ from cfl_ray.population.availability import ALWAYS, Availability
 from cfl_ray.population.population import count_of
 from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.privacy_plan import PrivacyPlan
+from cfl_ray.setup.criterion import RoundChoice
 from cfl_ray.setup.dry_rounds import load_of
-from cfl_ray.setup.round_choice import RoundChoice
 
 
 @dataclass(frozen=True)

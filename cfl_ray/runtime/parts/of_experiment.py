@@ -9,7 +9,7 @@ from cfl_ray.runtime.parts.masked_uploads import MaskedUploads
 from cfl_ray.runtime.parts.private_run import ClientPrivacy, SamplePrivacy
 from cfl_ray.runtime.parts.server_steps import ServerSteps
 from cfl_ray.runtime.parts.timed_rounds import AsynchronousRounds, TimedRounds
-from cfl_ray.setup.round_choice import RoundChoice
+from cfl_ray.setup.criterion import RoundChoice
 from cfl_ray.setup.setup import Setup
 
 
