@@ -82,8 +82,8 @@ def compare_runs(
         loss, number of clusters, ARI and virtual seconds, if recorded. trust: as in `load_run`.
     round: an element of ROUNDS: the evaluation whose metrics are compared: of the round whose models are kept (the best
         one with `keep: best`, otherwise the last), of the best, or of the last.
-    Raises ConfigError for a metric that no run has, and for the best round of methods that have none. If `accuracy` is in the table, the metric `accuracy_std` has the
-    column `accuracy_std_over_clients`.
+    Raises ConfigError for a metric that no run has, and for the best round of methods that have none. If `accuracy` is
+    in the table, the metric `accuracy_std` has the column `accuracy_std_over_clients`.
     """
     if round not in ROUNDS:
         raise ConfigError(f"round must be one of {', '.join(ROUNDS)}, got {round!r}")
@@ -202,8 +202,8 @@ def runs_frame(run_metrics: RunMetrics) -> pd.DataFrame:
 def read_study(folder: str | Path, only: Collection[Path] | None = None, round: str = "kept") -> RunMetrics:
     """The metrics of the finished runs of a study, of the last evaluation and of the whole run, read from its folder.
 
-    only: folders of the runs to read; None: all. round: as in `compare_runs`. Raises DataError for a finished run whose method or metrics are
-    missing or damaged.
+    only: folders of the runs to read; None: all. round: as in `compare_runs`. Raises DataError for a finished run whose
+    method or metrics are missing or damaged.
     """
     run_metrics: RunMetrics = {}
     for setting, method, run in run_folders(folder):
@@ -304,11 +304,10 @@ def values_of(result: MethodResult, round: str = "kept") -> dict[str, float]:
 
     round: as in `compare_runs`. Raises ConfigError for the best round of a method that has none.
     """
-    if not (final := result.metrics_of(round)):
-        where = f" of {result.directory.parent}" if result.directory else ""
-        raise ConfigError(
-            f"{result.label}{where} has no best round, since it keeps the models of the last (keep: best)"
-        )
+    final = result.metrics_of(round)
+    if round == "best" and not final:
+        run = f" of {result.directory.parent}" if result.directory else ""
+        raise ConfigError(f"{result.label}{run} has no best round: it keeps the models of the last one (keep)")
     mbit = final.get("mbit_down", np.nan) + final.get("mbit_up", np.nan)
     return result.numbers_until(round) | final | result.summary | {"mbit": mbit, "seconds": result.seconds}
 

@@ -273,7 +273,7 @@ class RoundLoop:
         return next((reason for part in self.parts if (reason := part.ends(round))), "")
 
     def _save_and_close(self, stats: RoundStats) -> None:
-        """Saves the round if it is the last, or interval, state budget, parts or requests require it; then closes it."""
+        """Saves the round if it is the last, or interval, state budget, part or request require it; then closes it."""
         round, pinned, states = stats.round, self.pinned, self.backend.client_states
         if pinned and not self.checkpoints.keeps_files:
             record_of = partial(self.evaluation.record, stats, unrecorded=True)
