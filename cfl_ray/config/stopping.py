@@ -34,9 +34,9 @@ class StoppingConfig(ConfigSection):
 
 
 class KeepConfig(ConfigSection):
-    """The round whose models a method keeps, for predictions, tables and the report; `keep: best` sets `round`."""
+    """The round whose models a method keeps, for predictions, tables and the report; `keep: best` sets `which`."""
 
-    round: Literal["last", "best"] = Field(
+    which: Literal["last", "best"] = Field(
         "last", description="last: the last round | best: the evaluated round with the best value of the metric"
     )
     metric: str | None = Field(
@@ -49,4 +49,4 @@ class KeepConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _from_word(cls, values: Any) -> Any:
-        return {"round": values} if isinstance(values, str) else values
+        return {"which": values} if isinstance(values, str) else values

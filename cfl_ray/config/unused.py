@@ -75,8 +75,8 @@ def _rules(experiment: Experiment) -> Iterator[tuple[str, Iterable[str], str]]:
         yield "cohort", ["over_selection"], "clock.kind is none"
     elif cohort.availability.kind == "always":
         yield "clock", ["availability_seconds"], "cohort.availability is always"
-    if experiment.keep.round == "last":
-        yield "keep", ["metric", "goal"], "keep.round is last"
+    if experiment.keep.which == "last":
+        yield "keep", ["metric", "goal"], "keep.which is last"
     if not any(event.change for event in experiment.schedule):
         yield "evaluation", ["past"], "the schedule changes no client's data"
 

@@ -174,7 +174,7 @@ def _chosen_by_test(run: FoundRun) -> Iterator[str]:
     of_stopping = None if stopping is None else stopping.metric or first
     if of_stopping is not None and (data := Criterion(of_stopping).chosen_by):
         yield f"the end of the methods of {run.directory} by {of_stopping} ({data})"
-    if keep.round == "best" and (data := Criterion(metric := keep.metric or of_stopping or first).chosen_by):
+    if keep.which == "best" and (data := Criterion(metric := keep.metric or of_stopping or first).chosen_by):
         yield f"the round of the kept models of {run.directory} by {metric} ({data})"
 
 

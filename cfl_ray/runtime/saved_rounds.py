@@ -1,5 +1,6 @@
 """The saved rounds of a method: state, record and parts of the loop as tensors and JSON values of a checkpoint."""
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +133,9 @@ class SavedRounds:
         self.remembered = {earlier: kept for earlier, kept in self.remembered.items() if earlier in pinned}
         if round in pinned:
             (kept,) = states.write([_StatesInMemory(tuple(states.changed(everything=True)))])
-            self.remembered[round] = CheckpointInMemory(round, *self._encoded(state, record()), kept)
+            tensors, values = self._encoded(state, record())
+            values = json.loads(json.dumps(values))  # in the types that a file gives
+            self.remembered[round] = CheckpointInMemory(round, tensors, values, kept)
 
     def save(
         self, state: State, record: RoundRecord, states: ClientStateSource, pinned: Collection[int] = ()

@@ -9,7 +9,7 @@ from cfl_ray.tracking.record import VALIDATION
 def round_choice(setup: Setup) -> RoundChoice:
     """The criteria of an experiment. Raises ConfigError for a metric that its evaluations do not have."""
     stopping, keep = setup.experiment.stopping, setup.experiment.keep
-    if stopping is None and keep.round == "last":
+    if stopping is None and keep.which == "last":
         return RoundChoice()
     known = evaluated_metrics(setup)
     first = next((name for name in known if name.startswith(VALIDATION)), None)
@@ -23,7 +23,7 @@ def round_choice(setup: Setup) -> RoundChoice:
         stops_by = Criterion(
             metric, _minimizes("stopping", metric, stopping.goal, known), stopping.min_delta, stopping.patience
         )
-    if keep.round == "best":
+    if keep.which == "best":
         of_stopping = stops_by if keep.metric is None and keep.goal is None else None
         metric = keep.metric or (stops_by.metric if stops_by else first) or setup.task.metrics[0].name
         minimizes = of_stopping.minimizes if of_stopping else _minimizes("keep", metric, keep.goal, known)
