@@ -46,6 +46,22 @@ class TestDataConfig(ConfigSection):
         return self
 
 
+class ValidationConfig(ConfigSection):
+    """The validation data of each client, which are measured beside its test data and never trained on."""
+
+    fraction: float = Field(
+        0.2,
+        gt=0,
+        lt=1,
+        description="share of each client's training samples; clients whose rounded share is 0 have none",
+    )
+    order: Literal["random", "last"] = Field(
+        "random",
+        description="random: drawn for each class alike, where a client has enough samples of it | last: the last "
+        "samples, in the order of data.columns.time or else of the data",
+    )
+
+
 class ColumnsConfig(ConfigSection):
     """Names of the columns of image parquet files, tables and saved Hugging Face data sets."""
 
@@ -99,6 +115,11 @@ class DataConfig(ConfigSection):
     shift: Annotated[ShiftConfig, SHIFT_KINDS] = ShiftConfig()
     partition: Annotated[PartitionConfig, PARTITION_KINDS] = IidConfig()
     test: TestDataConfig = TestDataConfig()
+    validation: ValidationConfig | None = Field(
+        None,
+        description="validation data of each client: those of the source if it has a validation part, otherwise a "
+        "share of the client's training samples; null: none, unless the source names some",
+    )
     shards: str | None = Field(
         None,
         description="folder in which shards are written and reused, or the folder of a prepared federation: a path "
@@ -157,7 +178,7 @@ class DataConfig(ConfigSection):
 
     def to_recipe(self, exclude_defaults: bool = False) -> dict[str, Any]:
         """The values that decide the content of shards, with paths as they were written."""
-        excluded = {*NOT_IN_RECIPE, *self.later_defaults}
+        excluded = {*NOT_IN_RECIPE, *self.later_defaults, "validation"}  # a share is drawn from shards as they are
         values = self.model_dump(mode="json", exclude=excluded, exclude_defaults=exclude_defaults, by_alias=True)
         recipe: dict[str, Any] = with_replaced(values, self._written)
         return recipe
