@@ -25,6 +25,11 @@ class TestDataConfig(ConfigSection):
         "data; cluster otherwise",
     )
     fraction: float = Field(0.2, gt=0, lt=1, description="share of a client's samples held out for testing (holdout)")
+    order: Literal["random", "last"] = Field(
+        "random",
+        description="which samples are held out: random | last: a client's last ones, in the order of "
+        "data.columns.time or else of the data (holdout)",
+    )
     pool: bool = Field(
         False,
         description="true: divide the official training and test images together; false: the official test images go "
@@ -87,6 +92,11 @@ class ColumnsConfig(ConfigSection):
     )
     group: str | None = Field(
         None, description="column with the true group of each sample's client; null: no true groups are known"
+    )
+    time: str | None = Field(
+        None,
+        description="column of numbers, dates or times by which each client's training samples are ordered, oldest "
+        "first, for order last (csv, images, femnist, hf_disk); it is no input. null: the order of the files",
     )
 
 
@@ -180,6 +190,10 @@ class DataConfig(ConfigSection):
         """The values that decide the content of shards, with paths as they were written."""
         excluded = {*NOT_IN_RECIPE, *self.later_defaults, "validation"}  # a share is drawn from shards as they are
         values = self.model_dump(mode="json", exclude=excluded, exclude_defaults=exclude_defaults, by_alias=True)
+        later = (("test", "order", TestDataConfig), ("columns", "time", ColumnsConfig))  # as `_LATER`, of sections
+        for section, key, kind in later:
+            if section in values and values[section].get(key) == kind.model_fields[key].default:
+                values[section].pop(key, None)
         recipe: dict[str, Any] = with_replaced(values, self._written)
         return recipe
 

@@ -260,7 +260,7 @@ class RunEnd:
 
 
 OFF = {"null", "false", "[]", "{}", "None", "False", "()"}  # values of keys and options that do nothing
-NEUTRAL = {"0.0", "none", "constant", "always"}  # likewise, if they are the default of a key of the config
+NEUTRAL = {"0.0", "none", "constant", "always", "random"}  # likewise, if they are the default of a key of the config
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
