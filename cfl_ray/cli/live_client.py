@@ -22,6 +22,7 @@ from cfl_ray.tracking.record import (
     is_evaluated,
     primary_of,
     rejected_updates,
+    validation_metric,
     why_diverged,
     why_early,
 )
@@ -186,7 +187,7 @@ def _of_last_evaluation(records: list[RoundRecord]) -> dict[str, Any]:
     if last is None:
         return {}
     score = primary_of(last.metrics)
-    shown = (score, f"{score}_local", "num_clusters", "epsilon")
+    shown = (score, f"{score}_local", validation_metric(score), "num_clusters", "epsilon")
     metrics = {name: last.metrics[name] for name in shown if name in last.metrics}
     best = {"best_round": int(last.metrics[BEST_ROUND])} if BEST_ROUND in last.metrics else {}
     return {"score": score, "metrics": metrics, "evaluated": last.round, **best}

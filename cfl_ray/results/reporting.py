@@ -32,10 +32,10 @@ from cfl_ray.tracking.record import (
     BEST_ROUND,
     LABEL_COUNTS,
     METRICS,
-    VALIDATION,
     is_evaluated,
     primary_of,
     score_metrics_of,
+    validation_metric,
 )
 
 
@@ -170,7 +170,7 @@ def _chosen_by_test(run: FoundRun) -> Iterator[str]:
     stopping, keep = run.experiment.stopping, run.experiment.keep
     finals = [result.final for result in run.methods.values()]
     score = next(map(primary_of, finals), "accuracy")
-    first = f"{VALIDATION}{score}" if any(f"{VALIDATION}{score}" in final for final in finals) else score
+    first = next((name for name in (validation_metric(score),) if any(name in final for final in finals)), score)
     of_stopping = None if stopping is None else stopping.metric or first
     if of_stopping is not None and (data := Criterion(of_stopping).chosen_by):
         yield f"the end of the methods of {run.directory} by {of_stopping} ({data})"
@@ -194,6 +194,7 @@ def _columns(run_metrics: comparison.RunMetrics, scores: Sequence[str], results:
         for score in dict.fromkeys(scores)
         for ending in ("", "_local", "_tuned", "_honest", "_p10", "_p90")
     ]
+    of_scores += [validation_metric(f"{score}{end}") for score in dict.fromkeys(scores) for end in ("", "_local")]
     others = ["macro_f1", *added, "ari", "num_clusters", "mbit", "rounds_to_target"]
     others += ["rounds_to_recover", "backward_transfer", "virtual_seconds", "seconds", BEST_ROUND]
     return [name for name in dict.fromkeys([*of_scores, *others]) if name in present]

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from cfl_ray.tracking.record import VALIDATION
+from cfl_ray.tracking.record import is_of_validation
 
 _ROUNDING = 1e-12  # relative error up to which a gain is `min_delta`: 0.502 - 0.5 is not 0.002
 OF_GROUPS = ("ari", "nmi", "purity", "correct_clients")  # metrics that compare clusters with the true groups
@@ -40,7 +40,7 @@ class Criterion:
     @property
     def chosen_by(self) -> str:
         """The data that should choose nothing and that this metric measures; empty: none of these."""
-        if self.metric.startswith(VALIDATION) or self.metric in _WITHOUT_TEST:
+        if is_of_validation(self.metric) or self.metric in _WITHOUT_TEST:
             return ""
         return "the true groups" if self.metric in OF_GROUPS else "the clients' test data"
 
@@ -61,6 +61,6 @@ class RoundChoice:
                 lines.append(
                     f"{key}: {data} choose the {'end' if key == 'stopping' else 'round of the kept models'} by "
                     f"{criterion.metric}, which favours the method in its own test; set data.validation and choose by "
-                    f"a metric {VALIDATION}..., or name train_loss"
+                    f"a metric validation/..., or name train_loss"
                 )
         return lines

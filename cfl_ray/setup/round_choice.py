@@ -3,7 +3,7 @@
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.setup.criterion import OF_GROUPS, Criterion, RoundChoice
 from cfl_ray.setup.setup import Setup
-from cfl_ray.tracking.record import VALIDATION
+from cfl_ray.tracking.record import is_of_validation, validation_metric
 
 
 def round_choice(setup: Setup) -> RoundChoice:
@@ -12,7 +12,7 @@ def round_choice(setup: Setup) -> RoundChoice:
     if stopping is None and keep.which == "last":
         return RoundChoice()
     known = evaluated_metrics(setup)
-    first = next((name for name in known if name.startswith(VALIDATION)), None)
+    first = next((name for name in known if is_of_validation(name)), None)
     stops_by = keeps_by = None
     if stopping is not None:
         if (metric := stopping.metric or first) is None:
@@ -34,7 +34,7 @@ def round_choice(setup: Setup) -> RoundChoice:
 def _minimizes(section: str, metric: str, goal: str | None, known: dict[str, bool | None]) -> bool:
     """Whether less of a metric is better. Raises ConfigError for a metric that is not known, or without a goal."""
     if metric not in known:
-        if metric.startswith(VALIDATION) and not any(name.startswith(VALIDATION) for name in known):
+        if is_of_validation(metric) and not any(map(is_of_validation, known)):
             raise ConfigError(
                 f"{section}.metric: {metric!r} needs validation data; set data.validation, or name a metric of the "
                 f"evaluations without them: {', '.join(known)}"
@@ -78,7 +78,11 @@ def evaluated_metrics(setup: Setup) -> dict[str, bool | None]:
         newcomer = f"newcomer_{primary.name}"
         of_primary += [newcomer, *([f"{newcomer}_tuned"] if settings.tuned_epochs else [])]
     less |= {name: name.endswith("_std") or not primary.higher_is_better for name in of_primary}
-    less |= {"test_loss": True, "train_loss": True, "num_clusters": None, "largest_cluster_share": None}
+    less["test_loss"] = True
+    if setup.federation.validation is not None:
+        # of the past, there are no validation data
+        less = {validation_metric(name): of for name, of in less.items() if not name.endswith("_past")} | less
+    less |= {"train_loss": True, "num_clusters": None, "largest_cluster_share": None}
     if setup.federation.group_N is not None:
         less |= dict.fromkeys(OF_GROUPS, False)
     return less
