@@ -40,8 +40,9 @@ class MethodRecorder:
         self.diagnostics = DiagnosticsLog(directory)
         self.summary: dict[str, float] = {}
         self.ended = ""  # why the method ended before its last round
-        # newcomers' metrics are of the kept round, so with `keep: best` each record has them
-        self.run_only = {*RUN_METRICS, *(() if setup.choice.keeps_by else self.of_newcomers)}
+        self.run_only = {*RUN_METRICS, *self.of_newcomers}  # names that records do not have
+        if setup.choice.keeps_by is not None:  # then newcomers' metrics of the run are those of the kept round
+            self.run_only -= {*self.of_newcomers}
         self.of_task = score_metrics_of([metric.name for metric in setup.task.metrics])
 
     @property

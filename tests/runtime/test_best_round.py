@@ -3,12 +3,14 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from small_runs import PLANTED, figures, merged, simulate_until
 
 from cfl_ray import ConfigError, Experiment, load_run, resume, simulate
 from cfl_ray.core.clients import RoundStats
+from cfl_ray.data import federation_from_arrays
 from cfl_ray.errors import DataError
 from cfl_ray.lifecycle import driver
 from cfl_ray.runtime.parts.best_round import BestRound
@@ -219,6 +221,35 @@ def test_a_run_with_neither_writes_what_it_wrote(tmp_path):
     assert "pinned" not in manifest and "best_round" not in manifest["values"]
     plain = Experiment(**merged(PLANTED, {"rounds": 1, "methods": ["ditto"]}))
     assert plain.config_hash == experiment(keep="last", rounds=1).config_hash != experiment(rounds=1).config_hash
+
+
+# ---- with validation data
+
+
+def opposite():
+    """Eight clients of two classes, on a line; the test samples have the other class of each pair."""
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((8 * 25, 3)).astype(np.float32)
+    y, x_test = (x[:, 0] > 0).astype(np.int64), draw.standard_normal((60, 3)).astype(np.float32)
+    owner = np.repeat(np.arange(8), 25)
+    return federation_from_arrays(x, y, owner, x_test=x_test, y_test=(x_test[:, 0] < 0).astype(np.int64))
+
+
+def test_validation_data_choose_where_test_data_would_choose_another_round():
+    """What training learns is wrong for the test samples: their loss rises as that of the validation samples falls."""
+    of_data = {"federation": opposite(), "validation": {"fraction": 0.2}}
+    changes = {"methods": ["fedavg"], "rounds": 5, "keep": "best", "model": {"name": "mlp", "options": {"hidden": 4}}}
+    common = {name: PLANTED[name] for name in ("local", "runtime", "tracking", "cohort")}
+    found = simulate(
+        Experiment(data=of_data, stopping={"metric": "validation/loss", "patience": 2}, **common, **changes)
+    )
+    result = found["fedavg"]
+    frame = result.to_frame().set_index("round")
+    assert frame["validation/loss"].idxmin() == result.best_round == result.trained.round == 5
+    assert frame["test_loss"].idxmin() == 1 and frame["validation/accuracy"].iloc[-1] > 0.5 > result.final["accuracy"]
+    by_default = prepare(Experiment(data=of_data, stopping={}, **common, **changes)).choice
+    assert by_default == RoundChoice(Criterion("validation/accuracy", patience=10), Criterion("validation/accuracy"))
+    assert by_default.warnings == []
 
 
 # ---- what is chosen by
