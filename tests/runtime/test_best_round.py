@@ -2,13 +2,15 @@
 
 import json
 import math
+import os
+import signal
 
 import numpy as np
 import pytest
 import torch
 from small_runs import PLANTED, figures, merged, simulate_until
 
-from cfl_ray import ConfigError, Experiment, load_run, resume, simulate
+from cfl_ray import ConfigError, Experiment, load_run, resume, run, simulate
 from cfl_ray.core.clients import RoundStats
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.errors import DataError
@@ -221,6 +223,26 @@ def test_a_run_with_neither_writes_what_it_wrote(tmp_path):
     assert "pinned" not in manifest and "best_round" not in manifest["values"]
     plain = Experiment(**merged(PLANTED, {"rounds": 1, "methods": ["ditto"]}))
     assert plain.config_hash == experiment(keep="last", rounds=1).config_hash != experiment(rounds=1).config_hash
+
+
+@pytest.mark.slow
+def test_on_ray_with_a_server_that_is_killed(cluster, actors, tmp_path, notes):
+    """More loss is "better", so round 1 is best and the method ends 4 evaluations later; two servers die before."""
+    kinds = {"keep": {"which": "best", "goal": "maximize", "metric": "test_loss"}, "methods": ["ditto", "ifca"]}
+    kinds |= {"stopping": {"metric": "test_loss", "goal": "maximize", "patience": 4}}
+    kinds["runtime"] = {"hosts": 2, "checkpoint_every": 3, "keep_last": 1}
+    ours = simulate(experiment(**kinds), tmp_path / "ours")
+
+    def kill(round):
+        if round in (2, 4):
+            for server in actors("ServerActor"):
+                os.kill(server, signal.SIGKILL)
+
+    theirs = run(experiment(**kinds), tmp_path / "theirs", notes(kill))
+    for label in ("ditto", "ifca"):
+        assert figures(theirs[label]) == figures(ours[label]) and len(ours[label].records) == 5
+        assert theirs[label].ended == ours[label].ended != ""
+        assert theirs[label].trained.round == ours[label].trained.round == 1 and same(theirs[label], ours[label])
 
 
 # ---- with validation data
