@@ -139,7 +139,7 @@ class MethodResult:
         """Metrics of the best round if its models are kept, otherwise of the last evaluated round; empty before it."""
         return self.metrics_of("kept")
 
-    def metrics_of(self, round: str) -> dict[str, float]:
+    def metrics_of(self, round: str = "kept") -> dict[str, float]:
         """Metrics of a round: "best", "last" (the last evaluated one), or "kept": the best one if its models are kept.
 
         Empty if there is none.
@@ -210,7 +210,7 @@ class MethodResult:
         """The last value of each numeric diagnostic."""
         return self.numbers_until("last")
 
-    def numbers_until(self, round: str) -> dict[str, float]:
+    def numbers_until(self, round: str = "kept") -> dict[str, float]:
         """The value of each numeric diagnostic after a round, as of `metrics_of`, or the last one before."""
         best = None if round == "last" else self.best_round
         last = {}
