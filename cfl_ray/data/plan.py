@@ -1,6 +1,7 @@
 """The plan of a federation: the row numbers of each client's samples, decided before any pixel is copied."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,11 +27,19 @@ class PlannedClient:
     train: np.ndarray  # int64 rows of the data set's training part, in the order of time, to train on
     held_out: np.ndarray  # int64 rows of the training part, likewise, to test on; empty unless the view is hold-out
     test_set: int  # number of its shared test set; -1 if the view is hold-out
+    # int64 rows of the training part that are validation data of the source
+    validation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    validation_set: int = -1  # number of its shared validation set; -1: there is none
+
+    @property
+    def parts(self) -> tuple[np.ndarray, ...]:
+        """Its rows in the order in which shards have them."""
+        return self.train, self.held_out, self.validation
 
     @property
     def num_rows(self) -> int:
-        """Number of its training and held-out rows."""
-        return len(self.train) + len(self.held_out)
+        """Number of its rows."""
+        return sum(map(len, self.parts))
 
 
 @dataclass(frozen=True)
@@ -53,11 +62,23 @@ class FederationPlan:
     clients: list[PlannedClient]
     test_sets: list[TestSet]
     labels_NC: np.ndarray | None  # bool: labels on which each client is tested; None unless the view is label
+    validation_view: str | None = None  # of the source's own validation data; None: it has none
+    validation_sets: Sequence[TestSet] = ()
 
     @property
     def data_set(self) -> DataSet:
         """The first client's data set. All data sets of a federation have the same shape, scale and classes."""
         return self.clients[0].variant.data_set
+
+
+def with_validation_sets(plan: FederationPlan, of_validation: FederationPlan) -> FederationPlan:
+    """The plan with the test sets of another plan of the same clients as its validation sets."""
+    clients = [
+        replace(client, validation_set=other.test_set)
+        for client, other in zip(plan.clients, of_validation.clients, strict=True)
+    ]
+    sets, view = of_validation.test_sets, of_validation.view
+    return replace(plan, clients=clients, validation_sets=sets, validation_view=view)
 
 
 class ClientRows(NamedTuple):

@@ -220,8 +220,10 @@ def read_csv(
     targets: str = "class",
     csv: CsvFormat = COMMON,
     dense: bool = False,
+    validation: Sequence[Path] = (),
 ) -> DataSet:
     """The samples of CSV or Parquet files. Inputs are float32 (n, F), a number for each feature column."""
+    test = [*test, *validation]
     labels = label_names(columns.label)
     ids = [name for name in (columns.client, columns.group) if name is not None]
     as_text = labels if targets == "class" else []
@@ -245,7 +247,9 @@ def read_csv(
     if not columns.features:
         warnings += _label_copies(parts[0][0], features, data_set)
     warnings += shared_rows(parts, data_set)
-    return replace(data_set, warnings=(*data_set.warnings, *dict.fromkeys(warnings)))
+    num_validation = sum(tables[file].num_rows for file in validation)
+    warnings = [*data_set.warnings, *dict.fromkeys(warnings)]
+    return replace(data_set, warnings=tuple(warnings), num_validation=num_validation)
 
 
 def shared_rows(parts: list[Named], data_set: DataSet) -> list[str]:
@@ -343,12 +347,13 @@ def read_hf(
     targets: str = "class",
     transparency: str = "white",
     dense: bool = False,
+    validation: Path | None = None,
 ) -> DataSet:
     """The samples of data sets that `Dataset.save_to_disk` wrote into these folders.
 
     The input column contains images, or lists of equal length: of numbers, or of token ids if `vocabulary` is given.
     """
-    saved = [hf_disk.saved_dataset(folder) for folder in (train, test) if folder is not None]
+    saved = [hf_disk.saved_dataset(folder) for folder in (train, test, validation) if folder is not None]
     for part in saved:
         if (kind := part.kind_of(columns.image)) in _OTHER_MEDIA:
             raise DataError(
@@ -356,7 +361,12 @@ def read_hf(
                 "to images or lists of numbers"
             )
     ids = [name for name in (columns.client, columns.group) if name is not None]
-    parts = [concatenated(part.files, part.tables(), text=ids) for part in saved]
+    tables = [part.tables() for part in saved]
+    parts = [concatenated(saved[0].files, tables[0], text=ids)]
+    if len(saved) > 1:
+        files = [file for part in saved[1:] for file in part.files]
+        parts.append(concatenated(files, [table for of_part in tables[1:] for table in of_part], text=ids))
+    num_validation = 0 if validation is None else sum(table.num_rows for table in tables[-1])
     class_names: tuple[str, ...] = ()
     if targets == "class" and isinstance(columns.label, str):
         class_names = hf_disk.common_class_names(saved, columns.label)
@@ -375,7 +385,8 @@ def read_hf(
     data_set = data_set_of(parts, inputs, columns, vocabulary, targets, dense=dense, class_names=class_names)
     notes, warnings = decoder.report(parts[0][0])
     warnings = [*data_set.warnings, *warnings]
-    return replace(data_set, notes=tuple(notes), warnings=tuple(warnings), decoding=decoder.version)
+    data_set = replace(data_set, notes=tuple(notes), warnings=tuple(warnings), decoding=decoder.version)
+    return replace(data_set, num_validation=num_validation)
 
 
 _OTHER_MEDIA = ("Audio", "Video", "Pdf", "Nifti", "Mesh", "Translation", "TranslationVariableLanguages")
