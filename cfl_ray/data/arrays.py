@@ -104,6 +104,7 @@ def federation_from_arrays(
             validated_N = _rows_by_client(validator, len(names))
         recipe["validation"] = digest(*validation, validator)
     rows_N, labels_NC = _rows_by_client(client, len(names)), None
+    parts_N: list[tuple[np.ndarray, ...]]
     if view != "holdout":
         parts_N = [(rows, rows[:0]) for rows in rows_N]
         if view == "label":
@@ -274,7 +275,8 @@ def _by_client(
     size_NX = np.array([[len(rows) for rows in parts] for parts in parts_N], np.int64)  # X parts
     total_N, zero_N = size_NX.sum(1), np.zeros(len(parts_N), np.int32)
     offset_N = np.cumsum(total_N) - total_N
-    index = Index(zero_N, offset_N, *size_NX.T[:2].copy(), group_N, zero_N + np.int32(test_set), labels_NC)
+    train_N, held_out_N = size_NX[:, 0].copy(), size_NX[:, 1].copy()
+    index = Index(zero_N, offset_N, train_N, held_out_N, group_N, zero_N + np.int32(test_set), labels_NC)
     if size_NX.shape[1] > 2:
         index = replace(index, validation_N=size_NX[:, 2].copy(), validation_set_N=zero_N - np.int32(1))
     return (x[order], y[order]), index

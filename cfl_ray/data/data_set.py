@@ -35,6 +35,7 @@ class DataSet:
     group: np.ndarray | None = None  # int32 (n,), 0..G-1: true group of each training sample; None: not known
     test_group: np.ndarray | None = None  # int32 (n_test,): true group of each test sample; None: not known
     num_validation: int = 0  # rows at the end of the test part that are the validation part
+    validation_client: np.ndarray | None = None  # like client, of each validation sample; None: not known
     time: np.ndarray | None = None  # int64 (n,): rank of each training sample in time; None: the order of the rows
     vocabulary: int | None = None  # token ids are 0 .. vocabulary - 1; None: the inputs are not tokens
     targets: str = "class"  # kind of the targets (`core.tasks`)

@@ -29,7 +29,7 @@ from cfl_ray.data.data_set import Progress, Source
 from cfl_ray.data.decoding import DECODING
 from cfl_ray.data.federation import DataShape, Federation, Scaling, layout_warnings, scale_warnings
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder, cache
-from cfl_ray.data.plan import FederationPlan, make_plan, with_validation_sets
+from cfl_ray.data.plan import FederationPlan, make_plan, with_validation_part
 from cfl_ray.data.raw_files import DigestIndex, RawFiles
 from cfl_ray.data.reading import reading
 from cfl_ray.data.shard_writer import shard_bytes, shard_plan_of, write_shards
@@ -319,10 +319,14 @@ def _plan(
     if (on_validation := data_set.with_validation_part) is None:
         return plan
     # the same clients, whose test data are the validation part
-    view = "cluster" if data.test.view == "holdout" else data.test.view
+    own = data.partition.kind == "writer" and on_validation.validation_client is not None
+    view = "all" if own else "cluster" if data.test.view == "holdout" else data.test.view
     of_validation = data.model_copy(update={"test": data.test.model_copy(update={"view": view, "pool": False})})
     second = other[0].with_validation_part or other[0].with_test_part if other else None
-    return with_validation_sets(plan, make_plan(on_validation, second, of_validation, seed))
+    try:
+        return with_validation_part(plan, make_plan(on_validation, second, of_validation, seed), own)
+    except DataError as error:
+        raise DataError(f"the validation part: {error}") from None
 
 
 @paused_collection()

@@ -51,19 +51,20 @@ def read_parquet(
     others = [name for name in (columns.client, columns.group, columns.time) if name]
     parts = [_columns_of(train, [*labels, *others])]
     if test:
-        group = columns.group or ""
-        has_groups = group and all(group in _open(file, labels).schema_arrow.names for file in test)
-        parts.append(_columns_of(test, [*labels, group] if has_groups else labels))
+        known = [_open(file, labels).schema_arrow.names for file in test]
+        ids = [name for name in (columns.group, columns.client if validation else None) if name]
+        parts.append(_columns_of(test, [*labels, *(name for name in ids if all(name in has for has in known))]))
     decoder = Decoder(transparency).first(*next(_encoded(train, columns.image))[:2])  # a training part has a row
     inputs = (
         decoder.all(_encoded(files, columns.image), table.num_rows, pixels, progress)
         for files, (_, table) in zip((train, test), parts, strict=False)
     )
-    data_set = data_set_of(parts, inputs, columns, num_classes=num_classes, dense=dense)
+    num_validation = sum(_open(file, labels).metadata.num_rows for file in validation)
+    sizes = {"num_classes": num_classes, "num_validation": num_validation}
+    data_set = data_set_of(parts, inputs, columns, dense=dense, **sizes)
     notes, warnings = decoder.report(parts[0][0])
     warnings = [*data_set.warnings, *warnings]
-    data_set = replace(data_set, notes=tuple(notes), warnings=tuple(warnings), decoding=decoder.version)
-    return replace(data_set, num_validation=sum(_open(file, labels).metadata.num_rows for file in validation))
+    return replace(data_set, notes=tuple(notes), warnings=tuple(warnings), decoding=decoder.version)
 
 
 def _columns_of(files: list[Path], names: list[str]) -> Named:

@@ -139,7 +139,7 @@ def _write_clients(
     files: list[ShardFile] = []
     places: list[tuple[int, int]] = []
     for number, clients in enumerate(_clients_by_file(plan)):
-        parts = [client.variant.train(rows) for client in clients for rows in client.parts]
+        parts = [samples for client in clients for samples in client.samples()]
         files.append(_save(staging, f"train-{number:05d}.arrow", schema, _columns(parts)))
         ends = np.cumsum([client.num_rows for client in clients])
         places += [(number, start) for start in (0, *ends[:-1])]

@@ -95,11 +95,13 @@ class TestFiles:
         experiment = Experiment(data=data)
         assert has_validation(experiment)
         federation = build(experiment.data, 0, tmp_path / "shards")
-        assert of(federation.validation.test(0)) == [row / 2 for row in range(200, 206)]
+        wanted = [[row / 2 for row in range(200, 206)]] * 3
+        wanted = [[100.5, 102.0], [101.0, 102.5], [100.0, 101.5]] if client else wanted
+        assert [of(federation.validation.test(number)) for number in range(3)] == wanted  # client: row mod 3
         assert federation.num_samples_N.sum() == (18 if client else 24)  # 3 * round(0.2 * 8) are held out for tests
         assert client or of(federation.test(0)) == [row / 2 for row in range(100, 104)]
         again = build(experiment.data, 0, tmp_path / "shards")
-        assert again.validation.num_samples_N.tolist() == [6, 6, 6]
+        assert again.validation.num_samples_N.tolist() == list(map(len, wanted))
 
     def test_a_share_beside_a_part_has_no_effect_and_this_is_said(self):
         data = {"source": "csv", "validation_files": "v.csv", "validation": {"fraction": 0.3}}
