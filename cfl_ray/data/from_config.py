@@ -37,6 +37,7 @@ from cfl_ray.data.shards import ShardFederation, ShardManifest, open_shards, rea
 from cfl_ray.data.sources import locate
 from cfl_ray.data.synthetic import ConceptFederation, SyntheticFederation
 from cfl_ray.data.tables import read_npz
+from cfl_ray.data.validation_share import ValidationShare
 from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.plugins.calling import call_plugin, check_options, place_of, reference_of
 from cfl_ray.plugins.registry import Registry
@@ -269,7 +270,10 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         own_validation = plan.validation_view is not None
         warnings = [*plan.data_set.warnings, *layout_warnings(shape.input)]
         warnings += scale_warnings(scaling.to_tensor(plan.data_set.train_x[plan.clients[0].train]))
-    samples = int(num_samples_N.min()), float(np.median(num_samples_N)), int(num_samples_N.max())
+    trained_N = num_samples_N
+    if (share := data.validation) is not None and not own_validation:
+        trained_N = num_samples_N - ValidationShare(share.fraction, share.order, seed).counts(num_samples_N)
+    samples = int(trained_N.min()), float(np.median(trained_N)), int(trained_N.max())
     return FederationSummary(
         clients=len(num_samples_N),
         samples=samples,
