@@ -95,6 +95,14 @@ def table(
         list[str] | None, typer.Option(help="Metric to show; can be repeated.", show_default=False)
     ] = None,
     style: Annotated[str, typer.Option("--format", help="md, csv, latex or html.")] = "md",
+    of_round: Annotated[
+        str,
+        typer.Option(
+            "--round",
+            help="The evaluation that is shown: kept (of the round whose models are kept: the best with keep: best, "
+            "otherwise the last), best or last.",
+        ),
+    ] = "kept",
     trust: Trust = False,
 ) -> None:
     """Print a table of the methods of some runs: mean and standard deviation over seeds.
@@ -103,15 +111,18 @@ def table(
     --metric, several experiments are columns. p is the p-value of a paired t-test against the best method, with three
     seeds or more.
     """
-    from cfl_ray.results.comparison import FORMATS, by_experiment, compare_runs, format_table
+    from cfl_ray.results.comparison import FORMATS, ROUNDS, by_experiment, compare_runs, format_table
     from cfl_ray.run_directory import RunDirectory
+    from cfl_ray.tracking.record import BEST_ROUND
 
     if style not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")
+    if of_round not in ROUNDS:
+        raise ConfigError(f"--round must be one of {', '.join(ROUNDS)}, got {of_round!r}")
     for run_dir in run_dirs:
         if not RunDirectory(run_dir).is_study:
             trust = may_import(run_dir, trust)
-    frame = compare_runs(run_dirs, metric or (), trust)
+    frame = compare_runs(run_dirs, metric or (), trust, of_round)
     if frame.empty:
         named = ", ".join(map(str, run_dirs))
         has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
@@ -119,7 +130,10 @@ def table(
         raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
     if metric and len(metric) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
         frame = by_experiment(frame, metric[0])
+    has_best = of_round != "last" and BEST_ROUND in frame and bool(frame[BEST_ROUND].notna().any())
     print(format_table(frame, style))
+    if has_best and style == "md":
+        print(f"\nOf the best round of each method, whose models are kept (column {BEST_ROUND}).")
 
 
 def report(

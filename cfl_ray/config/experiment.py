@@ -29,6 +29,7 @@ from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.section import check_path
 from cfl_ray.config.secure_aggregation import SecureAggregationConfig
 from cfl_ray.config.start import StartConfig
+from cfl_ray.config.stopping import KeepConfig, StoppingConfig
 from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.config.yaml_text import yaml_of
 from cfl_ray.errors import ConfigError
@@ -89,6 +90,12 @@ class Experiment(WholeConfig):
         [], description="clients that join, leave or change; events after the last round are ignored"
     )
     evaluation: EvaluationConfig = EvaluationConfig()
+    stopping: StoppingConfig | None = Field(
+        None,
+        description="the end of a method whose evaluations no longer improve (docs/concepts/evaluation.md); null: a "
+        "method makes all rounds",
+    )
+    keep: KeepConfig = KeepConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
     output: str = Field("runs", description="folder of run directories, shards and the local MLflow store")

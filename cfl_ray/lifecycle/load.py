@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cfl_ray.config import Experiment
 from cfl_ray.engine.in_process import InProcessBackend
-from cfl_ray.errors import ConfigError, DataError, NotReproduced
+from cfl_ray.errors import ConfigError, DataError, NotReproduced, RunError
 from cfl_ray.results.environment import read_environment
 from cfl_ray.results.recorded_runs import recorded_result, recorded_run
 from cfl_ray.results.results import Results
@@ -83,9 +83,10 @@ def opener(run_dir: Path, setup: Callable[[], Setup]) -> Callable[[str], Trained
     return trained
 
 
-def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:
-    """A method of a run as of its newest checkpoint, also while the run is live.
+def load_trained(setup: Setup, label: str, run_dir: Path, newest: bool = False) -> TrainedMethod:
+    """A method of a run as of its newest checkpoint, or of its best round so far with `keep: best`; also of a live run.
 
+    newest: as of its newest checkpoint in any case, from which the run goes on.
     Raises ConfigError if there is no checkpoint yet, DataError if that of the last round of a finished method cannot
     be read.
     """
@@ -95,16 +96,24 @@ def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:
             f"{RunDirectory(run_dir).method(label).path} has no checkpoint yet; see `cfl-ray status {run_dir}`"
         )
     backend = InProcessBackend(setup.worker())
-    trained = RoundLoop(setup, label, backend.worker.network, backend, store).trained(backend)
+    loop = RoundLoop(setup, label, backend.worker.network, backend, store)
     directory = RunDirectory(run_dir).method(label)
     end = read_end(directory.path)
-    if end is not None and end.status == "FINISHED" and trained.round < end.summary.round:
+    if end is not None and end.status == "FINISHED" and loop.saved < end.summary.round:
         raise DataError(
             f"{directory.checkpoints}: the checkpoint of round {end.summary.round}, the last one, is missing or "
-            f"damaged, and the newest that can be read is of round {trained.round}; restore it, or remove "
-            f"{directory.end} and resume the run, which trains from round {trained.round} on"
+            f"damaged, and the newest that can be read is of round {loop.saved}; restore it, or remove "
+            f"{directory.end} and resume the run, which trains from round {loop.saved} on"
         )
-    return trained
+    if newest:
+        return loop.trained(backend)
+    try:
+        return loop.kept(backend)
+    except RunError as error:
+        raise DataError(
+            f"{directory.checkpoints}: the models of the best round cannot be read ({error}); restore its files, or "
+            "run the experiment again"
+        ) from error
 
 
 def verify_saved(setup: Setup, run_dir: Path, edited: Sequence[str]) -> None:
@@ -120,7 +129,8 @@ def verify_saved(setup: Setup, run_dir: Path, edited: Sequence[str]) -> None:
         if not edited and is_finished(directory):
             continue
         try:
-            verify(load_trained(setup, label, run_dir), recorded_result(label, directory), setup.experiment, edited)
+            trained = load_trained(setup, label, run_dir, newest=True)
+            verify(trained, recorded_result(label, directory), setup.experiment, edited)
         except NotReproduced:
             raise
         except Exception:  # of what cannot be read, which the run names when it reads it

@@ -87,7 +87,8 @@ def recorded_result(label: str, directory: Path, trained: Callable[[], TrainedMe
             f"{RunDirectory(directory).metrics} {what}, although the method has finished; restore it, or remove the "
             "folder of the run and run it again"
         )
-    return MethodResult(label, records, dict(end.summary.metrics) if end is not None else {}, directory, trained)
+    summary, ended = (dict(end.summary.metrics), end.reason) if end is not None else ({}, "")
+    return MethodResult(label, records, summary, directory, trained, ended=ended)
 
 
 # ---- search for runs in folders and their subfolders

@@ -103,7 +103,7 @@ class Newcomer:
 
 @dataclass(frozen=True)
 class TrainedMethod:
-    """A method after its last round, or after the last saved round.
+    """A method after its last round, after the last saved round, or with `keep: best` after its best round.
 
     Inputs are normalised as the federation normalises its samples: `test(client)` returns such inputs.
     """
@@ -170,6 +170,15 @@ class TrainedMethod:
     def train(self, client: int, round: int | None = None) -> TensorSamples:
         """The training samples (x, y) of a client in a round; None: in the last round."""
         return self.present(round).train(self._known(client))
+
+    def validation(self, client: int, round: int | None = None) -> TensorSamples:
+        """The validation samples (x, y) of a client in a round; None: in the last round.
+
+        Raises ConfigError if the run has no validation data.
+        """
+        if (part := self.present(round).validation) is None:
+            raise ConfigError("this run has no validation data; data.validation makes some")
+        return part.test(self._known(client))
 
     def present(self, round: int | None = None) -> Federation:
         """The federation in a round; None: in the last round."""

@@ -18,6 +18,7 @@ from cfl_ray.config.cohort import (
     PluginAvailabilityConfig,
     TraceConfig,
 )
+from cfl_ray.config.data import ValidationConfig
 from cfl_ray.config.schedule import check_schedule
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.core.method import Method
@@ -26,6 +27,7 @@ from cfl_ray.core.schedules import resolve_schedule
 from cfl_ray.core.tasks import Task, resolve_task
 from cfl_ray.data.changes import ChangingFederation
 from cfl_ray.data.federation import Federation
+from cfl_ray.data.split import with_validation
 from cfl_ray.engine.attack import UPLOAD, check_own
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import resolve
@@ -43,6 +45,7 @@ from cfl_ray.population.availability import (
 )
 from cfl_ray.setup import checks
 from cfl_ray.setup.protection import protected
+from cfl_ray.setup.round_choice import round_choice
 from cfl_ray.setup.scheduled_changes import data_changes, population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import new_trackers
@@ -82,6 +85,12 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     for round in sorted({event.round for event in experiment.schedule if event.round <= experiment.rounds}):
         population.advance(round)  # raises ConfigError if no client would be left
     check_cohort(experiment.cohort.clients or 0, federation.num_clients)
+    if (share := experiment.data.validation) is not None:
+        given = share != ValidationConfig() and not experiment.data.names_validation_part
+        if federation.validation is not None and given:
+            said = "data.validation.fraction and order have no effect: the data have a validation part of their own"
+            federation.said = (*federation.said, said)
+        federation = with_validation(federation, share.fraction, share.order, experiment.seed)
     if changes := data_changes(experiment):
         federation = ChangingFederation(federation, changes)
     model, shape = experiment.model, federation.shape
@@ -115,6 +124,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         template=template,
     )
     checks.check_attackers(setup.attack, federation.num_clients)
+    setup = replace(setup, choice=round_choice(setup))
     checks.try_methods(setup)
     checks.check_features(setup)
     setup = protected(replace(setup, of_model=checks.warnings_of_model(setup)))
