@@ -83,6 +83,7 @@ ONE = {
     "fedccfa",
     "fedavg_plus",
     "fedprox_plus",
+    "scaffold",
 }
 MIXED = {"fedem", "fedrc", "fedsoft"}  # every client counts in all models
 # no clusters by round 2: two split later, groups see the same images, and nothing drifts

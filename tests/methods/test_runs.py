@@ -35,6 +35,7 @@ WITH_CLIENT_STATE = {
     "pfedme",
     "fedas",
     "fedccfa",
+    "scaffold",
 }
 
 

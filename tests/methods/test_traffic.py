@@ -15,6 +15,7 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("fedavg", {}, (P, P), (P, P)),
     ("fedprox", {}, (P, P), (P, P)),
     ("fednova", {}, (P, P + 1), (P, P + 1)),
+    ("scaffold", {}, (2 * P, 2 * P), (2 * P, 2 * P)),  # and the control variates
     ("per_fedavg", {}, (P, P), (P, P)),
     ("per_fedavg", {"order": "second"}, (P, P), (P, P)),
     ("ditto", {}, (P, P), (P, P)),
