@@ -181,6 +181,9 @@ class ClientState:
     learned_share: bool = False
     # with `columns` None: the columns that the next training starts from; None: all of them
     resumed: Columns | None = None
+    # (received row (P,), stored value: the columns, then the numbers of the client program) -> the row that the client
+    # predicts with; None: as above
+    predicts: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ def starting_row(start_P: Tensor, client_state: ClientState | None, value: Tenso
 
 def predicting_row(received_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
     """The row for the predictions of a client that received `received_P` and keeps `value`."""
+    if client_state is not None and client_state.predicts is not None and value is not None:
+        return client_state.predicts(received_P.clone(), value.to(received_P.device))
     row_P = with_client_state(received_P, client_state, value)
     if client_state is None or value is None:
         return row_P

@@ -48,6 +48,7 @@ REFUSED = {
     "fesem": UPDATES,
     "pacfl": "descriptions",
     "pfedgraph": UPDATES,
+    "fedproto": "the prototypes that clients report",
     "scaffold": "the change that clients upload beside their models",
     "stocfl": "descriptions",
 }

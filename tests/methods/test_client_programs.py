@@ -12,6 +12,7 @@ import pytest
 import torch
 from closeness import close
 from federations import Stage, protected, uneven
+from plain import Torch
 from rounds import assert_survives_an_interruption
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
@@ -22,7 +23,6 @@ from cfl_ray.core.clients import ClientProgram, ClientState, LocalTraining, Upda
 from cfl_ray.core.exchange import Sent
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.privacy import PrivacyError
-from cfl_ray.core.rng import stream
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.engine.engines import chunk_size
@@ -69,35 +69,6 @@ def shown(tmp_path, monkeypatch):
 def test_clients_are_trained_together():
     """A vmap batch of one client would be trained by `sequential`."""
     assert chunk_size(len(SIZES), "vectorised") == 2
-
-
-class Torch:
-    """Clients trained in plain PyTorch."""
-
-    def __init__(self, one: Stage):
-        self.one, self.module = one, one.factory()
-
-    def load(self, w: torch.Tensor) -> None:
-        with torch.no_grad():
-            nn.utils.vector_to_parameters(w.clone(), self.module.parameters())
-
-    def gradient(self, w, client, index_B, extra=lambda features, loss: loss):
-        self.load(w)
-        x, y = self.one.federation.train(client)
-        features = self.module[:-1](x[index_B])
-        loss = extra(features, cross_entropy(self.module[-1](features), y[index_B]))
-        return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(self.module.parameters()))])
-
-    def features(self, w, client, index_B):
-        self.load(w)
-        x, _ = self.one.federation.train(client)
-        return self.module[:-1](x[index_B]).detach()
-
-    def batches(self, client: int, round: int):
-        draw = stream(self.one.seed, round, 1, client, "batches")
-        size = len(self.one.federation.train(client)[1])
-        for _ in range(LOCAL.epochs):
-            yield from torch.from_numpy(draw.permutation(size)).split(LOCAL.batch_size)
 
 
 class TestScaffold:

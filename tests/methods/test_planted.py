@@ -83,6 +83,7 @@ ONE = {
     "fedccfa",
     "fedavg_plus",
     "fedprox_plus",
+    "fedproto",
     "scaffold",
 }
 MIXED = {"fedem", "fedrc", "fedsoft"}  # every client counts in all models

@@ -36,6 +36,7 @@ WITH_CLIENT_STATE = {
     "fedas",
     "fedccfa",
     "scaffold",
+    "fedproto",
 }
 
 

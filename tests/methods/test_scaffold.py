@@ -8,13 +8,12 @@ import pytest
 import torch
 from closeness import close
 from federations import Stage, uneven
+from plain import Torch
 from rounds import assert_survives_an_interruption
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
-from cfl_ray.core.rng import stream
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.scaffold import Scaffold
 
@@ -32,16 +31,9 @@ def stage(engine: str = "sequential", **changes) -> Stage:
     return Stage(uneven(SIZES), mlp, replace(LOCAL, **changes), engine)
 
 
-def gradient(one: Stage, w: torch.Tensor, client: int, index_B=slice(None)) -> torch.Tensor:
-    module, (x, y) = mlp(), one.federation.train(client)
-    nn.utils.vector_to_parameters(w.clone(), module.parameters())
-    loss = cross_entropy(module(x[index_B]), y[index_B])
-    return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(module.parameters()))])
-
-
 def by_torch(one: Stage, method: Scaffold, cohorts) -> tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor]]:
     """(x, c, c_i) by Algorithm 1, with the momentum of `torch.optim.SGD` and the options of the method."""
-    local, x = one.local, one.model()
+    local, x, clients = one.local, one.model(), Torch(one)
     c, own = torch.zeros_like(x), {}
     for round, cohort in enumerate(cohorts, 1):
         models, change = [], torch.zeros_like(x)
@@ -49,11 +41,9 @@ def by_torch(one: Stage, method: Scaffold, cohorts) -> tuple[torch.Tensor, torch
             before = own.get(i, torch.zeros_like(x))
             c_i = c if method.newcomer == "c" and i not in own else before
             y, velocity, total = x.clone(), torch.zeros_like(x), 0.0
-            size, draw = SIZES[i], stream(one.seed, round, 1, i, "batches")
-            batches = [b for _ in range(local.epochs) for b in torch.from_numpy(draw.permutation(size)).split(4)]
             weight = 0.0  # of the gradients in the velocity
-            for index_B in batches:
-                g = gradient(one, y, i, index_B) + local.weight_decay * y
+            for index_B in clients.batches(i, round):
+                g = clients.gradient(y, i, index_B) + local.weight_decay * y
                 if method.correction == "gradient":
                     velocity = local.momentum * velocity + g - c_i + c
                     y = y - local.lr * velocity
@@ -62,7 +52,7 @@ def by_torch(one: Stage, method: Scaffold, cohorts) -> tuple[torch.Tensor, torch
                     y = y - local.lr * velocity - local.lr * (c - c_i)
                 weight = local.momentum * weight + 1
                 total += weight if method.correction == "gradient" else 1
-            own[i] = gradient(one, x, i) if method.variates == "I" else c_i - c + (x - y) / (total * local.lr)
+            own[i] = clients.gradient(x, i) if method.variates == "I" else c_i - c + (x - y) / (total * local.lr)
             models.append(y)
             change = change + own[i] - before
         weights = torch.tensor([float(SIZES[i]) if method.weights == "samples" else 1.0 for i in cohort])

@@ -15,6 +15,8 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("fedavg", {}, (P, P), (P, P)),
     ("fedprox", {}, (P, P), (P, P)),
     ("fednova", {}, (P, P + 1), (P, P + 1)),
+    # prototypes of 2 labels with 3 features, and up with the numbers of samples
+    ("fedproto", {}, (0, 2 * 4), (2 * 3, 2 * 4)),
     ("scaffold", {}, (2 * P, 2 * P), (2 * P, 2 * P)),  # and the control variates
     ("per_fedavg", {}, (P, P), (P, P)),
     ("per_fedavg", {"order": "second"}, (P, P), (P, P)),

@@ -37,6 +37,7 @@ REFUSED = {
     "fedrc": READS.format("further numbers"),
     "fedsoft": READS.format("further numbers"),
     "pfedgraph": READS.format("the models"),
+    "fedproto": READS.format("the prototypes that clients report"),
     "scaffold": READS.format("the change that clients upload beside their models"),
 }
 WITH_SIGNATURES = "cfl cflgp cgpfl fedac fedclust fedgroup fesem pacfl stocfl"
