@@ -27,7 +27,10 @@ from cfl_ray.methods.fedem import responsibilities
 
 COLUMNS = 53
 SECURE = SecureAggregation(clip=0.5, levels=2**12, bits=24, neighbours=4, threshold=0.5)
-SUMS_ONLY = "apfl ditto fedavg fedavg_plus fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg pfedme"
+SUMS_ONLY = (
+    "apfl ditto fedala fedavg fedavg_plus fedem fedper fedprox fedprox_plus fedrep fedrod ifca ifca_cam "
+    "lg_fedavg moon pfedme"
+)
 UPDATES, NUMBERS = "the updates", "further numbers"
 REFUSED = {
     "autocfl": UPDATES,
@@ -48,6 +51,7 @@ REFUSED = {
     "fesem": UPDATES,
     "pacfl": "descriptions",
     "pfedgraph": UPDATES,
+    "fedpac": "the heads",
     "fedproto": "the prototypes that clients report",
     "scaffold": "the change that clients upload beside their models",
     "stocfl": "descriptions",

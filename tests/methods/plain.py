@@ -1,11 +1,35 @@
 """Local training in plain PyTorch, with the batches of the engines, for re-enactments of a method's equations."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
-from federations import Stage
+from federations import Stage, uneven
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream
+
+SIZES = [9, 4, 14, 7, 5, 11, 8, 6]  # partial batches, and different numbers of steps; chunks of two clients
+ALL = list(range(len(SIZES)))
+COHORTS = [ALL, [0, 2, 3, 4, 7], [1, 2, 3, 5, 6, 7]]
+LOCAL = LocalSGD(epochs=2, batch_size=4, lr=0.2)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def stage(engine: str = "sequential", factory: Callable[[], nn.Module] = mlp, sizes=SIZES, **changes) -> Stage:
+    """Clients of these sizes with random samples; changes: of LOCAL."""
+    return Stage(uneven(sizes), factory, replace(LOCAL, **changes), engine)
+
+
+def mean_by_samples(one: Stage, rows: list[torch.Tensor], cohort) -> torch.Tensor:
+    """The mean of the rows of these clients, weighted by their numbers of samples."""
+    sizes = torch.tensor([float(len(one.federation.train(i)[1])) for i in cohort])
+    return (sizes / sizes.sum()) @ torch.stack(rows)
 
 
 class Torch:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from closeness import close
-from federations import Stage, protected, uneven
-from plain import Torch
+from federations import Stage, protected
+from plain import ALL, LOCAL, SIZES, Torch, stage
 from rounds import assert_survives_an_interruption
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
@@ -21,7 +21,6 @@ from cfl_ray import Experiment, simulate
 from cfl_ray.core.aggregation.rules import Median
 from cfl_ray.core.clients import ClientProgram, ClientState, LocalTraining, UpdateFeatures
 from cfl_ray.core.exchange import Sent
-from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.versions import NotAsynchronous, Received, Versions
@@ -33,21 +32,10 @@ from cfl_ray.setup.dry_rounds import load_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extend" / "client_program.md").read_text()
 ENGINES = ["sequential", "vectorised"]
-LOCAL = LocalSGD(epochs=2, batch_size=4, lr=0.2)
-SIZES = [9, 4, 14, 7, 5, 11, 8, 6]  # partial batches, and different numbers of steps; chunks of two clients
-ALL = range(len(SIZES))
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
-
-
-def stage(engine: str, factory=mlp, sizes=SIZES, local=LOCAL) -> Stage:
-    return Stage(uneven(sizes), factory, local, engine)
 
 
 @pytest.fixture
@@ -124,12 +112,12 @@ class TestScaffold:
     @pytest.mark.parametrize("engine", ENGINES)
     def test_keeps_a_momentum_buffer_behind_its_numbers(self, engine, shown):
         """With c = c_i = 0 in the first round, the corrected training is the plain one, and so is its buffer."""
-        one = stage(engine, local=replace(LOCAL, momentum=0.9, persist=True))
+        one = stage(engine, momentum=0.9, persist=True)
         clients, w = one.clients(), one.model()[None]
         sent, c = clients.send(w), clients.send(torch.zeros_like(w))
         how = LocalTraining(program=shown("scaffold").Corrected(), given={"c": c})
         clients.train(sent, how=how, average=clients.weights())
-        plain = stage(engine, local=one.local)
+        plain = stage(engine, momentum=0.9, persist=True)
         plain.clients().train(plain.clients().send(w), average=np.ones(len(SIZES)))
         for i in ALL:
             kept, buffer = one.client_states["Corrected", i], plain.client_states["momentum", i]

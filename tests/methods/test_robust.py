@@ -24,6 +24,7 @@ REFUSED = {
     "pfedgraph": ROBUST,
     "fedcac": ROBUST,
     "fedccfa": ROBUST,
+    "fedpac": ROBUST,
     "fedproto": ROBUST,
     "scaffold": ROBUST,
     "fednova": ["median", "trimmed_mean", "multi_krum"],

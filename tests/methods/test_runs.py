@@ -37,6 +37,10 @@ WITH_CLIENT_STATE = {
     "fedccfa",
     "scaffold",
     "fedproto",
+    "moon",
+    "fedrod",
+    "fedala",
+    "fedpac",
 }
 
 

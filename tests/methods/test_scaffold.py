@@ -7,28 +7,13 @@ import numpy as np
 import pytest
 import torch
 from closeness import close
-from federations import Stage, uneven
-from plain import Torch
+from federations import Stage
+from plain import ALL, COHORTS, LOCAL, SIZES, Torch, stage
 from rounds import assert_survives_an_interruption
-from torch import nn
 
-from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.scaffold import Scaffold
-
-SIZES = [9, 4, 14, 7, 5]  # partial batches, and different numbers of steps
-ALL = list(range(len(SIZES)))
-LOCAL = LocalSGD(epochs=2, batch_size=4, lr=0.2)
-COHORTS = [ALL, [0, 2, 3], [1, 2, 4]]
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def stage(engine: str = "sequential", **changes) -> Stage:
-    return Stage(uneven(SIZES), mlp, replace(LOCAL, **changes), engine)
 
 
 def by_torch(one: Stage, method: Scaffold, cohorts) -> tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor]]:
@@ -142,12 +127,3 @@ def test_without_a_learning_rate_control_variates_stay():
     after = one.play(Scaffold(), None, state=state, first=2)
     assert close(after.models_KP, state.models_KP, 1e-6) and torch.equal(after.sum_KP, state.sum_KP)
     assert len(one.stats.train_loss) == len(SIZES)
-
-
-def test_the_sum_follows_the_clients_when_the_federation_grows():
-    """c is a mean over N clients, of which newcomers have 0."""
-    one = stage()
-    state = one.play(Scaffold(), None)
-    grown = state.grown(10)
-    assert torch.equal(grown.sum_KP, state.sum_KP) and len(grown.assign_N) == 10
-    assert np.array_equal(grown.assign_N[5:], [-1] * 5)

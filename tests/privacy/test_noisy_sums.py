@@ -24,7 +24,10 @@ from cfl_ray.methods import REGISTRY, construct
 from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun, rounded_norm
 
 NORM, COHORT = 0.05, 4.0
-SUMS_ONLY = "apfl ditto fedavg fedavg_plus fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg pfedme"
+SUMS_ONLY = (
+    "apfl ditto fedala fedavg fedavg_plus fedem fedper fedprox fedprox_plus fedrep fedrod ifca ifca_cam "
+    "lg_fedavg moon pfedme"
+)
 READS = "its server reads {} of single clients"
 REFUSED = {
     "autocfl": READS.format("further numbers"),
@@ -37,6 +40,7 @@ REFUSED = {
     "fedrc": READS.format("further numbers"),
     "fedsoft": READS.format("further numbers"),
     "pfedgraph": READS.format("the models"),
+    "fedpac": READS.format("the heads"),
     "fedproto": READS.format("the prototypes that clients report"),
     "scaffold": READS.format("the change that clients upload beside their models"),
 }
