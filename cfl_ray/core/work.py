@@ -185,6 +185,11 @@ class ClientState:
     # predicts with; None: as above
     predicts: Callable[[Tensor, Tensor], Tensor] | None = None
 
+    @property
+    def predicts_alone(self) -> bool:
+        """Whether a client with a value predicts with it, whatever it receives."""
+        return self.columns is None and self.share == 1 and not self.learned_share and self.predicts is None
+
 
 @dataclass(frozen=True)
 class UpdateFeatures:
