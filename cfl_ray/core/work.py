@@ -182,8 +182,13 @@ class ClientState:
     # with `columns` None: the columns that the next training starts from; None: all of them
     resumed: Columns | None = None
     # (received row (P,), stored value: the columns, then the numbers of the client program) -> the row that the client
-    # predicts with; None: as above
-    predicts: Callable[[Tensor, Tensor], Tensor] | None = None
+    # predicts with; with an attribute `reads_data`, also of the client (`ClientData`), in tests. None: as above
+    predicts: Callable[..., Tensor] | None = None
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether the model that a client predicts with depends on its training data."""
+        return getattr(self.predicts, "reads_data", False)
 
     @property
     def predicts_alone(self) -> bool:

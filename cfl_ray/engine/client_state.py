@@ -1,7 +1,7 @@
 """Client state kept on the hosts: personal columns between rounds, and deferred results of the present round."""
 
 import itertools
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.backend import ClientStateKey, SavedState, StateFile
+from cfl_ray.core.describing import ClientData
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.work import ClientState, Train, Work
 from cfl_ray.errors import RunError
@@ -43,9 +44,20 @@ def starting_row(start_P: Tensor, client_state: ClientState | None, value: Tenso
     return row_P
 
 
-def predicting_row(received_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
-    """The row for the predictions of a client that received `received_P` and keeps `value`."""
+def predicting_row(
+    received_P: Tensor,
+    client_state: ClientState | None,
+    value: Tensor | None,
+    client: Callable[[], ClientData] | None = None,
+) -> Tensor:
+    """The row for the predictions of a client that received `received_P` and keeps `value`.
+
+    client: returns the client's data, if `client_state.reads_data`.
+    """
     if client_state is not None and client_state.predicts is not None and value is not None:
+        if client_state.reads_data:
+            assert client is not None
+            return client_state.predicts(received_P.cpu().clone(), value.cpu(), client()).to(received_P.device)
         return client_state.predicts(received_P.clone(), value.to(received_P.device))
     row_P = with_client_state(received_P, client_state, value)
     if client_state is None or value is None:

@@ -13,12 +13,12 @@ The first time, these passes are repeated until the loss of the last batch has a
 over the last ten of them; later there is one pass. In its first round a client starts from theta. The part of the
 samples is contiguous, with a random beginning.
 
-A client predicts with the newest theta, mixed with v_i by its W_i. Newcomers predict with theta.
+A client predicts with the newest theta after the aggregation; newcomers predict with theta. P-local measures v_i.
 
-Deviations: W_i is adapted when a client trains, not when it is only tested (official code, TsingZ0/FedALA, a7a9b21: a
-pass on the newest theta before each test, of clients that are not selected, too); the first repetition has at most
-`first_passes`. Gradients of the passes have no dropout. In FL-bench (06e658b) the clients of a worker share one W and
-one v.
+Deviations: a test keeps no W_i, and has the first s % of the samples (official code, TsingZ0/FedALA, a7a9b21: a test is
+after the aggregation that begins the next training, also of clients that are not selected). The first repetition has
+at most `first_passes`. Gradients of the passes have no dropout. In FL-bench (06e658b) the clients of a worker share one
+W and one v.
 """
 
 from collections.abc import Mapping
@@ -29,65 +29,83 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.clients import ClientProgram, Clients, ClientState, Held, LocalTraining, ProgramClient
+from cfl_ray.core.clients import ClientData, ClientProgram, Clients, ClientState, Held, LocalTraining, ProgramClient
 from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws, stream
+from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 
 LAST = 10  # passes whose losses are compared
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """The received model, mixed in the top columns with the client's last model by its weights."""
-
-    top: Columns
-
-    def __call__(self, received_P: Tensor, value: Tensor) -> Tensor:
-        v_P, w_X = value[: len(received_P)], value[len(received_P) :][: self.top.count]
-        self.top.put(received_P, mixed(self.top.of(v_P), self.top.of(received_P), w_X))
-        return received_P
-
-
-@dataclass(frozen=True)
-class AdaptiveLocalAggregation(ClientProgram):
-    """Training starts from t. Given: where the part of the samples begins, 0 .. 1 of the possible beginnings."""
+class LocalAggregation:
+    """The adaptive local aggregation of one client."""
 
     top: Columns
     eta: float
     share: float
     threshold: float
     first_passes: int
+    batch_size: int | None
+
+    def __call__(
+        self, client: ClientData, theta_P: Tensor, v_P: Tensor, w_X: Tensor, is_first: bool, place: float
+    ) -> tuple[Tensor, Tensor]:
+        """The row t (P,) and the weights after the passes. place: of the part of the samples, 0 .. 1 of all places."""
+        theta_X, v_X = self.top.of(theta_P).clone(), self.top.of(v_P)
+        batches, losses, t_P = self.batches(len(client.y), place), list[float](), theta_P.clone()
+        self.top.put(t_P, v_X + (theta_X - v_X) * w_X)
+        for _ in range(self.first_passes if is_first else 1):
+            for batch in batches:
+                if batch is batches[-1] and is_first:
+                    losses.append(client.loss(t_P, samples=batch))
+                gradient_X = self.top.of(client.gradient(t_P, samples=batch))
+                w_X = (w_X - self.eta * gradient_X * (theta_X - v_X)).clamp(0, 1)
+                self.top.put(t_P, v_X + (theta_X - v_X) * w_X)
+            if len(losses) > LAST and np.std(losses[-LAST:]) < self.threshold:
+                break
+        return t_P, w_X
+
+    def batches(self, samples: int, place: float) -> list[slice]:
+        """The batches of the part of a client's samples."""
+        count = max(int(self.share / 100 * samples), 1)
+        first = min(int(place * (samples - count + 1)), samples - count)
+        size = self.batch_size or count
+        return [slice(at, min(at + size, first + count)) for at in range(first, first + count, size)]
+
+
+@dataclass(frozen=True)
+class Aggregated:
+    """The received model after the aggregation, on the first part of the client's samples."""
+
+    aggregation: LocalAggregation
+    reads_data: ClassVar[bool] = True
+
+    def __call__(self, received_P: Tensor, value: Tensor, client: ClientData) -> Tensor:
+        v_P, (size, count) = value[: len(received_P)], (len(received_P), self.aggregation.top.count)
+        w_X, is_first = value[size : size + count], not value[size + count + 1]
+        return self.aggregation(client, received_P, v_P, w_X, bool(is_first), 0.0)[0]
+
+
+@dataclass(frozen=True)
+class StartsFromAggregation(ClientProgram):
+    """Training starts from t. Given: the place of the part of the samples."""
+
+    aggregation: LocalAggregation
     kept_model: ClassVar = "v"
 
     def keeps(self, spec: ParamSpec) -> Mapping[str, Tensor]:
-        return {"weights": torch.ones(self.top.count), "trained": torch.zeros(1), "adapted": torch.zeros(1)}
+        return {"weights": torch.ones(self.aggregation.top.count), "trained": torch.zeros(1), "adapted": torch.zeros(1)}
 
     def begin(self, client: ProgramClient, start_P: Tensor, held: Held) -> Tensor:
         if not held["trained"]:
             return start_P
-        theta_X, v_X, w_X = self.top.of(start_P), self.top.of(held["v"]), held["weights"]
-        batches, losses, t_P = self.batches(client, float(held["place"])), list[float](), start_P.clone()
-        self.top.put(t_P, mixed(v_X, theta_X, w_X))
-        for _ in range(1 if held["adapted"] else self.first_passes):
-            for batch in batches:
-                if batch is batches[-1] and not held["adapted"]:
-                    losses.append(client.loss(t_P, samples=batch))
-                gradient_X = self.top.of(client.gradient(t_P, samples=batch))
-                w_X = (w_X - self.eta * gradient_X * (theta_X - v_X)).clamp(0, 1)
-                self.top.put(t_P, mixed(v_X, theta_X, w_X))
-            if len(losses) > LAST and np.std(losses[-LAST:]) < self.threshold:
-                break
-        held["weights"], held["adapted"] = w_X, torch.ones(1)
+        is_first, place = not held["adapted"], float(held["place"])
+        t_P, held["weights"] = self.aggregation(client, start_P, held["v"], held["weights"], is_first, place)
+        held["adapted"] = torch.ones(1)
         return t_P
-
-    def batches(self, client: ProgramClient, place: float) -> list[slice]:
-        """The batches of the part of the client's samples."""
-        count = max(int(self.share / 100 * len(client.y)), 1)
-        first = min(int(place * (len(client.y) - count + 1)), len(client.y) - count)
-        size = client.local.batch_size or count
-        return [slice(at, min(at + size, first + count)) for at in range(first, first + count, size)]
 
     def finish(self, client: ProgramClient, start_P: Tensor, row_P: Tensor, held: Held) -> None:
         held["trained"] = torch.ones(1)
@@ -108,29 +126,26 @@ class FedALA(OneModel, name="fedala"):
     first_passes: int = option(100, "most passes of the first adaptation", source="ours", low=1, high=100_000)
     weights: str = weights_option()
 
-    def top(self, spec: ParamSpec) -> Columns:
-        """The trained columns of the top layers."""
-        return spec.top(self.layers).within(0, spec.trained)
-
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         # by client, so that it does not depend on the others of the cohort
         place_M = [stream(clients.seed, clients.round, 0, i, "place").random() for i in clients.ids_M.tolist()]
-        program = AdaptiveLocalAggregation(
-            self.top(clients.spec), self.eta, self.share, self.threshold, self.first_passes
-        )
+        program = StartsFromAggregation(self.aggregation_of(clients))
         updates = clients.train(
             clients.send(state.models_KP),
-            client_state=self.kept(clients.spec),
+            client_state=self.own(clients),
             how=LocalTraining(program=program, given={"place": np.array(place_M)}),
             average=clients.weights(self.weights),
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
-    def kept(self, spec: ParamSpec) -> ClientState:
+    def aggregation_of(self, clients: Clients) -> LocalAggregation:
+        """ALA with the batches of local training, of the trained columns of the top layers."""
+        top = clients.spec.top(self.layers).within(0, clients.spec.trained)
+        return LocalAggregation(top, self.eta, self.share, self.threshold, self.first_passes, clients.local.batch_size)
+
+    def own(self, clients: Clients) -> ClientState:
         """v_i and W_i."""
-        return ClientState("personal", private=False, predicts=Mixed(self.top(spec)))
+        return ClientState("personal", private=False, predicts=Aggregated(self.aggregation_of(clients)))
 
-
-def mixed(v_X: Tensor, theta_X: Tensor, w_X: Tensor) -> Tensor:
-    """The numbers v + (theta - v) W."""
-    return v_X + (theta_X - v_X) * w_X
+    def serve(self, state: State, clients: Clients) -> Serving:
+        return Serving(state.models_KP, clients.first_row(), client_state=self.own(clients))

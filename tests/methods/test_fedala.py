@@ -75,16 +75,19 @@ def test_three_rounds_follow_the_authors_code(method, engine):
     assert w_X.min() < 0.95 and w_X.max() <= 1 and w_X.min() >= 0
 
 
-def test_clients_are_served_the_newest_model_mixed_with_their_last():
+def test_clients_are_served_the_newest_model_after_the_aggregation():
+    """Client 5 has trained once, and so adapts for the first time; clients 6 and 7 have not."""
     one, method = stage(), FedALA(eta=30.0)
-    state = one.play(method, *COHORTS)
-    theta, found = state.models_KP[0], accuracy(one, method, state)
+    state = one.play(method, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+    theta, found, changed = state.models_KP[0], accuracy(one, method, state), 0
     for i in ALL:
-        row_P = theta.clone()
+        row_P = theta
         if ("personal", i) in one.client_states:
-            v, w_X, _ = one.client_states["personal", i].split([len(theta), TOP, 2])
-            row_P[-TOP:] = v[-TOP:] + (theta - v)[-TOP:] * w_X
+            v, w_X, flags = one.client_states["personal", i].split([len(theta), TOP, 2])
+            row_P = adapted(one, method, i, theta, v, w_X, not flags[1], 0.0)[0]
+            changed += not close(row_P, theta, 1e-3)
         assert found[i] == pytest.approx(row_accuracy(one, row_P, i))
+    assert changed == 6
 
 
 def test_without_adaptation_it_is_fedavg():
