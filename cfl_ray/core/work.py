@@ -195,6 +195,12 @@ class ClientState:
         """Whether a client with a value predicts with it, whatever it receives."""
         return self.columns is None and self.share == 1 and not self.learned_share and self.predicts is None
 
+    def keeping(self, more: Columns) -> "ClientState":
+        """This state, which also keeps other columns, from which the next training starts."""
+        if self.columns is None:
+            return self if self.resumed is None else replace(self, resumed=self.resumed.joined(more))
+        return replace(self, columns=self.columns.joined(more))
+
 
 @dataclass(frozen=True)
 class UpdateFeatures:

@@ -413,6 +413,8 @@ def test_methods_lists_all_and_explains_one(capsys):
         status, printed, _ = call(capsys, "methods", name)
         assert status == 0 and "Deviations" in printed and "A client keeps: " in printed
         kept = {
+            "fedamp": "a model",
+            "feroma": "a model and a profile",
             "fedcac": "a model and a mask",
             "pfedgraph": "a model",
             "fedccfa": "a classifier",
