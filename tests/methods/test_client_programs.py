@@ -18,16 +18,19 @@ from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from cfl_ray import Experiment, simulate
+from cfl_ray.config import EvaluationConfig
 from cfl_ray.core.aggregation.rules import Median
 from cfl_ray.core.clients import ClientProgram, ClientState, LocalTraining, UpdateFeatures
 from cfl_ray.core.exchange import Sent
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.secure_aggregation import SecureAggregation
+from cfl_ray.core.serving import Serving
 from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.engine.engines import chunk_size
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.privacy.noisy_sums import Noise, Privacy, PrivateRun
+from cfl_ray.runtime.evaluation import Evaluator
 from cfl_ray.setup.dry_rounds import load_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extend" / "client_program.md").read_text()
@@ -526,6 +529,49 @@ def test_the_plan_counts_the_passes_of_a_step(program, passes):
     one = stage("sequential")
     load = load_of(averaging(program), 4, 8, one.network.spec, LOCAL, one.federation.shape)
     assert load.trainings == passes
+
+
+class TestPredicts:
+    """The model that a client predicts with is a function of what it receives and keeps."""
+
+    def served(self, predicts, ids=(0, 1)) -> tuple[np.ndarray, Stage]:
+        """Scores of a model with which client 0 alone keeps another, and the stage."""
+        one = stage("sequential")
+        clients, w = one.clients([0]), one.model()[None]
+        clients.train(clients.send(w), client_state=ClientState("own", predicts=predicts))
+        state = ClientState("own", predicts=predicts)
+        evaluator = Evaluator(EvaluationConfig(local_samples=10**6), one.federation, one.backend, one.seed)
+        clients = one.clients(ids)
+        return evaluator.scores(Serving(one.model(1)[None], clients.first_row(), client_state=state), clients), one
+
+    def test_a_function_of_both_models_and_of_the_data(self):
+        def difference(received_P, value):
+            return received_P - value
+
+        def scaled(received_P, value, client):
+            return len(client.y) * client.loss(received_P) * received_P
+
+        scaled.reads_data = True
+        for predicts in (difference, scaled):
+            found, one = self.served(predicts)
+            received_P, kept_P = one.model(1), one.client_states["own", 0]
+            x, y = one.federation.train(0)
+            clients = Torch(one)
+            clients.load(received_P)
+            loss = cross_entropy(clients.module(x), y).item()
+            row_P = received_P - kept_P if predicts is difference else len(y) * loss * received_P
+            for client, row in ((0, row_P), (1, received_P)):  # client 1 keeps none
+                clients.load(row)
+                x, y = one.federation.test(client)
+                with torch.no_grad():
+                    assert found[client, -1] == pytest.approx(cross_entropy(clients.module(x), y).item(), rel=1e-4)
+
+    @pytest.mark.parametrize("wrong", [None, torch.zeros(3), [1.0]])
+    def test_what_is_no_row_is_named(self, wrong):
+        with pytest.raises(
+            RunError, match="predicts of the client state 'own' returned .*, expected a row of 53 numbers"
+        ):
+            self.served(lambda received_P, value: wrong)
 
 
 class TestTorchScript:
