@@ -1,14 +1,12 @@
 """FedPAC: rounds by plain PyTorch, the weights by another solver, and what is served."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import scipy
 import torch
 from closeness import close
 from plain import Torch, mean_by_samples, stage
-from rounds import accuracy, assert_survives_an_interruption, floats, row_accuracy
+from rounds import accuracy, floats, row_accuracy
 
 from cfl_ray.methods.fedpac import FedPAC, collaboration
 
@@ -125,7 +123,3 @@ def test_a_leaver_has_no_head():
     one, method = stage(sizes=RARE), FedPAC()
     state = method.leave(one.play(method, [0, 1, 2]), np.array([1]))
     assert state.seen_S.tolist() == [0, 2] and len(state.row_SCF) == 2
-
-
-def test_survives_an_interruption(tmp_path):
-    assert_survives_an_interruption(lambda: stage(sizes=RARE), replace(FedPAC(), lam=0.5), COHORTS, tmp_path)

@@ -56,7 +56,7 @@ def by_torch(one: Stage, method: FedProto, cohorts) -> tuple[dict[int, torch.Ten
     return prototypes, models
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised", "manual"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 @pytest.mark.parametrize("method", [FedProto(lam=0.7), FedProto(prototypes="running", weights="uniform")])
 def test_three_rounds_follow_the_equations(method, engine):
     one = stage(engine, sizes=RARE)

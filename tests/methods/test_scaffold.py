@@ -9,7 +9,6 @@ import torch
 from closeness import close
 from federations import Stage
 from plain import ALL, COHORTS, LOCAL, SIZES, Torch, stage
-from rounds import assert_survives_an_interruption
 
 from cfl_ray.core.method import Method
 from cfl_ray.methods.fedavg import FedAvg
@@ -54,7 +53,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised", "manual"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 @pytest.mark.parametrize("method, changes", CASES)
 def test_three_rounds_follow_algorithm_1(method, changes, engine):
     one = stage(engine, **changes)
@@ -70,9 +69,9 @@ def test_three_rounds_follow_algorithm_1(method, changes, engine):
 
 
 def residual(method: Method) -> float:
-    """Norm of the gradient of the mean of f_i, a convex function, after 40 rounds of two clients."""
+    """Norm of the gradient of the mean of f_i, a convex function, after 25 rounds of two clients."""
     one = linear.stage(steps=5, sizes=(20, 16))
-    w = linear.matrix(one.play(method, *[None] * 40).models_KP[0])
+    w = linear.matrix(one.play(method, *[None] * 25).models_KP[0])
     return np.linalg.norm(linear.gradient(one, 0, w) + linear.gradient(one, 1, w)) / 2
 
 
@@ -105,12 +104,6 @@ def test_a_newcomer_at_c_trains_without_correction_and_counts_whole():
     plain = other.play(FedAvg(), [4], state=replace(first, sum_KP=torch.zeros_like(first.sum_KP)), first=2)
     assert close(found.models_KP, plain.models_KP, 1e-6)
     assert not close(one.play(Scaffold(), [4], state=first, first=2).models_KP, plain.models_KP, 1e-3)
-
-
-@pytest.mark.parametrize("correction", ["gradient", "after_step"])
-def test_survives_an_interruption(correction, tmp_path):
-    method, cohorts = Scaffold(correction=correction), [[0, 1, 2], [1, 4], [0, 2], ALL]
-    assert_survives_an_interruption(lambda: stage(momentum=0.5), method, cohorts, tmp_path / "checkpoints")
 
 
 def test_a_client_that_is_excluded_changes_neither_model_nor_variates():
