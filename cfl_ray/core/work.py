@@ -181,6 +181,19 @@ class ClientState:
     learned_share: bool = False
     # with `columns` None: the columns that the next training starts from; None: all of them
     resumed: Columns | None = None
+    # (received row (P,), stored value: the columns, then the numbers of the client program) -> the row that the client
+    # predicts with; with an attribute `reads_data`, also of the client (`ClientData`), in tests. None: as above
+    predicts: Callable[..., Tensor] | None = None
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether the model that a client predicts with depends on its training data."""
+        return getattr(self.predicts, "reads_data", False)
+
+    @property
+    def predicts_alone(self) -> bool:
+        """Whether a client with a value predicts with it, whatever it receives."""
+        return self.columns is None and self.share == 1 and not self.learned_share and self.predicts is None
 
     def keeping(self, more: Columns) -> "ClientState":
         """This state, which also keeps other columns, from which the next training starts."""

@@ -6,9 +6,11 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import EvaluateClients, EvaluateShared, Train, scores_name
 from cfl_ray.engine import scoring
 from cfl_ray.engine.client_state import predicting_row
+from cfl_ray.engine.describing import ClientView
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.samples import Same
@@ -19,7 +21,9 @@ def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
     """Scores of each client's model, which may be trained before the test (`tune`)."""
     work, arrays, predictors = chunk.work, chunk.empty(), _Predictors(chunk)
     for index in range(len(chunk)):
-        row_P = predicting_row(chunk.on_device(work.start, index), work.client_state, chunk.stored_value(index))
+        row_P = _served_row(chunk, index)
+        if row_P is None:
+            continue
         if work.tune is not None:
             task = _tuning_task(chunk, index, row_P)
             if task is None:
@@ -76,6 +80,20 @@ def client_scores(
             return scoring.values(task, logits, x, y) if len(y) else undefined, None
         confusion_CC, loss_C = scoring.confusion(logits(x).cpu(), y, chunk.data.shape.num_classes)
     return scoring.scores(confusion_CC, loss_C), None
+
+
+def _served_row(chunk: OpenChunk[EvaluateClients], index: int) -> Tensor | None:
+    """The row that a client predicts with. If it depends on data that are not valid, excludes it and returns None."""
+    work, value, received_P = chunk.work, chunk.stored_value(index), chunk.on_device(chunk.work.start, index)
+    if value is None or work.client_state is None or not work.client_state.reads_data:
+        return predicting_row(received_P, work.client_state, value)
+    samples = chunk.samples(index)
+    if samples is None:
+        return None
+    client, local = chunk.client(index), work.tune or LocalSGD()
+    view = ClientView(client, *samples, chunk.network, work.address, local, chunk.train_one)
+    with naming_client(client, "preparing its model"):
+        return predicting_row(received_P, work.client_state, value, lambda: view)
 
 
 def _tuning_task(chunk: OpenChunk[EvaluateClients], index: int, start_P: Tensor) -> TrainingTask | None:

@@ -151,7 +151,7 @@ class ReusingBackend:
         if work.weight_MK is not None:
             row_M = np.zeros_like(row_M)
         state = work.client_state
-        if state is not None and state.columns is None and state.share == 1 and not state.learned_share:
+        if state is not None and state.predicts_alone:
             row_M = np.where(self._versions(work) > 0, _OWN_MODEL, row_M)
         added = Rows(0, np.full(len(row_M), _NO_MODEL)) if work.frozen_model is None else work.frozen_model
         pairs, group_M = np.unique(np.stack([row_M, added.row_M], 1), axis=0, return_inverse=True)

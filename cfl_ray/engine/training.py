@@ -94,7 +94,9 @@ def train(chunk: OpenChunk[Train], sums: HostSums, together: TrainedTogether | N
         if work.defer_aggregation:
             chunk.kept.deferred[index] = upload_P.cpu().clone()
         if work.local_test_samples:  # last, because it may load another row into the network
-            if work.program.kept_model in result.moved:
+            state = work.client_state
+            own = state is not None and state.predicts is not None and not state.reads_data
+            if own or work.program.kept_model in result.moved:
                 row_P = predicting_row(row_P, work.client_state, chunk.kept.states.get(index))
             logits = scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))
             for part in work.local_parts:

@@ -8,6 +8,7 @@ changed.
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import torch
@@ -150,6 +151,7 @@ def _other_models(trained: TrainedMethod, serving: Serving, client: int) -> Iter
         return
     state = serving.client_state
     value = None if state is None else trained.backend.client_state(state.name, client)
+    view = partial(trained.view, client, lambda: trained.train(client))
     for row in range(min(len(serving.models_KP), max(trained.num_clusters, 1))):
         if row != serving.row_M[0]:
-            yield trained.module(predicting_row(serving.models_KP[row], state, value), serving.frozen_P)
+            yield trained.module(predicting_row(serving.models_KP[row], state, value, view), serving.frozen_P)

@@ -418,6 +418,7 @@ def test_methods_lists_all_and_explains_one(capsys):
             "fedcac": "a model and a mask",
             "pfedgraph": "a model",
             "fedccfa": "a classifier",
+            "fedpac": "a classifier",
         }.get(name)
         of_clients = re.findall(r"The server keeps for clients: (a [\w ]+) of each that has taken part", printed)
         assert of_clients == [kept] * (kept is not None), name

@@ -37,6 +37,12 @@ WITH_CLIENT_STATE = {
     "pfedme",
     "fedas",
     "fedccfa",
+    "scaffold",
+    "fedproto",
+    "moon",
+    "fedrod",
+    "fedala",
+    "fedpac",
 }
 
 
