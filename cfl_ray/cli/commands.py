@@ -87,7 +87,9 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(str(error), error.exit_status)
     except KeyboardInterrupt as error:  # possibly a second Ctrl-C, while the first Ctrl-C ends the run
         _fail(_message_of_interruption(error) or "stopped", Interrupted.exit_status)
-    except SystemExit as error:  # ours, or that of a plugin, whose status would be taken for that of the run
+    except SystemExit as error:  # Typer's, ours, or that of a plugin, whose status would be taken for that of the run
+        if (message := _message_of_interruption(error)) is not None:
+            _fail(message, Interrupted.exit_status)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         if is_user_file(Path(frame.filename)):
             _fail(f"SystemExit: {error} ({frame.filename}, line {frame.lineno}); a plugin cannot end the process", 1)

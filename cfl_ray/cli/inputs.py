@@ -39,6 +39,16 @@ Trust = Annotated[
         "not start it on this machine.",
     ),
 ]
+Code = Annotated[
+    str | None,
+    typer.Option(
+        "--code",
+        metavar="run|now",
+        help="If Python files were edited or are gone since the run began: run, the copy in its directory (the "
+        "default), or now, the present files.",
+        show_default=False,
+    ),
+]
 InProcess = Annotated[
     bool,
     typer.Option("--in-process", help="Run in this process without Ray, for debugging; the results are the same."),

@@ -83,14 +83,23 @@ def _check_study(file: Path, overrides: list[str] | None, only: "Selection", as_
 def explain(
     key: Annotated[
         str | None,
-        typer.Argument(help="A section or a key, e.g. local or local.lr; default: all.", show_default=False),
+        typer.Argument(
+            help="A section or a key, e.g. local or local.lr; of a study: study, sweep, ...; default: all.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
-    """List the keys of an experiment with their meaning, values and defaults: all, those of a section, or one."""
+    """List the keys of an experiment with their meaning, values and defaults: all, those of a section, or one.
+
+    `study` lists the keys of a study.
+    """
     from cfl_ray.cli.printed_tables import indented
     from cfl_ray.config import Experiment, keys
+    from cfl_ray.config.study import Study
 
-    for section in keys.find(Experiment, key) if key else keys.sections(Experiment):
+    of_study = key is not None and key.split(".")[0] in {"study", *Study.model_fields} - {*Experiment.model_fields}
+    config, name = (Study, (key or "").removeprefix("study").lstrip(".")) if of_study else (Experiment, key)
+    for section in keys.find(config, name) if name else keys.sections(config):
         out.print(Text.assemble((section.name or "top level", "bold"), f"  {section.meaning}"))
         for each in section.keys:
             default = f"  ({each.values}; required)" if each.default is None else f" = {each.default}  ({each.values})"

@@ -38,6 +38,7 @@ def run(
             show_default=False,
         ),
     ] = None,
+    code: inputs.Code = None,
 ) -> None:
     """Run an experiment: all its methods, with live progress and a table of results at the end."""
     with uncollected() if in_process else forkable_imports():
@@ -46,11 +47,16 @@ def run(
 
     experiment = inputs.load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:
-        results = launch.run(experiment, run_dir, display, replay, extend, on_ray=not in_process)
+        results = launch.run(experiment, run_dir, display, replay, extend, on_ray=not in_process, code=code)
     display.finish(results)
 
 
-def resume(run_dir: inputs.RunDir, trust: inputs.Trust = False, in_process: inputs.InProcess = False) -> None:
+def resume(
+    run_dir: inputs.RunDir,
+    trust: inputs.Trust = False,
+    in_process: inputs.InProcess = False,
+    code: inputs.Code = None,
+) -> None:
     """Resume a run that was stopped or has died, from its last checkpoint.
 
     RUN may be the folder of a study: its unfinished runs continue, and failed runs are repeated.
@@ -68,13 +74,13 @@ def resume(run_dir: inputs.RunDir, trust: inputs.Trust = False, in_process: inpu
                 f"one of them, {run_dir}/SETTING/METHOD/seed-SEED"
             )
         inputs.is_trusted(lambda: load_study_record(run_dir), trust)
-        run_all(study_from(RunDirectory(run_dir).study, None), run_dir)
+        run_all(study_from(RunDirectory(run_dir).study, None), run_dir, code=code)
         return
     RunDirectory(run_dir).require_run()
     trust = inputs.is_trusted(lambda: load_record(run_dir), trust)
     experiment = load_record(run_dir, trust)
     with Display(out, experiment.rounds) as display:
-        results = launch.resume(run_dir, watcher=display, on_ray=not in_process, trust=trust)
+        results = launch.resume(run_dir, watcher=display, on_ray=not in_process, trust=trust, code=code)
     if display.experiment is not None:  # it has started
         display.finish(results)
         return
@@ -157,6 +163,7 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the runs and which of them are finished; run nothing.")
     ] = False,
+    code: inputs.Code = None,
 ) -> None:
     """The command `compare` for a study, `sweep` for a study with a sweep."""
     study = study_from(file, overrides)
@@ -165,7 +172,7 @@ def launch(
         raise ConfigError(f"{file} {what}; run it with: {command(verb, file, *(overrides or ()))}")
     from cfl_ray.study.study_plan import Selection
 
-    run_all(study, folder, Selection(settings or (), methods or (), seeds or ()), at_once, dry_run, extend)
+    run_all(study, folder, Selection(settings or (), methods or (), seeds or ()), at_once, dry_run, extend, code)
 
 
 def study_from(file: Path, overrides: list[str] | None) -> "Study":
@@ -182,6 +189,7 @@ def run_all(
     at_once: int | None = None,
     dry_run: bool = False,
     extend: Path | None = None,
+    code: str | None = None,
 ) -> None:
     """Runs the selected runs (None: all) of a study, or lists them (dry_run)."""
     from cfl_ray.cli.progress import StudyDisplay
@@ -197,7 +205,9 @@ def run_all(
         say(f"{counted(len(runs), 'run')}{' at the ends of the ranges' * study.learns}; folder: {root}")
         return
     with StudyDisplay(out, study.learns) as display:
-        results = run_study(study, folder, only, at_once, display, extend)
+        results = run_study(study, folder, only, at_once, display, extend, code)
     display.finish(results)
     if results.failed:
-        raise RunError(f"{len(results.failed)} of the runs are not finished; the same command tries them again")
+        count = len(results.failed)
+        verb = "run is" if count == 1 else "runs are"
+        raise RunError(f"{count} {verb} not finished; the same command tries {'it' if count == 1 else 'them'} again")

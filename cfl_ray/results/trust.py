@@ -25,6 +25,7 @@ from cfl_ray.config.paths import file_keys
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import DataError
 from cfl_ray.errors.redaction import redact
+from cfl_ray.results.kept_code import kept_names
 from cfl_ray.run_directory import RunDirectory, UntrustedError
 from cfl_ray.system.files import read_text
 from cfl_ray.system.nested import texts_of
@@ -54,7 +55,7 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
     record_text(run_dir)
     experiment = config.load(RunDirectory(run_dir).config)
     if not trust:
-        names = _code_in(experiment)
+        names = _code_in(experiment) + kept_names(run_dir)
         if connects:
             names += _servers_in(experiment, replaced=bool(os.environ.get("RAY_ADDRESS")))
             names += _places_in({"output": experiment.output} | _record(run_dir))
@@ -75,7 +76,7 @@ def load_study_record(folder: Path, trust: bool = False) -> Study:
 def sign_record(run_dir: Path, experiment: Experiment, text: str | None = None) -> None:
     """Signs the names in the record of this user's run. text: the record; None: read from the directory."""
     places = _places_in({"output": experiment.output} | _record(run_dir, text))
-    RunDirectory(run_dir).sign(_code_in(experiment) + _servers_in(experiment) + places)
+    RunDirectory(run_dir).sign(_code_in(experiment) + kept_names(run_dir) + _servers_in(experiment) + places)
 
 
 def sign_study(folder: Path, study: Study) -> None:

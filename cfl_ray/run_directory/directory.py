@@ -73,6 +73,12 @@ class RunDirectory:
         "PyTorch, digests of the data and of the user's files, on which results depend besides the config hash",
         "driver",
     )
+    user_code = File(
+        "user_code/",
+        ("run", "study"),
+        "copies of the user's files that the run imported, shared by the runs of a study",
+        "driver",
+    )
     session = File("session.json", ("run",), "address of the server while the run is live, signed", "driver")
     start_lock = File("start.lock", ("run",), "held by the process that started the run", "driver")
     failure = File("failure.txt", ("run",), "why a run of a study failed", "study")
