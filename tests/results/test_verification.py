@@ -270,7 +270,7 @@ class TestReplacedData:
             load_run("run", code="now")["fedavg"].test(0)
         assert load_run("run")["fedavg"].test(0)  # of the copy of the function
         with pytest.raises(ConfigError, match=r"the data of .* have changed since the run began"):
-            simulate(experiment.model_copy(update={"rounds": 4}), run_dir="longer", extend="run")
+            simulate(experiment.model_copy(update={"rounds": 4}), run_dir="longer", extend="run", code="now")
 
 
 def test_divergence_is_said_in_python(files, caplog):
