@@ -39,13 +39,18 @@ def run(
         ),
     ] = None,
     code: inputs.Code = None,
+    trust: inputs.Trust = False,
 ) -> None:
     """Run an experiment: all its methods, with live progress and a table of results at the end."""
     with uncollected() if in_process else forkable_imports():
         from cfl_ray.cli.progress import Display
         from cfl_ray.lifecycle import launch
+        from cfl_ray.results.trust import load_record
+        from cfl_ray.run_directory import RunDirectory
 
-    experiment = inputs.load_experiment(file, overrides)
+    experiment = inputs.load_experiment(file, overrides, trust)
+    if extend is not None and RunDirectory(extend).is_run:
+        inputs.check_code(lambda trusts: load_record(extend, trusts, connects=False), trust)
     with Display(out, experiment.rounds) as display:
         results = launch.run(experiment, run_dir, display, replay, extend, on_ray=not in_process, code=code)
     display.finish(results)
@@ -73,8 +78,8 @@ def resume(
                 f"--in-process is for a run, and {run_dir} is a study, whose runs are in processes of their own: name "
                 f"one of them, {run_dir}/SETTING/METHOD/seed-SEED"
             )
-        inputs.is_trusted(lambda: load_study_record(run_dir), trust)
-        run_all(study_from(RunDirectory(run_dir).study, None), run_dir, code=code)
+        inputs.check_code(lambda trusts: load_study_record(run_dir, trusts), trust)
+        run_all(study_from(RunDirectory(run_dir).study, None, trust), run_dir, code=code)
         return
     RunDirectory(run_dir).require_run()
     trust = inputs.is_trusted(lambda: load_record(run_dir), trust)
@@ -89,7 +94,7 @@ def resume(
     display.show(results)
 
 
-def prepare(file: inputs.File = None, overrides: inputs.Overrides = None) -> None:
+def prepare(file: inputs.File = None, overrides: inputs.Overrides = None, trust: inputs.Trust = False) -> None:
     """Write the clients' data of an experiment as shards; shards of these data are reused."""
     from cfl_ray.cli.progress import Display
     from cfl_ray.data.from_config import with_shards
@@ -97,7 +102,7 @@ def prepare(file: inputs.File = None, overrides: inputs.Overrides = None) -> Non
     from cfl_ray.setup.prepare import prepare as prepare_setup
     from cfl_ray.setup.prepare import shards_folder
 
-    experiment = inputs.load_experiment(file, overrides)
+    experiment = inputs.load_experiment(file, overrides, trust)
     with Display(out, experiment.rounds) as display:
         federation = prepare_setup(experiment, display.preparing, converts_changed=True).federation
     uri = getattr(federation, "uri", None)
@@ -164,9 +169,10 @@ def launch(
         bool, typer.Option("--dry-run", help="List the runs and which of them are finished; run nothing.")
     ] = False,
     code: inputs.Code = None,
+    trust: inputs.Trust = False,
 ) -> None:
     """The command `compare` for a study, `sweep` for a study with a sweep."""
-    study = study_from(file, overrides)
+    study = study_from(file, overrides, trust)
     verb, what = ("compare", "has no `sweep`") if study.sweep is None else ("sweep", "is a sweep")
     if context.info_name != verb:
         raise ConfigError(f"{file} {what}; run it with: {command(verb, file, *(overrides or ()))}")
@@ -175,11 +181,14 @@ def launch(
     run_all(study, folder, Selection(settings or (), methods or (), seeds or ()), at_once, dry_run, extend, code)
 
 
-def study_from(file: Path, overrides: list[str] | None) -> "Study":
-    """The study in a file, with these overrides of its experiment."""
+def study_from(file: Path, overrides: list[str] | None, trust: bool = False) -> "Study":
+    """The study in a file, with these overrides of its experiment. trust: as in `inputs.load_experiment`."""
     from cfl_ray.config.study import load_study
+    from cfl_ray.results.trust import check_config
 
-    return load_study(file, overrides or (), inputs.output_base())
+    study = load_study(file, overrides or (), inputs.output_base())
+    inputs.check_code(lambda trusts: check_config(str(file), study, overrides or (), trusts), trust)
+    return study
 
 
 def run_all(

@@ -152,7 +152,7 @@ def kept_code(run_dir: Path) -> KeptCode | None:
 def kept_names(run_dir: Path) -> list[str]:
     """The files of a run's copy with their digests, for the signature of the run."""
     folder = RunDirectory(run_dir).user_code
-    kept = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / INDEX)
+    kept = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".so") and path.is_file())
     return [f"the code in {file.relative_to(run_dir)} ({files.sha256(file)[:_DIGITS]})" for file in kept]
 
 
