@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 import cfl_ray
-from cfl_ray.cli import inspect_commands, result_commands, run_commands
+from cfl_ray.cli import folder_commands, inspect_commands, result_commands, run_commands
 from cfl_ray.cli.console import err, say
 from cfl_ray.errors import Interrupted, RunStopped, UserError, class_and_text, notes_of, says_where
 from cfl_ray.errors.redaction import redact
@@ -53,6 +53,9 @@ app.command(
 app.command(short_help="Compare the methods of runs over seeds.")(result_commands.table)
 app.command(short_help="Write the report of runs: one HTML page.")(result_commands.report)
 app.command(short_help="Write a trained model to a file.")(result_commands.export)
+app.command(short_help="Show what differs between two runs.")(folder_commands.diff)
+app.command(short_help="Show the disk space of runs and shards.")(folder_commands.du)
+app.command(short_help="Drop checkpoints and shards that no run needs.")(folder_commands.clean)
 app.command(short_help="Write the shards of a federation.")(run_commands.prepare)
 
 

@@ -96,9 +96,12 @@ def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:
     """
     store = checkpoint_store(setup, run_dir, label)
     if store is None or not store.rounds():
-        raise ConfigError(
-            f"{RunDirectory(run_dir).method(label).path} has no checkpoint yet; see `cfl-ray status {run_dir}`"
-        )
+        method = RunDirectory(run_dir).method(label).path
+        if is_finished(method):
+            raise ConfigError(
+                f"{method} has no checkpoint any more, only its records (cfl-ray clean --models drops it)"
+            )
+        raise ConfigError(f"{method} has no checkpoint yet; see `cfl-ray status {run_dir}`")
     backend = InProcessBackend(setup.worker())
     trained = RoundLoop(setup, label, backend.worker.network, backend, store).trained(backend)
     directory = RunDirectory(run_dir).method(label)
