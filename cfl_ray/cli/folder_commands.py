@@ -33,12 +33,13 @@ def du(folder: Folder = Path("runs")) -> None:
     from cfl_ray.results.disk_use import KINDS, disk_use
 
     found = disk_use(folder)
-    table = folding("folder", "state", *(f"{kind} MB" for kind in KINDS), "total MB")
+    table = folding("folder", "state", *KINDS, "total")
     for use in sorted(found, key=lambda use: use.total, reverse=True):
         sizes = (f"{use.bytes[kind] / _MB:.2f}" if kind in use.bytes else "" for kind in KINDS)
         table.add_row(str(_below(use.path, folder)), use.state, *sizes, f"{use.total / _MB:.2f}")
     out.print(table)
-    say(f"{sum(use.total for use in found) / _MB:.2f} MB in all; what can be dropped: {command('clean', folder)}")
+    total = sum(use.total for use in found) / _MB
+    say(f"sizes in MB; {total:.2f} MB in all; what can be dropped: {command('clean', folder)}")
 
 
 def clean(
@@ -46,16 +47,20 @@ def clean(
     models: Annotated[
         bool, typer.Option("--models", help="Also the models of finished runs; their records are kept.")
     ] = False,
+    figures: Annotated[
+        bool,
+        typer.Option("--figures", help="Also figures and reports of finished runs; cfl-ray report writes a new one."),
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Drop it; without this, it is only listed.")] = False,
 ) -> None:
     """List what no run needs, or drop it (--yes): earlier checkpoints of finished runs, and shards of no run here.
 
-    Records, the models of finished runs (without --models), and runs that are live or not finished are kept. Shards are
-    written again when a run needs them.
+    Records are kept, models and figures of finished runs unless they are named, and everything of runs that are live
+    or not finished. Shards are written again when a run needs them.
     """
     from cfl_ray.results.disk_use import droppable
 
-    found = droppable(folder, models)
+    found = droppable(folder, models, figures)
     total = sum(each.bytes for each in found)
     for each in found:
         say(f"{_below(each.owner, folder)}: {each.what}, {each.bytes / _MB:.2f} MB")
@@ -64,7 +69,7 @@ def clean(
     if yes or not found:
         say(f"dropped: {total / _MB:.2f} MB" if found else "nothing can be dropped")
         return
-    again = command("clean", folder, *(["--models"] if models else []), "--yes")
+    again = command("clean", folder, *["--models"] * models, *["--figures"] * figures, "--yes")
     say(f"{counted(len(found), 'part')}, {total / _MB:.2f} MB; nothing was dropped yet: {again}")
 
 

@@ -15,7 +15,8 @@ from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import is_held
 
-KINDS = ("records", "checkpoints", "models", "code", "shards")
+KINDS = ("records", "figures", "checkpoints", "models", "code", "shards")
+_FIGURES = (".png", ".svg", ".pdf", ".html")  # of the artifacts; the others are records
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,12 @@ def disk_use(folder: Path) -> list[DiskUse]:
     return found
 
 
-def droppable(folder: Path, models: bool = False) -> list[Droppable]:
+def droppable(folder: Path, models: bool = False, figures: bool = False) -> list[Droppable]:
     """The files below a folder that no run needs: earlier checkpoints of finished runs, and shards of no run.
 
     models: also the last checkpoint and the logged models of finished runs, so that only their records are left. Runs
-    that are live or not finished, and their shards, are left as they are. Raises ConfigError without any run or shards.
+    that are live or not finished, and their shards, are left as they are. figures: also figures and reports of finished
+    runs, of which `cfl-ray report` draws most again. Raises ConfigError without any run or shards.
     """
     runs, shards = _found(folder)
     found = []
@@ -84,6 +86,8 @@ def droppable(folder: Path, models: bool = False) -> list[Droppable]:
                 found += [Droppable(run, f"models of {directory.path.name}", tuple(kept))] if kept else []
             elif earlier := CheckpointStore(directory.path, recorded_hash(RunDirectory(run))).not_needed():
                 found.append(Droppable(run, f"earlier checkpoints of {directory.path.name}", tuple(earlier)))
+        if figures and (drawn := _figures_of(run)):
+            found.append(Droppable(run, "figures and reports", tuple(drawn)))
     needed = _needed(runs, shards, keep_models=not models)
     return found + [Droppable(each, "shards of no run here", (each,)) for each in shards if each not in needed]
 
@@ -153,9 +157,15 @@ def _content_of(shards: Path) -> str | None:
         return None
 
 
+def _figures_of(run: Path) -> list[Path]:
+    folders = [RunDirectory(run).artifacts, *run.glob(f"*/{RunDirectory.artifacts.name}")]
+    return sorted(path for folder in folders for path in folder.glob("*") if path.suffix in _FIGURES)
+
+
 def _bytes_of(run: Path) -> dict[str, int]:
     directory = RunDirectory(run)
     by_kind = {
+        "figures": sum(map(size_of, _figures_of(run))),
         "checkpoints": sum(map(size_of, run.glob(f"*/{RunDirectory.checkpoints.name}"))),
         "models": sum(map(size_of, run.glob(f"*/{RunDirectory.models.name}"))),
         "code": size_of(directory.user_code) if directory.user_code.is_dir() else 0,
