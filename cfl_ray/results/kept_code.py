@@ -36,7 +36,7 @@ Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Change:
+class CodeChange:
     """A kept file whose present version differs."""
 
     name: str  # in the copy
@@ -58,14 +58,14 @@ class KeptCode:
     present: Mapping[str, Path]  # the present path of each file, by its name in the copy
     digests: Mapping[str, str]
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[CodeChange]:
         """The files whose present version differs from the copy."""
         found = []
         for name, path in self.present.items():
             now = path.read_bytes() if path.is_file() else None
             if now is None or sha256(now).hexdigest() != self.digests[name]:
                 before = (self.folder / name).read_text(errors="replace")
-                found.append(Change(name, path, before, None if now is None else now.decode(errors="replace")))
+                found.append(CodeChange(name, path, before, None if now is None else now.decode(errors="replace")))
         return found
 
     def references(self, of: Iterable[str]) -> dict[str, str]:
