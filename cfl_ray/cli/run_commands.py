@@ -218,5 +218,5 @@ def run_all(
     display.finish(results)
     if results.failed:
         count = len(results.failed)
-        verb = "run is" if count == 1 else "runs are"
-        raise RunError(f"{count} {verb} not finished; the same command tries {'it' if count == 1 else 'them'} again")
+        verb, them = ("is", "it") if count == 1 else ("are", "them")
+        raise RunError(f"{count} of the runs {verb} not finished; the same command tries {them} again")
