@@ -269,6 +269,20 @@ class CheckpointStore:
                 with suppress(OSError):  # a file that stays takes space but does no harm
                     path.unlink()
 
+    def not_needed(self) -> list[Path]:
+        """The files that the newest checkpoint does not need; none if it is damaged, so that another may be needed."""
+        if not (rounds := self.rounds()):
+            return []
+        try:
+            files = self._manifest(rounds[-1]).files
+            for file in files:
+                file.check(self.folder, states=True)
+        except _DAMAGE:
+            return []
+        needed = {f"{rounds[-1]:06d}.json", *(file.name for file in files)}
+        parts = {path: re.match(r"\d+(-\d+\.safetensors|\.json$)", path.name) for path in self.folder.iterdir()}
+        return sorted(path for path, part in parts.items() if part and part[0] not in needed)
+
     # ---- loading
 
     def load(self) -> Checkpoint | None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cfl_ray.cli.console import out, say
-from cfl_ray.cli.inputs import STDOUT, RunDir, Trust, may_import
+from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, may_import
 from cfl_ray.errors import ConfigError, command
 
 
@@ -104,6 +104,7 @@ def table(
         ),
     ] = "kept",
     trust: Trust = False,
+    code: Code = None,
 ) -> None:
     """Print a table of the methods of some runs: mean and standard deviation over seeds.
 
@@ -122,7 +123,7 @@ def table(
     for run_dir in run_dirs:
         if not RunDirectory(run_dir).is_study:
             trust = may_import(run_dir, trust)
-    frame = compare_runs(run_dirs, metric or (), trust, of_round)
+    frame = compare_runs(run_dirs, metric or (), trust, of_round, code)
     if frame.empty:
         named = ", ".join(map(str, run_dirs))
         has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
@@ -155,6 +156,7 @@ def report(
         ),
     ] = None,
     trust: Trust = False,
+    code: Code = None,
 ) -> None:
     """Write the report of some runs, or of a study: settings, a table and figures in one self-contained HTML page.
 
@@ -167,9 +169,9 @@ def report(
         if RunDirectory(run_dir).is_run:
             trust = may_import(run_dir, trust)
     if output == STDOUT:
-        sys.stdout.buffer.write(report_page(run_dirs, against, column, trust).encode())
+        sys.stdout.buffer.write(report_page(run_dirs, against, column, trust, code).encode())
         return
-    path = write_report(run_dirs, output, against, column, trust)
+    path = write_report(run_dirs, output, against, column, trust, code)
     say(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it opens in a browser, without a network")
 
 
@@ -188,6 +190,7 @@ def export(
         int | None, typer.Option(help="Client whose model is written instead.", min=0, show_default=False)
     ] = None,
     trust: Trust = False,
+    code: Code = None,
 ) -> None:
     """Write the model of a cluster, or the model that a client predicts with, to a file. The run may be live."""
     from cfl_ray.lifecycle.load import load_run
@@ -195,7 +198,7 @@ def export(
 
     if output == STDOUT:
         raise ConfigError("a model is not written to standard output: name a file; its ending is the format")
-    results = load_run(run_dir, trust=may_import(run_dir, trust))
+    results = load_run(run_dir, trust=may_import(run_dir, trust), code=code)
     if method is None and len(results.methods) > 1:
         raise ConfigError(f"the run has several methods; name one with --method: {', '.join(results.methods)}")
     trained = results.method(method or next(iter(results.methods))).trained

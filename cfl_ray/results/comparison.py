@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
@@ -23,8 +24,16 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import tested_in_words, with_spread
 from cfl_ray.report.report_data import Comparison
+from cfl_ray.results.kept_code import versions_in_words
 from cfl_ray.results.published import PublishedNumber, PublishedTables
-from cfl_ray.results.recorded_runs import FoundRun, lost_method, open_run, recorded_methods, recorded_result
+from cfl_ray.results.recorded_runs import (
+    FoundRun,
+    lost_method,
+    open_run,
+    recorded_methods,
+    recorded_result,
+    say_code,
+)
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import is_finished, run_folders
 from cfl_ray.run_directory import RunDirectory
@@ -34,6 +43,8 @@ from cfl_ray.tracking.record import BEST_ROUND, primary_of, test_metric, validat
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_logger = logging.getLogger(__name__)
 
 ROUNDS = ("kept", "best", "last")  # whose metrics a table can have
 FORMATS = ("md", "csv", "latex", "html")
@@ -65,7 +76,11 @@ RunMetrics = dict[tuple[str, str], dict[int, dict[str, float]]]
 
 
 def compare_runs(
-    runs: Sequence[str | Path], metrics: Sequence[str] = (), trust: bool = False, round: str = "kept"
+    runs: Sequence[str | Path],
+    metrics: Sequence[str] = (),
+    trust: bool = False,
+    round: str = "kept",
+    code: str | None = None,
 ) -> pd.DataFrame:
     """A row for each method of each experiment: mean and spread of its last evaluation over the runs.
 
@@ -79,9 +94,10 @@ def compare_runs(
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or numeric diagnostics (their last
         values); empty: the score of the task, its P-local, that of honest clients and worst decile, macro F1, test
-        loss, number of clusters, ARI and virtual seconds, if recorded. trust: as in `load_run`.
+        loss, number of clusters, ARI and virtual seconds, if recorded.
     round: an element of ROUNDS: the evaluation whose metrics are compared: of the round whose models are kept (the best
         one with `keep: best`, otherwise the last), of the best, or of the last.
+    trust, code: as in `load_run`.
     Raises ConfigError for a metric that no run has, and for the best round of methods that have none. If `accuracy` is
     in the table, the metric `accuracy_std` has the column `accuracy_std_over_clients`.
     """
@@ -95,7 +111,10 @@ def compare_runs(
     for study, study_name in studies.items():
         for (setting, label), of_seeds in read_study(study, round=round).items():
             run_metrics[(f"{study_name}, {setting}" if len(runs) > 1 else setting, label)] = of_seeds
-    plain = [open_run(Path(run), trust) for run in runs if Path(run) not in studies]
+    plain = [open_run(Path(run), trust, code=code) for run in runs if Path(run) not in studies]
+    say_code(plain, _logger.warning)
+    for line in versions_in_words(folder for study in studies for _, _, folder in run_folders(study)):
+        _logger.warning("%s", line)
     for (experiment, label), of_seeds in numbers_of(experiments_of(plain), round).items():
         if (experiment, label) in run_metrics:
             raise ConfigError(

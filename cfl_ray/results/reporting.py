@@ -1,5 +1,6 @@
 """The report of runs: reads their records and renders the page."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from cfl_ray.report.report_data import Comparison, MethodRun, PerClient, Recorde
 from cfl_ray.results import comparison
 from cfl_ray.results.arrow_log import read_client_metrics, read_reassignments
 from cfl_ray.results.published import load_published
-from cfl_ray.results.recorded_runs import FoundRun, find_runs, recorded_methods
+from cfl_ray.results.recorded_runs import FoundRun, find_runs, recorded_methods, say_code
 from cfl_ray.results.results import RECOVERY_METRICS, MethodResult
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
@@ -38,6 +39,8 @@ from cfl_ray.tracking.record import (
     validation_metric,
 )
 
+_logger = logging.getLogger(__name__)
+
 
 def write_report(
     paths: Sequence[str | Path],
@@ -45,18 +48,19 @@ def write_report(
     against: str | Path | None = None,
     column: str | None = None,
     trust: bool = False,
+    code: str | None = None,
 ) -> Path:
     """Writes the page of the runs in and below these folders, and returns its path.
 
     against: file of published tables; None: the tables of the study if its folder is the only path. column: column of
-        the tables for runs outside of studies; runs of a study belong to the column of their setting. trust: as in
-        `load_run`.
+        the tables for runs outside of studies; runs of a study belong to the column of their setting. trust,
+        code: as in `load_run`.
     Raises ConfigError unless the name ends in .html or .htm, if a path holds no run, or if no run is in the tables.
     """
     path = Path(output)
     if path.suffix not in (".html", ".htm") and not path.is_dir():  # folders have a separate message below
         raise ConfigError(f"{path}: a report is written as .html, got {path.suffix or 'no ending'!r}")
-    text = report_page(paths, against, column, trust)
+    text = report_page(paths, against, column, trust, code)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text, SHARED)
     return path
@@ -67,11 +71,13 @@ def report_page(
     against: str | Path | None = None,
     column: str | None = None,
     trust: bool = False,
+    code: str | None = None,
 ) -> str:
     """The page that `write_report` writes, as HTML."""
     if column is not None and against is None:
         raise ConfigError(f"column {column!r} is one of published tables; name their file, too (--against)")
-    runs = find_runs(paths, trust)
+    runs = find_runs(paths, trust, code)
+    say_code(runs, _logger.warning)
     if against is not None:
         published = load_published(against)
         return _page(runs, comparison.compare_with(runs, published, column), published.paper.reference)

@@ -93,11 +93,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         federation = with_validation(federation, share.fraction, share.order, experiment.seed)
     if changes := data_changes(experiment):
         federation = ChangingFederation(federation, changes)
-    model, shape = experiment.model, federation.shape
-    outputs = () if shape.targets == "class" else shape.outputs
-    recipe = models.recipe(
-        model.name, model.options, shape.input, shape.num_classes, shape.dtype, outputs, model.weights, experiment.seed
-    )
+    shape, recipe = federation.shape, _recipe_of(experiment, federation)
     task.check(shape.outputs, shape.target_shape)
     availability = _availability(experiment, federation.num_clients)
     attack_kind = _attack_kind(experiment.attack)
@@ -133,6 +129,24 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     checks.try_plugins(setup)
     checks.check_engine(setup)
     return setup
+
+
+def with_parts_of(setup: Setup, experiment: Experiment) -> Setup:
+    """The setup with methods, model and task of the same experiment with other code (`Experiment.with_code`)."""
+    methods = resolve(experiment.methods)
+    task, local, own_local = resolve_learning(experiment, methods)
+    recipe = _recipe_of(experiment, setup.federation)
+    return replace(
+        setup, experiment=experiment, methods=methods, task=task, local=local, own_local=own_local, recipe=recipe
+    )
+
+
+def _recipe_of(experiment: Experiment, federation: Federation) -> models.ModelRecipe:
+    model, shape = experiment.model, federation.shape
+    outputs = () if shape.targets == "class" else shape.outputs
+    return models.recipe(
+        model.name, model.options, shape.input, shape.num_classes, shape.dtype, outputs, model.weights, experiment.seed
+    )
 
 
 def _attack_kind(given: AttackConfig) -> Any:
