@@ -43,11 +43,12 @@ class InlinePool:
     def __exit__(self, *_):
         pass
 
-    def run(self, runs, resources, tick):
+    def run(self, runs, resources, tick, until=None):
         for run in runs:
             self.done.append(run.name)
             yield worker_pool.RunOutcome(
-                run, *worker_pool._run(run, self.root, resources.hosts, self.extend and run.folder(self.extend))
+                run,
+                *worker_pool._run(run, self.root, resources.hosts, self.extend and run.folder(self.extend), until),
             )
 
 

@@ -95,31 +95,48 @@ def table(
         list[str] | None, typer.Option(help="Metric to show; can be repeated.", show_default=False)
     ] = None,
     style: Annotated[str, typer.Option("--format", help="md, csv, latex or html.")] = "md",
+    test: Annotated[
+        str, typer.Option(help="ttest: paired t-test over seeds; wilcoxon: signed-rank test over clients.")
+    ] = "ttest",
+    correction: Annotated[str, typer.Option(help="none, or holm: Holm's correction over methods.")] = "none",
     trust: Trust = False,
 ) -> None:
     """Print a table of the methods of some runs: mean and standard deviation over seeds.
 
     Runs that differ only in the seed form an experiment, as do the runs of a setting of a study. With a single
-    --metric, several experiments are columns. p is the p-value of a paired t-test against the best method, with three
-    seeds or more.
+    --metric, several experiments are columns. p is the p-value of a test against the best method: of a paired t-test,
+    with three seeds or more, or of Wilcoxon's signed-rank test over clients. LaTeX tables name the test.
     """
-    from cfl_ray.results.comparison import FORMATS, by_experiment, compare_runs, format_table
+    from cfl_ray.results.comparison import FORMATS, by_experiment, collected, format_table, table_of
+    from cfl_ray.results.latex_table import latex_table
+    from cfl_ray.results.significance import CORRECTIONS, TESTS
     from cfl_ray.run_directory import RunDirectory
 
-    if style not in FORMATS:
-        raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")
+    for option, value, known in (
+        ("--format", style, FORMATS),
+        ("--test", test, TESTS),
+        ("--correction", correction, CORRECTIONS),
+    ):
+        if value not in known:
+            raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
     for run_dir in run_dirs:
         if not RunDirectory(run_dir).is_study:
             trust = may_import(run_dir, trust)
-    frame = compare_runs(run_dirs, metric or (), trust)
-    if frame.empty:
+    run_metrics, scores = collected(run_dirs, metric or (), trust)
+    if not run_metrics:
         named = ", ".join(map(str, run_dirs))
         has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
         what = f"no run of {named} is finished" if has_study else f"no method of {named} has been evaluated"
         raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
+    if style == "latex":
+        print(latex_table(run_metrics, metric or (), test, correction, scores))
+        return
+    frame = table_of(run_metrics, metric or (), test, correction, scores)
     if metric and len(metric) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
         frame = by_experiment(frame, metric[0])
     print(format_table(frame, style))
+    if style == "md" and (test, correction) != ("ttest", "none") and "p" in frame.columns:
+        say(f"p: {TESTS[test]}, {CORRECTIONS[correction]}", out)
 
 
 def report(

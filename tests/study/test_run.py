@@ -343,7 +343,7 @@ def test_a_metric_that_no_run_may_have_is_told_before_the_runs(study, inline):
     table = results.table()
     assert [name for name in table if f"{name}_std" in table] == ["accuracy", "mbit", "seconds"]
     rates = {"parameters": {"local.lr": [0.1, 0.2]}, "metric": "omega_score"}
-    (warning,) = metric_warnings(small := study(sweep=rates), plan(small, trials=[{"local.lr": 0.1}]))
+    (warning,) = metric_warnings(small := study(sweep=rates), plan(small, trials=small.drawn()))
     assert warning.startswith("sweep.metric: 'omega_score' is no metric of all methods; it is found only if a method")
 
 
