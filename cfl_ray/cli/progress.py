@@ -126,7 +126,7 @@ class Display(Watcher):
         if isinstance(error, RunStopped) and self.experiment is not None and self.run_dir is not None:
             results = recorded_run(self.run_dir, self.experiment)
             if any(method.final for method in results.methods.values()):
-                self._show_table(results)
+                self.show_table(results)
 
     # ---- reports of the run
 
@@ -238,7 +238,7 @@ class Display(Watcher):
         if reasons := divergence(results):
             raise Diverged(reasons)
 
-    def _show_table(self, results: Results) -> None:
+    def show_table(self, results: Results) -> None:
         """Prints the table of results and warnings about them."""
         printed_tables.print_table(printed_tables.comparison(results), self.console)
         self._line(
@@ -259,7 +259,7 @@ class Display(Watcher):
 
     def show(self, results: Results, took: str | None = None) -> None:
         """Prints the table of results, the places of all files, and the next commands."""
-        self._show_table(results)
+        self.show_table(results)
         if took:
             self._line(took)
         if results.run_dir is not None:

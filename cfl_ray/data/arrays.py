@@ -36,6 +36,7 @@ def federation_from_arrays(
     normalize: list[list[float]] | None = None,
     targets: str = "class",
     labels: str = "given",
+    class_names: Sequence[str] | None = None,
 ) -> Federation:
     """A federation in which sample (x[r], y[r]) belongs to client clients[r]. Raises DataError for wrong input.
 
@@ -51,12 +52,14 @@ def federation_from_arrays(
     targets: kind of y: "class"; "real": floats (n,) or (n, d); "binary": 0 or 1 (n, C); "tokens": integers (n, T) below
         num_classes.
     labels: "given": C is the largest label + 1, or `num_classes`; "dense": labels are numbered 0.. in ascending order.
+    class_names: the name of each class by its label in y; there are as many classes.
     """
     x_, y_, ids = _inputs("x", x, vocabulary), targets_of("y", y, targets), _ids("clients", clients)
     _check_lengths(len(x_), y=y_, clients=ids)
     names, client = np.unique(ids, return_inverse=True)
     test = _test_samples(x_test, y_test, (x_, y_), vocabulary, targets)
-    y_, test, class_names = _relabelled(y_, test, labels, targets)
+    y_, test, found = _relabelled(y_, test, labels, targets)
+    num_classes, names_C = _named(class_names, found, num_classes, targets)
     parts = [("y", y_), ("y_test", None if test is None else test[1])]
     classes = num_outputs(num_classes, parts, targets, vocabulary)
     warnings = *_unused_labels(y_, classes, num_classes, targets), *copied_tokens("y", x_, y_, targets)
@@ -78,8 +81,10 @@ def federation_from_arrays(
         recipe["targets"] = targets
     if classes != num_outputs(None, parts, targets, vocabulary):
         recipe["num_classes"] = classes
-    if class_names:
-        recipe["labels"] = list(class_names)
+    if found:
+        recipe["labels"] = list(found)
+    if class_names is not None:
+        recipe["class_names"] = list(names_C)
     rows_N, labels_NC = _rows_by_client(client, len(names)), None
     if view != "holdout":
         parts_N = [(rows, rows[:0]) for rows in rows_N]
@@ -97,7 +102,7 @@ def federation_from_arrays(
         raise DataError(f"holdout is a share between 0 and 1, got {holdout}")
     samples, index = _by_client(x_, y_, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)
     scaling = Scaling(255.0 if x_.dtype == np.uint8 else 1.0, normalize, vocabulary is not None).check(x_.shape[1:])
-    shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:], class_names)
+    shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:], names_C)
     federation = ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])
     federation.of_labels = warnings
     return federation
@@ -114,6 +119,7 @@ def data_set_from_arrays(
     vocabulary: int | None = None,
     targets: str = "class",
     labels: str = "given",
+    class_names: Sequence[str] | None = None,
 ) -> DataSet:
     """DataSet without clients, which `data.partition` divides among clients. Raises DataError for wrong input.
 
@@ -122,7 +128,8 @@ def data_set_from_arrays(
     x_, y_ = _inputs("x", x, vocabulary), targets_of("y", y, targets)
     _check_lengths(len(x_), y=y_)
     test = _test_samples(x_test, y_test, (x_, y_), vocabulary, targets)
-    y_, test, class_names = _relabelled(y_, test, labels, targets)
+    y_, test, found = _relabelled(y_, test, labels, targets)
+    num_classes, names_C = _named(class_names, found, num_classes, targets)
     test_x, test_y = test or (None, None)
     classes = num_outputs(num_classes, [("y", y_), ("y_test", test_y)], targets, vocabulary)
     if targets == "class" and classes > np.iinfo(np.int16).max:
@@ -142,7 +149,7 @@ def data_set_from_arrays(
         group=group,
         vocabulary=vocabulary,
         targets=targets,
-        class_names=class_names,
+        class_names=names_C,
         warnings=(*_unused_labels(y_, classes, num_classes, targets), *copied_tokens("y", x_, y_, targets)),
     )
 
@@ -160,6 +167,34 @@ def _relabelled(
     parts = [("y", y)] + ([] if test is None else [("y_test", test[1])])
     (y, *test_y), names = dense_labels(parts)
     return y, None if test is None else (test[0], test_y[0]), names
+
+
+def _named(
+    class_names: Sequence[str] | None, found: tuple[str, ...], num_classes: int | None, targets: str
+) -> tuple[int | None, tuple[str, ...]]:
+    """(number of classes, names of the classes). found: labels that were numbered anew, as texts; empty: none were."""
+    if class_names is None:
+        return num_classes, found
+    names = tuple(map(str, class_names))
+    if isinstance(class_names, str) or targets != "class":
+        raise DataError(
+            f"class_names is a list of names for targets 'class', got {class_names!r} for targets {targets!r}"
+        )
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"class_names has {twice[0]!r} twice")
+    if num_classes not in (None, len(names)):
+        raise DataError(
+            f"class_names has {len(names)} names, num_classes is {num_classes}; give one name for each class"
+        )
+    if not found:
+        return len(names), names
+    try:
+        return num_classes, tuple(names[int(label)] for label in found)
+    except (ValueError, IndexError):
+        raise DataError(
+            f"class_names has {len(names)} names, for labels 0 .. {len(names) - 1}, but y has the labels "
+            f"{', '.join(found[:6])}; leave class_names out, or give labels that are places in it"
+        ) from None
 
 
 def _unused_labels(y: np.ndarray, classes: int, num_classes: int | None, targets: str) -> tuple[str, ...]:

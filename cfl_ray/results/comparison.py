@@ -369,11 +369,11 @@ def is_less_better(metric: str, present: Collection[str] = ()) -> bool:
 
     present: metrics of the runs, which have the 90th percentile of a score of which less is better.
     """
-    score = re.sub(
-        r"_(local|local_trained|tuned|past|honest|p10|p90)$",
-        "",
-        metric.removeprefix("validation/").removeprefix("newcomer_"),
-    )
+    metric = metric.removeprefix("validation/")
+    if metric.endswith(("_gini", "_jain")):  # whether more or less of the score itself is better
+        return metric.endswith("_gini")
+    ending = r"_(local|local_trained|tuned|past|honest|p10|p90|worst_10|best_10)$"
+    score = re.sub(ending, "", metric.removeprefix("newcomer_"))
     known = METRICS.builtin.get(score)
     is_error = f"{score}_p90" in present or (isinstance(known, Metric) and not known.higher_is_better)
     return is_error or metric in _LESS or metric.endswith("_std")  # the spread over clients

@@ -249,6 +249,14 @@ class MethodResult:
         """The names of the classes by label, if the data set has them (words of a CSV file, folders of images)."""
         return self.trained.federation.shape.class_names
 
+    def confusion(self, cluster: int | None = None) -> pd.DataFrame:
+        """Numbers of test samples by true and predicted class of a cluster's clients; see `TrainedMethod.confusion`."""
+        return self.trained.confusion(cluster)
+
+    def class_accuracy(self) -> pd.DataFrame:
+        """The accuracy of each class in each cluster; see `TrainedMethod.class_accuracy`."""
+        return self.trained.class_accuracy()
+
     def assignments(self) -> pd.DataFrame:
         """A row per client: client, name, cluster, group, served_by, why; see `TrainedMethod.assignments`."""
         return self.trained.assignments()

@@ -167,7 +167,7 @@ class RoundEvaluation(LoopPart):
         serving = self.steps.serve(state, clients)
         table_MV = self.evaluator.scores(serving, clients)
         stats.scores_MV = np.column_stack([clients.ids_M, table_MV])
-        stats.metrics |= score_metrics(table_MV, self.task)
+        stats.metrics |= score_metrics(table_MV, self.task, self.settings.over_clients)
         stats.metrics |= cluster_metrics(state, online, present.group_N)
         if self.settings.local:
             stats.metrics |= self._local_metrics(clients)

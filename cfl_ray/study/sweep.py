@@ -266,12 +266,12 @@ class RankedTrial:
     method: str  # label
     parameters: Mapping[str, Any]
     values: Mapping[int, float]  # of the metric, by seed; empty: no run is finished
-    tested: Mapping[int, float] = field(default_factory=dict)  # the same on test data, if validation data choose
-    trial: Trial = Trial()
-    metric: str = ""
     place: int = 1  # 1: the best; equal trials have the same place
     p: float = math.nan  # of a paired t-test against the first trial, over common seeds; NaN without a test
     effect: float = math.nan  # effect size: mean of the differences over their standard deviation
+    tested: Mapping[int, float] = field(default_factory=dict)  # the same on test data, if validation data choose
+    trial: Trial = Trial()
+    metric: str = ""
 
     @property
     def mean(self) -> float:
@@ -321,17 +321,10 @@ def rank(study: Study, runs: Sequence[StudyRun], run_metrics: RunMetrics) -> lis
                 }
                 for name in (metric, test_metric)
             )
-            first = of_trial[0]
+            beside = tested if test_metric != metric else {}
+            trial = of_trial[0].of_trial
             of_group.append(
-                RankedTrial(
-                    setting,
-                    method,
-                    first.parameters,
-                    values,
-                    tested if test_metric != metric else {},
-                    first.of_trial,
-                    metric,
-                )
+                RankedTrial(setting, method, trial.parameters, values, tested=beside, trial=trial, metric=metric)
             )
 
         def goodness(trial: RankedTrial) -> tuple[int, float]:

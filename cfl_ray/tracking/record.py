@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field, InstanceOf, Strict, TypeAdapter, ValidationError
 
 from cfl_ray.core.events import ClusterEvent
+from cfl_ray.core.over_clients import OVER_CLIENTS
 from cfl_ray.core.reassigned import NONE_REASSIGNED, Reassigned
 from cfl_ray.core.reported import ReportedDiagnostic
 from cfl_ray.errors import ConfigError, DataError, did_you_mean
@@ -96,7 +97,14 @@ _DERIVED = ("_local", "_local_trained", "_tuned", "_past", "_honest", "_std", "_
 def score_metrics_of(names: Sequence[str]) -> set[str]:
     """Names of everything that is recorded of the metrics `names` of a task, the first of which is its score."""
     first = names[0]
-    return {*names, *(f"{first}{ending}" for ending in _DERIVED), f"newcomer_{first}", f"newcomer_{first}_tuned"}
+    over_clients = (f"{first}_{name}" for name in OVER_CLIENTS)
+    return {
+        *names,
+        *(f"{first}{ending}" for ending in _DERIVED),
+        *over_clients,
+        f"newcomer_{first}",
+        f"newcomer_{first}_tuned",
+    }
 
 
 def cluster_diagnostics_of(score: str) -> tuple[str, str]:
