@@ -176,6 +176,60 @@ def report(
     say(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it opens in a browser, without a network")
 
 
+def figure(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders of runs or studies, or folders above them.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the files.")] = Path("figures"),
+    style: Annotated[str, typer.Option("--format", help="pdf or svg.")] = "pdf",
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="Metric to draw; can be repeated. Default: the score of the task.", show_default=False),
+    ] = None,
+    x: Annotated[str, typer.Option(help="Axis of the curves: round, mbit or virtual_seconds.")] = "round",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Method whose clusters are drawn; can be repeated. Default: all that have clusters.",
+            show_default=False,
+        ),
+    ] = None,
+    round: Annotated[
+        int | None, typer.Option(min=1, help="Round of the clusters; default: the last one.", show_default=False)
+    ] = None,
+    width: Annotated[float, typer.Option(min=1, max=40, help="Width in inches; 3.3 is 84 mm, a column.")] = 3.3,
+    trust: Trust = False,
+) -> None:
+    """Draw figures for a paper: curves of metrics, and which client is in which cluster.
+
+    Runs that differ only in the seed form an experiment: curves are means over its seeds, with a band of one standard
+    deviation. The same runs give the same bytes.
+    """
+    from cfl_ray.report.paper_figures import FORMATS, X_AXES, write_curves, write_matrix
+    from cfl_ray.results.recorded_runs import find_runs
+    from cfl_ray.results.reporting import report_of
+    from cfl_ray.run_directory import RunDirectory
+
+    for option, value, known in (("--format", style, FORMATS), ("--x", x, tuple(X_AXES))):
+        if value not in known:
+            raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+    for run_dir in run_dirs:
+        if RunDirectory(run_dir).is_run:
+            trust = may_import(run_dir, trust)
+    experiments = report_of(find_runs(run_dirs, trust)).experiments
+    if not experiments:
+        raise ConfigError(f"no method of {', '.join(map(str, run_dirs))} has been evaluated yet")
+    output.mkdir(parents=True, exist_ok=True)
+    for experiment in experiments:
+        prefix = f"{experiment.name}_" if len(experiments) > 1 else ""
+        for name in metric or [experiment.score]:
+            say(str(write_curves(output, experiment, name, x, width, style, prefix)))
+        clustered = [label for label, runs in experiment.methods.items() if any(run.is_clustered for run in runs)]
+        for label in method or clustered:
+            say(str(write_matrix(output, experiment, label, width, style, round, prefix)))
+
+
 def export(
     run_dir: RunDir,
     output: Annotated[

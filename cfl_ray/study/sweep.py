@@ -322,9 +322,9 @@ def rank(study: Study, runs: Sequence[StudyRun], run_metrics: RunMetrics) -> lis
                 for name in (metric, test_metric)
             )
             beside = tested if test_metric != metric else {}
-            trial = of_trial[0].of_trial
+            chosen = of_trial[0].of_trial
             of_group.append(
-                RankedTrial(setting, method, trial.parameters, values, tested=beside, trial=trial, metric=metric)
+                RankedTrial(setting, method, chosen.parameters, values, tested=beside, trial=chosen, metric=metric)
             )
 
         def goodness(trial: RankedTrial) -> tuple[int, float]:
