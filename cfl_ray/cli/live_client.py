@@ -16,7 +16,14 @@ from cfl_ray.results.study_folder import is_finished, methods_in
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import ServerAddress, read_server_address
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
-from cfl_ray.tracking.record import is_evaluated, primary_of, rejected_updates, why_diverged, why_early
+from cfl_ray.tracking.record import (
+    is_evaluated,
+    primary_of,
+    rejected_updates,
+    validation_metric,
+    why_diverged,
+    why_early,
+)
 
 
 @dataclass(frozen=True)
@@ -177,7 +184,7 @@ def _of_last_evaluation(records: list[RoundRecord]) -> dict[str, Any]:
     if last is None:
         return {}
     score = primary_of(last.metrics)
-    shown = (score, f"{score}_local", "num_clusters", "epsilon")
+    shown = (score, f"{score}_local", validation_metric(score), "num_clusters", "epsilon")
     metrics = {name: last.metrics[name] for name in shown if name in last.metrics}
     return {"score": score, "metrics": metrics, "evaluated": last.round}
 

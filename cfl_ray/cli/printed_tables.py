@@ -18,7 +18,7 @@ from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.errors import duration
 from cfl_ray.errors.redaction import redact
 from cfl_ray.system.nested import leaves_of
-from cfl_ray.tracking.record import primary_of, rejected_updates
+from cfl_ray.tracking.record import primary_of, rejected_updates, validation_metric
 
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.cli.live_client import RunStatus
@@ -41,7 +41,7 @@ SECONDS = (
 def metrics_line(metrics: Mapping[str, float]) -> str:
     """Returns accuracy, number of clusters and ARI, if present, in a line."""
     score = primary_of(metrics)
-    names = [name for name in (score, "num_clusters", "ari") if name in metrics]
+    names = [name for name in (score, validation_metric(score), "num_clusters", "ari") if name in metrics]
     return "  ".join(f"{_CLUSTERS.get(name, name)} {_format(name, metrics[name])}" for name in names)
 
 
@@ -87,7 +87,12 @@ def comparison(results: "Results") -> Table:
     score = score_of(results)
     evaluated = {label: result for label, result in results.methods.items() if result.final}
     shown = {score: score, f"{score}_local": "P-local", **_CLUSTERS}
-    others = {f"{score}_honest": "of honest\nclients", "epsilon": "epsilon", "virtual_seconds": "virtual\nseconds"}
+    others = {
+        validation_metric(score): "validation",
+        f"{score}_honest": "of honest\nclients",
+        "epsilon": "epsilon",
+        "virtual_seconds": "virtual\nseconds",
+    }
     shown |= {name: words for name, words in others.items() if any(name in of.final for of in evaluated.values())}
     headings = (*shown.values(), "Mbit per\nclient", "seconds\na round", "seconds\nin all")
     table = number_table("results after the last round", headings)

@@ -32,11 +32,11 @@ from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.setup import Setup
 from cfl_ray.study.run import StudyResults, StudyWatcher
-from cfl_ray.study.study_plan import VALIDATION, StudyRun
+from cfl_ray.study.study_plan import StudyRun
 from cfl_ray.study.sweep import RankedTrial
 from cfl_ray.study.worker_pool import Resources, RunOutcome
 from cfl_ray.tracking import RoundRecord, where_to_look
-from cfl_ray.tracking.record import is_evaluated, why_early
+from cfl_ray.tracking.record import is_evaluated, test_metric, why_early
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -424,7 +424,7 @@ def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metr
     for (setting, method), group in groupby(ranked, lambda trial: (trial.setting, trial.method)):
         trials = list(group)
         tested = ["p"] if any(trial.p == trial.p for trial in trials) else []
-        beside = [f"test {metric.removeprefix(VALIDATION)}"] if metric.startswith(VALIDATION) else []
+        beside = [f"test {test_metric(metric)}"] if test_metric(metric) != metric else []
         headings = [*short_names(list(trials[0].parameters)), "runs", metric, *beside, *tested]
         grid = printed_tables.number_table(
             f"{method}{_in(setting)}", [escape(heading) for heading in headings], "place"
@@ -445,7 +445,7 @@ def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metr
         if equal := sum(other.place == trial.place for other in rivals) - 1:
             score += f", equal to {equal} other trial{'s' * (equal > 1)}"
         if trial.tested:
-            score += f", test {metric.removeprefix(VALIDATION)} {mean_and_spread(trial.test_mean, math.nan)}"
+            score += f", test {test_metric(metric)} {mean_and_spread(trial.test_mean, math.nan)}"
         how = f"with\n  {trial.overrides}" if trial.parameters else "the only trial: none of its options is swept"
         say(f"best for {trial.method}{_in(trial.setting)}: {score}, {how}", console)
     if best:
@@ -454,7 +454,7 @@ def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metr
 
 def _chosen_on(metric: str) -> str:
     """On which data trials are chosen, as a sentence."""
-    if metric.startswith(VALIDATION):
+    if test_metric(metric) != metric:
         return f"Trials are chosen by {metric}, on the clients' validation data; the test data chose nothing."
     return (
         f"Trials are chosen by {metric} on the clients' test data, which favours the tuned method; data.validation "

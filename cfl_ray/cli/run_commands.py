@@ -93,11 +93,11 @@ def prepare(file: inputs.File = None, overrides: inputs.Overrides = None) -> Non
 
     experiment = inputs.load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:
-        federation = prepare_setup(experiment, display.preparing, converts_changed=True).federation
+        federation = prepare_setup(experiment, display.preparing, converts_changed=True).federation.at(0).whole
     uri = getattr(federation, "uri", None)
     if uri is None:
         name = experiment.data.source.rpartition(":")[2] or "arrays"
-        uri = with_shards(federation.at(0), name, shards_folder(experiment)).uri
+        uri = with_shards(federation, name, shards_folder(experiment)).uri
     samples_N = federation.num_samples_N
     say(
         f"{federation.num_clients} clients, {samples_N.min()} to {samples_N.max()} training samples each, "

@@ -25,6 +25,11 @@ class TestDataConfig(ConfigSection):
         "data; cluster otherwise",
     )
     fraction: float = Field(0.2, gt=0, lt=1, description="share of a client's samples held out for testing (holdout)")
+    order: Literal["random", "last"] = Field(
+        "random",
+        description="which samples are held out: random | last: a client's last ones, in the order of "
+        "data.columns.time or else of the data (holdout)",
+    )
     pool: bool = Field(
         False,
         description="true: divide the official training and test images together; false: the official test images go "
@@ -44,6 +49,22 @@ class TestDataConfig(ConfigSection):
                 f"pool divides the test images among the clients, so view must be holdout, not {self.view}"
             )
         return self
+
+
+class ValidationConfig(ConfigSection):
+    """The validation data of each client, which are measured beside its test data and never trained on."""
+
+    fraction: float = Field(
+        0.2,
+        gt=0,
+        lt=1,
+        description="share of each client's training samples; clients whose rounded share is 0 have none",
+    )
+    order: Literal["random", "last"] = Field(
+        "random",
+        description="random: drawn for each class alike, where a client has enough samples of it | last: the last "
+        "samples, in the order of data.columns.time or else of the data",
+    )
 
 
 class ColumnsConfig(ConfigSection):
@@ -72,6 +93,11 @@ class ColumnsConfig(ConfigSection):
     group: str | None = Field(
         None, description="column with the true group of each sample's client; null: no true groups are known"
     )
+    time: str | None = Field(
+        None,
+        description="column of numbers, dates or times by which each client's training samples are ordered, oldest "
+        "first, for order last (csv, images, femnist, hf_disk); it is no input. null: the order of the files",
+    )
 
 
 NOT_IN_RECIPE = ("root", "download", "shards")  # keys for the location of the samples
@@ -99,6 +125,11 @@ class DataConfig(ConfigSection):
     shift: Annotated[ShiftConfig, SHIFT_KINDS] = ShiftConfig()
     partition: Annotated[PartitionConfig, PARTITION_KINDS] = IidConfig()
     test: TestDataConfig = TestDataConfig()
+    validation: ValidationConfig | None = Field(
+        None,
+        description="validation data of each client: those of the source if it has a validation part, otherwise a "
+        "share of the client's training samples; null: none, unless the source names some",
+    )
     shards: str | None = Field(
         None,
         description="folder in which shards are written and reused, or the folder of a prepared federation: a path "
@@ -157,8 +188,12 @@ class DataConfig(ConfigSection):
 
     def to_recipe(self, exclude_defaults: bool = False) -> dict[str, Any]:
         """The values that decide the content of shards, with paths as they were written."""
-        excluded = {*NOT_IN_RECIPE, *self.later_defaults}
+        excluded = {*NOT_IN_RECIPE, *self.later_defaults, "validation"}  # a share is drawn from shards as they are
         values = self.model_dump(mode="json", exclude=excluded, exclude_defaults=exclude_defaults, by_alias=True)
+        later = (("test", "order", TestDataConfig), ("columns", "time", ColumnsConfig))  # as `_LATER`, of sections
+        for section, key, kind in later:
+            if section in values and values[section].get(key) == kind.model_fields[key].default:
+                values[section].pop(key, None)
         recipe: dict[str, Any] = with_replaced(values, self._written)
         return recipe
 

@@ -36,6 +36,7 @@ def federation_from_arrays(
     normalize: list[list[float]] | None = None,
     targets: str = "class",
     labels: str = "given",
+    order: str = "random",
     class_names: Sequence[str] | None = None,
 ) -> Federation:
     """A federation in which sample (x[r], y[r]) belongs to client clients[r]. Raises DataError for wrong input.
@@ -51,6 +52,7 @@ def federation_from_arrays(
     normalize: [means, standard deviations] per channel.
     targets: kind of y: "class"; "real": floats (n,) or (n, d); "binary": 0 or 1 (n, C); "tokens": integers (n, T) below
         num_classes.
+    order: "random": random samples are held out; "last": the last ones of each client.
     labels: "given": C is the largest label + 1, or `num_classes`; "dense": labels are numbered 0.. in ascending order.
     class_names: the name of each class by its label in y; there are as many classes.
     """
@@ -97,7 +99,10 @@ def federation_from_arrays(
         x_, y_, test = np.concatenate([x_, test[0]]), np.concatenate([y_, test[1]]), None
     elif 0 < holdout < 1:
         remedy = "leave its sample out, or give x_test and y_test"
-        parts_N = [split_rows(rows, holdout, n, str(names[n]), seed, remedy) for n, rows in enumerate(rows_N)]
+        if order not in ("random", "last"):
+            raise DataError(f"order must be 'random' or 'last', got {order!r}")
+        parts_N = [split_rows(rows, holdout, n, str(names[n]), seed, remedy, order) for n, rows in enumerate(rows_N)]
+        recipe |= {} if order == "random" else {"order": order}
     else:
         raise DataError(f"holdout is a share between 0 and 1, got {holdout}")
     samples, index = _by_client(x_, y_, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)

@@ -34,6 +34,7 @@ class DataSet:
     client: np.ndarray | None = None  # str or int (n,): client (writer) of each training sample; None: not known
     group: np.ndarray | None = None  # int32 (n,), 0..G-1: true group of each training sample; None: not known
     test_group: np.ndarray | None = None  # int32 (n_test,): true group of each test sample; None: not known
+    time: np.ndarray | None = None  # int64 (n,): rank of each training sample in time; None: the order of the rows
     vocabulary: int | None = None  # token ids are 0 .. vocabulary - 1; None: the inputs are not tokens
     targets: str = "class"  # kind of the targets (`core.tasks`)
     class_names: tuple[str, ...] = ()  # by label, if the source names its classes
@@ -76,6 +77,10 @@ class DataSet:
             raise DataError(
                 f"data.test.pool needs a test part, which {source!r} does not have; "
                 "set data.test.pool: false (or name data.test_files)"
+            )
+        if self.time is not None:
+            raise DataError(
+                "data.test.pool: data.columns.time orders the training samples only; leave out one of the two"
             )
         group = None
         if self.group is not None:

@@ -8,6 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from cfl_ray.core.rng import stream
 from cfl_ray.core.tasks import TARGETS
+from cfl_ray.data.validation_share import ValidationShare
 from cfl_ray.errors import DataError
 
 # x: float32 (n, *input), for tokens int64; y: int64 (n,) for classes, for other targets see `core.tasks`
@@ -90,6 +92,8 @@ class Federation(ABC):
     scale: float = 1.0  # by which stored samples are divided, before they are normalised
     normalize: list[list[float]] | None = None  # [means, standard deviations] per channel; None: not normalised
     said: tuple[str, ...] = ()  # warnings on how it was chosen; only in the process that did
+    share: ValidationShare | None = None  # of the training samples that is held out for validation; None: there is none
+    num_validation_N: np.ndarray | None = None  # int64 (N,): validation samples of each client; None: there are none
 
     @property
     def digest(self) -> str | None:
@@ -125,6 +129,19 @@ class Federation(ABC):
         return 0 if self.group_N is None else len(np.unique(self.group_N[self.group_N >= 0]))
 
     @property
+    def whole(self) -> "Federation":
+        """This federation with the share of the training samples that it holds out for validation, if it does."""
+        return self
+
+    @cached_property
+    def validation(self) -> "Federation | None":
+        """This federation with its validation data in place of its test data; None without validation data.
+
+        Its `num_samples_N` are the numbers of validation samples.
+        """
+        return None if self.num_validation_N is None else ValidationPart(self)
+
+    @property
     def tested_on(self) -> str:
         """A sentence on which data a client is tested."""
         return tested_on(self.view, self.num_groups)
@@ -156,6 +173,14 @@ class Federation(ABC):
     @abstractmethod
     def train(self, client: int) -> TensorSamples:
         """The training samples of a client: x of shape.dtype (n, *shape.input), normalised; y (n,)."""
+
+    def train_targets(self, client: int) -> torch.Tensor:
+        """The targets of the training samples of a client."""
+        return self.train(client)[1]
+
+    def validation_samples(self, client: int) -> TensorSamples:
+        """The validation samples of a client, which it does not train on. Called if `num_validation_N` is not None."""
+        raise DataError(f"client {client} has no validation samples; set data.validation")
 
     def files_of(self, clients: np.ndarray) -> np.ndarray | None:
         """Returns, for each of these clients, the number of the file with its training samples, int (M,).
@@ -213,7 +238,7 @@ class FederationView(Federation):
     def __init__(self, base: Federation) -> None:
         self._base = base
         self.shape, self.view, self.recipe = base.shape, base.view, base.recipe
-        self.scale, self.normalize = base.scale, base.normalize
+        self.scale, self.normalize, self.share = base.scale, base.normalize, base.share
 
     @property
     def digest(self) -> str | None:
@@ -254,6 +279,33 @@ class FederationView(Federation):
 
     def holdout(self, client: int) -> TensorSamples:
         return self._base.holdout(client)
+
+
+class ValidationPart(FederationView):
+    """A federation whose clients are tested on validation samples of their own."""
+
+    def __init__(self, base: Federation) -> None:
+        super().__init__(base)
+        assert base.num_validation_N is not None
+        self.view, self.num_samples_N, self.group_N = "holdout", base.num_validation_N, base.group_N
+
+    def data_version(self, client: int) -> Hashable:
+        return self._base.data_version(client), "validation"
+
+    def holdout(self, client: int) -> TensorSamples:
+        return self._base.validation_samples(client)
+
+    def num_test_sets(self) -> int:
+        return 0
+
+    def test_set(self, index: int) -> TensorSamples:
+        raise IndexError(f"test set {index} of 0")
+
+    def test_set_of(self, clients: np.ndarray) -> np.ndarray:
+        return np.full(len(clients), -1, np.int32)
+
+    def labels_of(self, clients: np.ndarray) -> None:
+        return None
 
 
 StoredSamples = tuple[np.ndarray, np.ndarray]  # x (n, *input) as stored, y (n, *target_shape)
@@ -375,6 +427,11 @@ class IndexedFederation(Federation):
         start = self.index.offset_N[client]
         rows = slice(start, start + self.index.train_N[client])
         return self._tensors(self._file(int(self.index.file_N[client])), rows)
+
+    def train_targets(self, client: int) -> torch.Tensor:
+        start = self.index.offset_N[client]
+        y = self._file(int(self.index.file_N[client]))[1]
+        return torch.from_numpy(y[start : start + self.index.train_N[client]].astype(self._target_type))
 
     def holdout(self, client: int) -> TensorSamples:
         if self.view != "holdout":

@@ -495,6 +495,7 @@ def federation_of(
         holdout=data.test.fraction,
         seed=seed,
         view=data.test.view,
+        order=data.test.order,
         normalize=data.normalize,
         targets=targets,
         labels=data.labels,

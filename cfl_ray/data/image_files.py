@@ -46,7 +46,8 @@ def read_parquet(
     num_classes: None for the largest label + 1. transparency: as in `Decoder`. dense: whether labels that occur are
     numbered anew, without gaps. pixels: False decodes only the first image, for its shape.
     """
-    labels, others = label_names(columns.label), [name for name in (columns.client, columns.group) if name]
+    labels = label_names(columns.label)
+    others = [name for name in (columns.client, columns.group, columns.time) if name]
     parts = [_columns_of(train, [*labels, *others])]
     if test:
         group = columns.group or ""

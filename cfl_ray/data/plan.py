@@ -23,8 +23,8 @@ class PlannedClient:
     name: str
     group: int  # true group; -1: not known
     variant: Variant
-    train: np.ndarray  # int64 rows of the data set's training part, ascending, to train on
-    held_out: np.ndarray  # int64 rows of the training part, ascending, to test on; empty unless the view is hold-out
+    train: np.ndarray  # int64 rows of the data set's training part, in the order of time, to train on
+    held_out: np.ndarray  # int64 rows of the training part, likewise, to test on; empty unless the view is hold-out
     test_set: int  # number of its shared test set; -1 if the view is hold-out
 
     @property
@@ -92,7 +92,8 @@ def make_plan(data_set: DataSet, other: DataSet | None, data: DataConfig, seed: 
     kept_N = _kept_shares(len(divided), data.partition, seed)
     clients = []
     for number, client in enumerate(divided):
-        train, held_out = _split(client, number, kept_N[number], data, seed)
+        time = groups[client.group].variant.data_set.time
+        train, held_out = _split(client, number, kept_N[number], data, seed, time)
         test_set = test_set_of.get((client.group, client.true_group), -1)
         variant = groups[client.group].variant
         clients.append(PlannedClient(client.name, client.true_group, variant, train, held_out, test_set))
@@ -196,27 +197,39 @@ def _kept_shares(clients: int, whole: PartitionConfig, seed: int) -> np.ndarray:
     return kept_N
 
 
-def _split(client: ClientRows, number: int, keep: float, data: DataConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A client's training and held-out rows; if the view is hold-out, at least one of each."""
-    rows, held_out = client.rows, client.rows[:0]
+def _split(
+    client: ClientRows, number: int, keep: float, data: DataConfig, seed: int, time: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """A client's training and held-out rows, in the order of time; if the view is hold-out, at least one of each."""
+    rows, held_out = _in_time(client.rows, time), client.rows[:0]
     if data.test.view == "holdout":
         remedy = "leave it out (data.partition.min_samples: 2)"
-        rows, held_out = split_rows(rows, data.test.fraction, number, client.name, seed, remedy)
+        rows, held_out = split_rows(rows, data.test.fraction, number, client.name, seed, remedy, data.test.order)
     limit = len(rows) if data.partition.samples is None else min(data.partition.samples, len(rows))
     limit = max(round(keep * limit), 1)
     if len(rows) > limit:
         rng = stream(seed, -1, -1, number, "data/sample cap")
-        rows = np.sort(rng.choice(rows, limit, replace=False))
-    return rows, held_out
+        rows = rng.choice(rows, limit, replace=False)
+    return _in_time(np.sort(rows), time), _in_time(np.sort(held_out), time)
+
+
+def _in_time(rows: np.ndarray, time: np.ndarray | None) -> np.ndarray:
+    """The rows, ascending, in the order of their times; rows of one time, or without times, as they are."""
+    return rows if time is None else rows[np.argsort(time[rows], kind="stable")]
 
 
 def split_rows(
-    rows: np.ndarray, fraction: float, client: int, name: str, seed: int, remedy: str
+    rows: np.ndarray, fraction: float, client: int, name: str, seed: int, remedy: str, order: str = "random"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The training and the held-out rows of a client, ascending. Raises DataError for fewer than two rows."""
+    """The training and the held-out rows of a client. Raises DataError for fewer than two rows.
+
+    order: "random": ascending rows of which random ones are held out; "last": the last ones are.
+    """
     if len(rows) < 2:
         raise DataError(f"client {name!r} has {len(rows)} sample; holding out a part needs 2; {remedy}")
     count = min(max(round(fraction * len(rows)), 1), len(rows) - 1)
+    if order == "last":
+        return rows[:-count], rows[-count:]
     shuffled = stream(seed, -1, -1, client, "data/holdout").permutation(rows)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 

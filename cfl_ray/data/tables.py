@@ -225,8 +225,9 @@ def read_csv(
     labels = label_names(columns.label)
     ids = [name for name in (columns.client, columns.group) if name is not None]
     as_text = labels if targets == "class" else []
+    times = [] if columns.time is None else [columns.time]
     tables = {file: read_rows(file, csv, ids, as_text) for file in (*train, *test)}
-    given = {*labels, *ids, *(columns.features or ())}
+    given = {*labels, *ids, *times, *(columns.features or ())}
     left_out = {name for table in tables.values() for name in index_columns(table)} - given
     parts = []
     for files in (train, test):
@@ -288,12 +289,12 @@ def _features(
     tables: of each training file. left_out: columns that are not in `train`.
     """
     name, table = train
-    special = {*label_names(columns.label), columns.client, columns.group}
+    special = {*label_names(columns.label), columns.client, columns.group, columns.time}
     if columns.features:
         if wrong := [column for column in columns.features if column in special]:
             raise DataError(
-                f"data.columns.features names {wrong[0]!r}, which is the label, the client or the group: a model would "
-                "read its target from its input; leave it out"
+                f"data.columns.features names {wrong[0]!r}, which is the label, the client, the group or the time: a "
+                "model would read its target from its input; leave it out"
             )
         return columns.features, []
     others = [column for column in table.column_names if column not in special]
@@ -422,6 +423,7 @@ def data_set_of(
         values = [ids_of(part, name, "group") for part in parts if part is parts[0] or name in part[1].column_names]
         warnings += alike_warnings(f"{parts[0][0]}: column {name!r}", values[0], "group")
         group, test_group = groups_of(values[0], values[1] if len(values) == 2 else None, f"{parts[-1][0]}: {name!r}")
+    time = None if columns.time is None else ranks_in_time(parts[0], columns.time)
     x, *test_x = inputs
     for what, (train, *test) in {"inputs": [x, *test_x], "targets": labels}.items():
         if test and (shape := test[0].shape[1:]) != train.shape[1:]:
@@ -439,11 +441,24 @@ def data_set_of(
         client=client,
         group=group,
         test_group=test_group,
+        time=time,
         vocabulary=vocabulary,
         targets=targets,
         class_names=class_names,
         warnings=tuple(warnings),
     )
+
+
+def ranks_in_time(part: Named, column: str) -> np.ndarray:
+    """Ranks of the rows by a column of numbers, dates or times, int64 (n,); rows of one time have the same rank."""
+    values = column_of(part, column)
+    kind = values.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind)):
+        raise DataError(
+            f"{part[0]}: time column {column!r} must hold numbers, dates or times, it holds {kind}; write times as "
+            "2026-01-31 12:00:00, or set data.columns.time"
+        )
+    return np.unique(values.to_numpy(), return_inverse=True)[1].astype(np.int64)
 
 
 # --- files --------------------------------------------------------------------------------------

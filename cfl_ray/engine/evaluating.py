@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.work import EvaluateClients, EvaluateShared, Train
+from cfl_ray.core.work import EvaluateClients, EvaluateShared, Train, scores_name
 from cfl_ray.engine import scoring
 from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.failure import naming_client
@@ -26,20 +26,23 @@ def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
                 continue
             row_P = chunk.train_one(task).row_P
         logits = predictors.of(index, row_P)
-        arrays["scores"][index], reason = client_scores(chunk, index, logits, work.max_test_samples)
-        if reason:
-            chunk.exclude(index, f"its test data have {reason}")
+        for part in work.parts:
+            scores, reason = client_scores(chunk, index, logits, work.max_test_samples, part)
+            arrays[scores_name(part)][index] = scores
+            if reason:
+                chunk.exclude(index, f"its {part} data have {reason}")
     return arrays
 
 
 def evaluate_shared(chunk: OpenChunk[EvaluateShared]) -> Arrays:
     """Counts by true and predicted class, or scores, of a model on each test set."""
     work, arrays, predictors = chunk.work, chunk.empty(), _Predictors(chunk)
+    data = chunk.tested_on(work.part)
     for index, test_set in enumerate(work.ids_M.tolist()):
-        key = "test set", test_set, Same(chunk.data)  # the federation of a round numbers its test sets
-        samples = chunk.read(key, partial(chunk.data.test_set, test_set))
+        key = "test set", test_set, Same(data)  # the federation of a round numbers its test sets
+        samples = chunk.read(key, partial(data.test_set, test_set))
         if isinstance(samples, str):
-            chunk.exclude(index, f"its test set {test_set} has {samples}")
+            chunk.exclude(index, f"its {work.part} set {test_set} has {samples}")
             continue
         x, y = samples[0], samples[1].cpu()  # the outputs are compared on the CPU
         logits = predictors.of(index, chunk.on_device(work.start, index), test_set)
@@ -47,7 +50,7 @@ def evaluate_shared(chunk: OpenChunk[EvaluateShared]) -> Arrays:
             counts = scoring.confusion(logits(x).cpu(), y, chunk.data.shape.num_classes)
             arrays["confusion"][index], arrays["loss"][index] = counts
         else:
-            with naming_client(test_set, "testing", "test set"):
+            with naming_client(test_set, "testing", f"{work.part} set"):
                 arrays["scores"][index] = scoring.values(chunk.network.task, logits, x, y) if len(y) else np.nan
     return arrays
 
@@ -57,13 +60,15 @@ def client_scores(
     index: int,
     logits: scoring.Logits,
     max_samples: int | None,
+    part: str,
 ) -> tuple[np.ndarray | Sequence[float], str | None]:
-    """Metrics and mean loss on one client's own test data; NaN, with the reason, for invalid data."""
-    task, client = chunk.network.task, chunk.client(index)
+    """Metrics and mean loss on this part of one client's data; NaN, with the reason, for invalid data."""
+    task, client, data = chunk.network.task, chunk.client(index), chunk.tested_on(part)
+    max_samples = None if data.view == "holdout" else max_samples  # which limits shared test sets
     undefined = np.full(len(task.score_names), np.nan)
     with naming_client(client, "testing"):
-        key = "test", client, chunk.data.data_version(client), max_samples
-        samples = chunk.read(key, lambda: chunk.data.test(client, max_samples))
+        key = "test", client, data.data_version(client), max_samples
+        samples = chunk.read(key, lambda: data.test(client, max_samples))
         if isinstance(samples, str):
             return undefined, samples
         x, y = samples[0], samples[1].cpu()  # the outputs are compared on the CPU

@@ -37,7 +37,7 @@ from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import raise_interrupt
 from cfl_ray.system.threads import one_thread
 from cfl_ray.tracking import RoundRecord, RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
-from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, metric_names, primary_of
+from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, metric_names, primary_of, validation_metric
 
 _logger = logging.getLogger(__name__)
 
@@ -289,6 +289,7 @@ def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:
         if final := result.final:
             primary = primary_of(final)
             scores = [primary, f"{primary}_local", *(["macro_f1"] if primary == "accuracy" else [])]
+            scores.append(validation_metric(primary))
             comparison |= {
                 f"{names[label]}/{name}": final[name] for name in (*scores, "num_clusters", "ari") if name in final
             }

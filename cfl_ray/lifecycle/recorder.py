@@ -16,7 +16,7 @@ from cfl_ray.runtime.journal import Journal, grown_by
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.files import drafted, write_text
 from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, check_metrics, last_record, read_records, summarise
-from cfl_ray.tracking.record import EndStatus, score_metrics_of
+from cfl_ray.tracking.record import EndStatus, score_metrics_of, validation_metric
 
 _PAUSE_SECONDS = 1.0  # before figures that failed are drawn again
 
@@ -31,7 +31,8 @@ class MethodRecorder:
         self.setup, self.label, self.directory, self.run_log = setup, label, directory, run_log
         self.primary = setup.task.metrics[0]
         # metrics of the whole run, as RUN_METRICS
-        self.of_newcomers = tuple(f"newcomer_{self.primary.name}{end}" for end in ("", "_tuned"))
+        of_newcomers = tuple(f"newcomer_{self.primary.name}{end}" for end in ("", "_tuned"))
+        self.of_newcomers = of_newcomers + tuple(map(validation_metric, of_newcomers))
         self.records: list[RoundRecord] = []  # of all rounds; with a directory from the method's end on only
         self.last = last_record(directory) if directory else None
         self.reassignments = Reassignments(directory)

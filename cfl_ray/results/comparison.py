@@ -31,7 +31,7 @@ from cfl_ray.results.study_folder import is_finished, run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import METRICS as RECORDED_METRICS
 from cfl_ray.tracking import flatten
-from cfl_ray.tracking.record import primary_of
+from cfl_ray.tracking.record import primary_of, test_metric, validation_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -341,7 +341,8 @@ def chosen_metrics(run_metrics: RunMetrics, metrics: Sequence[str]) -> list[str]
         if name not in present:
             raise ConfigError(f"no run has the metric {name!r}{did_you_mean(name, present)}")
     scores = dict.fromkeys(primary_of(values) for seeds in run_metrics.values() for values in seeds.values())
-    usual = [*(f"{score}{ending}" for score in scores for ending in ("", "_local", "_honest", "_p10", "_p90")), *_SHOWN]
+    endings = ("", "_local", "_honest", "_p10", "_p90")
+    usual = [*(f"{score}{ending}" for score in scores for ending in endings), *map(validation_metric, scores), *_SHOWN]
     shown = list(dict.fromkeys(metrics or [name for name in usual if name in present])) or present[:3]
     return [*shown, *(name for name in ("mbit", "seconds") if name in present and name not in shown)]
 
@@ -369,7 +370,7 @@ def is_less_better(metric: str, present: Collection[str] = ()) -> bool:
 
     present: metrics of the runs, which have the 90th percentile of a score of which less is better.
     """
-    metric = metric.removeprefix("validation/")
+    metric = test_metric(metric)
     if metric.endswith(("_gini", "_jain")):  # whether more or less of the score itself is better
         return metric.endswith("_gini")
     ending = r"_(local|local_trained|tuned|past|honest|p10|p90|worst_10|best_10)$"

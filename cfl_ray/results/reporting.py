@@ -27,7 +27,14 @@ from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import SHARED, write_text
 from cfl_ray.tracking import RoundRecord, flatten, read_info, redact
-from cfl_ray.tracking.record import LABEL_COUNTS, METRICS, is_evaluated, primary_of, score_metrics_of
+from cfl_ray.tracking.record import (
+    LABEL_COUNTS,
+    METRICS,
+    is_evaluated,
+    primary_of,
+    score_metrics_of,
+    validation_metric,
+)
 
 
 def write_report(
@@ -162,6 +169,7 @@ def _columns(run_metrics: comparison.RunMetrics, scores: Sequence[str], results:
         for score in dict.fromkeys(scores)
         for ending in ("", "_local", "_tuned", "_honest", "_p10", "_p90")
     ]
+    of_scores += [validation_metric(f"{score}{end}") for score in dict.fromkeys(scores) for end in ("", "_local")]
     others = ["macro_f1", *added, "ari", "num_clusters", "mbit", "rounds_to_target"]
     others += ["rounds_to_recover", "backward_transfer", "virtual_seconds", "seconds"]
     return [name for name in dict.fromkeys([*of_scores, *others]) if name in present]

@@ -222,6 +222,10 @@ class MethodResult:
         """The training samples (x, y) of a client, as its data were in a round; None: in the last round."""
         return self.trained.train(client, round)
 
+    def validation(self, client: int, round: int | None = None) -> TensorSamples:
+        """The validation samples (x, y) of a client, as its data were in a round; None: in the last round."""
+        return self.trained.validation(client, round)
+
     def place(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None = None) -> Newcomer:
         """The model of a client outside the federation with these samples, and the reason for it.
 

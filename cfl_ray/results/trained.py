@@ -171,6 +171,15 @@ class TrainedMethod:
         """The training samples (x, y) of a client in a round; None: in the last round."""
         return self.present(round).train(self._known(client))
 
+    def validation(self, client: int, round: int | None = None) -> TensorSamples:
+        """The validation samples (x, y) of a client in a round; None: in the last round.
+
+        Raises ConfigError if the run has no validation data.
+        """
+        if (part := self.present(round).validation) is None:
+            raise ConfigError("this run has no validation data; data.validation makes some")
+        return part.test(self._known(client))
+
     def present(self, round: int | None = None) -> Federation:
         """The federation in a round; None: in the last round."""
         last = max(self.round, 1)

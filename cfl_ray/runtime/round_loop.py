@@ -42,8 +42,6 @@ from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import RoundRecord
 from cfl_ray.tracking.record import Status
 
-_NO_LIMIT = 2**62  # test samples of a client with its own test data
-
 
 class RoundLoop:
     """One method on one federation, restored from its newest checkpoint, or before round 1.
@@ -250,8 +248,7 @@ class RoundLoop:
         cohort: the cohort, if the clients are those that train; then each tests its model after training (P-local).
         """
         experiment, present, method = self.experiment, self.membership.present, self.steps.method
-        own_tests, settings = present.view == "holdout", experiment.evaluation
-        tests_locally = cohort is not None and settings.local
+        settings = experiment.evaluation
         clients = Clients(
             np.asarray(ids, np.int64),
             present.num_samples_N[ids],
@@ -261,7 +258,8 @@ class RoundLoop:
             seed=experiment.seed,
             round=round,
             stats=stats,
-            local_test_samples=(_NO_LIMIT if own_tests else settings.local_samples) if tests_locally else 0,
+            local_test_samples=settings.local_samples if cohort is not None and settings.local else 0,
+            local_parts=self.evaluation.parts,
             reachable=lambda: self._reachable(round),
             history=partial(distinct_rounds, self.membership.federation, round),
             aggregation=method.aggregation_rule,

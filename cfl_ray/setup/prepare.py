@@ -26,6 +26,7 @@ from cfl_ray.core.schedules import resolve_schedule
 from cfl_ray.core.tasks import Task, resolve_task
 from cfl_ray.data.changes import ChangingFederation
 from cfl_ray.data.federation import Federation
+from cfl_ray.data.split import with_validation
 from cfl_ray.engine.attack import UPLOAD, check_own
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import resolve
@@ -82,6 +83,8 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     for round in sorted({event.round for event in experiment.schedule if event.round <= experiment.rounds}):
         population.advance(round)  # raises ConfigError if no client would be left
     check_cohort(experiment.cohort.clients or 0, federation.num_clients)
+    if (share := experiment.data.validation) is not None:
+        federation = with_validation(federation, share.fraction, share.order, experiment.seed)
     if changes := data_changes(experiment):
         federation = ChangingFederation(federation, changes)
     model, shape = experiment.model, federation.shape

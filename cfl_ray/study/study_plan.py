@@ -16,9 +16,8 @@ from cfl_ray.methods import resolve
 from cfl_ray.results.recorded_runs import finished_results
 from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.tracking.record import METRICS, cluster_diagnostics_of, score_metrics_of
+from cfl_ray.tracking.record import METRICS, cluster_diagnostics_of, score_metrics_of, validation_metric
 
-VALIDATION = "validation/"  # begins the names of metrics on validation data
 LONGEST_LABEL = 200  # of a method; the label is a folder name, which file systems limit to 255 bytes
 
 
@@ -198,7 +197,7 @@ def metric_of(study: Study, runs: Sequence[StudyRun]) -> str:
         return study.sweep.metric
     score = _names_of(runs[0].experiment)[0]
     validated = all(has_validation(run.experiment) for run in runs)
-    return f"{VALIDATION}{score}" if validated else score
+    return validation_metric(score) if validated else score
 
 
 def scores_of(experiment: Experiment) -> set[str]:
@@ -210,8 +209,6 @@ def metric_warnings(study: Study, runs: Sequence[StudyRun]) -> list[str]:
     """A warning for each unknown metric of the study, which is misspelt or a diagnostic of a method."""
     known = {*METRICS, "mbit", "seconds"}  # the last two: of tables
     for run in runs:
-        if has_validation(run.experiment):
-            known |= {f"{VALIDATION}{name}" for name in scores_of(run.experiment)}
         known |= {*scores_of(run.experiment), *cluster_diagnostics_of(_names_of(run.experiment)[0])}
     wanted = [("metrics", name) for name in study.metrics]
     if study.sweep is not None:
@@ -226,7 +223,7 @@ def metric_warnings(study: Study, runs: Sequence[StudyRun]) -> list[str]:
 
 def has_validation(experiment: Experiment) -> bool:
     """Whether the clients of an experiment have validation data."""
-    return getattr(experiment.data, "validation", None) is not None
+    return experiment.data.validation is not None
 
 
 def _names_of(experiment: Experiment) -> list[str]:

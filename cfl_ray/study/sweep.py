@@ -23,7 +23,8 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.results.comparison import RunMetrics, is_less_better
 from cfl_ray.results.significance import paired_test
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.study.study_plan import VALIDATION, StudyRun
+from cfl_ray.study.study_plan import StudyRun
+from cfl_ray.tracking.record import test_metric
 
 if TYPE_CHECKING:
     import optuna
@@ -304,7 +305,7 @@ def rank(study: Study, runs: Sequence[StudyRun], run_metrics: RunMetrics) -> lis
     """The trials of a sweep by setting and method in the order of the study, best first, unfinished trials last."""
     assert study.sweep is not None  # only sweeps are ranked
     metric, sign = study.sweep.metric or "", 1 if goal_of(study.sweep) == "minimize" else -1
-    test_metric = metric.removeprefix(VALIDATION)
+    beside_metric = test_metric(metric)
     groups: dict[tuple[str, str], dict[str, list[StudyRun]]] = {}
     for run in runs:
         groups.setdefault((run.base, run.method), {}).setdefault(run.trial, []).append(run)
@@ -319,9 +320,9 @@ def rank(study: Study, runs: Sequence[StudyRun], run_metrics: RunMetrics) -> lis
                     for run in of_trial
                     if not math.isnan(value := of_seeds.get(run.seed, {}).get(name, math.nan))
                 }
-                for name in (metric, test_metric)
+                for name in (metric, beside_metric)
             )
-            beside = tested if test_metric != metric else {}
+            beside = tested if beside_metric != metric else {}
             chosen = of_trial[0].of_trial
             of_group.append(
                 RankedTrial(setting, method, chosen.parameters, values, tested=beside, trial=chosen, metric=metric)
@@ -364,7 +365,7 @@ def to_frame(ranked: Sequence[RankedTrial], metric: str) -> pd.DataFrame:
             "runs": len(trial.values),
             metric: trial.mean,
             f"{metric}_std": trial.std,
-            **({metric.removeprefix(VALIDATION): trial.test_mean} if metric.startswith(VALIDATION) else {}),
+            **({test_metric(metric): trial.test_mean} if test_metric(metric) != metric else {}),
             "p": trial.p,
             "effect": trial.effect,
         }

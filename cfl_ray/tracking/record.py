@@ -94,17 +94,34 @@ _SCORE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DERIVED = ("_local", "_local_trained", "_tuned", "_past", "_honest", "_std", "_p10", "_p90")
 
 
+_VALIDATION = "validation/"  # begins the names of metrics on validation data
+VALIDATION_CLIENTS, VALIDATION_SAMPLES = f"{_VALIDATION}clients", f"{_VALIDATION}samples"
+
+
+def validation_metric(name: str) -> str:
+    """The name, on validation data, of a metric on test data."""
+    return _VALIDATION + {"test_loss": "loss"}.get(name, name)
+
+
+def test_metric(name: str) -> str:
+    """The name, on test data, of a metric on validation data; of any other metric its own."""
+    of_test = name.removeprefix(_VALIDATION)
+    return "test_loss" if name == validation_metric("test_loss") else of_test
+
+
+def of_validation(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics under their names on validation data."""
+    return {validation_metric(name): value for name, value in metrics.items()}
+
+
 def score_metrics_of(names: Sequence[str]) -> set[str]:
     """Names of everything that is recorded of the metrics `names` of a task, the first of which is its score."""
     first = names[0]
     over_clients = (f"{first}_{name}" for name in OVER_CLIENTS)
-    return {
-        *names,
-        *(f"{first}{ending}" for ending in _DERIVED),
-        *over_clients,
-        f"newcomer_{first}",
-        f"newcomer_{first}_tuned",
-    }
+    derived = (f"{first}{ending}" for ending in _DERIVED)
+    of_test = {*names, *derived, *over_clients, f"newcomer_{first}", f"newcomer_{first}_tuned"}
+    of_validation = {validation_metric(name) for name in {*of_test, "test_loss"} if not name.endswith("_past")}
+    return {*of_test, *of_validation, VALIDATION_CLIENTS, VALIDATION_SAMPLES}
 
 
 def cluster_diagnostics_of(score: str) -> tuple[str, str]:
@@ -129,7 +146,7 @@ def check_score_name(name: str) -> None:
 
 def primary_of(metrics: Mapping[str, float]) -> str:
     """Name of the first metric of the task among the metrics of an evaluated round: the metric that has a spread."""
-    return next((name for name in metrics if f"{name}_std" in metrics), "accuracy")
+    return next((name for name in metrics if f"{name}_std" in metrics and test_metric(name) == name), "accuracy")
 
 
 def is_evaluated(metrics: Mapping[str, float]) -> bool:
@@ -246,7 +263,7 @@ class RunEnd:
 
 
 OFF = {"null", "false", "[]", "{}", "None", "False", "()"}  # values of keys and options that do nothing
-NEUTRAL = {"0.0", "none", "constant", "always"}  # likewise, if they are the default of a key of the config
+NEUTRAL = {"0.0", "none", "constant", "always", "random"}  # likewise, if they are the default of a key of the config
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
