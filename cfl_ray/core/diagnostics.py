@@ -125,7 +125,11 @@ class Diagnostics:
         if axis != CLIENTS:
             return np.arange(size)
         if len(ids) != size:
-            self._fail(name, f"has {size} entries on its axis {CLIENTS!r}, but there are {len(ids)} client ids")
+            self._fail(
+                name,
+                f"has {size} entries on its axis {CLIENTS!r}, but there are {len(ids)} client ids; name the "
+                "clients of the axis: clients.record(..., ids=...)",
+            )
         return ids
 
     def _kept(self, axes: tuple[str, ...], axis: str, labels: np.ndarray) -> np.ndarray:

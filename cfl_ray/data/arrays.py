@@ -109,7 +109,7 @@ def federation_from_arrays(
     scaling = Scaling(255.0 if x_.dtype == np.uint8 else 1.0, normalize, vocabulary is not None).check(x_.shape[1:])
     shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:], names_C)
     federation = ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])
-    federation.of_labels = warnings
+    federation.of_labels, federation.has_test_samples = warnings, owner is not None
     return federation
 
 
@@ -226,6 +226,13 @@ class ArrayFederation(IndexedFederation):
         super().__init__(shape, view, recipe, index, scaling)
         self.samples, self.test_samples, self._names = samples, test, names
         self.of_labels: tuple[str, ...] = ()  # warnings
+        self.has_test_samples = False  # whether each client's test samples are those of x_test that it has
+
+    @property
+    def tested_on(self) -> str:
+        if self.has_test_samples:
+            return "each client is tested on its own samples of x_test (test_clients)"
+        return super().tested_on
 
     @property
     def warnings(self) -> list[str]:
@@ -292,8 +299,17 @@ def _numpy(name: str, values: Array) -> np.ndarray:
         raise DataError(
             f"{name} has {np.ma.count_masked(values)} masked values; fill them ({name}.filled(...)) or leave them out"
         )
+    if isinstance(values, list | tuple) and len(lengths := {len(row) for row in values if _is_row(row)}) > 1:
+        raise DataError(
+            f"{name} has rows of {min(lengths)} to {max(lengths)} entries; fill all up to {max(lengths)}: inputs with "
+            f"a token id that is used for nothing else, target tokens with {IGNORED}, which is not learned"
+        )
     with reading(name, "an array", "convert it to a NumPy array or a dense tensor of float32 or integers"):
         return np.asarray(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list | tuple | np.ndarray | torch.Tensor) and np.ndim(value) > 0
 
 
 def _inputs(name: str, values: Array, vocabulary: int | None) -> np.ndarray:

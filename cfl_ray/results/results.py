@@ -121,6 +121,25 @@ class MethodResult:
         """Splits, merges, births and deaths of clusters with the deciding numbers, and changes of the phase."""
         return [event for record in self.records for event in record.events]
 
+    def events_frame(self) -> pd.DataFrame:
+        """A row for each of `events`: its fields, and a column for each value in `because`."""
+        import pandas as pd
+
+        rows = [
+            {
+                "round": event.round,
+                "event": event.event,
+                "cluster": event.cluster,
+                "into": event.into,
+                "before": event.before,
+                "phase": event.phase,
+                **event.because,
+            }
+            for event in self.events
+        ]
+        first = ["round", "event", "cluster", "into", "before", "phase"]
+        return pd.DataFrame(rows, columns=None if rows else first).astype({"cluster": "Int64"})
+
     @property
     def seconds(self) -> float:
         """Wall time of all rounds."""
