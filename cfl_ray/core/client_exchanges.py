@@ -24,6 +24,7 @@ from cfl_ray.core.work import (
     TEST,
     Address,
     Averaging,
+    ClientState,
     Losses,
     Outcome,
     Replay,
@@ -235,12 +236,17 @@ class ClientExchanges:
         )
 
     def _losses(
-        self, sent: Sent, max_samples: int | None, frozen_model: Sent | None, errors: bool = False
+        self,
+        sent: Sent,
+        max_samples: int | None,
+        frozen_model: Sent | None,
+        errors: bool = False,
+        client_state: ClientState | None = None,
     ) -> np.ndarray:
         if not len(self):
             return np.zeros((0, sent.num_models))
         if sent.row_MK is not None:
-            return self._losses_by_version(sent, sent.row_MK, max_samples, frozen_model, errors)
+            return self._losses_by_version(sent, sent.row_MK, max_samples, frozen_model, errors, client_state)
         tables = ModelTables(sent.models_KP)
         work = Losses(
             self._next_address(),
@@ -249,13 +255,20 @@ class ClientExchanges:
             max_samples=min((most for most in (max_samples, self.choice_samples) if most is not None), default=None),
             frozen_model=None if frozen_model is None else tables.rows(frozen_model),
             errors=errors,
+            client_state=client_state,
             tables=tables.as_tuple(),
         )
         loss_MK = self._run(work).arrays["losses"]
         return np.nan_to_num(loss_MK, nan=np.inf, posinf=np.inf)  # argmin would select NaN
 
     def _losses_by_version(
-        self, sent: Sent, row_MK: np.ndarray, max_samples: int | None, frozen_model: Sent | None, errors: bool
+        self,
+        sent: Sent,
+        row_MK: np.ndarray,
+        max_samples: int | None,
+        frozen_model: Sent | None,
+        errors: bool,
+        client_state: ClientState | None,
     ) -> np.ndarray:
         """`_losses` of the clients of each version, one version after another."""
         rows_VK, version_M = np.unique(row_MK, axis=0, return_inverse=True)
@@ -266,7 +279,7 @@ class ClientExchanges:
             if frozen is not None and frozen.row_M is not None:
                 frozen = Sent(frozen.models_KP, frozen.row_M[index])
             models = Sent(sent.models_KP[row_K])
-            loss_MK[index] = self.select(index)._losses(models, max_samples, frozen, errors)
+            loss_MK[index] = self.select(index)._losses(models, max_samples, frozen, errors, client_state)
         return loss_MK
 
     def _versions(self, models_KP: Tensor) -> Sent | None:

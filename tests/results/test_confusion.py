@@ -33,7 +33,7 @@ def result():
 
 
 def test_confusion_matrices_add_up(result):
-    """The sum over clusters is that of all clients; the diagonal over all samples is the mean accuracy (equal sizes)."""
+    """The sum over clusters is that of all clients; the share of the diagonal is the mean accuracy (equal sizes)."""
     whole = result.confusion()
     clusters = sorted(set(result.assignments()["cluster"]))
     assert whole.index.tolist() == whole.columns.tolist() == NAMES and whole.index.name == "true"
