@@ -359,6 +359,12 @@ class StudyDisplay(StudyWatcher):
         """Prints the tables, the paths of the results, and the failed runs."""
         if results.study.sweep is not None:
             show_trials(results.trials, results.best, results.study.sweep.metric or "", self.console)
+            if results.study.sweep.halving is not None:
+                early = sum(not trial.values for trial in results.trials)
+                self._print(
+                    f"{counted(early, 'trial')} ended early or failed (sweep.halving); without this key every trial is "
+                    "trained to its end, as the papers do"
+                )
             if results.best:
                 self._print(f"each best trial as a config for cfl-ray run: {RunDirectory(results.root).best}")
         elif results.run_metrics:

@@ -97,12 +97,16 @@ def _cell(
     number, _, spread = text.partition(" ± ")
     test, bests = tested[metric][key], [other for other, one in tested[metric].items() if one.is_best]
     best = next((_values(run_metrics, other, metric).mean() for other in bests if other[0] == key[0]), math.nan)
-    if _NEUTRAL.fullmatch(metric) is None:
+    if _NEUTRAL.fullmatch(metric) is None and _has_rivals(run_metrics, key[0]):
         if mean == best:
             number = rf"\mathbf{{{number}}}"
         elif test.is_alike:
             number = rf"\underline{{{number}}}"
     return f"${number}$" if not spread else rf"${number} \pm {spread}$"
+
+
+def _has_rivals(run_metrics: RunMetrics, experiment: str) -> bool:
+    return sum(name == experiment for name, _ in run_metrics) > 1
 
 
 def _values(run_metrics: RunMetrics, key: tuple[str, str], metric: str) -> np.ndarray:
@@ -121,6 +125,8 @@ def _caption(
     count = _range(seeds)
     what = escaped(metrics[0]) if len(metrics) == 1 else "Results"
     text = f"{what}: mean $\\pm$ standard deviation over {count} seeds" if seeds[-1] > 1 else f"{what} of one seed"
+    if not any(_has_rivals(run_metrics, experiment) for experiment, _ in run_metrics):
+        return f"{text}."
     text += "; the best of each column in bold" if len(metrics) == 1 else "; the best of each metric in bold"
     pairs = sorted({one.pairs for of_metric in tested.values() for one in of_metric.values() if not math.isnan(one.p)})
     if not pairs:

@@ -39,9 +39,9 @@ def test_a_run_in_a_notebook_prints_lines(capsys):
         notebook.simulate(3)
 
 
-def test_a_study_in_a_notebook_prints_lines(capsys, monkeypatch, tmp_path):
+def test_a_study_in_a_notebook_prints_lines(monkeypatch):
     told = []
-    monkeypatch.setattr(study_run, "run_study", lambda study, watcher: told.append(watcher) or 3)
+    monkeypatch.setattr(study_run, "run_study", lambda study, watcher=None: told.append(watcher) or 3)
     monkeypatch.setattr(notebook.StudyDisplay, "finish", lambda display, results: told.append(results))
     assert notebook.run_study.__wrapped__ is not None
     assert isinstance(notebook.StudyDisplay(notebook._console()), notebook.StudyDisplay)

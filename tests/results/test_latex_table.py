@@ -77,3 +77,8 @@ def test_what_lacks_values_is_empty_and_names_are_escaped():
     assert escaped("a\nb") == "a b"
     with pytest.raises(ConfigError, match="no run has the metric 'acc'"):
         latex_table(runs, ["acc"])
+
+
+def test_a_method_without_rivals_is_not_the_best():
+    text = latex_table({("e", "m"): {0: {"accuracy": 0.5}}}, ["accuracy"])
+    assert r"m & $0.500$ \\" in text and r"\caption{accuracy of one seed.}" in text
