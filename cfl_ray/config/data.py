@@ -102,7 +102,7 @@ class ColumnsConfig(ConfigSection):
 
 NOT_IN_RECIPE = ("root", "download", "shards")  # keys for the location of the samples
 # keys that recipes of earlier versions do not have; in a recipe only if they are set
-_LATER = ("labels", "transparency", "delimiter", "encoding", "decimal")
+_LATER = ("labels", "transparency", "delimiter", "encoding", "decimal", "validation_files")
 
 
 class DataConfig(ConfigSection):
@@ -110,6 +110,7 @@ class DataConfig(ConfigSection):
 
     has_tests: ClassVar[bool] = False  # True: the source always has a test part
     has_clients: ClassVar[bool] = False  # True: its samples belong to clients already
+    has_validation_part: ClassVar[bool] = False  # True: of the source, which is read if `validation` is set
 
     source: Any = Field("digits", description="data set")
     root: Annotated[str | None, FILE] = Field(
@@ -195,7 +196,12 @@ class DataConfig(ConfigSection):
             if section in values and values[section].get(key) == kind.model_fields[key].default:
                 values[section].pop(key, None)
         recipe: dict[str, Any] = with_replaced(values, self._written)
-        return recipe
+        return recipe | ({"validation": "own"} if self.validation and self.has_validation_part else {})
+
+    @property
+    def names_validation_part(self) -> bool:
+        """Whether validation data are those of the source, as far as the keys tell."""
+        return self.has_validation_part or getattr(self, "validation_files", None) is not None
 
     @property
     def warnings(self) -> list[str]:
@@ -289,6 +295,7 @@ class MedMnistConfig(FilesDataConfig):
     """A file of MedMNIST."""
 
     has_tests = True
+    has_validation_part = True
 
 
 class PartsDataConfig(FilesDataConfig):
@@ -298,6 +305,10 @@ class PartsDataConfig(FilesDataConfig):
         None,
         description="glob below root of the test files (images, femnist, csv), or subfolder of the test part "
         "(image_folder, hf_disk); null: there are none, and test.view must be holdout",
+    )
+    validation_files: str | None = Field(
+        None,
+        description="the same of the validation part; null: there is none, and data.validation holds samples out",
     )
 
 

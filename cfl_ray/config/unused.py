@@ -92,6 +92,8 @@ def _rules_of_data(data: DataConfig) -> Iterator[tuple[str, Iterable[str], str]]
         yield "data.test", keys, f"data.test.view is {test.view}"
     if test.view == "holdout" and not test.pool and hasattr(data, "test_files"):
         yield "data", ["test_files"], "data.test.view is holdout"
+    if data.validation is not None and data.names_validation_part:
+        yield "data.validation", ["fraction", "order"], f"source {data.source} has a validation part of its own"
     if isinstance(data, ColumnsDataConfig):
         other = "image" if data.source == "csv" else "features"
         yield "data.columns", [other], f"source {data.source} does not read it"

@@ -6,7 +6,7 @@ Shards and in-memory federations have a range of rows for each client, held-out 
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -323,6 +323,8 @@ class Index:
     group_N: np.ndarray  # int32
     test_set_N: np.ndarray  # int32
     labels_NC: np.ndarray | None  # bool; None unless the view is label
+    validation_N: np.ndarray | None = None  # int64: number of validation rows, the last ones; None: there are none
+    validation_set_N: np.ndarray | None = None  # int32: -1: no shared validation set; None: there are none
 
 
 @dataclass(frozen=True)
@@ -403,7 +405,7 @@ class IndexedFederation(Federation):
         self.index, self.scaling = index, scaling
         self.scale, self.normalize = scaling.scale, scaling.normalize
         self._target_type = str(shape.target_dtype).removeprefix("torch.")
-        self.num_samples_N = index.train_N
+        self.num_samples_N, self.num_validation_N = index.train_N, index.validation_N
         self.group_N = None if (index.group_N < 0).all() else index.group_N
 
     @abstractmethod
@@ -413,6 +415,19 @@ class IndexedFederation(Federation):
     @abstractmethod
     def _test_file(self, number: int) -> StoredSamples:
         """All rows of a shared test set."""
+
+    def _validation_file(self, number: int) -> StoredSamples:
+        """All rows of a shared validation set."""
+        raise IndexError(f"validation set {number} of 0")
+
+    validation_view: str | None = None  # of validation data of the source; None: there are none
+    validation_sizes: Sequence[int] = ()  # samples of each shared validation set
+
+    @cached_property
+    def validation(self) -> Federation | None:
+        if self.validation_view is None:
+            return None
+        return ValidationPart(self) if self.validation_view == "holdout" else _SharedValidation(self)
 
     @property
     def warnings(self) -> list[str]:
@@ -440,6 +455,18 @@ class IndexedFederation(Federation):
         rows = slice(start, start + self.index.held_out_N[client])
         return self._tensors(self._file(int(self.index.file_N[client])), rows)
 
+    def validation_samples(self, client: int) -> TensorSamples:
+        assert self.index.validation_N is not None
+        end = self.index.offset_N[client] + self.index.train_N[client] + self.index.held_out_N[client]
+        rows = slice(end, end + self.index.validation_N[client])
+        return self._tensors(self._file(int(self.index.file_N[client])), rows)
+
+    def validation_set(self, index: int, client: int | None = None, most: int | None = None) -> TensorSamples:
+        """Shared validation set `index`; of a client, at most so many of the samples that it is tested on."""
+        samples = self._validation_file(index)
+        rows = slice(None) if client is None else self.test_rows(client, samples[1], most, 0)
+        return self._tensors(samples, rows)
+
     def test_set(self, index: int) -> TensorSamples:
         if not 0 <= index < self.num_test_sets():
             raise IndexError(f"test set {index} of {self.num_test_sets()}")
@@ -461,3 +488,34 @@ class IndexedFederation(Federation):
     def _tensors(self, samples: StoredSamples, rows: slice | np.ndarray) -> TensorSamples:
         x, y = samples
         return self.scaling.to_tensor(x[rows]), torch.from_numpy(y[rows].astype(self._target_type))
+
+
+class _SharedValidation(FederationView):
+    """An indexed federation whose clients are tested on shared validation sets of the source."""
+
+    def __init__(self, base: IndexedFederation) -> None:
+        super().__init__(base)
+        assert base.validation_view is not None and base.index.validation_set_N is not None
+        self._indexed, self._set_N = base, base.index.validation_set_N
+        self.view, self.group_N = base.validation_view, base.group_N
+        self.num_samples_N = np.append(np.array(base.validation_sizes, np.int64), 0)[self._set_N]
+
+    def data_version(self, client: int) -> Hashable:
+        return self._base.data_version(client), "validation"
+
+    def num_test_sets(self) -> int:
+        return len(self._indexed.validation_sizes)
+
+    def test_set(self, index: int) -> TensorSamples:
+        if not 0 <= index < self.num_test_sets():
+            raise IndexError(f"validation set {index} of {self.num_test_sets()}")
+        return self._indexed.validation_set(index)
+
+    def test_set_of(self, clients: np.ndarray) -> np.ndarray:
+        return self._set_N[clients]
+
+    def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
+        return self._base.labels_of(clients) if self.view == "label" else None
+
+    def test(self, client: int, max_samples: int | None = None, seed: int = 0) -> TensorSamples:
+        return self._indexed.validation_set(int(self._set_N[client]), client, max_samples)

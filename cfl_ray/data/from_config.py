@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.config import DataConfig
+from cfl_ray.config import DataConfig, Experiment
 from cfl_ray.config.data import (
     SOURCE_KINDS,
     ArraysConfig,
@@ -29,7 +29,7 @@ from cfl_ray.data.data_set import Progress, Source
 from cfl_ray.data.decoding import DECODING
 from cfl_ray.data.federation import DataShape, Federation, Scaling, layout_warnings, scale_warnings
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder, cache
-from cfl_ray.data.plan import FederationPlan, make_plan
+from cfl_ray.data.plan import FederationPlan, make_plan, with_validation_part
 from cfl_ray.data.raw_files import DigestIndex, RawFiles
 from cfl_ray.data.reading import reading
 from cfl_ray.data.shard_writer import shard_bytes, shard_plan_of, write_shards
@@ -234,6 +234,22 @@ def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardF
     return open_shards(folder.uri)
 
 
+def has_validation(experiment: Experiment) -> bool:
+    """Whether the experiment has validation data: a share of the training samples, or a validation part of its source.
+
+    A function that is the source is called, unless keys of the config tell. Raises DataError as `build` does.
+    """
+    data = experiment.data
+    if data.validation is not None or getattr(data, "validation_files", None) is not None:
+        return True
+    if not isinstance(data, ArraysConfig | PluginDataConfig) and data.federation is None:
+        return False
+    loaded = data.federation or _loaded(data, experiment.seed, experiment.targets)
+    if isinstance(loaded, Source):
+        return loaded.read(False, None).num_validation > 0
+    return loaded is not None and loaded.validation is not None
+
+
 def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationSummary:
     """The sizes of the federation that `build` would return. Reads labels but no pixels, and writes nothing."""
     loaded = _loaded(data, seed, targets)
@@ -297,7 +313,20 @@ def _plan(
         decoding = data_set.decoding or other[0].decoding
         data_set = replace(data_set, notes=notes, warnings=warnings, decoding=decoding)
     Scaling(data_set.scale, data.normalize, data_set.vocabulary is not None).check(data_set.shape)
-    return make_plan(data_set, other[0] if other else None, data.with_view(data_set.test_y is not None), seed)
+    main = data_set.with_test_part
+    data = data.with_view(main.test_y is not None)
+    plan = make_plan(main, other[0].with_test_part if other else None, data, seed)
+    if (on_validation := data_set.with_validation_part) is None:
+        return plan
+    # the same clients, whose test data are the validation part
+    own = data.partition.kind == "writer" and on_validation.validation_client is not None
+    view = "all" if own else "cluster" if data.test.view == "holdout" else data.test.view
+    of_validation = data.model_copy(update={"test": data.test.model_copy(update={"view": view, "pool": False})})
+    second = other[0].with_validation_part or other[0].with_test_part if other else None
+    try:
+        return with_validation_part(plan, make_plan(on_validation, second, of_validation, seed), own)
+    except DataError as error:
+        raise DataError(f"the validation part: {error}") from None
 
 
 @paused_collection()
@@ -415,7 +444,7 @@ def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
             f"data.root: there is no file {file.absolute()}; source arrays reads an .npz file (numpy.savez)"
         )
     required, needs = ("x", "y", "clients"), "it needs x, y and clients"
-    optional = ("groups", "x_test", "y_test", "test_clients", "num_classes", "vocabulary")
+    optional = ("groups", "x_test", "y_test", "test_clients", "num_classes", "vocabulary", *_OF_VALIDATION)
     with reading(str(file), "an .npz file of plain arrays", "write it again with numpy.savez"):
         arrays: dict[str, Any] = read_npz(file, required, optional, needs)
     if data.test.view == "holdout" and "test_clients" not in arrays:
@@ -427,16 +456,18 @@ def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
         raise DataError(f"{file}: {error}") from None
 
 
-KEYS = ("x", "y", "x_test", "y_test", "groups", "num_classes", "class_names", "vocabulary", "clients", "test_clients")
+_OF_VALIDATION = ("x_validation", "y_validation", "validation_clients")
+_NUMBERS = ("num_classes", "class_names", "vocabulary")
+KEYS = ("x", "y", "x_test", "y_test", "groups", *_NUMBERS, "clients", "test_clients", *_OF_VALIDATION)
 
 
 def load_function(data: PluginDataConfig, seed: int, targets: str = "class") -> Federation | Source:
     """The data of the function that `data.source` names: a Federation, or without clients a Source.
 
     The function is called with `data.options`. It returns a Federation, a pair (x, y), or a mapping with x, y and
-    optionally clients, groups, x_test, y_test, test_clients, num_classes, class_names, vocabulary: arguments of
-    `federation_from_arrays`. Without clients, the samples are divided later as `data.partition` says. Raises DataError
-    naming the function and its line. targets: kind of y.
+    optionally clients, groups, num_classes, class_names, vocabulary, x_test, y_test, test_clients, and the same three
+    for validation: arguments of `federation_from_arrays`. Without clients, the samples are divided later as
+    `data.partition` says. Raises DataError naming the function and its line. targets: kind of y.
     """
     function = SOURCE_KINDS.find(data.source)
     if not callable(function):
@@ -476,6 +507,8 @@ def _from_mapping(arrays: dict[str, Any], data: PluginDataConfig, seed: int, tar
         return federation_of(arrays, data, seed, targets)
     if arrays.pop("test_clients", None) is not None:
         raise DataError("it returns test_clients without clients; give both or neither")
+    if arrays.pop("validation_clients", None) is not None:
+        raise DataError("it returns validation_clients without clients; give both or neither")
     arrays.pop("clients", None)
     data_set = data_set_from_arrays(**arrays, targets=targets, labels=data.labels)
     parts = (data_set.train_x, data_set.train_y, data_set.test_x, data_set.test_y, data_set.group)
@@ -483,6 +516,7 @@ def _from_mapping(arrays: dict[str, Any], data: PluginDataConfig, seed: int, tar
         [] if arrays.get("class_names") is None else [np.frombuffer("\0".join(data_set.class_names).encode(), np.uint8)]
     )
     of_data = digest(*(part for part in parts if part is not None), *named)
+    of_data += f"-{data_set.num_validation}" if data_set.num_validation else ""
     return Source((), lambda pixels, progress: data_set, of_data)
 
 

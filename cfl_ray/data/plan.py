@@ -1,6 +1,7 @@
 """The plan of a federation: the row numbers of each client's samples, decided before any pixel is copied."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from cfl_ray.config.shift import HybridConfig
 from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
 from cfl_ray.data.data_set import DataSet
-from cfl_ray.data.shifts import Group, Variant, make_groups
+from cfl_ray.data.shifts import Group, Samples, Variant, make_groups
 from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import reference_of
 
@@ -26,11 +27,23 @@ class PlannedClient:
     train: np.ndarray  # int64 rows of the data set's training part, in the order of time, to train on
     held_out: np.ndarray  # int64 rows of the training part, likewise, to test on; empty unless the view is hold-out
     test_set: int  # number of its shared test set; -1 if the view is hold-out
+    # int64 rows of the training part, or of the test part of `validation_of`, that are validation data of the source
+    validation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    validation_of: Variant | None = None
+    validation_set: int = -1  # number of its shared validation set; -1: there is none
 
     @property
     def num_rows(self) -> int:
-        """Number of its training and held-out rows."""
-        return len(self.train) + len(self.held_out)
+        """Number of its rows."""
+        return len(self.train) + len(self.held_out) + len(self.validation)
+
+    def samples(self) -> list[Samples]:
+        """Its transformed samples, in the order in which shards have them."""
+        parts = [self.variant.train(self.train), self.variant.train(self.held_out)]
+        if len(self.validation):
+            of, rows = self.validation_of, self.validation
+            parts.append(self.variant.train(rows) if of is None else of.test(rows))
+        return parts
 
 
 @dataclass(frozen=True)
@@ -53,11 +66,37 @@ class FederationPlan:
     clients: list[PlannedClient]
     test_sets: list[TestSet]
     labels_NC: np.ndarray | None  # bool: labels on which each client is tested; None unless the view is label
+    validation_view: str | None = None  # of the source's own validation data; None: it has none
+    validation_sets: Sequence[TestSet] = ()
 
     @property
     def data_set(self) -> DataSet:
         """The first client's data set. All data sets of a federation have the same shape, scale and classes."""
         return self.clients[0].variant.data_set
+
+
+def with_validation_part(plan: FederationPlan, of_validation: FederationPlan, own: bool) -> FederationPlan:
+    """The plan with the test sets of another plan of the same clients as its validation sets.
+
+    own: each client has its own samples of the part instead.
+    """
+    if own:
+        writer = of_validation.data_set.validation_client
+        assert writer is not None
+        names, writer_n = np.unique(writer.astype(np.str_), return_inverse=True)
+        order, ends = np.argsort(writer_n, kind="stable"), np.cumsum(np.bincount(writer_n))
+        rows_of = dict(zip(names.tolist(), np.split(order, ends[:-1]), strict=True))
+        own = []
+        for client, other in zip(plan.clients, of_validation.clients, strict=True):
+            rows = rows_of.get(client.name, rows_of.get(client.name.rpartition("/")[0], client.train[:0]))
+            own.append(replace(client, validation=rows, validation_of=other.variant))
+        return replace(plan, clients=own, validation_view="holdout")
+    clients = [
+        replace(client, validation_set=other.test_set)
+        for client, other in zip(plan.clients, of_validation.clients, strict=True)
+    ]
+    sets, view = of_validation.test_sets, of_validation.view
+    return replace(plan, clients=clients, validation_sets=sets, validation_view=view)
 
 
 class ClientRows(NamedTuple):

@@ -11,6 +11,7 @@ from cfl_ray.config.method_entries import listed_name
 from cfl_ray.config.study import Study, Trial, place_of
 from cfl_ray.core.method import Method
 from cfl_ray.core.tasks import resolve_task
+from cfl_ray.data.from_config import has_validation
 from cfl_ray.errors import ConfigError, UserError, did_you_mean
 from cfl_ray.methods import resolve
 from cfl_ray.results.recorded_runs import finished_results
@@ -196,7 +197,8 @@ def metric_of(study: Study, runs: Sequence[StudyRun]) -> str:
     if study.sweep is not None and study.sweep.metric is not None:
         return study.sweep.metric
     score = _names_of(runs[0].experiment)[0]
-    validated = all(has_validation(run.experiment) for run in runs)
+    of_settings = {run.base: run for run in runs}.values()  # a function that is a source is called
+    validated = all(has_validation(run.experiment) for run in of_settings)
     return validation_metric(score) if validated else score
 
 
@@ -219,11 +221,6 @@ def metric_warnings(study: Study, runs: Sequence[StudyRun]) -> list[str]:
         for key, name in wanted
         if name not in known
     ]
-
-
-def has_validation(experiment: Experiment) -> bool:
-    """Whether the clients of an experiment have validation data."""
-    return experiment.data.validation is not None
 
 
 def _names_of(experiment: Experiment) -> list[str]:
