@@ -26,7 +26,7 @@ from pydantic import (
 
 from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.explanation import WholeConfig, explain
-from cfl_ray.config.method_entries import address, listed_name
+from cfl_ray.config.method_entries import address, listed_name, name_and_options
 from cfl_ray.config.paths import from_record, paths_as_written, record_line, resolved_in, root_resolved_in
 from cfl_ray.config.reading import PARTS, read_yaml, set_key, split_override
 from cfl_ray.config.section import ConfigSection
@@ -274,16 +274,21 @@ class Study(WholeConfig):
     def searches(self) -> dict[str | None, list[str]]:
         """The keys of the sweep that have an effect on a method, by its label, or else its name as it is listed.
 
-        These are the shared keys and the method's own options, so that no run is repeated for an option of another
-        method. None: all methods, if none is listed. Raises ConfigError for an option of a method that is not listed.
+        These are the shared keys, without those of `local` that the method replaces, and the method's own options, so
+        that no run is repeated for a key without effect. None: all methods, if none is listed. Raises ConfigError for an
+        option of a method that is not listed.
         """
         swept = self.sweep.parameters if self.sweep is not None else {}
         own = [key for key in swept if key.startswith("methods.")]
         found: dict[str | None, set[str]] = {}
+        fixed: dict[str | None, set[str]] = {}  # keys of `local` that a method replaces
         unknown: dict[str, ConfigError] = {}  # the first message about each key that addresses no method so far
         for entries in self._lists_of_methods():
             for entry in entries:
                 found.setdefault(listed_name(entry), set())
+                local = name_and_options(entry)[1].get("local")
+                own_local = {f"local.{key}" for key in local} if isinstance(local, dict) else set()
+                fixed[listed_name(entry)] = fixed.get(listed_name(entry), own_local) & own_local
             for key in own:
                 try:
                     places, _ = address(entries, key.split(".")[1:], f"sweep: {key}")
@@ -297,7 +302,8 @@ class Study(WholeConfig):
             if key not in addressed:
                 raise message
         return {
-            name: [key for key in swept if key not in own or key in of_method] for name, of_method in found.items()
+            name: [key for key in swept if key in of_method or (key not in own and key not in fixed[name])]
+            for name, of_method in found.items()
         } or {None: list(swept)}
 
     def _lists_of_methods(self) -> list[list[Any]]:

@@ -376,6 +376,16 @@ def test_a_method_of_a_file_is_swept(study, tmp_path, name):
     ]
 
 
+def test_a_key_of_local_that_a_method_replaces_is_not_swept_for_it(study):
+    """The method `two` has a momentum of its own."""
+    made = study(sweep={"parameters": {"local.momentum": [0.1, 0.9], "local.lr": [0.1]}})
+    assert made.drawn() == [
+        Trial({"local.momentum": 0.1, "local.lr": 0.1}, "fedavg"),
+        Trial({"local.lr": 0.1}, "two"),
+        Trial({"local.momentum": 0.9, "local.lr": 0.1}, "fedavg"),
+    ]
+
+
 def test_random_draws_of_a_method_are_those_of_the_whole(study):
     """Three draws of two keys: the methods see the same numbers, and equal ones are made once."""
     sweep = SweepConfig(
