@@ -275,8 +275,8 @@ class Study(WholeConfig):
         """The keys of the sweep that have an effect on a method, by its label, or else its name as it is listed.
 
         These are the shared keys, without those of `local` that the method replaces, and the method's own options, so
-        that no run is repeated for a key without effect. None: all methods, if none is listed. Raises ConfigError for an
-        option of a method that is not listed.
+        that no run is repeated for a key without effect. None: all methods, if none is listed. Raises ConfigError for
+        an option of a method that is not listed.
         """
         swept = self.sweep.parameters if self.sweep is not None else {}
         own = [key for key in swept if key.startswith("methods.")]
