@@ -55,7 +55,9 @@ class FederationSummary:
     test_sets: int  # shared test sets; 0 if the view is hold-out
     view: str  # the data on which clients are tested (`data.test.view`)
     bytes: int  # bytes of the shards; 0 for data that are generated or kept in memory
-    num_samples_N: np.ndarray = field(repr=False, compare=False)  # training samples of each client
+    # training samples of each client, with a share of them that is held out for validation
+    num_samples_N: np.ndarray = field(repr=False, compare=False)
+    own_validation: bool = False  # whether the source has validation data of its own
     warnings: tuple[str, ...] = ()  # of inputs that are read for a summary: no pixels of files of images
 
 
@@ -256,7 +258,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
     if isinstance(loaded, Federation):
         num_samples_N, shape, view = loaded.num_samples_N, loaded.shape, loaded.view
         groups, test_sets, size = loaded.num_groups, loaded.num_test_sets(), 0
-        warnings = loaded.warnings
+        warnings, own_validation = loaded.warnings, loaded.validation is not None
     else:
         plan = _plan(data, seed, _sources(data, loaded, targets), pixels=False, progress=None)
         num_samples_N = np.array([len(client.train) for client in plan.clients])
@@ -264,6 +266,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         groups = len({client.group for client in plan.clients if client.group >= 0})
         test_sets, size = len(plan.test_sets), shard_bytes(plan)
         scaling = Scaling(plan.data_set.scale, data.normalize, plan.data_set.vocabulary is not None)
+        own_validation = plan.validation_view is not None
         warnings = [*plan.data_set.warnings, *layout_warnings(shape.input)]
         warnings += scale_warnings(scaling.to_tensor(plan.data_set.train_x[plan.clients[0].train]))
     samples = int(num_samples_N.min()), float(np.median(num_samples_N)), int(num_samples_N.max())
@@ -276,6 +279,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         view=view,
         bytes=size,
         num_samples_N=num_samples_N,
+        own_validation=own_validation,
         warnings=tuple(warnings),
     )
 

@@ -60,8 +60,7 @@ def read_parquet(
         for files, (_, table) in zip((train, test), parts, strict=False)
     )
     num_validation = sum(_open(file, labels).metadata.num_rows for file in validation)
-    sizes = {"num_classes": num_classes, "num_validation": num_validation}
-    data_set = data_set_of(parts, inputs, columns, dense=dense, **sizes)
+    data_set = data_set_of(parts, inputs, columns, num_classes=num_classes, dense=dense, num_validation=num_validation)
     notes, warnings = decoder.report(parts[0][0])
     warnings = [*data_set.warnings, *warnings]
     return replace(data_set, notes=tuple(notes), warnings=tuple(warnings), decoding=decoder.version)

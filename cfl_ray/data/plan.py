@@ -86,11 +86,11 @@ def with_validation_part(plan: FederationPlan, of_validation: FederationPlan, ow
         names, writer_n = np.unique(writer.astype(np.str_), return_inverse=True)
         order, ends = np.argsort(writer_n, kind="stable"), np.cumsum(np.bincount(writer_n))
         rows_of = dict(zip(names.tolist(), np.split(order, ends[:-1]), strict=True))
-        own = []
+        clients = []
         for client, other in zip(plan.clients, of_validation.clients, strict=True):
             rows = rows_of.get(client.name, rows_of.get(client.name.rpartition("/")[0], client.train[:0]))
-            own.append(replace(client, validation=rows, validation_of=other.variant))
-        return replace(plan, clients=own, validation_view="holdout")
+            clients.append(replace(client, validation=rows, validation_of=other.variant))
+        return replace(plan, clients=clients, validation_view="holdout")
     clients = [
         replace(client, validation_set=other.test_set)
         for client, other in zip(plan.clients, of_validation.clients, strict=True)

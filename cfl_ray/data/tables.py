@@ -381,8 +381,16 @@ def read_hf(
         )
     decoder = Decoder(transparency, modes[0])
     inputs = (_lists_or_images(part, columns.image, vocabulary, decoder) for part in parts)
-    options = {"dense": dense, "class_names": class_names, "num_validation": num_validation}
-    data_set = data_set_of(parts, inputs, columns, vocabulary, targets, **options)
+    data_set = data_set_of(
+        parts,
+        inputs,
+        columns,
+        vocabulary,
+        targets,
+        dense=dense,
+        class_names=class_names,
+        num_validation=num_validation,
+    )
     notes, warnings = decoder.report(parts[0][0])
     warnings = [*data_set.warnings, *warnings]
     return replace(data_set, notes=tuple(notes), warnings=tuple(warnings), decoding=decoder.version)

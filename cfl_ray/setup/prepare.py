@@ -18,6 +18,7 @@ from cfl_ray.config.cohort import (
     PluginAvailabilityConfig,
     TraceConfig,
 )
+from cfl_ray.config.data import ValidationConfig
 from cfl_ray.config.schedule import check_schedule
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.core.method import Method
@@ -84,6 +85,10 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         population.advance(round)  # raises ConfigError if no client would be left
     check_cohort(experiment.cohort.clients or 0, federation.num_clients)
     if (share := experiment.data.validation) is not None:
+        given = share != ValidationConfig() and not experiment.data.names_validation_part
+        if federation.validation is not None and given:
+            said = "data.validation.fraction and order have no effect: the data have a validation part of their own"
+            federation.said = (*federation.said, said)
         federation = with_validation(federation, share.fraction, share.order, experiment.seed)
     if changes := data_changes(experiment):
         federation = ChangingFederation(federation, changes)

@@ -3,6 +3,7 @@
 import numpy as np
 import pyarrow as pa
 import pytest
+from data.test_split import arrays, equal, of
 from PIL import Image
 
 from cfl_ray import Experiment, simulate
@@ -12,7 +13,6 @@ from cfl_ray.data import build, federation_from_arrays, has_validation
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.from_config import with_shards
 from cfl_ray.errors import DataError
-from tests.data.test_split import arrays, equal, of
 
 VALIDATION = {"x_validation": np.full((3, 1), 7, np.float32), "y_validation": np.array([0, 1, 1])}
 
