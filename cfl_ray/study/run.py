@@ -76,7 +76,7 @@ class StudyWatcher:
         """A run has ended."""
         for warning in outcome.warnings:
             self.warn(f"{outcome.run.name}: {warning}")
-        if outcome.status != "finished":
+        if outcome.status not in ("finished", "paused"):
             self.warn(f"{outcome.run.name} {outcome.status}: {outcome.reason}")
 
     def warn(self, text: str) -> None:
@@ -371,7 +371,7 @@ class _Launch:
         for trial in (trial for trial in trials if trial not in going):
             for run in plan(self.study, self.only, [trial]):
                 directory = RunDirectory(run.folder(self.root))
-                if directory.is_run and not run.is_finished(self.root):
+                if directory.is_run and not directory.failure.is_file() and not run.is_finished(self.root):
                     write_text(directory.pruned, f"ended after round {until} by sweep.halving\n")
         return going
 
