@@ -3,6 +3,7 @@
 `Experiment` describes what to run; `run` runs it on Ray, `simulate` in the calling process, with the same results.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from cfl_ray.system.imports import lazy_names
@@ -56,6 +57,12 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+_RUNNING: dict[str, tuple[str, ...]] = {  # functions that show their progress in a notebook
+    "cfl_ray.lifecycle.launch": ("resume", "run", "simulate"),
+    "cfl_ray.study.run": ("run_study",),
+}
+if "ipykernel" in sys.modules:  # the kernel of a notebook
+    _RUNNING = {"cfl_ray.cli.notebook": ("resume", "run", "run_study", "simulate")}
 _MODULES = {  # the modules of the names above, imported on first use: `cfl-ray --help` needs neither torch nor Ray
     "cfl_ray.config": ("Experiment", "load"),
     "cfl_ray.config.study": ("Study", "load_study"),
@@ -76,9 +83,8 @@ _MODULES = {  # the modules of the names above, imported on first use: `cfl-ray 
     "cfl_ray.core.weights": ("cluster_weights",),
     "cfl_ray.data": ("Federation", "federation_from_arrays", "federation_from_dataset"),
     "cfl_ray.results.comparison": ("compare_runs",),
-    "cfl_ray.lifecycle.launch": ("resume", "run", "simulate"),
     "cfl_ray.lifecycle.load": ("load_run",),
-    "cfl_ray.study.run": ("run_study",),
+    **_RUNNING,
 }
 
 if not TYPE_CHECKING:  # type checkers read the imports above, and report names that do not exist

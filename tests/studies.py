@@ -43,11 +43,11 @@ class InlinePool:
     def __exit__(self, *_):
         pass
 
-    def run(self, runs, resources, tick):
+    def run(self, runs, resources, tick, until=None):
         for run in runs:
             self.done.append(run.name)
             extended = self.extend and run.folder(self.extend)
-            outcome = worker_pool._run(run, self.root, resources.hosts, extended, self.code)
+            outcome = worker_pool._run(run, self.root, resources.hosts, extended, self.code, until)
             yield worker_pool.RunOutcome(run, *outcome)
 
 

@@ -39,7 +39,7 @@ def study_of(name: str) -> Study:
 @cache
 def runs_of(name: str) -> list[StudyRun]:
     study = study_of(name)
-    return plan(study, trials=trials_of(study.sweep).first())
+    return plan(study, trials=trials_of(study).first())
 
 
 def one_for_each_setting(name: str) -> dict[str, StudyRun]:

@@ -52,6 +52,7 @@ app.command(
 )(run_commands.launch)
 app.command(short_help="Compare the methods of runs over seeds.")(result_commands.table)
 app.command(short_help="Write the report of runs: one HTML page.")(result_commands.report)
+app.command(short_help="Draw figures of runs for a paper: PDF or SVG.")(result_commands.figure)
 app.command(short_help="Write a trained model to a file.")(result_commands.export)
 app.command(short_help="Show what differs between two runs.")(folder_commands.diff)
 app.command(short_help="Show the disk space of runs and shards.")(folder_commands.du)

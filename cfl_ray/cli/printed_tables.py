@@ -316,7 +316,9 @@ def _show_rows(title: str, rows: Mapping[str, str | None], console: Console) -> 
 def show_study_status(status: "StudyStatus", console: Console) -> None:
     """Prints a row for each known value of a study's status."""
     rows = {
-        "runs": f"{status.finished} of {status.runs} finished, {status.left} left",
+        "runs": f"{status.finished} of {status.runs} finished"
+        + (f", {status.pruned} ended early by sweep.halving" if status.pruned else "")
+        + f", {status.left} left",
         "at work": "\n".join(status.live),
         "stopped": "\n".join(status.stopped),
         "failed": "\n".join(f"{name}: {reason}" for name, reason in status.failed.items()),

@@ -1,5 +1,6 @@
 """Progress of a live run, or of a study, on the terminal, and the tables at its end."""
 
+import math
 import re
 import threading
 import time
@@ -35,7 +36,7 @@ from cfl_ray.study.study_plan import StudyRun
 from cfl_ray.study.sweep import RankedTrial
 from cfl_ray.study.worker_pool import Resources, RunOutcome
 from cfl_ray.tracking import RoundRecord, where_to_look
-from cfl_ray.tracking.record import is_evaluated, why_early
+from cfl_ray.tracking.record import is_evaluated, test_metric, why_early
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -125,7 +126,7 @@ class Display(Watcher):
         if isinstance(error, RunStopped) and self.experiment is not None and self.run_dir is not None:
             results = recorded_run(self.run_dir, self.experiment)
             if any(method.final for method in results.methods.values()):
-                self._show_table(results)
+                self.show_table(results)
 
     # ---- reports of the run
 
@@ -238,7 +239,7 @@ class Display(Watcher):
         if reasons := divergence(results):
             raise Diverged(reasons)
 
-    def _show_table(self, results: Results) -> None:
+    def show_table(self, results: Results) -> None:
         """Prints the table of results and warnings about them."""
         printed_tables.print_table(printed_tables.comparison(results), self.console)
         self._line(
@@ -259,7 +260,7 @@ class Display(Watcher):
 
     def show(self, results: Results, took: str | None = None) -> None:
         """Prints the table of results, the places of all files, and the next commands."""
-        self._show_table(results)
+        self.show_table(results)
         if took:
             self._line(took)
         if results.run_dir is not None:
@@ -287,13 +288,12 @@ _LINE_BYTES = 1 << 20  # longer than any line of a metrics log
 class StudyDisplay(StudyWatcher):
     """Bars of the study and of its live runs on a terminal; otherwise a line for each run that ends."""
 
-    def __init__(self, console: Console, learns: bool = False) -> None:
-        """learns: whether runs depend on earlier results, so that the time left is not known."""
-        self.console, self.learns, self.seconds = console, learns, list[float]()
+    def __init__(self, console: Console) -> None:
+        self.console, self.seconds = console, list[float]()
         self.progress = progress_bars(console, "note", 20)
         self.whole: TaskID | None = None
         self.bars: dict[str, TaskID] = {}  # of the live runs, by name
-        self.root, self.at_once, self.left = Path(), 1, 0
+        self.root, self.at_once, self.left, self.later = Path(), 1, 0, 0.0
         self.warned: dict[str, list[str]] = {}  # names of the runs with a warning of each kind
 
     def __enter__(self) -> "StudyDisplay":
@@ -305,16 +305,18 @@ class StudyDisplay(StudyWatcher):
 
     # ---- reports of the study
 
-    def planned(self, runs: Sequence[StudyRun], finished: Sequence[StudyRun], resources: Resources, root: Path) -> None:
-        self.root, self.at_once, self.left = root, resources.at_once, len(runs)
+    def planned(
+        self, runs: Sequence[StudyRun], finished: Sequence[StudyRun], resources: Resources, root: Path, later: float = 0
+    ) -> None:
+        self.root, self.at_once, self.left, self.later = root, resources.at_once, len(runs), later
         done = f", {len(finished)} finished before" if finished else ""
         how = f", {resources}" if runs else ""
+        more = f", at most {later:.0f} later" if later >= 1 else ""
         folder = "" if self.whole is not None else f"; folder: {root}"
-        self._print(f"{counted(len(runs) + len(finished), 'run')}{done}{how}{folder}")
+        self._print(f"{counted(len(runs) + len(finished), 'run')}{done}{more}{how}{folder}")
         if self.whole is None:
             self.whole = self.progress.add_task("runs", total=0, note="")
-        total = (self.progress.tasks[0].total or 0) + len(runs)
-        self.progress.update(self.whole, total=total)
+        self.progress.update(self.whole, total=self.progress.tasks[0].completed + len(runs) + round(later))
 
     def live(self, runs: Sequence[StudyRun]) -> None:
         if self.progress.disable:
@@ -335,15 +337,16 @@ class StudyDisplay(StudyWatcher):
             if not names:  # the others are counted at the end
                 self._print(f"{run.name}: {warning}")
             names.append(run.name)
-        if outcome.status != "finished":
+        if outcome.status not in ("finished", "paused"):
             self._print(f"{run.name} {outcome.status} after {took}: {outcome.reason}")
             return
         self.seconds.append(outcome.seconds)
-        estimate = duration(fmean(self.seconds) * self.left / self.at_once)
-        left = f"; about {estimate} left" if self.left and not self.learns else ""
+        runs = self.left + self.later
+        left = f"; about {duration(fmean(self.seconds) * runs / self.at_once)} left" if runs else ""
         last = _last_record(run, self.root)
         self._print(
-            f"{run.name}: {printed_tables.metrics_line(last.metrics) if last else 'no evaluation'}, {took}{left}"
+            f"{run.name}{f' {outcome.reason}' if outcome.status == 'paused' else ''}: "
+            f"{printed_tables.metrics_line(last.metrics) if last else 'no evaluation'}, {took}{left}"
         )
         if self.whole is not None:
             self.progress.update(self.whole, advance=1, note=left.removeprefix("; "))
@@ -356,7 +359,15 @@ class StudyDisplay(StudyWatcher):
     def finish(self, results: StudyResults) -> None:
         """Prints the tables, the paths of the results, and the failed runs."""
         if results.study.sweep is not None:
-            show_trials(results.trials, results.best, results.study.sweep.metric, self.console)
+            show_trials(results.trials, results.best, results.study.sweep.metric or "", self.console)
+            if results.study.sweep.halving is not None:
+                early = sum(not trial.values for trial in results.trials)
+                self._print(
+                    f"{counted(early, 'trial')} ended early or failed (sweep.halving); without this key every trial is "
+                    "trained to its end, as the papers do"
+                )
+            if results.best:
+                self._print(f"each best trial as a config for cfl-ray run: {RunDirectory(results.root).best}")
         elif results.run_metrics:
             show_tables(results.table(), results.study.metrics, self.console)
         for kind, names in self.warned.items():
@@ -414,12 +425,14 @@ def show_tables(table: "pd.DataFrame", metrics: Sequence[str], console: Console)
 def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metric: str, console: Console) -> None:
     """Prints the trials of each method in each setting, the best first, and the overrides of the best trial.
 
-    Equal trials have the same place, with `=`. p: of a paired t-test against the first trial, if seeds allow.
+    Equal trials have the same place, with `=`. p: of a paired t-test against the first trial, if seeds allow. If
+    validation data choose, the mean on test data is shown beside.
     """
     for (setting, method), group in groupby(ranked, lambda trial: (trial.setting, trial.method)):
         trials = list(group)
         tested = ["p"] if any(trial.p == trial.p for trial in trials) else []
-        headings = [*short_names(list(trials[0].parameters)), "runs", metric, *tested]
+        beside = [f"test {test_metric(metric)}"] if test_metric(metric) != metric else []
+        headings = [*short_names(list(trials[0].parameters)), "runs", metric, *beside, *tested]
         grid = printed_tables.number_table(
             f"{method}{_in(setting)}", [escape(heading) for heading in headings], "place"
         )
@@ -427,6 +440,7 @@ def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metr
         for trial in trials[:_MOST_TRIALS]:
             cells = [escape(as_yaml(value)) for value in trial.parameters.values()]
             cells += [str(len(trial.values)), mean_and_spread(trial.mean, trial.std) or "-"]
+            cells += [mean_and_spread(trial.test_mean, math.nan) or "-"] * len(beside)
             cells += [tested_in_words(trial.p, trial.effect, len(trial.values), len(trials))] * len(tested)
             grid.add_row(f"{trial.place}{' =' * (places.count(trial.place) > 1)}", *cells)
         printed_tables.print_table(grid, console)
@@ -437,7 +451,22 @@ def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metr
         rivals = [other for other in ranked if (other.setting, other.method) == (trial.setting, trial.method)]
         if equal := sum(other.place == trial.place for other in rivals) - 1:
             score += f", equal to {equal} other trial{'s' * (equal > 1)}"
-        say(f"best for {trial.method}{_in(trial.setting)}: {score}, with\n  {trial.overrides}", console)
+        if trial.tested:
+            score += f", test {test_metric(metric)} {mean_and_spread(trial.test_mean, math.nan)}"
+        how = f"with\n  {trial.overrides}" if trial.parameters else "the only trial: none of its options is swept"
+        say(f"best for {trial.method}{_in(trial.setting)}: {score}, {how}", console)
+    if best:
+        say(_chosen_on(metric), console)
+
+
+def _chosen_on(metric: str) -> str:
+    """On which data trials are chosen, as a sentence."""
+    if test_metric(metric) != metric:
+        return f"Trials are chosen by {metric}, on the clients' validation data; the test data chose nothing."
+    return (
+        f"Trials are chosen by {metric} on the clients' test data, which favours the tuned method; data.validation "
+        "holds out validation data for the choice."
+    )
 
 
 def _in(setting: str) -> str:

@@ -103,38 +103,54 @@ def table(
             "otherwise the last), best or last.",
         ),
     ] = "kept",
+    test: Annotated[
+        str, typer.Option(help="ttest: paired t-test over seeds; wilcoxon: signed-rank test over clients.")
+    ] = "ttest",
+    correction: Annotated[str, typer.Option(help="none, or holm: Holm's correction over methods.")] = "none",
     trust: Trust = False,
     code: Code = None,
 ) -> None:
     """Print a table of the methods of some runs: mean and standard deviation over seeds.
 
     Runs that differ only in the seed form an experiment, as do the runs of a setting of a study. With a single
-    --metric, several experiments are columns. p is the p-value of a paired t-test against the best method, with three
-    seeds or more.
+    --metric, several experiments are columns. p is the p-value of a test against the best method: of a paired t-test,
+    with three seeds or more, or of Wilcoxon's signed-rank test over clients. LaTeX tables name the test.
     """
-    from cfl_ray.results.comparison import FORMATS, ROUNDS, by_experiment, compare_runs, format_table
+    from cfl_ray.results.comparison import FORMATS, ROUNDS, by_experiment, collected, format_table, table_of
+    from cfl_ray.results.latex_table import latex_table
+    from cfl_ray.results.significance import CORRECTIONS, TESTS
     from cfl_ray.run_directory import RunDirectory
     from cfl_ray.tracking.record import BEST_ROUND
 
-    if style not in FORMATS:
-        raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")
-    if of_round not in ROUNDS:
-        raise ConfigError(f"--round must be one of {', '.join(ROUNDS)}, got {of_round!r}")
+    for option, value, known in (
+        ("--format", style, FORMATS),
+        ("--round", of_round, ROUNDS),
+        ("--test", test, TESTS),
+        ("--correction", correction, CORRECTIONS),
+    ):
+        if value not in known:
+            raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
     for run_dir in run_dirs:
         if not RunDirectory(run_dir).is_study:
             trust = may_import(run_dir, trust)
-    frame = compare_runs(run_dirs, metric or (), trust, of_round, code)
-    if frame.empty:
+    run_metrics, scores = collected(run_dirs, metric or (), trust, of_round, code)
+    if not run_metrics:
         named = ", ".join(map(str, run_dirs))
         has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
         what = f"no run of {named} is finished" if has_study else f"no method of {named} has been evaluated"
         raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
+    if style == "latex":
+        print(latex_table(run_metrics, metric or (), test, correction, scores))
+        return
+    frame = table_of(run_metrics, metric or (), test, correction, scores)
     if metric and len(metric) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
         frame = by_experiment(frame, metric[0])
     has_best = of_round != "last" and BEST_ROUND in frame and bool(frame[BEST_ROUND].notna().any())
     print(format_table(frame, style))
     if has_best and style == "md":
         print(f"\nOf the best round of each method, whose models are kept (column {BEST_ROUND}).")
+    if style == "md" and (test, correction) != ("ttest", "none") and "p" in frame.columns:
+        say(f"p: {TESTS[test]}, {CORRECTIONS[correction]}", out)
 
 
 def report(
@@ -173,6 +189,60 @@ def report(
         return
     path = write_report(run_dirs, output, against, column, trust, code)
     say(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it opens in a browser, without a network")
+
+
+def figure(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders of runs or studies, or folders above them.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the files.")] = Path("figures"),
+    style: Annotated[str, typer.Option("--format", help="pdf or svg.")] = "pdf",
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="Metric to draw; can be repeated. Default: the score of the task.", show_default=False),
+    ] = None,
+    x: Annotated[str, typer.Option(help="Axis of the curves: round, mbit or virtual_seconds.")] = "round",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Method whose clusters are drawn; can be repeated. Default: all that have clusters.",
+            show_default=False,
+        ),
+    ] = None,
+    round: Annotated[
+        int | None, typer.Option(min=1, help="Round of the clusters; default: the last one.", show_default=False)
+    ] = None,
+    width: Annotated[float, typer.Option(min=1, max=40, help="Width in inches; 3.3 is 84 mm, a column.")] = 3.3,
+    trust: Trust = False,
+) -> None:
+    """Draw figures for a paper: curves of metrics, and which client is in which cluster.
+
+    Runs that differ only in the seed form an experiment: curves are means over its seeds, with a band of one standard
+    deviation. The same runs give the same bytes.
+    """
+    from cfl_ray.report.paper_figures import FORMATS, X_AXES, write_curves, write_matrix
+    from cfl_ray.results.recorded_runs import find_runs
+    from cfl_ray.results.reporting import report_of
+    from cfl_ray.run_directory import RunDirectory
+
+    for option, value, known in (("--format", style, FORMATS), ("--x", x, tuple(X_AXES))):
+        if value not in known:
+            raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+    for run_dir in run_dirs:
+        if RunDirectory(run_dir).is_run:
+            trust = may_import(run_dir, trust)
+    experiments = report_of(find_runs(run_dirs, trust)).experiments
+    if not experiments:
+        raise ConfigError(f"no method of {', '.join(map(str, run_dirs))} has been evaluated yet")
+    output.mkdir(parents=True, exist_ok=True)
+    for experiment in experiments:
+        prefix = f"{experiment.name}_" if len(experiments) > 1 else ""
+        for name in metric or [experiment.score]:
+            say(str(write_curves(output, experiment, name, x, width, style, prefix)))
+        clustered = [label for label, runs in experiment.methods.items() if any(run.is_clustered for run in runs)]
+        for label in method or clustered:
+            say(str(write_matrix(output, experiment, label, width, style, round, prefix)))
 
 
 def export(

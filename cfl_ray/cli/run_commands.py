@@ -213,7 +213,7 @@ def run_all(
             say(f"{run.name}{': finished' if run.is_finished(root) else ''}")
         say(f"{counted(len(runs), 'run')}{' at the ends of the ranges' * study.learns}; folder: {root}")
         return
-    with StudyDisplay(out, study.learns) as display:
+    with StudyDisplay(out) as display:
         results = run_study(study, folder, only, at_once, display, extend, code)
     display.finish(results)
     if results.failed:

@@ -1,6 +1,6 @@
 """The section `evaluation`."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -50,7 +50,12 @@ class EvaluationConfig(ConfigSection):
     )
     metrics: list[Any] = Field(
         [],
-        description="further metrics of each client: accuracy | macro_f1 | micro_f1 | subset_accuracy | mse | mae | "
-        "r2 | token_accuracy | perplexity | path/to/file.py:function of the outputs (n, C) and the targets (n,) that "
-        "returns a number",
+        description="further metrics of each client: accuracy | macro_f1 | micro_f1 | subset_accuracy | ece | mse | "
+        "mae | r2 | token_accuracy | perplexity | path/to/file.py:function of the outputs (n, C) and the targets (n,) "
+        "that returns a number",
+    )
+    over_clients: list[Literal["gini", "jain", "worst_10", "best_10"]] = Field(
+        [],
+        description="further numbers of the first metric over the clients: gini, Gini's coefficient | jain, Jain's "
+        "index | worst_10, best_10, the mean of the worst and of the best tenth",
     )

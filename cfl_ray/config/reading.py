@@ -6,11 +6,12 @@ from typing import Any
 
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.config.experiment import Experiment
+from cfl_ray.config.method_entries import with_option
 from cfl_ray.config.model import ModelConfig
 from cfl_ray.config.part import keys_of, kinds_of, with_present_names
 from cfl_ray.config.paths import from_record, is_record, moves_of, resolved_in, root_resolved_in, with_replaced
 from cfl_ray.config.yaml_text import parse_yaml
-from cfl_ray.errors import ConfigError, command, did_you_mean
+from cfl_ray.errors import ConfigError, command
 from cfl_ray.security.credentials import with_known_credentials
 from cfl_ray.system.files import read_text
 
@@ -109,13 +110,14 @@ def split_override(override: str) -> tuple[list[str], Any]:
 
 
 def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> None:
-    """Sets the key at a path; `methods.LABEL.OPTION` sets an option of a method. Raises ConfigError.
+    """Sets the key at a path; `methods.NAME.OPTION` sets an option of the methods with that label or name.
 
+    Raises ConfigError.
     A change of a part's kind drops the keys that only other kinds have, and one of the model drops its options.
     where: the override or the parameter, for messages.
     """
     if path[0] == "methods" and path[1:] and isinstance(values.get("methods"), list):
-        values["methods"] = _with_option(values["methods"], path[1], path[2:], value, where)
+        values["methods"] = with_option(values["methods"], path[1:], value, where, set_key)
         return
     kinds = PARTS.get(tuple(path[:-1]))
     for key in path[:-1]:
@@ -129,21 +131,3 @@ def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> 
     if path == ["model", "name"] and values.get("name", ModelConfig().name) != value:
         values.pop("options", None)
     values[path[-1]] = value
-
-
-def _with_option(entries: list[Any], label: str, path: list[str], value: Any, where: str) -> list[Any]:
-    """The entries of `methods` with an option of the method `label` set."""
-    if not path:
-        raise ConfigError(f"{where}: name an option of {label}, as in methods.{label}.OPTION")
-    updated, labels = [], []
-    for entry in entries:
-        name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, {})
-        options = dict(options or {})
-        labels.append(str(options.get("label", name)))
-        if labels[-1] == label:
-            set_key(options, path, value, where)
-            entry = {name: options}
-        updated.append(entry)
-    if label not in labels:
-        raise ConfigError(f"{where}: no method {label!r} is in the config{did_you_mean(label, labels)}")
-    return updated

@@ -6,7 +6,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -25,6 +26,7 @@ from pydantic import (
 
 from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.explanation import WholeConfig, explain
+from cfl_ray.config.method_entries import address, listed_name, name_and_options
 from cfl_ray.config.paths import (
     from_record,
     paths_as_written,
@@ -82,6 +84,31 @@ class RangeConfig(ConfigSection):
         return round(value) if self.int_ else six_digits(value)
 
 
+@dataclass(frozen=True)
+class Trial:
+    """Values of the keys of a sweep."""
+
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # by key; empty: no sweep
+    method: str | None = None  # label, or else name as listed, of the methods that it is for; None: all methods
+
+    @property
+    def name(self) -> str:
+        """Its name as a part of that of a folder; empty without parameters."""
+        return name_of(self.parameters) if self.parameters else ""
+
+
+class HalvingConfig(ConfigSection):
+    """Successive halving: the trials of a method are compared several times, and the best go on."""
+
+    first: int = Field(ge=1, description="the round after which trials are compared first")
+    factor: int = Field(
+        3,
+        ge=2,
+        description="the best of each `factor` trials go on (rounded up), to `factor` times the rounds of the "
+        "comparison before",
+    )
+
+
 class SweepConfig(ConfigSection):
     """Values of keys to try: all combinations, random ones, or those that earlier results suggest."""
 
@@ -89,8 +116,8 @@ class SweepConfig(ConfigSection):
 
     parameters: dict[str, list[Any] | RangeConfig] = Field(
         min_length=1,
-        description="by key of the experiment (local.lr, methods.LABEL.OPTION): a list of values, or a range "
-        "{low, high, log, int}",
+        description="by key of the experiment (local.lr, or methods.NAME.OPTION, which only the methods with that "
+        "label or name sweep): a list of values, or a range {low, high, log, int}",
     )
     sampler: Literal["grid", "random", "tpe"] = Field(
         "grid",
@@ -98,13 +125,22 @@ class SweepConfig(ConfigSection):
         "Parzen estimator of Optuna, which learns from the trials before (needs cfl-ray[sweep])",
     )
     trials: int | None = Field(None, ge=1, description="number of trials (random, tpe)")
-    metric: str = Field("accuracy", description="metric of the last evaluation that decides which trial is best")
+    metric: str | None = Field(
+        None,
+        description="metric of the last evaluation that decides which trial is best; null: the first metric of the "
+        "task on the clients' validation data (validation/accuracy), or without such data on their test data",
+    )
     goal: Literal["maximize", "minimize"] | None = Field(
         None,
         description="whether more of the metric is better; null: as it is known of the metric (less of losses, errors, "
         "traffic and seconds, more of everything else)",
     )
     seed: int = Field(0, ge=0, description="seed of the trials that are drawn")
+    halving: HalvingConfig | None = Field(
+        None,
+        description="end trials early that cannot win (grid, random); null: train every trial to its end, as the "
+        "papers do",
+    )
 
     @field_validator("parameters", mode="before")
     @classmethod
@@ -131,18 +167,23 @@ class SweepConfig(ConfigSection):
                 raise ValueError(f"trials is for random and tpe, got {self.trials} with a grid")
         elif self.trials is None:
             raise ValueError(f"sampler {self.sampler} needs trials, their number")
+        if self.halving is not None and self.sampler == "tpe":
+            raise ValueError("halving is for grid and random: tpe learns from trials that are trained to their ends")
+        if self.halving is not None and "rounds" in self.parameters:
+            raise ValueError("halving compares trials after the same round, so rounds cannot be swept")
         return self
 
-    def drawn(self) -> list[dict[str, Any]]:
-        """The parameters of every trial of a grid or of random draws."""
-        keys = list(self.parameters)
+    def drawn(self, keys: Collection[str] | None = None) -> list[dict[str, Any]]:
+        """The parameters of every trial of a grid or of random draws. keys: those that have an effect; None: all."""
+        chosen = [key for key in self.parameters if keys is None or key in keys]
         if self.sampler == "grid":
-            lists = [values for values in self.parameters.values() if isinstance(values, list)]
-            return [dict(zip(keys, values, strict=True)) for values in itertools.product(*lists)]
+            lists = [values for key in chosen if isinstance(values := self.parameters[key], list)]
+            return [dict(zip(chosen, values, strict=True)) for values in itertools.product(*lists)]
         draw = np.random.default_rng(self.seed)
         trials: dict[str, dict[str, Any]] = {}
         for _ in range(self.trials or 0):
-            trial = {key: _draw(values, float(draw.random())) for key, values in self.parameters.items()}
+            drawn = {key: _draw(values, float(draw.random())) for key, values in self.parameters.items()}
+            trial = {key: drawn[key] for key in chosen}
             trials.setdefault(name_of(trial), trial)  # the same combination of listed values may be drawn twice
         return list(trials.values())
 
@@ -240,6 +281,62 @@ class Study(WholeConfig):
         in_use: dict[str, Any] = with_replaced(values, self._kept)
         return in_use
 
+    def searches(self) -> dict[str | None, list[str]]:
+        """The keys of the sweep that have an effect on a method, by its label, or else its name as it is listed.
+
+        These are the shared keys, without those of `local` that the method replaces, and the method's own options, so
+        that no run is repeated for a key without effect. None: all methods, if none is listed. Raises ConfigError for
+        an option of a method that is not listed.
+        """
+        swept = self.sweep.parameters if self.sweep is not None else {}
+        own = [key for key in swept if key.startswith("methods.")]
+        found: dict[str | None, set[str]] = {}
+        fixed: dict[str | None, set[str]] = {}  # keys of `local` that a method replaces
+        unknown: dict[str, ConfigError] = {}  # the first message about each key that addresses no method so far
+        for entries in self._lists_of_methods():
+            for entry in entries:
+                found.setdefault(listed_name(entry), set())
+                local = name_and_options(entry)[1].get("local")
+                own_local = {f"local.{key}" for key in local} if isinstance(local, dict) else set()
+                fixed[listed_name(entry)] = fixed.get(listed_name(entry), own_local) & own_local
+            for key in own:
+                try:
+                    places, _ = address(entries, key.split(".")[1:], f"sweep: {key}")
+                except ConfigError as error:
+                    unknown.setdefault(key, error)
+                    continue
+                for place in places:
+                    found[listed_name(entries[place])].add(key)
+        addressed = set().union(*found.values())
+        for key, message in unknown.items():
+            if key not in addressed:
+                raise message
+        return {
+            name: [key for key in swept if key in of_method or (key not in own and key not in fixed[name])]
+            for name, of_method in found.items()
+        } or {None: list(swept)}
+
+    def _lists_of_methods(self) -> list[list[Any]]:
+        """The lists of methods of all settings, or those that the sweep tries."""
+        swept = self.sweep.parameters.get("methods") if self.sweep is not None else None
+        default = Experiment.model_fields["methods"].default
+        lists = [self.values(setting, {}).get("methods", default) for setting in self.setting_names]
+        return [entries for entries in (swept if isinstance(swept, list) else lists) if isinstance(entries, list)]
+
+    def drawn(self) -> list[Trial]:
+        """The trials of a grid or of random draws, for each method those of its own keys; without a sweep, one."""
+        if self.sweep is None:
+            return [Trial()]
+        of_methods = [
+            [
+                Trial(parameters, method)
+                for parameters in self.sweep.drawn(keys)
+                if method in [None, *(listed_name(entry) for entry in parameters.get("methods") or [method])]
+            ]
+            for method, keys in self.searches().items()
+        ]
+        return [trial for of_place in itertools.zip_longest(*of_methods) for trial in of_place if trial is not None]
+
     @property
     def setting_names(self) -> list[str]:
         """Names of the settings; `ALL_SETTINGS` alone if the study has none."""
@@ -257,6 +354,16 @@ class Study(WholeConfig):
         """
         values = self.model_dump(mode="json", by_alias=True)
         return record_line(self._written) + yaml_of(values if credentials else redact_values(values))
+
+    def config_text(self, values: dict[str, Any], comment: str) -> str:
+        """An experiment of this study as YAML that `cfl-ray run` takes, without credentials, below a comment."""
+        return record_line(self._written) + f"# {comment}\n" + yaml_of(redact_values(values))
+
+    def with_metric(self, metric: str) -> "Study":
+        """The study with the metric of its sweep."""
+        assert self.sweep is not None
+        changed = self.model_copy(update={"sweep": self.sweep.model_copy(update={"metric": metric})})
+        return changed._with_written(self._written)
 
     def located(self, base: Path | None = None) -> "Study":
         """The study with `output`, and paths relative to the working directory, as absolute paths.

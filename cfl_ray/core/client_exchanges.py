@@ -110,10 +110,7 @@ class ClientExchanges:
 
         Raises TypeError if `how` is no LocalTraining.
         """
-        if not isinstance(how, LocalTraining):
-            program = f"; for a client program write LocalTraining(program={type(how).__name__}(...))"
-            hint = program if isinstance(how, ClientProgram) else ""
-            raise TypeError(f"train: how must be a LocalTraining, got {type(how).__name__}{hint}")
+        _require_local_training(how)
         if how.program.trace:
             self.require_readable("the losses of local steps")
         for name in lengths(how.program, "reports", self.spec):
@@ -253,12 +250,17 @@ class ClientExchanges:
         )
 
     def _losses(
-        self, sent: Sent, max_samples: int | None, frozen_model: Sent | None, errors: bool = False
+        self,
+        sent: Sent,
+        max_samples: int | None,
+        frozen_model: Sent | None,
+        errors: bool = False,
+        client_state: ClientState | None = None,
     ) -> np.ndarray:
         if not len(self):
             return np.zeros((0, sent.num_models))
         if sent.row_MK is not None:
-            return self._losses_by_version(sent, sent.row_MK, max_samples, frozen_model, errors)
+            return self._losses_by_version(sent, sent.row_MK, max_samples, frozen_model, errors, client_state)
         tables = ModelTables(sent.models_KP)
         work = Losses(
             self._next_address(),
@@ -267,13 +269,20 @@ class ClientExchanges:
             max_samples=min((most for most in (max_samples, self.choice_samples) if most is not None), default=None),
             frozen_model=None if frozen_model is None else tables.rows(frozen_model),
             errors=errors,
+            client_state=client_state,
             tables=tables.as_tuple(),
         )
         loss_MK = self._run(work).arrays["losses"]
         return np.nan_to_num(loss_MK, nan=np.inf, posinf=np.inf)  # argmin would select NaN
 
     def _losses_by_version(
-        self, sent: Sent, row_MK: np.ndarray, max_samples: int | None, frozen_model: Sent | None, errors: bool
+        self,
+        sent: Sent,
+        row_MK: np.ndarray,
+        max_samples: int | None,
+        frozen_model: Sent | None,
+        errors: bool,
+        client_state: ClientState | None,
     ) -> np.ndarray:
         """`_losses` of the clients of each version, one version after another."""
         rows_VK, version_M = np.unique(row_MK, axis=0, return_inverse=True)
@@ -284,7 +293,7 @@ class ClientExchanges:
             if frozen is not None and frozen.row_M is not None:
                 frozen = Sent(frozen.models_KP, frozen.row_M[index])
             models = Sent(sent.models_KP[row_K])
-            loss_MK[index] = self.select(index)._losses(models, max_samples, frozen, errors)
+            loss_MK[index] = self.select(index)._losses(models, max_samples, frozen, errors, client_state)
         return loss_MK
 
     def _versions(self, models_KP: Tensor) -> Sent | None:
@@ -313,3 +322,11 @@ class ClientExchanges:
         if work.secure is not None and (reason := missing(work.secure, self.ids_M, outcome.arrays["reported"])):
             self.stats.lost_sums.append(reason)
         return outcome
+
+
+def _require_local_training(how: object) -> None:
+    """Raises TypeError for what methods pass by mistake in place of a LocalTraining."""
+    if not isinstance(how, LocalTraining):
+        program = f"; for a client program write LocalTraining(program={type(how).__name__}(...))"
+        hint = program if isinstance(how, ClientProgram) else ""
+        raise TypeError(f"train: how must be a LocalTraining, got {type(how).__name__}{hint}")

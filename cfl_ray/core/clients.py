@@ -337,6 +337,7 @@ class Clients(ClientExchanges):
         max_samples: int | None = None,
         frozen_model: Sent | None = None,
         errors: bool = False,
+        client_state: ClientState | None = None,
     ) -> np.ndarray:
         """Mean training loss of each of the K models on each client's data, float64 (M, K); inf if it is NaN.
 
@@ -344,12 +345,13 @@ class Clients(ClientExchanges):
         max_samples: number of samples of each client to use, drawn once for all rounds, at most `choice_samples`;
             None: all.
         frozen_model: a model whose logits are added to those of every model.
+        client_state: columns of the client's state, such as a private head, which replace those of every model.
 
         The losses are uploaded; if clients only choose among the models, use `choose`. Raises PrivacyError in a private
         run.
         """
         self.require_readable("the losses")
-        return self._losses(sent, max_samples, frozen_model, errors)
+        return self._losses(sent, max_samples, frozen_model, errors, client_state)
 
     def choose(
         self,
@@ -359,6 +361,7 @@ class Clients(ClientExchanges):
         frozen_model: Sent | None = None,
         upload: bool = False,
         diagnostic: str = "",
+        client_state: ClientState | None = None,
     ) -> np.ndarray:
         """The model with the least training loss for each client, int64 (M,), the lowest index on ties.
 
@@ -372,7 +375,7 @@ class Clients(ClientExchanges):
         """
         if self._protection.examples is not None:
             self.require_readable("the choice among models")
-        loss_MK = self._losses(sent, max_samples, frozen_model)
+        loss_MK = self._losses(sent, max_samples, frozen_model, client_state=client_state)
         if diagnostic and not self.evaluated:
             self.record(diagnostic, np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
         if upload and self._protection.masks is None:

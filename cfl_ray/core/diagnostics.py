@@ -5,9 +5,11 @@ Large arrays are cut to a random sample of the clients, the same in all rounds, 
 
 import math
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy as np
 from cfl_ray.core.reported import Diagnostic
 from cfl_ray.core.rng import stream
 from cfl_ray.errors import RunError
-from cfl_ray.plugins.calling import call_plugin, described
+from cfl_ray.plugins.calling import call_plugin, described, is_user_file
 
 CLIENTS, CLUSTERS = "clients", "clusters"  # axes whose entries have labels: client ids, numbers of clusters
 MIXTURE_WEIGHTS = "mixture_weights"  # of clients by clusters, drawn in the report
@@ -24,8 +26,18 @@ MOST_PAIRED_CLUSTERS = 256  # clusters of such a matrix: it may change in every 
 MOST_LABELLED = 10_000  # clients or clusters otherwise
 MOST_VALUES = 1_000_000  # of one array, 4 MB
 
+_CORE = Path(__file__).parent
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _SPREAD = "_std"  # ends the name that marks the first metric of a task (`tracking.record.primary_of`)
+
+
+def _reported_in() -> str:
+    """Function, file and line that reported a diagnostic, for messages; empty unless they are the user's."""
+    frames = (frame for frame in reversed(traceback.extract_stack()) if Path(frame.filename).parent != _CORE)
+    frame = next(frames, None)
+    if frame is None or not is_user_file(Path(frame.filename)):
+        return ""
+    return f" ({frame.name}, {frame.filename}, line {frame.lineno})"
 
 
 @dataclass
@@ -68,7 +80,7 @@ class Diagnostics:
     # ---- parts
 
     def _fail(self, name: str, what: str) -> NoReturn:
-        raise RunError(f"{self.label}: the diagnostic {name!r} {what}")
+        raise RunError(f"{self.label}: the diagnostic {name!r} {what}{_reported_in()}")
 
     def _check_name(self, name: Any) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -125,7 +137,11 @@ class Diagnostics:
         if axis != CLIENTS:
             return np.arange(size)
         if len(ids) != size:
-            self._fail(name, f"has {size} entries on its axis {CLIENTS!r}, but there are {len(ids)} client ids")
+            self._fail(
+                name,
+                f"has {size} entries on its axis {CLIENTS!r}, but there are {len(ids)} client ids; name the "
+                "clients of the axis: clients.record(..., ids=...)",
+            )
         return ids
 
     def _kept(self, axes: tuple[str, ...], axis: str, labels: np.ndarray) -> np.ndarray:

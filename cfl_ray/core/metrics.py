@@ -110,11 +110,26 @@ def perplexity(outputs: Tensor, targets: Tensor) -> float:
     return cross_entropy(outputs.double().transpose(1, 2), targets, ignore_index=IGNORED).exp().item()
 
 
+def ece(outputs: Tensor, targets: Tensor) -> float:
+    """Expected calibration error with 15 bins of equal width.
+
+    C. Guo, G. Pleiss, Y. Sun, K. Q. Weinberger. On Calibration of Modern Neural Networks. ICML 2017, Eq. (3): the mean
+    over samples of |accuracy - confidence| of the sample's bin; the confidence is the largest probability.
+    """
+    confidence_n, predicted_n = outputs.double().softmax(1).max(1)
+    bin_n = (confidence_n * _BINS).ceil().long().clamp(1, _BINS) - 1  # bin m holds the confidences in ((m-1)/M, m/M]
+    gap_n = (predicted_n == targets).double() - confidence_n
+    gap_B = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bin_n, gap_n)
+    return gap_B.abs().sum().item() / len(targets)
+
+
+_BINS = 15  # M of the paper
 _BUILTIN = (
     Metric("accuracy", accuracy, True, "share of the samples whose class is predicted", ("class",)),
     Metric("macro_f1", macro_f1, True, "mean F1 score of the classes or labels that occur", ("class", "binary")),
     Metric("micro_f1", micro_f1, True, "F1 score of all labels together", ("class", "binary")),
     Metric("subset_accuracy", subset_accuracy, True, "share of the samples with every label right", ("binary",)),
+    Metric("ece", ece, False, "expected calibration error", ("class",)),
     Metric("mse", mse, False, "mean squared error", ("real",)),
     Metric("mae", mae, False, "mean absolute error", ("real",)),
     Metric("r2", r2, True, "coefficient of determination", ("real",)),

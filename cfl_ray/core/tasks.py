@@ -97,8 +97,12 @@ class Task:
         return self.loss(outputs, targets).sum()
 
     def with_metrics(self, references: list[Any]) -> "Task":
-        """This task with more metrics, each a name, `file.py:function` or object. Raises ConfigError."""
-        return replace(self, metrics=(*self.metrics, *references))
+        """This task with more metrics, each a name, `file.py:function` or object. Raises ConfigError.
+
+        Metrics that it has already are not added again.
+        """
+        more = [resolve_metric(reference, self.targets) for reference in references]
+        return replace(self, metrics=(*self.metrics, *(metric for metric in more if metric not in self.metrics)))
 
     def check(self, outputs: tuple[int, ...], target_shape: tuple[int, ...]) -> None:
         """Computes the loss of three samples. Raises ConfigError, with the author's line, if that fails.

@@ -41,6 +41,7 @@ def federation_from_arrays(
     x_validation: Array | None = None,
     y_validation: Array | None = None,
     validation_clients: Array | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> Federation:
     """A federation in which sample (x[r], y[r]) belongs to client clients[r]. Raises DataError for wrong input.
 
@@ -58,6 +59,7 @@ def federation_from_arrays(
         num_classes.
     order: "random": random samples are held out; "last": the last ones of each client.
     labels: "given": C is the largest label + 1, or `num_classes`; "dense": labels are numbered 0.. in ascending order.
+    class_names: the name of each class by its label in y; there are as many classes.
     """
     x_, y_, ids = _inputs("x", x, vocabulary), targets_of("y", y, targets), _ids("clients", clients)
     _check_lengths(len(x_), y=y_, clients=ids)
@@ -66,7 +68,8 @@ def federation_from_arrays(
     validation = _other_samples("validation", x_validation, y_validation, (x_, y_), vocabulary, targets)
     if validation is None and validation_clients is not None:
         raise DataError("validation_clients names the owners of x_validation, which is not given")
-    y_, (test, validation), class_names = _relabelled(y_, test, validation, labels=labels, targets=targets)
+    y_, (test, validation), found = _relabelled(y_, test, validation, labels=labels, targets=targets)
+    num_classes, names_C = _named(class_names, found, num_classes, targets)
     others = {"y_test": test, "y_validation": validation}
     parts = [("y", y_), *((name, None if part is None else part[1]) for name, part in others.items())]
     classes = num_outputs(num_classes, parts, targets, vocabulary)
@@ -94,8 +97,10 @@ def federation_from_arrays(
         recipe["targets"] = targets
     if classes != num_outputs(None, parts, targets, vocabulary):
         recipe["num_classes"] = classes
-    if class_names:
-        recipe["labels"] = list(class_names)
+    if found:
+        recipe["labels"] = list(found)
+    if class_names is not None:
+        recipe["class_names"] = list(names_C)
     validated_N = None  # the validation rows of each client
     if validation is not None:
         validator = np.zeros(0, np.int64)
@@ -130,9 +135,9 @@ def federation_from_arrays(
     if validation is not None and validated_N is None:
         index = replace(index, validation_set_N=np.zeros(len(names), np.int32))
     scaling = Scaling(255.0 if x_.dtype == np.uint8 else 1.0, normalize, vocabulary is not None).check(x_.shape[1:])
-    shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:], class_names)
+    shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:], names_C)
     federation = ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])
-    federation.of_labels = warnings
+    federation.of_labels, federation.has_test_samples = warnings, owner is not None
     if validation is not None:
         own = validated_N is not None
         federation.validation_view = "holdout" if own else "cluster" if view == "holdout" else view
@@ -154,6 +159,7 @@ def data_set_from_arrays(
     labels: str = "given",
     x_validation: Array | None = None,
     y_validation: Array | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> DataSet:
     """DataSet without clients, which `data.partition` divides among clients. Raises DataError for wrong input.
 
@@ -163,7 +169,8 @@ def data_set_from_arrays(
     _check_lengths(len(x_), y=y_)
     test = _other_samples("test", x_test, y_test, (x_, y_), vocabulary, targets)
     validation = _other_samples("validation", x_validation, y_validation, (x_, y_), vocabulary, targets)
-    y_, (test, validation), class_names = _relabelled(y_, test, validation, labels=labels, targets=targets)
+    y_, (test, validation), found = _relabelled(y_, test, validation, labels=labels, targets=targets)
+    num_classes, names_C = _named(class_names, found, num_classes, targets)
     given = [part for part in (test, validation) if part is not None]
     test_x, test_y = (np.concatenate([part[axis] for part in given]) if given else None for axis in (0, 1))
     classes = num_outputs(num_classes, [("y", y_), ("y_test", test_y)], targets, vocabulary)
@@ -184,7 +191,7 @@ def data_set_from_arrays(
         group=group,
         vocabulary=vocabulary,
         targets=targets,
-        class_names=class_names,
+        class_names=names_C,
         warnings=(*_unused_labels(y_, classes, num_classes, targets), *copied_tokens("y", x_, y_, targets)),
         num_validation=0 if validation is None else len(validation[1]),
     )
@@ -206,6 +213,34 @@ def _relabelled(
     y_of = {name: y for (name, _), y in zip(parts, numbered, strict=True)}
     test, validation = (None if part is None else (part[0], y_of[name]) for name, part in given.items())
     return y_of["y"], (test, validation), names
+
+
+def _named(
+    class_names: Sequence[str] | None, found: tuple[str, ...], num_classes: int | None, targets: str
+) -> tuple[int | None, tuple[str, ...]]:
+    """(number of classes, names of the classes). found: labels that were numbered anew, as texts; empty: none were."""
+    if class_names is None:
+        return num_classes, found
+    names = tuple(map(str, class_names))
+    if isinstance(class_names, str) or targets != "class":
+        raise DataError(
+            f"class_names is a list of names for targets 'class', got {class_names!r} for targets {targets!r}"
+        )
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"class_names has {twice[0]!r} twice")
+    if num_classes not in (None, len(names)):
+        raise DataError(
+            f"class_names has {len(names)} names, num_classes is {num_classes}; give one name for each class"
+        )
+    if not found:
+        return len(names), names
+    try:
+        return num_classes, tuple(names[int(label)] for label in found)
+    except (ValueError, IndexError):
+        raise DataError(
+            f"class_names has {len(names)} names, for labels 0 .. {len(names) - 1}, but y has the labels "
+            f"{', '.join(found[:6])}; leave class_names out, or give labels that are places in it"
+        ) from None
 
 
 def _unused_labels(y: np.ndarray, classes: int, num_classes: int | None, targets: str) -> tuple[str, ...]:
@@ -232,7 +267,14 @@ class ArrayFederation(IndexedFederation):
         super().__init__(shape, view, recipe, index, scaling)
         self.samples, self.test_samples, self._names = samples, test, names
         self.of_labels: tuple[str, ...] = ()  # warnings
+        self.has_test_samples = False  # whether each client's test samples are those of x_test that it has
         self.validation_samples_of_all: StoredSamples | None = None  # shared validation set; None: there is none
+
+    @property
+    def tested_on(self) -> str:
+        if self.has_test_samples:
+            return "each client is tested on its own samples of x_test (test_clients)"
+        return super().tested_on
 
     @property
     def warnings(self) -> list[str]:
@@ -303,8 +345,17 @@ def _numpy(name: str, values: Array) -> np.ndarray:
         raise DataError(
             f"{name} has {np.ma.count_masked(values)} masked values; fill them ({name}.filled(...)) or leave them out"
         )
+    if isinstance(values, list | tuple) and len(lengths := {len(row) for row in values if _is_row(row)}) > 1:
+        raise DataError(
+            f"{name} has rows of {min(lengths)} to {max(lengths)} entries; fill all up to {max(lengths)}: inputs with "
+            f"a token id that is used for nothing else, target tokens with {IGNORED}, which is not learned"
+        )
     with reading(name, "an array", "convert it to a NumPy array or a dense tensor of float32 or integers"):
         return np.asarray(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list | tuple | np.ndarray | torch.Tensor) and np.ndim(value) > 0
 
 
 def _inputs(name: str, values: Array, vocabulary: int | None) -> np.ndarray:

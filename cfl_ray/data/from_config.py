@@ -465,15 +465,16 @@ def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
 
 
 _OF_VALIDATION = ("x_validation", "y_validation", "validation_clients")
-KEYS = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary", "clients", "test_clients", *_OF_VALIDATION)
+_NUMBERS = ("num_classes", "class_names", "vocabulary")
+KEYS = ("x", "y", "x_test", "y_test", "groups", *_NUMBERS, "clients", "test_clients", *_OF_VALIDATION)
 
 
 def load_function(data: PluginDataConfig, seed: int, targets: str = "class") -> Federation | Source:
     """The data of the function that `data.source` names: a Federation, or without clients a Source.
 
     The function is called with `data.options`. It returns a Federation, a pair (x, y), or a mapping with x, y and
-    optionally clients, groups, num_classes, vocabulary, x_test, y_test, test_clients, and the same three for
-    validation: arguments of `federation_from_arrays`. Without clients, the samples are divided later as
+    optionally clients, groups, num_classes, class_names, vocabulary, x_test, y_test, test_clients, and the same three
+    for validation: arguments of `federation_from_arrays`. Without clients, the samples are divided later as
     `data.partition` says. Raises DataError naming the function and its line. targets: kind of y.
     """
     function = SOURCE_KINDS.find(data.source)
@@ -519,7 +520,10 @@ def _from_mapping(arrays: dict[str, Any], data: PluginDataConfig, seed: int, tar
     arrays.pop("clients", None)
     data_set = data_set_from_arrays(**arrays, targets=targets, labels=data.labels)
     parts = (data_set.train_x, data_set.train_y, data_set.test_x, data_set.test_y, data_set.group)
-    of_data = digest(*(part for part in parts if part is not None))
+    named = (
+        [] if arrays.get("class_names") is None else [np.frombuffer("\0".join(data_set.class_names).encode(), np.uint8)]
+    )
+    of_data = digest(*(part for part in parts if part is not None), *named)
     of_data += f"-{data_set.num_validation}" if data_set.num_validation else ""
     return Source((), lambda pixels, progress: data_set, of_data)
 

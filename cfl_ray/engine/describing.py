@@ -1,6 +1,6 @@
 """Losses of models on clients' data, and vectors that describe clients by functions given to `Clients.describe`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,12 +34,24 @@ def losses(chunk: OpenChunk[Losses]) -> Arrays:
             chosen = _drawn(work, chunk.client(index), len(samples[1]))
             parts[index] = samples if chosen is None else (samples[0][chosen], samples[1][chosen])
     frozen = _frozen_logits(chunk, {index: x for index, (x, _) in parts.items()})
-    for model, index, logits_BC, y in chunk.outputs(parts, work.num_models):
+    outputs = chunk.outputs(parts, work.num_models) if work.client_state is None else _own_outputs(chunk, parts)
+    for model, index, logits_BC, y in outputs:
         if index in frozen:
             logits_BC = logits_BC + frozen[index]
         loss_B = (logits_BC.argmax(1) != y).float() if work.errors else network.task.loss(logits_BC, y)
         arrays["losses"][index, model] = loss_B.cpu().mean().item()
     return arrays
+
+
+def _own_outputs(
+    chunk: OpenChunk[Losses], parts: Mapping[int, tuple[Tensor, Tensor]]
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """As `OpenChunk.outputs`, of models with the columns of each client's state in place of their own."""
+    for model in range(chunk.work.num_models):
+        for index, (x, y) in parts.items():
+            row_P = with_client_state(chunk.row(0, model), chunk.work.client_state, chunk.stored_value(index))
+            logits = chunk.network.logits_of(row_P, x)
+            yield model, index, logits, y.to(logits.device)
 
 
 def describe(chunk: OpenChunk[Describe]) -> Arrays:

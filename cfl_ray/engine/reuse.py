@@ -255,7 +255,8 @@ def _is_reusable(work: Work) -> bool:
         return False
     if isinstance(work, Losses):
         frozen = work.frozen_model
-        return frozen is None or (frozen.table > 0 and len(np.unique(frozen.row_M)) == 1)
+        is_shared = frozen is None or (frozen.table > 0 and len(np.unique(frozen.row_M)) == 1)
+        return is_shared and work.client_state is None
     if not isinstance(work, Evaluate) or getattr(work, "tune", None) is not None:
         return False
     return work.weight_MK is None or bool((work.weight_MK == 1 / work.weight_MK.shape[1]).all())  # a vote

@@ -344,7 +344,8 @@ class _Recorder(TorchFunctionMode):
             what = f"shape {tuple(result.shape)} for a batch of {self.batch} samples"
             raise _unsupported(self.place, name, f"gives {what}; the first axis has to be the batch")
         if result.dtype != torch.float32:
-            raise _unsupported(self.place, name, f"gives {str(result.dtype).removeprefix('torch.')}")
+            kind = str(result.dtype).removeprefix("torch.")
+            raise _unsupported(self.place, name, f"gives a tensor of {kind}; only those of float32 are written out")
         if result.requires_grad != any(tensor.requires_grad for tensor in tensors) or not torch.is_grad_enabled():
             raise _unsupported(self.place, name, "passes no gradient on")
 

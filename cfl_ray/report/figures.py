@@ -31,7 +31,7 @@ Records = Sequence[RoundRecord]
 Points = list[tuple[float, float]]  # x, y
 XAxis = Callable[[RoundRecord], float]
 
-_X_TITLES: Mapping[XAxis, str] = {mbit: "Mbit per client, down and up", virtual_seconds: "virtual time, s"}
+X_TITLES: Mapping[XAxis, str] = {mbit: "Mbit per client, down and up", virtual_seconds: "virtual time, s"}
 
 
 class Panel(NamedTuple):
@@ -50,15 +50,16 @@ def write_figures(directory: str | Path, records_by_method: Mapping[str, Records
     score = next((primary_of(metrics) for metrics in every_metrics if is_evaluated(metrics)), "accuracy")
     figures = {
         f"{score}_by_{name}.png": [Panel(score, f"mean client {score.replace('_', ' ')}", x_of)]
-        for name, x_of in (("round", _round), ("mbit", mbit), ("virtual_seconds", virtual_seconds))
+        for name, x_of in (("round", round_of), ("mbit", mbit), ("virtual_seconds", virtual_seconds))
     }
-    clusters = [Panel("num_clusters", "clusters", _round), Panel("ari", "adjusted Rand index", _round)]
+    clusters = [Panel("num_clusters", "clusters", round_of), Panel("ari", "adjusted Rand index", round_of)]
     figures["clusters_by_round.png"] = clusters
     written = (_write(directory / f"{prefix}{name}", panels, records_by_method) for name, panels in figures.items())
     return [path for path in written if path]
 
 
-def _round(record: RoundRecord) -> float:
+def round_of(record: RoundRecord) -> float:
+    """The number of the round."""
     return record.round
 
 
@@ -78,7 +79,7 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
     line_of: dict[str, Line2D] = {}
     for axes, (panel, lines) in zip(all_axes, drawn, strict=True):
         line_of |= _draw(axes, panel, lines, styles)
-    all_axes[-1].set_xlabel(_X_TITLES.get(panels[0].x_of, "round"))
+    all_axes[-1].set_xlabel(X_TITLES.get(panels[0].x_of, "round"))
     methods = [method for method in records_by_method if method in line_of]
     legend = figure.legend([line_of[method] for method in methods], methods, loc="upper right", frameon=False)
     _set_margins(figure, size, list(all_axes), legend.get_window_extent().width / DPI)
@@ -126,16 +127,16 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Points], styles: Mapping
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
-    if panel.x_of is _round:
-        _whole_ticks(axes.xaxis)
+    if panel.x_of is round_of:
+        whole_ticks(axes.xaxis)
     if panel.metric == "num_clusters":
         axes.set_ylim(bottom=0)
-        _whole_ticks(axes.yaxis)
+        whole_ticks(axes.yaxis)
     elif panel.metric == "ari":
         axes.set_ylim(top=1.05)
     return line_of
 
 
-def _whole_ticks(axis: Axis) -> None:
+def whole_ticks(axis: Axis) -> None:
     """Sets ticks at whole numbers only."""
     axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))

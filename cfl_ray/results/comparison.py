@@ -6,8 +6,8 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +35,12 @@ from cfl_ray.results.recorded_runs import (
     say_code,
 )
 from cfl_ray.results.results import MethodResult
+from cfl_ray.results.significance import PairedTest, common, corrected, paired_test, signed_rank_test
 from cfl_ray.results.study_folder import is_finished, run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import METRICS as RECORDED_METRICS
 from cfl_ray.tracking import flatten
-from cfl_ray.tracking.record import BEST_ROUND, primary_of, test_metric, validation_metric
+from cfl_ray.tracking.record import BEST_ROUND, is_evaluated, primary_of, test_metric, validation_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 ROUNDS = ("kept", "best", "last")  # whose metrics a table can have
-FORMATS = ("md", "csv", "latex", "html")
+FORMATS = ("md", "csv", "latex", "html")  # latex: `latex_table`
 # shown after the score of the task, by which methods are compared, if a method has them
 _SHOWN = (
     "accuracy",
@@ -67,12 +68,11 @@ _LESS = (  # metrics of which lower values are better
     "rounds_to_recover",
 )
 _SHOWN_KEYS, _SHOWN_LETTERS = 3, 40  # in the name of an experiment: number of keys, length of a value
-_FEWEST_PAIRS = 3  # fewest common seeds for a test of two methods
-_ROUNDING = 1e-12  # relative error up to which differences are equal: 0.6 - 0.5 is not 0.8 - 0.7
 
 
 # the metrics of every run, by (experiment, method) and seed; in a study, the experiment is the setting
 RunMetrics = dict[tuple[str, str], dict[int, dict[str, float]]]
+RunResults = dict[tuple[str, str], dict[int, MethodResult]]  # likewise
 
 
 def compare_runs(
@@ -81,6 +81,8 @@ def compare_runs(
     trust: bool = False,
     round: str = "kept",
     code: str | None = None,
+    test: str = "ttest",
+    correction: str = "none",
 ) -> pd.DataFrame:
     """A row for each method of each experiment: mean and spread of its last evaluation over the runs.
 
@@ -98,30 +100,53 @@ def compare_runs(
     round: an element of ROUNDS: the evaluation whose metrics are compared: of the round whose models are kept (the best
         one with `keep: best`, otherwise the last), of the best, or of the last.
     trust, code: as in `load_run`.
+    test: "ttest", or "wilcoxon", the signed-rank test over the clients of all seeds, whose effect is the rank-biserial
+        correlation; NaN for a metric that is not one of clients. correction: "none", or "holm" over the methods.
     Raises ConfigError for a metric that no run has, and for the best round of methods that have none. If `accuracy` is
     in the table, the metric `accuracy_std` has the column `accuracy_std_over_clients`.
     """
+    run_metrics, scores = collected(runs, metrics, trust, round, code)
+    return table_of(run_metrics, metrics, test, correction, scores)
+
+
+def collected(
+    runs: Sequence[str | Path],
+    metrics: Sequence[str] = (),
+    trust: bool = False,
+    round: str = "kept",
+    code: str | None = None,
+) -> tuple[RunMetrics, ClientScores]:
+    """The metrics of runs and studies, as `compare_runs` compares them, and the scores of their clients."""
     if round not in ROUNDS:
         raise ConfigError(f"round must be one of {', '.join(ROUNDS)}, got {round!r}")
     for name, given in (("runs", runs), ("metrics", metrics)):
         if isinstance(given, str | Path):
             raise ConfigError(f"compare_runs takes a list of {name}, got {str(given)!r}; write [{str(given)!r}]")
     run_metrics: RunMetrics = {}
+    results: RunResults = {}
     studies = _names_of_studies([Path(run) for run in runs if RunDirectory(run).is_study])
     for study, study_name in studies.items():
-        for (setting, label), of_seeds in read_study(study, round=round).items():
-            run_metrics[(f"{study_name}, {setting}" if len(runs) > 1 else setting, label)] = of_seeds
+        for setting, label, seed, result in _results_in(study):
+            key = (f"{study_name}, {setting}" if len(runs) > 1 else setting, label)
+            run_metrics.setdefault(key, {})[seed] = values_of(result, round)
+            last = [record for record in result.records if is_evaluated(record.metrics)][-1:]  # all take much memory
+            results.setdefault(key, {})[seed] = replace(result, records=last)
     plain = [open_run(Path(run), trust, code=code) for run in runs if Path(run) not in studies]
     say_code(plain, _logger.warning)
     for line in versions_in_words(folder for study in studies for _, _, folder in run_folders(study)):
         _logger.warning("%s", line)
-    for (experiment, label), of_seeds in numbers_of(experiments_of(plain), round).items():
-        if (experiment, label) in run_metrics:
-            raise ConfigError(
-                f"a study and a run both have method {label} in experiment {experiment!r}; name one of them"
-            )
-        run_metrics[experiment, label] = of_seeds
-    return table_of(run_metrics, metrics)
+    of_plain = results_of(experiments_of(plain))
+    if both := [key for key in of_plain if key in results]:
+        experiment, label = both[0]
+        raise ConfigError(f"a study and a run both have method {label} in experiment {experiment!r}; name one of them")
+    return run_metrics | metrics_by_run(of_plain, round), ClientScores(results | of_plain, round)
+
+
+def metrics_by_run(results: RunResults, round: str = "kept") -> RunMetrics:
+    """The metrics of an evaluation and of the whole run of these results. round: as in `compare_runs`."""
+    return {
+        key: {seed: values_of(result, round) for seed, result in of_seeds.items()} for key, of_seeds in results.items()
+    }
 
 
 def _names_of_studies(studies: Sequence[Path]) -> dict[Path, str]:
@@ -146,11 +171,16 @@ def experiments_of(runs: Sequence[FoundRun]) -> list[tuple[str, list[FoundRun]]]
 
 
 def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]], round: str = "kept") -> RunMetrics:
-    """The metrics of the runs of these experiments. round: as in `compare_runs`.
+    """The metrics of the runs of these experiments, as `results_of`. round: as in `compare_runs`."""
+    return metrics_by_run(results_of(experiments), round)
+
+
+def results_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]]) -> RunResults:
+    """The results of the runs of these experiments.
 
     Raises ConfigError for two runs with the same seed, and for two that give a method other options under one label.
     """
-    run_metrics: RunMetrics = {}
+    results: RunResults = {}
     for name, runs in experiments:
         known: dict[str, tuple[Method[Any], FoundRun]] = {}  # by label
         for run in runs:
@@ -164,14 +194,14 @@ def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]], round: str
                             f"{other.directory} is {full_label(first)}, so they are not seeds of one method; name one "
                             "of the two"
                         )
-                of_seeds = run_metrics.setdefault((name, label), {})
+                of_seeds = results.setdefault((name, label), {})
                 if run.experiment.seed in of_seeds:
                     raise ConfigError(
                         f"{run.directory}: another run has the same settings, method {label} and seed "
                         f"{run.experiment.seed}; name one of the two"
                     )
-                of_seeds[run.experiment.seed] = values_of(result, round)
-    return run_metrics
+                of_seeds[run.experiment.seed] = result
+    return results
 
 
 def _options_of(method: Method[Any]) -> tuple[str, dict[str, Any]]:
@@ -190,16 +220,22 @@ def measured(run_metrics: RunMetrics, metrics: Sequence[str]) -> list[str]:
     return [name for name in metrics if name in present]
 
 
-def table_of(run_metrics: RunMetrics, metrics: Sequence[str] = ()) -> pd.DataFrame:
+def table_of(
+    run_metrics: RunMetrics,
+    metrics: Sequence[str] = (),
+    test: str = "ttest",
+    correction: str = "none",
+    scores: ClientScores | None = None,
+) -> pd.DataFrame:
     """The table of `compare_runs`."""
     import pandas as pd
 
-    chosen = _chosen(run_metrics, metrics)
+    chosen = chosen_metrics(run_metrics, metrics)
     rows = [_row(key, of_seeds, chosen) for key, of_seeds in run_metrics.items()]
     names = [f"{column_of(name, chosen)}{ending}" for name in chosen for ending in ("", "_std")]
     frame = pd.DataFrame(rows, columns=["experiment", "method", "runs", *names])
-    tests = _paired_tests(run_metrics, chosen[0]) if chosen else []
-    frame["p"], frame["effect"] = [p for p, _ in tests], [effect for _, effect in tests]
+    tests = tests_of(run_metrics, chosen[0], test, correction, scores) if chosen else {}
+    frame["p"], frame["effect"] = [one.p for one in tests.values()], [one.effect for one in tests.values()]
     return frame
 
 
@@ -225,6 +261,15 @@ def read_study(folder: str | Path, only: Collection[Path] | None = None, round: 
     method or metrics are missing or damaged.
     """
     run_metrics: RunMetrics = {}
+    for setting, method, seed, result in _results_in(folder, only):
+        run_metrics.setdefault((setting, method), {})[seed] = values_of(result, round)
+    return run_metrics
+
+
+def _results_in(
+    folder: str | Path, only: Collection[Path] | None = None
+) -> Iterator[tuple[str, str, int, MethodResult]]:
+    """Setting, method, seed and result of each finished run of a study."""
     for setting, method, run in run_folders(folder):
         if only is not None and run not in only:
             continue
@@ -235,8 +280,7 @@ def read_study(folder: str | Path, only: Collection[Path] | None = None, round: 
         for directory in finished:
             result = recorded_result(method, directory)
             if result.final:
-                run_metrics.setdefault((setting, method), {})[RunDirectory.seed_of(run)] = values_of(result, round)
-    return run_metrics
+                yield setting, method, RunDirectory.seed_of(run), result
 
 
 def by_experiment(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -251,10 +295,7 @@ def by_experiment(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def format_table(frame: pd.DataFrame, style: str) -> str:
-    """A frame of `compare_runs` as Markdown, CSV (all digits), LaTeX or HTML: mean ± spread in a cell.
-
-    style: an element of FORMATS.
-    """
+    """A frame of `compare_runs` as Markdown (md), CSV (csv, all digits) or HTML (html): mean ± spread in a cell."""
     if style == "csv":
         return str(frame.to_csv(index=False)).rstrip("\n")
     if frame.columns[0] == "method":  # of `by_experiment`
@@ -271,8 +312,6 @@ def format_table(frame: pd.DataFrame, style: str) -> str:
 
 
 def _formatted(shown: pd.DataFrame, style: str) -> str:
-    if style == "latex":
-        return str(shown.to_latex(index=False, escape=True)).rstrip("\n")
     if style == "html":
         return str(shown.to_html(index=False, border=0))
     lines = [shown.columns.tolist(), ["---"] * shown.shape[1], *shown.astype(str).to_numpy().tolist()]
@@ -331,7 +370,8 @@ def values_of(result: MethodResult, round: str = "kept") -> dict[str, float]:
     return result.numbers_until(round) | final | result.summary | {"mbit": mbit, "seconds": result.seconds}
 
 
-def _chosen(run_metrics: RunMetrics, metrics: Sequence[str]) -> list[str]:
+def chosen_metrics(run_metrics: RunMetrics, metrics: Sequence[str]) -> list[str]:
+    """The metrics that a table shows. metrics: those asked for; empty: the usual ones. Raises ConfigError."""
     present = metrics_of(run_metrics)
     for name in metrics if run_metrics else ():
         if name not in present:
@@ -367,45 +407,81 @@ def is_less_better(metric: str, present: Collection[str] = ()) -> bool:
     present: metrics of the runs, which have the 90th percentile of a score of which less is better.
     """
     metric = test_metric(metric)
-    score = re.sub(r"_(local|local_trained|tuned|past|honest|p10|p90)$", "", metric.removeprefix("newcomer_"))
+    if metric.endswith(("_gini", "_jain")):  # whether more or less of the score itself is better
+        return metric.endswith("_gini")
+    ending = r"_(local|local_trained|tuned|past|honest|p10|p90|worst_10|best_10)$"
+    score = re.sub(ending, "", metric.removeprefix("newcomer_"))
     known = METRICS.builtin.get(score)
     is_error = f"{score}_p90" in present or (isinstance(known, Metric) and not known.higher_is_better)
     return is_error or metric in _LESS or metric.endswith("_std")  # the spread over clients
 
 
-def _paired_tests(run_metrics: RunMetrics, metric: str) -> list[tuple[float, float]]:
-    """The `paired_test` of each method against the best of its experiment.
+def tests_of(
+    run_metrics: RunMetrics,
+    metric: str,
+    how: str = "ttest",
+    correction: str = "none",
+    scores: ClientScores | None = None,
+) -> dict[tuple[str, str], PairedTest]:
+    """The test of each method against the best of its experiment, by (experiment, method).
 
     The best has the metric with every seed; of these methods, only those with the most seeds are compared.
+    how, correction: keys of `significance.TESTS` and `CORRECTIONS`. scores: of the clients, for a test over clients.
     """
     values = {
         key: {seed: values_of_seed.get(metric, np.nan) for seed, values_of_seed in seeds.items()}
         for key, seeds in run_metrics.items()
     }
-    sign = -1 if is_less_better(metric, metrics_of(run_metrics)) else 1
+    best = _best_of(values, metric, metrics_of(run_metrics))
+    tested: dict[tuple[str, str], PairedTest] = {}
+    for key, of_seeds in values.items():
+        winner = best.get(key[0], key)
+        ours: Mapping[Any, float] = of_seeds
+        theirs: Mapping[Any, float] = values[winner]
+        if how == "wilcoxon":
+            ours, theirs = ({} if scores is None else scores(one, metric) for one in (key, winner))
+        run = paired_test if how == "ttest" else signed_rank_test
+        tested[key] = PairedTest(*run(ours, theirs), common(ours, theirs), key == winner and key[0] in best)
+    for experiment in dict.fromkeys(key[0] for key in tested):
+        keys = [key for key in tested if key[0] == experiment]
+        tested |= zip(keys, corrected([tested[key] for key in keys], correction), strict=True)
+    return tested
+
+
+def _best_of(
+    values: Mapping[tuple[str, str], Mapping[int, float]], metric: str, present: Collection[str]
+) -> dict[str, tuple[str, str]]:
+    """The (experiment, method) with the best mean of a metric, by experiment."""
+    sign = -1 if is_less_better(metric, present) else 1
     # means over fewer seeds are not comparable
     goodness = {key: (len(of_seeds), sign * np.mean(list(of_seeds.values()))) for key, of_seeds in values.items()}
-    best: dict[str, tuple[str, str]] = {}  # by experiment
+    best: dict[str, tuple[str, str]] = {}
     for key, (seeds, mean) in goodness.items():
         if not np.isnan(mean) and (key[0] not in best or (seeds, mean) > goodness[best[key[0]]]):
             best[key[0]] = key
-    return [paired_test(values[key], values[best.get(key[0], key)]) for key in run_metrics]
+    return best
 
 
-def paired_test(ours: Mapping[int, float], best: Mapping[int, float]) -> tuple[float, float]:
-    """(p, effect size) of a paired t-test of values by seed, over the seeds that both have.
+class ClientScores:
+    """The scores of clients in one evaluation of each run, read when they are first asked for."""
 
-    Effect size: the mean of the differences over their standard deviation (Cohen's d of pairs). Only finite values
-    count; NaN for fewer than three of them, and if all differences are equal (up to rounding).
-    """
-    pairs_S2 = np.array([[ours[seed], best[seed]] for seed in sorted(ours.keys() & best.keys())]).reshape(-1, 2)
-    pairs_S2 = pairs_S2[np.isfinite(pairs_S2).all(1)]
-    difference_S = pairs_S2[:, 0] - pairs_S2[:, 1]
-    if len(difference_S) < _FEWEST_PAIRS or np.ptp(difference_S) <= _ROUNDING * np.abs(pairs_S2).max():
-        return math.nan, math.nan
-    from scipy.stats import ttest_rel  # takes half a second, which the report of a single run avoids
+    def __init__(self, results: RunResults, round: str = "kept"):
+        self.results, self.round = results, round  # as in `compare_runs`
+        self._frames: dict[tuple[tuple[str, str], int], pd.DataFrame] = {}
 
-    return float(ttest_rel(*pairs_S2.T).pvalue), float(difference_S.mean() / difference_S.std(ddof=1))
+    def __call__(self, key: tuple[str, str], metric: str) -> dict[tuple[int, int], float]:
+        """The values of a metric by (seed, client) of an (experiment, method); empty if it is not one of clients."""
+        column = {"test_loss": "loss"}.get(metric, metric)
+        found: dict[tuple[int, int], float] = {}
+        for seed, result in self.results.get(key, {}).items():
+            if (key, seed) not in self._frames:
+                frame, best = result.client_metrics(), None if self.round == "last" else result.best_round
+                self._frames[key, seed] = frame[frame["round"] == (frame["round"].max() if best is None else best)]
+            frame = self._frames[key, seed]
+            if column in frame.columns:
+                clients, values = frame["client"].tolist(), frame[column].tolist()
+                found |= {(seed, client): value for client, value in zip(clients, values, strict=True)}
+        return found
 
 
 def mean_and_spread(mean: float, std: float) -> str:

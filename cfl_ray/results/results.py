@@ -122,6 +122,25 @@ class MethodResult:
         """Splits, merges, births and deaths of clusters with the deciding numbers, and changes of the phase."""
         return [event for record in self.records for event in record.events]
 
+    def events_frame(self) -> pd.DataFrame:
+        """A row for each of `events`: its fields, and a column for each value in `because`."""
+        import pandas as pd
+
+        rows = [
+            {
+                "round": event.round,
+                "event": event.event,
+                "cluster": event.cluster,
+                "into": event.into,
+                "before": event.before,
+                "phase": event.phase,
+                **event.because,
+            }
+            for event in self.events
+        ]
+        first = ["round", "event", "cluster", "into", "before", "phase"]
+        return pd.DataFrame(rows, columns=None if rows else first).astype({"cluster": "Int64"})
+
     @property
     def seconds(self) -> float:
         """Wall time of all rounds."""
@@ -281,6 +300,14 @@ class MethodResult:
     def class_names(self) -> tuple[str, ...]:
         """The names of the classes by label, if the data set has them (words of a CSV file, folders of images)."""
         return self.trained.federation.shape.class_names
+
+    def confusion(self, cluster: int | None = None) -> pd.DataFrame:
+        """Numbers of test samples by true and predicted class of a cluster's clients; see `TrainedMethod.confusion`."""
+        return self.trained.confusion(cluster)
+
+    def class_accuracy(self) -> pd.DataFrame:
+        """The accuracy of each class in each cluster; see `TrainedMethod.class_accuracy`."""
+        return self.trained.class_accuracy()
 
     def assignments(self) -> pd.DataFrame:
         """A row per client: client, name, cluster, group, served_by, why; see `TrainedMethod.assignments`."""

@@ -251,6 +251,52 @@ class TrainedMethod:
         predicted: np.ndarray = (outputs > 0 if shape.targets == "binary" else outputs.argmax(-1)).numpy()
         return predicted
 
+    def confusion(self, cluster: int | None = None) -> "pd.DataFrame":
+        """Numbers of test samples by true class (rows) and predicted class (columns), with the names of the classes.
+
+        Of the clients of a cluster, each with the model that it predicts with; None: of all clients with a model.
+        Raises ConfigError for targets that are not classes, and for a cluster without such clients.
+        """
+        import pandas as pd
+
+        shape = self.federation.shape
+        if shape.targets != "class":
+            raise ConfigError(f"a confusion matrix is of classes, the targets of the task are {shape.targets!r}")
+        clients = np.arange(len(self.state.assign_N))
+        clients = clients[self.serve(clients).row_M >= 0]
+        if cluster is not None:
+            clusters = np.unique(self.state.assign_N[clients])
+            clients = clients[self.state.assign_N[clients] == cluster]
+            if not len(clients):
+                raise ConfigError(
+                    f"cluster {cluster} has no clients with a model; such clusters are {', '.join(map(str, clusters))}"
+                )
+        counts_CC = np.zeros((shape.num_classes, shape.num_classes), np.int64)
+        for client in clients.tolist():
+            x, y = self.test(client)
+            if len(y):
+                np.add.at(counts_CC, (y.numpy(), self.predict(x, client)), 1)
+        names = shape.class_names or range(shape.num_classes)
+        frame = pd.DataFrame(counts_CC, pd.Index(names, name="true"), pd.Index(names, name="predicted"))
+        return frame
+
+    def class_accuracy(self) -> "pd.DataFrame":
+        """The accuracy of each class (columns) on the test samples of each cluster's clients (rows).
+
+        NaN without samples. Cluster -1: clients with a model that are in no cluster. As `confusion` counts.
+        """
+        import pandas as pd
+
+        clients = np.arange(len(self.state.assign_N))
+        clusters = np.unique(self.state.assign_N[self.serve(clients).row_M >= 0]).tolist()
+        rows = {}
+        for cluster in clusters:
+            counts = self.confusion(cluster)
+            total_C = counts.to_numpy().sum(1)
+            rows[cluster] = np.divide(np.diag(counts), total_C, out=np.full(len(total_C), np.nan), where=total_C > 0)
+        names = self.federation.shape.class_names or range(self.federation.shape.num_classes)
+        return pd.DataFrame.from_dict(rows, orient="index", columns=list(names)).rename_axis("cluster")
+
     def assignments(self) -> "pd.DataFrame":
         """A data frame with a row per client.
 

@@ -82,6 +82,7 @@ class RunDirectory:
     session = File("session.json", ("run",), "address of the server while the run is live, signed", "driver")
     start_lock = File("start.lock", ("run",), "held by the process that started the run", "driver")
     failure = File("failure.txt", ("run",), "why a run of a study failed", "study")
+    pruned = File("pruned.txt", ("run",), "after which round a trial of a sweep ended early", "study")
 
     info = File("run.json", ("run", "method", "study"), "identity, tags and parameters", "driver")
     metrics = File("metrics.jsonl", ("run", "method", "study"), "a line for each round", "driver")
@@ -115,6 +116,7 @@ class RunDirectory:
     trials = File("optuna.log", ("study",), "trials of a sweep that learns from results", "study")
     results_table = File("artifacts/results.csv", ("study",), "a row for each run", "study")
     trials_table = File("artifacts/trials.csv", ("study",), "a row for each trial of a sweep", "study")
+    best = File("artifacts/best/", ("study",), "the config of each method's best trial in a sweep", "study")
     table = File("artifacts/table.md", ("study",), "the table of the study", "study")
 
     def __init__(self, path: str | PathLike[str]) -> None:

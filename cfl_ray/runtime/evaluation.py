@@ -11,6 +11,7 @@ from cfl_ray.config import EvaluationConfig
 from cfl_ray.core.backend import Backend
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.over_clients import OVER_CLIENTS
 from cfl_ray.core.rng import stream
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
@@ -160,10 +161,13 @@ def _frozen_rows(serving: Serving, count: int) -> Rows | None:
 
 
 @np.errstate(over="ignore", invalid="ignore")  # scores of a user's metric may be infinite
-def score_metrics(table_MV: np.ndarray, task: Task = CLASSIFICATION) -> dict[str, float]:
+def score_metrics(
+    table_MV: np.ndarray, task: Task = CLASSIFICATION, over_clients: Sequence[str] = ()
+) -> dict[str, float]:
     """Means over the tested clients, and the spread of the first metric; NaN if no client was tested.
 
-    table_MV: as `Evaluator.scores` returns it. A client whose first metric is undefined counts as not tested; undefined
+    table_MV: as `Evaluator.scores` returns it. over_clients: further numbers of the first metric, of `OVER_CLIENTS`.
+    A client whose first metric is undefined counts as not tested; undefined
     values of other metrics are excluded.
     """
     tested = ~np.isnan(table_MV[:, 0])
@@ -175,6 +179,8 @@ def score_metrics(table_MV: np.ndarray, task: Task = CLASSIFICATION) -> dict[str
         f"{primary.name}_std": float(score_M.std()),
         f"{primary.name}_p{tail}": float(np.percentile(score_M, tail)),
     }
+    for name in over_clients:
+        spread[f"{primary.name}_{name}"] = OVER_CLIENTS[name](score_M, primary.higher_is_better)
     others = {
         name: mean_of_defined(values_M) for name, values_M in zip(task.score_names[1:-1], table_MV.T[1:-1], strict=True)
     }

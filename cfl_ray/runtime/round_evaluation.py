@@ -186,11 +186,11 @@ class RoundEvaluation(LoopPart):
         tables = self.evaluator.scores_on(self.parts, serving, clients)
         table_MV = tables[TEST]
         stats.scores_MV = np.column_stack([clients.ids_M, table_MV])
-        stats.metrics |= score_metrics(table_MV, self.task)
+        stats.metrics |= score_metrics(table_MV, self.task, self.settings.over_clients)
         stats.metrics |= cluster_metrics(state, online, present.group_N)
         stats.metrics |= self._protocol_metrics(tables, serving, clients)
         if VALIDATION in tables:
-            stats.metrics |= of_validation(score_metrics(tables[VALIDATION], self.task))
+            stats.metrics |= of_validation(score_metrics(tables[VALIDATION], self.task, self.settings.over_clients))
             stats.metrics |= self._sizes_of_validation(clients)
         if self.settings.past:
             diagnostics.take(stats, self._tests_on_past_data(stats, serving, clients))

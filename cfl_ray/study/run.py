@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cfl_ray.config import Experiment
-from cfl_ray.config.study import Study, load_study
+from cfl_ray.config.study import ALL_SETTINGS, Study, SweepConfig, Trial, load_study
 from cfl_ray.errors import ConfigError, Interrupted, RunError, command, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.lifecycle.extension import check_extension
@@ -28,8 +29,9 @@ from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import hold
 from cfl_ray.security.credentials import remember_credentials
-from cfl_ray.study.study_plan import ALL, Selection, StudyRun, metric_warnings, plan, scores_of
-from cfl_ray.study.sweep import RankedTrial, Trials, best_of, rank, to_frame, trials_of
+from cfl_ray.study.halving import Stage, has_round, mean_at, stages_of, survivors
+from cfl_ray.study.study_plan import ALL, Selection, StudyRun, config_of, metric_of, metric_warnings, plan, scores_of
+from cfl_ray.study.sweep import RankedTrial, Trials, best_of, goal_of, rank, to_frame, trials_of
 from cfl_ray.study.worker_pool import END_SECONDS, Resources, RunOutcome, WorkerPool, check_main, resources_for
 from cfl_ray.system.files import write_text
 from cfl_ray.system.signals import interrupts_noted, sigterm_interrupts
@@ -60,8 +62,13 @@ _logger = logging.getLogger(__name__)
 class StudyWatcher:
     """Receives the events of a study; the default logs warnings and runs that fail, and ignores the rest."""
 
-    def planned(self, runs: Sequence[StudyRun], finished: Sequence[StudyRun], resources: Resources, root: Path) -> None:
-        """Runs to execute, and runs that are finished already. Called several times in a sweep that learns."""
+    def planned(
+        self, runs: Sequence[StudyRun], finished: Sequence[StudyRun], resources: Resources, root: Path, later: float = 0
+    ) -> None:
+        """Runs to execute, and runs that are finished already.
+
+        later: number of runs that will follow these at most. Called several times in a sweep that learns or halves.
+        """
 
     def live(self, runs: Sequence[StudyRun]) -> None:
         """The live runs, about once a second."""
@@ -70,7 +77,7 @@ class StudyWatcher:
         """A run has ended."""
         for warning in outcome.warnings:
             self.warn(f"{outcome.run.name}: {warning}")
-        if outcome.status != "finished":
+        if outcome.status not in ("finished", "paused"):
             self.warn(f"{outcome.run.name} {outcome.status}: {outcome.reason}")
 
     def warn(self, text: str) -> None:
@@ -167,15 +174,18 @@ class _Launch:
         code: str | None = None,
     ):
         self.study, self.only, self.at_once, self.watcher = study.located(), only, at_once, watcher
-        self.trials: Trials = trials_of(study.sweep)
         self.code = code
         root = Path(folder or Path(self.study.experiment.get("output") or "runs") / study.name).absolute()
         if RunDirectory(root).is_study:
             self.study = with_code_of_study(root, begun_runs(root), self.study, code, watcher.warn)
         # all checks precede the first run
-        self.runs = first = plan(self.study, only, self.trials.first())
+        self.runs = first = plan(self.study, only, trials_of(self.study).first())
         if not first:
             raise ConfigError(f"study {study.name} has no run that is selected")
+        if self.study.sweep is not None:
+            self.study = self.study.with_metric(metric_of(self.study, first))
+            _check_halving(self.study.sweep, first)
+        self.trials: Trials = trials_of(self.study)
         self.experiment: Experiment = first[0].experiment
         self.root = Path(folder or Path(self.experiment.output) / study.name).absolute()
         self.extend = None if extend is None else Path(extend).absolute()
@@ -323,21 +333,55 @@ class _Launch:
             )
 
     def _all_runs(self) -> None:
-        of_trial = len(plan(self.study, self.only, self.trials.first()[:1]))
+        first = plan(self.study, self.only, self.trials.first())
+        of_trial = Counter((run.method, run.trial) for run in first).most_common(1)[0][1]
         room = resources_for(self.experiment.runtime, of_trial * 10**6, self.at_once).at_once
         with WorkerPool(self.root, self.extend, self.code) as pool:
             while trials := self.trials.next(-(-room // of_trial)):
-                runs = plan(self.study, self.only, trials)
-                self._wait_for_others(runs)
-                done = [run for run in runs if run.is_finished(self.root)]
-                left = [run for run in runs if run not in done]
-                resources = resources_for(self.experiment.runtime, len(left), self.at_once, len(pool.workers))
-                self.watcher.planned(left, done, resources, self.root)
-                for outcome in pool.run(left, resources, self.watcher.live):
-                    self.watcher.ended(outcome)
-                    if outcome.status != "finished":
-                        self.failed.append(outcome)
+                left, stages = trials, self._stages(trials)
+                for stage in stages:
+                    later = self.trials.later() * of_trial + stage.later * of_trial
+                    self._run_trials(left, pool, later, stage.until)
+                    if stage.until is not None:
+                        left = self._that_go_on(left, stage.until)
                 self._tell(trials)
+
+    def _run_trials(self, trials: Sequence[Trial], pool: WorkerPool, later: float, until: int | None) -> None:
+        """Runs the unfinished runs of trials. until: the round after which they pause; None: to their ends."""
+        runs = plan(self.study, self.only, trials)
+        self._wait_for_others(runs)
+        done = [run for run in runs if run.is_finished(self.root) or has_round(run, self.root, until)]
+        left = [run for run in runs if run not in done]
+        for run in left:
+            RunDirectory(run.folder(self.root)).pruned.unlink(missing_ok=True)
+        resources = resources_for(self.experiment.runtime, len(left), self.at_once, len(pool.workers))
+        self.watcher.planned(left, done, resources, self.root, later)
+        for outcome in pool.run(left, resources, self.watcher.live, until):
+            self.watcher.ended(outcome)
+            if outcome.status not in ("finished", "paused"):
+                self.failed.append(outcome)
+
+    def _stages(self, trials: Sequence[Trial]) -> list[Stage]:
+        """The stages in which these trials are trained; a single one, to the end, unless the sweep halves."""
+        halving = None if self.study.sweep is None else self.study.sweep.halving
+        if halving is None:
+            return [Stage(None, 0.0)]
+        return stages_of(halving, len(trials), min(run.experiment.rounds for run in self.runs))
+
+    def _that_go_on(self, trials: Sequence[Trial], until: int) -> list[Trial]:
+        """The trials that go on after a round; the runs of the others are marked as ended early."""
+        assert self.study.sweep is not None and self.study.sweep.halving is not None
+        values = {}
+        for trial in trials:
+            of_trial = plan(self.study, self.only, [trial])
+            values[trial.method, trial.name] = mean_at(of_trial, self.root, self.study.sweep.metric or "", until)
+        going = survivors(trials, values, self.study.sweep.halving.factor, goal_of(self.study.sweep) == "minimize")
+        for trial in (trial for trial in trials if trial not in going):
+            for run in plan(self.study, self.only, [trial]):
+                directory = RunDirectory(run.folder(self.root))
+                if directory.is_run and not directory.failure.is_file() and not run.is_finished(self.root):
+                    write_text(directory.pruned, f"ended after round {until} by sweep.halving\n")
+        return going
 
     def _wait_for_others(self, runs: Sequence[StudyRun]) -> None:
         """Waits for runs whose study was killed, while they save their state. Raises RunError for other live runs."""
@@ -348,12 +392,12 @@ class _Launch:
                     raise RunError(f"{run.name} is live already: {run.folder(self.root)}")
                 time.sleep(0.2)
 
-    def _tell(self, trials: Sequence[Mapping[str, Any]]) -> None:
+    def _tell(self, trials: Sequence[Trial]) -> None:
         """Reports the results of trials to the sampler of a sweep. Raises ConfigError if no run has its metric."""
         if self.study.sweep is None:
             return
-        metric = self.study.sweep.metric
-        runs_of = [plan(self.study, self.only, [parameters]) for parameters in trials]
+        metric = self.study.sweep.metric or ""
+        runs_of = [plan(self.study, self.only, [trial]) for trial in trials]
         # not all runs: a sweep would read its first trials as often as it has batches
         run_metrics = comparison.read_study(
             self.root, {run.folder(self.root) for of_trial in runs_of for run in of_trial}
@@ -363,11 +407,13 @@ class _Launch:
             present = comparison.metrics_of(comparison.read_study(self.root))
         if present and metric not in present:
             raise ConfigError(f"sweep.metric: no run has the metric {metric!r}{did_you_mean(metric, present)}")
-        for parameters, of_trial in zip(trials, runs_of, strict=True):
+        for trial, of_trial in zip(trials, runs_of, strict=True):
             of_seeds = [run_metrics.get((run.setting, run.method), {}).get(run.seed, {}) for run in of_trial]
+            if not of_trial:  # of a method that is not selected
+                continue
             values = [metrics.get(metric, nan) for metrics in of_seeds]
             known = [value for value in values if not isnan(value)]
-            self.trials.tell(parameters, fmean(known) if len(known) == len(values) else None)
+            self.trials.tell(trial, fmean(known) if len(known) == len(values) else None)
 
     def _ranked(self, run_metrics: comparison.RunMetrics) -> list[RankedTrial]:
         """The trials of a sweep, the best first."""
@@ -385,8 +431,9 @@ class _Launch:
         directory.artifacts.mkdir(mode=0o700, exist_ok=True)
         write_text(directory.results_table, comparison.runs_frame(run_metrics).to_csv(index=False))
         if self.study.sweep is not None:
-            ranked = to_frame(self._ranked(run_metrics), self.study.sweep.metric)
-            write_text(directory.trials_table, ranked.to_csv(index=False))
+            ranked = self._ranked(run_metrics)
+            write_text(directory.trials_table, to_frame(ranked, self.study.sweep.metric or "").to_csv(index=False))
+            self._write_best(directory.best, best_of(ranked))
         known = comparison.measured(run_metrics, self.study.metrics)
         if missing := [name for name in self.study.metrics if name not in known]:
             self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
@@ -412,6 +459,14 @@ class _Launch:
             if row[name] == row[name]
         }
 
+    def _write_best(self, folder: Path, best: Sequence[RankedTrial]) -> None:
+        """Writes the config of the best trial of each method in each setting, with the first seed of the study."""
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for trial in best:
+            place = trial.method if trial.setting == ALL_SETTINGS else f"{trial.setting},{trial.method}"
+            values = config_of(self.study, trial.setting, trial.trial, trial.method, min(trial.values))
+            write_text(folder / f"{place}.yaml", self.study.config_text(values, trial.in_words))
+
     def _write_figures(self, folder: Path) -> None:
         """Writes figures that compare the methods of each setting by means over the seeds, for its run in MLflow."""
         from cfl_ray.report.figures import write_figures  # imports matplotlib
@@ -425,6 +480,18 @@ class _Launch:
         for setting, of_methods in list(records_of.items())[:_DRAWN]:
             prefix = f"{plain[setting]}_" if len(records_of) > 1 else ""
             write_figures(folder, {method: mean_of_runs(runs) for method, runs in of_methods.items()}, prefix)
+
+
+def _check_halving(sweep: SweepConfig | None, runs: Sequence[StudyRun]) -> None:
+    """Raises ConfigError if runs are compared before their first evaluation."""
+    if sweep is None or sweep.halving is None:
+        return
+    for run in runs:
+        if (every := run.experiment.evaluation.every) > sweep.halving.first:
+            raise ConfigError(
+                f"sweep.halving.first is {sweep.halving.first}, but {run.name} is evaluated first after round {every} "
+                "(evaluation.every); trials are compared by an evaluation"
+            )
 
 
 def _check_runtime(runs: Sequence[StudyRun]) -> None:

@@ -1,11 +1,13 @@
 """The progress of a study, read from its folder without importing torch."""
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cfl_ray.config.study import ALL_SETTINGS, Study, load_study, name_of, place_of
+from cfl_ray.config.method_entries import listed_name
+from cfl_ray.config.study import ALL_SETTINGS, Study, Trial, load_study, place_of
 from cfl_ray.errors import ConfigError, command
 from cfl_ray.results.study_folder import is_finished, method_names, methods_in, run_folders
 from cfl_ray.run_directory import RunDirectory
@@ -23,11 +25,12 @@ class StudyStatus:
     failed: dict[str, str] = field(default_factory=dict)  # reason, by failed run
     stopped: list[str] = field(default_factory=list)  # runs that have begun and are neither live nor finished
     next: str | None = None  # the command that continues the study
+    pruned: int = 0  # runs of trials that ended early
 
     @property
     def left(self) -> int:
-        """Number of runs that are not finished."""
-        return max(0, self.runs - self.finished)
+        """Number of runs that are neither finished nor ended early."""
+        return max(0, self.runs - self.finished - self.pruned)
 
 
 def study_status(folder: str | Path) -> StudyStatus:
@@ -37,16 +40,18 @@ def study_status(folder: str | Path) -> StudyStatus:
         raise ConfigError(f"{folder} holds no study: there is no {RunDirectory(root).study}")
     study = load_study(RunDirectory(root).study)
     planned = PlannedRuns(study)
-    finished, live, stopped = 0, [], []
-    trials: set[str] = set()
+    finished, pruned, live, stopped = 0, 0, [], []
+    trials: set[tuple[str, str]] = set()  # with the method
     for setting, method, run in run_folders(root):
         if not planned.has(setting, method, RunDirectory.seed_of(run)):
             continue  # of another version of the study
-        trials.add(planned.trial_of(setting))
+        trials.add((planned.trial_of(setting), method))
         if RunDirectory(run).is_live:
             live.append(_in_words(setting, method, run))
         elif is_finished(run):
             finished += 1
+        elif RunDirectory(run).pruned.is_file():
+            pruned += 1
         elif not RunDirectory(run).failure.is_file():
             stopped.append(_in_words(setting, method, run))
     failed = {
@@ -55,10 +60,10 @@ def study_status(folder: str | Path) -> StudyStatus:
         if planned.has(setting, method, RunDirectory.seed_of(run))
     }
     # a sweep that learns may draw listed values again, which makes no further run
-    runs = planned.of_trial * len(trials) if study.learns and is_finished(root) else planned.count
-    state = "live" if RunDirectory(root).is_live else "finished" if finished >= runs else "stopped"
+    runs = planned.of_trials(trials) if study.learns and is_finished(root) else planned.count
+    state = "live" if RunDirectory(root).is_live else "finished" if finished + pruned >= runs else "stopped"
     again = command("resume", root) if state == "stopped" else None
-    return StudyStatus(study.name, state, runs, finished, live, failed, stopped, again)
+    return StudyStatus(study.name, state, runs, finished, live, failed, stopped, again, pruned)
 
 
 def _in_words(setting: str, method: str, run: Path) -> str:
@@ -73,16 +78,25 @@ class PlannedRuns:
         self.labels: dict[str, frozenset[str] | None] = {}  # of the methods by setting; None: not known without torch
         # names of trials that depend on results are not known, only their settings
         self.bases = {f"{setting},": setting for setting in study.settings} if study.learns else None
-        trials = [{}] if study.sweep is None or study.learns else study.sweep.drawn()
-        count = 0
+        self.count = 0
+        trials = study.drawn() if study.sweep is None or not study.learns else [Trial()]
+        trials_of = dict.fromkeys(study.searches(), 1)  # number of trials whose names are not known, by method
+        if study.sweep is not None and study.learns:
+            trials_of = {method: study.sweep.trials or 0 if keys else 1 for method, keys in study.searches().items()}
         for setting, trial in itertools.product(study.setting_names, trials):
-            values = study.values(setting, trial)
-            place = setting if study.learns else place_of(study, setting, name_of(trial) if trial else "")
-            self.labels[place] = _labels(values)
-            count += len(methods_in(values))
-        more = (study.sweep.trials or 0) if study.sweep is not None and study.learns else 1
-        self.of_trial = count * len(study.seeds)  # runs of a trial, if the study learns
-        self.count = self.of_trial * more
+            listed = _entries(study, setting, trial)
+            place = setting if study.learns else place_of(study, setting, trial.name)
+            labels = _labels({"methods": listed})
+            others = self.labels.get(place, frozenset[str]())
+            self.labels[place] = None if labels is None or others is None else others | labels
+            for entry in listed:
+                more = trials_of.get(listed_name(entry), 1) if study.learns else 1
+                self.count += more * len(methods_in({"methods": [entry]})) * len(self.seeds)
+
+    def of_trials(self, trials: Collection[tuple[str, str]]) -> int:
+        """Number of runs of these pairs (name of a trial, method)."""
+        settings = self.labels.values()
+        return sum(len(self.seeds) for _, method in trials for labels in settings if labels is None or method in labels)
 
     def has(self, setting: str, method: str, seed: int) -> bool:
         """Whether the study has this run."""
@@ -101,6 +115,17 @@ class PlannedRuns:
 
     def _start_of(self, setting: str) -> str:
         return next((start for start in self.bases or () if setting.startswith(start)), "")
+
+
+def _entries(study: Study, setting: str, trial: Trial) -> list[Any]:
+    """The entries of `methods` in a setting that a trial is for."""
+    listed = trial.parameters.get("methods") or study.values(setting, {}).get("methods", ["fedavg"])
+    entries = listed if isinstance(listed, list) else []
+    mine = [entry for entry in entries if trial.method in (None, listed_name(entry))]
+    if not mine or not trial.parameters:
+        return mine
+    entries = study.values(setting, trial.parameters).get("methods", entries)
+    return [entry for entry in entries if trial.method in (None, listed_name(entry))]
 
 
 def _labels(values: dict[str, Any]) -> frozenset[str] | None:

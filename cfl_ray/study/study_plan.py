@@ -2,19 +2,22 @@
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cfl_ray.config import Experiment
-from cfl_ray.config.study import Study, name_of, place_of
+from cfl_ray.config.method_entries import listed_name
+from cfl_ray.config.study import Study, Trial, place_of
+from cfl_ray.core.method import Method
 from cfl_ray.core.tasks import resolve_task
+from cfl_ray.data.from_config import has_validation
 from cfl_ray.errors import ConfigError, UserError, did_you_mean
 from cfl_ray.methods import resolve
 from cfl_ray.results.recorded_runs import finished_results
 from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.tracking.record import METRICS, cluster_diagnostics_of, score_metrics_of
+from cfl_ray.tracking.record import METRICS, cluster_diagnostics_of, score_metrics_of, validation_metric
 
 LONGEST_LABEL = 200  # of a method; the label is a folder name, which file systems limit to 255 bytes
 
@@ -31,9 +34,18 @@ class StudyRun:
     method: str  # label
     seed: int
     experiment: Experiment
-    trial: str = ""  # of a sweep; it is part of the name of the setting
     base: str = ""  # the setting without the trial
-    parameters: Mapping[str, Any] = field(default_factory=dict)  # of the trial
+    of_trial: Trial = Trial()  # of a sweep
+
+    @property
+    def trial(self) -> str:
+        """The name of the trial, which is part of the name of the setting."""
+        return self.of_trial.name
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The parameters of the trial."""
+        return self.of_trial.parameters
 
     @property
     def name(self) -> str:
@@ -75,10 +87,10 @@ class Selection:
 ALL = Selection()
 
 
-def plan(study: Study, only: Selection = ALL, trials: Sequence[Mapping[str, Any]] = ({},)) -> list[StudyRun]:
+def plan(study: Study, only: Selection = ALL, trials: Sequence[Trial] = (Trial(),)) -> list[StudyRun]:
     """The runs, ordered by seed first. Raises ConfigError for an invalid run.
 
-    trials: parameters of each trial of a sweep; every trial runs in every setting. {}: no sweep.
+    trials: of a sweep; each runs in every setting that has its method.
     """
     _check(only.settings, study.setting_names, "setting")
     _check(only.seeds, study.seeds, "seed")
@@ -88,8 +100,8 @@ def plan(study: Study, only: Selection = ALL, trials: Sequence[Mapping[str, Any]
         if not only.seeds or seed in only.seeds
         for setting in study.setting_names
         if not only.settings or setting in only.settings
-        for parameters in trials
-        for run in _runs_of(study, setting, parameters, seed)
+        for trial in trials
+        for run in _runs_of(study, setting, trial, seed)
     ]
     for run in runs:
         if len(run.method) > LONGEST_LABEL:
@@ -112,32 +124,58 @@ def _check(wanted: Collection[Any], known: Sequence[Any], what: str) -> None:
             raise ConfigError(f"the study has no {what} {name!r}{did_you_mean(str(name), list(map(str, known)))}")
 
 
-def _runs_of(study: Study, setting: str, parameters: Mapping[str, Any], seed: int) -> list[StudyRun]:
-    trial = name_of(parameters) if parameters else ""
-    place = place_of(study, setting, trial)
+def _runs_of(study: Study, setting: str, trial: Trial, seed: int) -> list[StudyRun]:
+    place = place_of(study, setting, trial.name)
     try:
-        values = study.values(setting, parameters)
+        if trial.method is not None and not _lists(study, setting, trial):
+            return []
+        values = study.values(setting, trial.parameters)
         entries = _by_label(values.get("methods", Experiment.model_fields["methods"].default))
         return [
-            StudyRun(place, label, seed, _experiment(study, values, entry, seed), trial, setting, parameters)
-            for label, entry in entries
+            StudyRun(place, label, seed, _experiment(study, values, entry, seed), setting, trial)
+            for label, entry, listed in entries
+            if trial.method in (None, listed)
         ]
     except UserError as error:
         raise ConfigError(f"{study.name}, {place}: {error}") from error
 
 
-def _by_label(entries: Any) -> list[tuple[str, Any]]:
-    """The entries of `methods` with their labels."""
+def _lists(study: Study, setting: str, trial: Trial) -> bool:
+    """Whether the methods of a setting, or those that the trial sets, include the method of the trial."""
+    listed = trial.parameters.get("methods", study.values(setting, {}).get("methods"))
+    entries = Experiment.model_fields["methods"].default if listed is None else listed
+    return not isinstance(entries, list) or trial.method in [listed_name(entry) for entry in entries]
+
+
+def _by_label(entries: Any) -> list[tuple[str, Any, str]]:
+    """The entries of `methods` with their labels, and their names as they are listed (`all` for each of `all`)."""
     if not isinstance(entries, list):
         raise ConfigError(f"methods: expected a list, write [{entries}]")
+    listed = [listed_name(entry) for entry in entries]
     if "all" in entries:
-        position = entries.index("all")
-        entries = [*entries[:position], *resolve(["all"]), *entries[position + 1 :]]
-    return list(zip(resolve(entries), entries, strict=True))
+        position, every = entries.index("all"), resolve(["all"])
+        entries = [*entries[:position], *every, *entries[position + 1 :]]
+        listed = [*listed[:position], *["all"] * len(every), *listed[position + 1 :]]
+    return list(zip(resolve(entries), entries, listed, strict=True))
+
+
+def config_of(study: Study, setting: str, trial: Trial, method: str, seed: int) -> dict[str, Any]:
+    """The keys of the experiment of a run, as the study has them, without defaults. method: label."""
+    values = study.values(setting, trial.parameters)
+    entries = _by_label(values.get("methods", Experiment.model_fields["methods"].default))
+    (entry,) = [entry for label, entry, _ in entries if label == method]
+    return _values_of_run(study, values, method if isinstance(entry, Method) else entry, seed)
 
 
 def _experiment(study: Study, values: dict[str, Any], entry: Any, seed: int) -> Experiment:
     """The experiment of a run."""
+    experiment = study.paths_of(Experiment(**_values_of_run(study, values, entry, seed)))
+    resolve(experiment.methods)
+    return experiment
+
+
+def _values_of_run(study: Study, values: dict[str, Any], entry: Any, seed: int) -> dict[str, Any]:
+    """The keys of a run with this method alone, without its label."""
     values = copy.deepcopy(values) | {"name": study.name, "seed": seed}
     if isinstance(entry, dict):
         (name, options), *_ = entry.items()
@@ -148,12 +186,20 @@ def _experiment(study: Study, values: dict[str, Any], entry: Any, seed: int) -> 
             if isinstance(shared, dict):  # any other type is rejected below
                 values["local"] = shared | own  # as `changed_local` does
         entry = {name: options} if options else name
-    experiment = study.paths_of(Experiment(**values | {"methods": [entry]}))
-    resolve(experiment.methods)
-    return experiment
+    return values | {"methods": [entry]}
 
 
 # ---- names of metrics
+
+
+def metric_of(study: Study, runs: Sequence[StudyRun]) -> str:
+    """The metric of the study's sweep; by default the score of the task, on validation data if all runs have them."""
+    if study.sweep is not None and study.sweep.metric is not None:
+        return study.sweep.metric
+    score = _names_of(runs[0].experiment)[0]
+    of_settings = {run.base: run for run in runs}.values()  # a function that is a source is called
+    validated = all(has_validation(run.experiment) for run in of_settings)
+    return validation_metric(score) if validated else score
 
 
 def scores_of(experiment: Experiment) -> set[str]:
@@ -168,7 +214,7 @@ def metric_warnings(study: Study, runs: Sequence[StudyRun]) -> list[str]:
         known |= {*scores_of(run.experiment), *cluster_diagnostics_of(_names_of(run.experiment)[0])}
     wanted = [("metrics", name) for name in study.metrics]
     if study.sweep is not None:
-        wanted.append(("sweep.metric", study.sweep.metric))
+        wanted.append(("sweep.metric", metric_of(study, runs)))
     return [
         f"{key}: {name!r} is no metric of all methods{_near(name, known)}; it is found only if a method of the study "
         "records a diagnostic of that name"

@@ -26,6 +26,7 @@ from cfl_ray.study.study_plan import StudyRun
 from cfl_ray.system.files import write_text
 from cfl_ray.system.machine import available_memory, usable_cpus
 from cfl_ray.system.signals import repeats_later
+from cfl_ray.tracking import RoundRecord
 
 _MOST_AT_ONCE = 64
 _RUN_BYTES = 1e9  # available memory per process; torch alone takes 0.5 GB
@@ -105,7 +106,7 @@ _IDLE_SECONDS = 10.0  # in which an idle process ends
 KILL_SECONDS = 90.0  # after which an interrupted process that hangs is killed: it may be delivering what it has
 END_SECONDS = 30.0  # in which a run whose parent was killed writes what it has
 _context = get_context("spawn")
-Status = Literal["finished", "failed", "stopped"]
+Status = Literal["finished", "failed", "stopped", "paused"]  # paused: after the round that was asked for
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,19 @@ class RunOutcome:
 
 @dataclass
 class _Notes(Watcher):
-    """Keeps the warnings of a run, without those of its config, which `cfl-ray check` shows."""
+    """Keeps the warnings of a run, without those of its config, which `cfl-ray check` shows; may pause the run."""
 
     warnings: list[str] = field(default_factory=list)
+    until: int | None = None  # the round after which the run pauses; None: at its end
+    paused: bool = False
 
     def started(self, setup: Setup, run_dir: Path | None, run_info: dict[str, str]) -> None:
         pass
+
+    def round(self, label: str, record: RoundRecord) -> None:
+        if self.until is not None and record.round >= self.until and not record.finished:
+            self.paused = True
+            raise KeyboardInterrupt  # as Ctrl-C: every saved round is kept, and the next start goes on from there
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
@@ -151,11 +159,16 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         other.close()
 
-    def begin(self, run: StudyRun, root: Path, hosts: int | None, extend: Path | None, code: str | None) -> None:
-        """Sends it a run, which begins with the rounds in `extend`, if any. code: as in `load_run`."""
+    def begin(
+        self, run: StudyRun, root: Path, hosts: int | None, extend: Path | None, code: str | None, until: int | None
+    ) -> None:
+        """Sends it a run, which begins with the rounds in `extend`, if any, and pauses after round `until`, if any.
+
+        code: as in `load_run`.
+        """
         self.run, self.began = run, time.monotonic()
         with suppress(OSError):  # it has died; the next `hear` raises EOFError
-            self.connection.send((run, root, hosts, extend, code))
+            self.connection.send((run, root, hosts, extend, code, until))
 
     def hear(self) -> RunOutcome | None:
         """The outcome of its run; None: the process has become ready. Raises EOFError if it has died."""
@@ -212,14 +225,18 @@ class WorkerPool:
             worker.end(deadline)
 
     def run(
-        self, runs: Sequence[StudyRun], resources: Resources, tick: Callable[[list[StudyRun]], None] = lambda live: None
+        self,
+        runs: Sequence[StudyRun],
+        resources: Resources,
+        tick: Callable[[list[StudyRun]], None] = lambda live: None,
+        until: int | None = None,
     ) -> Iterator[RunOutcome]:
         """Runs the runs, `resources.at_once` at a time, and yields the outcome of each as it ends.
 
         A run whose process dies continues from its last checkpoint in another process; the others go on. If the pool
         is closed before the end, the runs at work keep what they have saved, and no others are started.
 
-        tick: called about once a second with the runs at work.
+        tick: called about once a second with the runs at work. until: the round after which runs pause; None: the last.
         """
         waiting, looked = list(runs), 0.0
         for number in range(len(self.workers), min(resources.at_once, len(runs))):
@@ -230,7 +247,7 @@ class WorkerPool:
                 if waiting and worker.ready and worker.run is None:
                     run = waiting.pop(0)
                     extended = self.extend and run.folder(self.extend)
-                    worker.begin(run, self.root, resources.hosts, extended, self.code)
+                    worker.begin(run, self.root, resources.hosts, extended, self.code, until)
             heard = wait([worker.connection for worker in workers], _LOOK_SECONDS)
             for place, worker in enumerate(workers):
                 if worker.connection not in heard:
@@ -297,10 +314,15 @@ def _work(connection: Connection, parent: int, gpu: str | None) -> None:
 
 
 def _run(
-    run: StudyRun, root: Path, hosts: int | None, extend: Path | None = None, code: str | None = None
+    run: StudyRun,
+    root: Path,
+    hosts: int | None,
+    extend: Path | None = None,
+    code: str | None = None,
+    until: int | None = None,
 ) -> tuple[Status, float, str, tuple[str, ...]]:
     """Begins a run or goes on with it, and returns its status, seconds, reason and warnings."""
-    began, folder, notes = time.monotonic(), run.folder(root), _Notes()
+    began, folder, notes = time.monotonic(), run.folder(root), _Notes(until=until)
     status: Status = "finished"
     reason = details = ""
     try:
@@ -309,7 +331,7 @@ def _run(
         earlier = extend if extend is not None and RunDirectory(extend).is_run else None
         run_of_study(run.experiment, folder, StudyPlace(root, run.setting, run.method), hosts, notes, earlier, code)
     except (Interrupted, RunStopped, KeyboardInterrupt) as error:
-        status, reason = "stopped", str(error)
+        status, reason = ("paused", f"after round {until}") if notes.paused else ("stopped", str(error))
     except UserError as error:
         status, reason = "failed", str(error)
     except Exception as error:

@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field, InstanceOf, Strict, TypeAdapter, ValidationError
 
 from cfl_ray.core.events import ClusterEvent
+from cfl_ray.core.over_clients import OVER_CLIENTS
 from cfl_ray.core.reassigned import NONE_REASSIGNED, Reassigned
 from cfl_ray.core.reported import ReportedDiagnostic
 from cfl_ray.errors import ConfigError, DataError, did_you_mean
@@ -123,7 +124,9 @@ def of_validation(metrics: Mapping[str, float]) -> dict[str, float]:
 def score_metrics_of(names: Sequence[str]) -> set[str]:
     """Names of everything that is recorded of the metrics `names` of a task, the first of which is its score."""
     first = names[0]
-    of_test = {*names, *(f"{first}{ending}" for ending in _DERIVED), f"newcomer_{first}", f"newcomer_{first}_tuned"}
+    over_clients = (f"{first}_{name}" for name in OVER_CLIENTS)
+    derived = (f"{first}{ending}" for ending in _DERIVED)
+    of_test = {*names, *derived, *over_clients, f"newcomer_{first}", f"newcomer_{first}_tuned"}
     of_validation = {validation_metric(name) for name in {*of_test, "test_loss"} if not name.endswith("_past")}
     return {*of_test, *of_validation, VALIDATION_CLIENTS, VALIDATION_SAMPLES}
 

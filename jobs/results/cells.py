@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from cfl_ray.config.study import load_study
+from cfl_ray.config.study import Trial, load_study
 from cfl_ray.results.published import PublishedNumber, load_published
 from cfl_ray.study.study_plan import StudyRun, plan
 
@@ -35,8 +35,7 @@ _read_runs = cache(lambda file: pd.read_csv(file, dtype=WORDS))
 def cells_of(recipe: Path) -> list[StudyRun]:
     """All runs of a recipe; of a sweep, those that do not depend on results."""
     study = study_of(recipe)
-    trials = study.sweep.drawn() if study.sweep is not None and study.sweep.sampler != "tpe" else [{}]
-    return plan(study, trials=trials)
+    return plan(study, trials=[Trial()] if study.learns else study.drawn())
 
 
 @dataclass(frozen=True)

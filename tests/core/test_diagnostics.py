@@ -1,5 +1,6 @@
 """Diagnostics that methods report: names and values are checked where they are reported, and arrays are bounded."""
 
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -78,7 +79,7 @@ WRONG = [
     ("x", np.inf, {}, "'x' has values that are infinite"),
     ("x", [1e39], {"axes": ["other"]}, "'x' has values that are infinite, or beyond float32"),
     ("x", [1, 2], {}, "without `axes`; name each axis: clients, clusters or another word"),
-    ("x", [1, 2], {"axes": ["clients"]}, "has 2 entries on its axis 'clients', but there are 3 client ids"),
+    ("x", [1, 2], {"axes": ["clients"]}, "has 2 entries on its axis 'clients', but there are 3 client ids; .*ids="),
     ("x", [[1, 2]], {"axes": ["other"]}, r"with the axes \('other',\), expected one axis for each"),
     ("x", np.ones((1, 1, 1)), {"axes": ["a", "b", "c"]}, "expected one or two words"),
     ("x", [1], {"axes": ["Clients"]}, "expected one or two words of a-z, 0-9 and _, such as 'clients'"),
@@ -145,6 +146,7 @@ def test_an_error_has_the_line_of_the_author(clients):
         with pytest.raises(RunError, match="own: the diagnostic") as error:
             step()
         assert "test_diagnostics.py, line" in error.value.__notes__[0]
+        assert re.search(r"\(\w+, .*test_diagnostics.py, line \d+\)$", str(error.value))
 
 
 def test_training_does_not_see_test_data(clients):

@@ -102,3 +102,10 @@ def test_a_metric_of_other_targets_is_refused():
     with pytest.raises(ConfigError, match="is int, expected a function or a Metric"):
         resolve_metric(3, "class")
     assert isinstance(resolve_metric("r2", "real"), Metric)
+
+
+def test_calibration_error_by_hand():
+    """Confidences 0.9, 0.9, 0.6 in two of 15 bins: (|2 - 1.8| + |0 - 0.6|) / 3; and of equal outputs |1 - 1/2|."""
+    outputs = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.6, 0.4]]).log()
+    assert METRICS.builtin["ece"](outputs, torch.tensor([0, 1, 1])) == pytest.approx((0.2 + 0.6) / 3, abs=1e-6)
+    assert METRICS.builtin["ece"](torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)) == pytest.approx(0.5)

@@ -81,8 +81,10 @@ def test_what_is_refused(value, text):
 
 
 def test_a_metric_of_the_task_is_not_measured_again():
-    with pytest.raises(ConfigError, match="'macro_f1' is measured twice: accuracy, macro_f1, macro_f1; evaluation"):
-        CLASSIFICATION.with_metrics(["macro_f1"])
+    assert CLASSIFICATION.with_metrics(["macro_f1"]) == CLASSIFICATION
+    assert CLASSIFICATION.with_metrics(["ece", "accuracy"]).score_names == ("accuracy", "macro_f1", "ece", "loss")
+    with pytest.raises(ConfigError, match="'ece' is measured twice: accuracy, macro_f1, ece, ece; evaluation"):
+        CLASSIFICATION.with_metrics(["ece", "ece"])
     with pytest.raises(ConfigError, match="'micro_f1' is measured twice"):
         Task(CLASSIFICATION.loss, metrics=("micro_f1", "micro_f1"))
 

@@ -154,6 +154,26 @@ class TestLosses:
                 expected[client, k] = cross_entropy(module(x), y).item()
         assert close(clients.losses(clients.broadcast(models_KP)), expected, 1e-5)
 
+    def test_count_the_columns_that_a_client_keeps(self):
+        """After a training that keeps the last layer, the losses are those of the sent layers with this last layer."""
+        stage = Stage(uneven([10, 7, 3]), net, LocalSGD(lr=0.5, epochs=2))
+        state = ClientState("head", stage.network.spec.head)
+        clients = stage.clients([0, 1])  # client 2 has no head of its own yet
+        clients.train(clients.send(stage.model()[None]), client_state=state)
+        clients, models_KP = stage.clients(), torch.stack([stage.model(k) for k in range(2)])
+        found = clients.losses(clients.broadcast(models_KP), client_state=state)
+        plain = clients.losses(clients.broadcast(models_KP))
+        for client in range(3):
+            kept = stage.backend.client_state("head", client)
+            x, y = stage.federation.train(client)
+            for k in range(2):
+                row_P = models_KP[k].clone()
+                if kept is not None:
+                    state.columns.put(row_P, kept)
+                expected = cross_entropy(stage.network.logits_of(row_P, x), y).item()
+                assert found[client, k] == pytest.approx(expected, rel=1e-5)
+                assert (found[client, k] == plain[client, k]) == (client == 2)
+
     def test_on_samples_that_are_drawn_once_for_each_client(self):
         stage = Stage(uneven([10, 7, 3]), net)
         module, found = stage.network._build(0, 0).eval(), []

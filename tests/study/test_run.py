@@ -266,7 +266,7 @@ def test_tables(study, inline):
     assert wide.columns.tolist() == ["method", "b", "a"] and wide["method"].tolist() == ["fedavg", "two"]
     assert wide["b"][1] == f"{of_first.mean():.3f} ± {of_first.std():.3f}"
     assert format_table(wide, "md").splitlines()[0] == "| method | b | a |"
-    assert "\\begin{tabular}" in format_table(wide, "latex") and format_table(wide, "html").count("<tr") == 3
+    assert format_table(wide, "html").count("<tr") == 3
     pd.testing.assert_frame_equal(pd.read_csv(io.StringIO(format_table(wide, "csv"))), wide)
 
 
@@ -403,7 +403,7 @@ def test_a_metric_that_no_run_may_have_is_told_before_the_runs(study, inline):
     table = results.table()
     assert [name for name in table if f"{name}_std" in table] == ["accuracy", "mbit", "seconds"]
     rates = {"parameters": {"local.lr": [0.1, 0.2]}, "metric": "omega_score"}
-    (warning,) = metric_warnings(small := study(sweep=rates), plan(small, trials=[{"local.lr": 0.1}]))
+    (warning,) = metric_warnings(small := study(sweep=rates), plan(small, trials=small.drawn()))
     assert warning.startswith("sweep.metric: 'omega_score' is no metric of all methods; it is found only if a method")
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 import cfl_ray
+from cfl_ray.config.study import Trial
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.study import worker_pool
@@ -64,11 +65,11 @@ def test_all_methods_at_once(study):
 
 def test_trials_are_settings(study):
     made = study(seeds=[0], experiment={"methods": ["fedavg"]}, settings={"a": {}})
-    trials = [{"local.lr": 0.1}, {"local.lr": 0.2}]
+    trials = [Trial({"local.lr": 0.1}), Trial({"local.lr": 0.2})]
     runs = plan(made, trials=trials)
     assert [(run.setting, run.base, run.parameters) for run in runs] == [
-        ("a,lr=0.1", "a", trials[0]),
-        ("a,lr=0.2", "a", trials[1]),
+        ("a,lr=0.1", "a", trials[0].parameters),
+        ("a,lr=0.2", "a", trials[1].parameters),
     ]
     assert [run.setting for run in plan(made.model_copy(update={"settings": {}}), trials=trials)] == [
         "lr=0.1",
@@ -102,4 +103,4 @@ def test_what_no_run_can_be_made_of(study, changes, message):
 
 def test_two_runs_with_one_folder(study):
     with pytest.raises(ConfigError, match="two runs are named lr=1, fedavg, seed 0; rename a setting or a label"):
-        plan(study(), trials=[{"local.lr": 1}, {"local.lr": 1}])
+        plan(study(), trials=[Trial({"local.lr": 1}), Trial({"local.lr": 1})])

@@ -9,12 +9,14 @@ from rich.console import Console
 from scipy.stats import ttest_rel
 from studies import figures_of
 
+from cfl_ray import load
 from cfl_ray.cli.progress import show_trials
-from cfl_ray.config.study import SweepConfig
+from cfl_ray.config.study import HalvingConfig, SweepConfig, Trial
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.results import comparison
 from cfl_ray.results.comparison import recorded_result
-from cfl_ray.study import run
+from cfl_ray.study import run, study_plan
+from cfl_ray.study.halving import stages_of, survivors
 from cfl_ray.study.run import StudyWatcher, run_study
 from cfl_ray.study.status import study_status
 from cfl_ray.study.study_plan import Selection, plan
@@ -37,10 +39,14 @@ def play(trials, together: int, limit: int = 1000) -> list[dict]:
     """Tells the trials their scores, batch after batch; the first ones up to a limit."""
     told: list[dict] = []
     while len(told) < limit and (batch := trials.next(together)):
-        for parameters in batch:
-            trials.tell(parameters, score(parameters))
-            told.append(dict(parameters))
+        for trial in batch:
+            trials.tell(trial, score(trial.parameters))
+            told.append(dict(trial.parameters))
     return told
+
+
+def parameters_of(trials) -> list[dict]:
+    return [dict(trial.parameters) for trial in trials]
 
 
 def test_goals():
@@ -52,10 +58,12 @@ def test_goals():
     assert goal_of(SweepConfig(parameters=parameters, metric="test_loss", goal="maximize")) == "maximize"
 
 
-def test_trials_without_a_sampler():
-    assert play(trials_of(None), 3, 0) == [] and list(trials_of(None).next(3)) == [{}]
-    grid = trials_of(SweepConfig(parameters={"local.lr": [0.1, 0.2]}))
-    assert list(grid.next(1)) == [{"local.lr": 0.1}, {"local.lr": 0.2}] == list(grid.so_far()) and not grid.next(1)
+def test_trials_without_a_sampler(study):
+    assert play(trials_of(study()), 3, 0) == [] and list(trials_of(study()).next(3)) == [Trial()]
+    grid = trials_of(study(experiment={"methods": ["fedavg"]}, sweep={"parameters": {"local.lr": [0.1, 0.2]}}))
+    assert grid.later() == 2
+    expected = [Trial({"local.lr": 0.1}, "fedavg"), Trial({"local.lr": 0.2}, "fedavg")]
+    assert list(grid.next(1)) == expected == list(grid.so_far()) and not grid.next(1) and not grid.later()
 
 
 def test_the_estimator_learns_and_repeats_itself(tmp_path):
@@ -79,13 +87,13 @@ def test_a_stopped_search_goes_on_with_its_journal(tmp_path):
     first = LearningTrials(tpe(14))
     first.open(tmp_path)
     told = play(first, 2, limit=6)
-    waiting = list(first.next(2))
+    waiting = parameters_of(first.next(2))
     second = LearningTrials(tpe(14))
     second.open(tmp_path)
-    assert list(second.left) == told + waiting
+    assert parameters_of(second.searches[None].left) == told + waiting
     assert play(second, 2) == expected
     third = LearningTrials(tpe(16))
-    second.study.ask()  # stopped before it had parameters
+    second.searches[None].study.ask()  # stopped before it had parameters
     third.open(tmp_path)
     assert len(play(third, 2)) == 16 == len(third.so_far()), "more trials are added"
 
@@ -95,8 +103,8 @@ def test_failed_trials_are_replaced_at_the_next_start(tmp_path):
     trials.open(tmp_path)
     batch = trials.next(5)
     assert len(batch) == 3
-    for parameters in batch:
-        trials.tell(parameters, None)
+    for trial in batch:
+        trials.tell(trial, None)
     assert not trials.next(5), "not within one start"
     again = LearningTrials(tpe(3))
     again.open(tmp_path)
@@ -116,25 +124,25 @@ def test_choices_of_any_kind(tmp_path):
     values = [None, True, 1, "one", [1, 2], {"trimmed_mean": {"share": 0.1}}]
     trials = LearningTrials(tpe(12, parameters={"local.clip_norm": values}))
     trials.open(tmp_path)
-    found = [one["local.clip_norm"] for one in trials.next(12)]
+    found = [one.parameters["local.clip_norm"] for one in trials.next(12)]
     assert found and all(any(one is value or one == value for value in values) for one in found)
 
 
-def test_without_optuna(monkeypatch):
+def test_without_optuna(study, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(
         ConfigError, match=r"sweep.sampler: tpe needs Optuna; install it with pip install 'cfl-ray\[sweep\]'"
     ):
-        trials_of(SweepConfig(parameters=RANGES, sampler="tpe", trials=2))
+        trials_of(study(sweep={"parameters": RANGES, "sampler": "tpe", "trials": 2}))
 
 
 # ---- the order of trials
 
 
 def ranked_of(study, values: dict[tuple[float, int], float], seeds=(0, 1), **changes):
-    sweep = {"parameters": {"local.lr": [0.1, 0.2, 0.3]}} | changes
+    sweep = {"parameters": {"local.lr": [0.1, 0.2, 0.3]}, "metric": "accuracy"} | changes
     made = study(seeds=list(seeds), experiment={"methods": ["fedavg"]}, sweep=sweep)
-    runs = plan(made, trials=made.sweep.drawn())
+    runs = plan(made, trials=made.drawn())
     metric = made.sweep.metric
     found = {}
     for (lr, seed), value in values.items():
@@ -287,7 +295,7 @@ def test_a_metric_that_no_run_has(study, inline):
 
 
 def test_trials_at_a_time_fill_the_room(study, monkeypatch, inline):
-    """Each trial has two methods with two seeds, 4 runs: for room of 9 runs, 3 trials."""
+    """Each trial of a method has two seeds, 2 runs: for room of 9 runs, 5 trials."""
     asked = []
 
     class Counting(run.Trials):
@@ -296,9 +304,9 @@ def test_trials_at_a_time_fill_the_room(study, monkeypatch, inline):
             return []
 
     monkeypatch.setattr(run, "resources_for", lambda *_: run.Resources(9, None))
-    monkeypatch.setattr(run, "trials_of", lambda sweep: Counting([{"local.lr": 0.1}]))
+    monkeypatch.setattr(run, "trials_of", lambda study: Counting(study.drawn()))
     run_study(study(sweep={"parameters": {"local.lr": [0.1]}}))
-    assert asked == [3]
+    assert asked == [5]
 
 
 def test_a_batch_of_trials_reads_its_own_runs(study, monkeypatch, inline):
@@ -320,3 +328,154 @@ def test_a_batch_of_trials_reads_its_own_runs(study, monkeypatch, inline):
     sweep = {"parameters": RANGES, "sampler": "tpe", "trials": 3}
     run_study(study(seeds=[0], experiment={"methods": ["fedavg"], "rounds": 1}, sweep=sweep), at_once=1)
     assert counts == [1, 1, 1]
+
+
+# ---- several methods
+
+
+def test_each_method_sweeps_its_own_options(study, inline):
+    """Two rates x two weights of fedavg, and two rates of the other: six runs, not eight; each best is a config."""
+    parameters = {"local.lr": [0.05, 0.2], "methods.fedavg.weights": ["samples", "uniform"]}
+    results = run_study(study(seeds=[0], experiment={"rounds": 1}, sweep={"parameters": parameters}))
+    assert not results.failed and len(inline) == 6 and study_status(results.root).state == "finished"
+    assert [sorted(one.parameters) for one in results.best] == [sorted(parameters), ["local.lr"]]
+    assert {one.setting for one in results.trials} == {"all"}
+    assert (results.root / "lr=0.05,weights=samples" / "fedavg").is_dir(), "the name that it always had"
+    for best in results.best:
+        text = (results.root / "artifacts/best" / f"{best.method}.yaml").read_text()
+        (results.root / "best.yaml").write_text(text)
+        place = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in best.parameters.items())
+        recorded = load(results.root / place / best.method / "seed-0" / "config.yaml")
+        assert load(results.root / "best.yaml").config_hash == recorded.config_hash
+        assert best.method not in best.overrides or best.method == "fedavg"
+
+
+@pytest.mark.parametrize("key", ["methods.two.num_clusters", "methods.ifca.num_clusters"])
+def test_a_method_is_swept_by_its_label_or_its_name(study, key):
+    made = study(sweep={"parameters": {key: [2, 3]}})
+    assert made.drawn() == [Trial({}, "fedavg"), Trial({key: 2}, "two"), Trial({key: 3}, "two")]
+    runs = plan(made, Selection(seeds=[0]), made.drawn())
+    found = [(run.setting, run.experiment.methods) for run in runs]
+    others = [(f"num_clusters={k}", [{"ifca": {"num_clusters": k}}]) for k in (2, 3)]
+    assert found == [("all", ["fedavg"]), *others]
+
+
+@pytest.mark.parametrize("name", ["mine.py:Mine", "own-name"])
+def test_a_method_of_a_file_is_swept(study, tmp_path, name):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom cfl_ray.methods.fedavg import FedAvg\n\n\n"
+        '@dataclass(frozen=True)\nclass Mine(FedAvg, name="own-name"):\n    beta: float = 0.5\n'
+    )
+    key = f"methods.{name}.beta"
+    made = study(experiment={"methods": ["fedavg", f"{file}:Mine"]}, sweep={"parameters": {key: [0.1, 0.2]}})
+    assert [trial.parameters for trial in made.drawn()] == [{}, {key: 0.1}, {key: 0.2}]
+    runs = plan(made, Selection(seeds=[0]), made.drawn())
+    assert [(run.method, run.setting) for run in runs] == [
+        *(("fedavg", "all"), ("own-name", "beta=0.1"), ("own-name", "beta=0.2"))
+    ]
+
+
+def test_a_key_of_local_that_a_method_replaces_is_not_swept_for_it(study):
+    """The method `two` has a momentum of its own."""
+    made = study(sweep={"parameters": {"local.momentum": [0.1, 0.9], "local.lr": [0.1]}})
+    assert made.drawn() == [
+        Trial({"local.momentum": 0.1, "local.lr": 0.1}, "fedavg"),
+        Trial({"local.lr": 0.1}, "two"),
+        Trial({"local.momentum": 0.9, "local.lr": 0.1}, "fedavg"),
+    ]
+
+
+def test_random_draws_of_a_method_are_those_of_the_whole(study):
+    """Three draws of two keys: the methods see the same numbers, and equal ones are made once."""
+    sweep = SweepConfig(
+        parameters={"local.lr": {"low": 0.1, "high": 1}, "methods.two.num_clusters": [2, 3]}, sampler="random", trials=3
+    )
+    made = study(sweep=sweep)
+    whole = sweep.drawn()
+    assert [dict(one.parameters) for one in made.drawn() if one.method == "two"] == whole
+    assert [one.parameters["local.lr"] for one in made.drawn() if one.method == "fedavg"] == [
+        one["local.lr"] for one in whole
+    ]
+    only = study(sweep=sweep.model_copy(update={"parameters": {"methods.two.num_clusters": [2]}}))
+    assert only.drawn() == [Trial({}, "fedavg"), Trial({"methods.two.num_clusters": 2}, "two")]
+
+
+def test_each_method_has_a_search_of_its_own(tmp_path):
+    keys_of = {"fedavg": list(RANGES), "other": ["local.lr"]}
+    trials = LearningTrials(tpe(3), keys_of)
+    trials.open(tmp_path)
+    batch = trials.next(2)
+    assert [trial.method for trial in batch] == ["fedavg", "other"] and trials.later() == 4
+    for trial in batch:
+        trials.tell(trial, trial.parameters["local.lr"])
+    assert [sorted(trial.parameters) for trial in trials.so_far()] == [sorted(RANGES), ["local.lr"]]
+    with pytest.raises(ConfigError, match="a search for each of several methods.*choose another folder"):
+        LearningTrials(tpe(3)).open(tmp_path)
+
+
+# ---- successive halving
+
+
+@pytest.mark.parametrize(
+    "first, factor, trials, rounds, expected",
+    [
+        (1, 3, 9, 9, [(1, 3 * 2 + 1 * 6), (3, 6 / 2), (None, 0)]),  # 9 trials x 1, 3 x 2, 1 x 6 rounds
+        (2, 2, 4, 4, [(2, 2 * 2 / 2), (None, 0)]),
+        (5, 2, 4, 5, [(None, 0)]),
+    ],
+)
+def test_the_stages_of_halving(first, factor, trials, rounds, expected):
+    stages = stages_of(HalvingConfig(first=first, factor=factor), trials, rounds)
+    assert [(stage.until, stage.later) for stage in stages] == expected
+
+
+def test_of_each_method_the_best_go_on():
+    trials = [Trial({"local.lr": lr}, method) for lr in range(1, 5) for method in ("a", "b")]
+    values = {(trial.method, trial.name): float(trial.parameters["local.lr"]) for trial in trials}
+    values["a", "lr=4"] = float("nan")
+    going = survivors(trials, values, 3, minimize=False)  # ceil(4 / 3) = 2 of each
+    assert [(one.method, one.parameters["local.lr"]) for one in going] == [("a", 2), ("a", 3), ("b", 3), ("b", 4)]
+    assert [one.parameters["local.lr"] for one in survivors(trials, values, 4, minimize=True)] == [1, 1]
+
+
+def test_trials_that_cannot_win_end_early_and_the_winner_is_that_of_whole_runs(study, inline, tmp_path):
+    """Three rates, of which one goes on after round 1: its run is that of a sweep without halving, bit for bit."""
+    sweep = {"parameters": {"local.lr": [0.0001, 0.3, 0.0002]}}
+    experiment = {"rounds": 2, "methods": ["fedavg"]}
+    halving = run_study(study(seeds=[0], experiment=experiment, sweep=sweep | {"halving": {"first": 1}}))
+    whole = run_study(study(seeds=[0], experiment=experiment, sweep=sweep), tmp_path / "whole")
+    assert not halving.failed and len(inline) == 4 + 3
+    found = figures_of(halving.root)
+    assert len(found) == 1 and found.items() <= figures_of(whole.root).items()
+    status = study_status(halving.root)
+    assert (status.state, status.finished, status.pruned, status.left) == ("finished", 1, 2, 0)
+    inline.clear()
+    assert not run_study(halving.study).failed and inline == [], "nothing is left to do"
+
+
+# ---- the metric that chooses
+
+
+def test_validation_data_choose_and_test_data_are_shown_beside(study, monkeypatch):
+    monkeypatch.setattr(study_plan, "has_validation", lambda experiment: True)
+    made = study(seeds=[0], experiment={"methods": ["fedavg"]}, sweep={"parameters": {"local.lr": [0.1, 0.2]}})
+    runs = plan(made, trials=made.drawn())
+    metric = study_plan.metric_of(made, runs)
+    assert metric == "validation/accuracy" and goal_of(made.with_metric(metric).sweep) == "maximize"
+    found = {
+        ("lr=0.1", "fedavg"): {0: {metric: 0.9, "accuracy": 0.6}},  # the test data favour the other
+        ("lr=0.2", "fedavg"): {0: {metric: 0.8, "accuracy": 0.7}},
+    }
+    ranked = rank(made.with_metric(metric), runs, found)
+    assert [(one.mean, one.test_mean) for one in ranked] == [(0.9, 0.6), (0.8, 0.7)]
+    assert to_frame(ranked, metric)["accuracy"].tolist() == [0.6, 0.7]
+    out = Console(file=io.StringIO(), width=160)
+    show_trials(ranked, best_of(ranked), metric, out)
+    printed = out.file.getvalue()
+    assert "test accuracy 0.600" in printed and "the test data chose nothing" in printed
+    monkeypatch.undo()
+    assert study_plan.metric_of(made, runs) == "accuracy"
+    out = Console(file=io.StringIO(), width=160)
+    show_trials(ranked, best_of(ranked), "accuracy", out)
+    assert "on the clients' test data, which favours the tuned method" in out.file.getvalue()

@@ -1,0 +1,84 @@
+"""Tables of LaTeX: what is marked, which columns, the caption, escapes."""
+
+import math
+
+import pytest
+
+from cfl_ray.errors import ConfigError
+from cfl_ray.results.latex_table import escaped, latex_table
+
+BEST, NEAR, FAR = [0.90, 0.94, 0.92], [0.89, 0.95, 0.90], [0.10, 0.13, 0.12]
+
+
+def found(experiment="e", **more):
+    values = {"fed_avg": FAR, "ifca": BEST, "cfl": NEAR} | more
+    return {
+        (experiment, method): {
+            seed: {"accuracy": one, "test_loss": 1 - one, "num_clusters": 3.0} for seed, one in enumerate(of_seeds)
+        }
+        for method, of_seeds in values.items()
+    }
+
+
+def test_the_best_is_bold_and_what_is_not_worse_is_underlined():
+    text = latex_table(found(), ["accuracy"])
+    lines = text.splitlines()
+    # standard deviation of 0.90, 0.94, 0.92: 0.02; of 0.10, 0.13, 0.12: sqrt(7/3)/100 = 0.0153
+    assert r"ifca & $\mathbf{0.920} \pm 0.020$ \\" in lines
+    assert r"cfl & $\underline{0.913} \pm 0.032$ \\" in lines
+    assert r"fed\_avg & $0.117 \pm 0.015$ \\" in lines
+    assert r"method & accuracy \\" in lines and r"\begin{tabular}{lr}" in lines, "only the column asked for"
+    assert all(rf"\{rule}rule" in lines for rule in ("top", "mid", "bottom"))
+    (caption,) = [line for line in lines if line.startswith(r"\caption")]
+    assert "mean $\\pm$ standard deviation over 3 seeds" in caption and "paired t-test over seeds, $n = 3$" in caption
+    assert "without a correction" in caption
+    assert "Holm's correction over methods" in latex_table(found(), ["accuracy"], correction="holm")
+
+
+def test_of_losses_the_least_is_the_best_and_of_numbers_of_clusters_none():
+    lines = latex_table(found(), ["test_loss", "num_clusters"]).splitlines()
+    assert r"ifca & $\mathbf{0.080} \pm 0.020$ & $3.000 \pm 0.000$ \\" in lines
+    assert sum("mathbf" in line for line in lines) == 1
+
+
+def test_holm_may_decide_a_mark():
+    """p = 0.0302 of the first alone is below 0.05, and twice this value is not (two methods are compared)."""
+    rows = {"fed_avg": [0.5, 0.6, 0.55], "ifca": [0.7, 0.74, 0.72], "cfl": [0.69, 0.72, 0.715]}
+    plain, holm = (latex_table(found(**rows), ["accuracy"], correction=how) for how in ("none", "holm"))
+    assert "underline" not in plain.partition("fed")[2].partition("ifca")[0]
+    assert plain.count("underline{") <= holm.count("underline{")
+
+
+def test_experiments_are_columns_of_one_metric_and_blocks_of_several():
+    both = found("a_1") | found("b")
+    assert r"method & a\_1 & b \\" in latex_table(both, ["accuracy"])
+    text = latex_table(both, ["accuracy", "test_loss"])
+    assert text.count(r"\midrule") == 2 and r"\multicolumn{3}{l}{a\_1} \\" in text
+    del both["b", "cfl"]
+    assert r"cfl & $\underline{0.913} \pm 0.032$ &  \\" in latex_table(both, ["accuracy"])
+
+
+def test_a_test_over_clients():
+    """Ten clients that are better off by 1 % to 10 %: p = 2 / 2^10."""
+    runs = {("e", name): {0: {"accuracy": value}} for name, value in (("a", 0.9), ("b", 0.845))}
+    scores = {"a": {(0, i): 0.9 for i in range(10)}, "b": {(0, i): 0.9 - 0.01 * (i + 1) for i in range(10)}}
+    text = latex_table(runs, ["accuracy"], "wilcoxon", "holm", lambda key, metric: scores[key[1]])
+    assert "Wilcoxon signed-rank test over clients, $n = 10$ clients" in text and "accuracy of one seed" in text
+    assert r"a & $\mathbf{0.900}$ \\" in text and r"b & $0.845$ \\" in text
+    without = latex_table(runs, ["accuracy"], "wilcoxon", "holm", lambda key, metric: {})
+    assert "No test of differences, which needs the metrics of single clients" in without
+    assert "which needs three seeds" in latex_table(runs, ["accuracy"])
+
+
+def test_what_lacks_values_is_empty_and_names_are_escaped():
+    runs = found() | {("e", r"50%_{x}\a~b^c#&$"): {0: {"accuracy": math.nan, "test_loss": 0.0, "num_clusters": 1.0}}}
+    text = latex_table(runs, ["accuracy"])
+    assert r"50\%\_\{x\}\textbackslash{}a\textasciitilde{}b\textasciicircum{}c\#\&\$ &  \\" in text
+    assert escaped("a\nb") == "a b"
+    with pytest.raises(ConfigError, match="no run has the metric 'acc'"):
+        latex_table(runs, ["acc"])
+
+
+def test_a_method_without_rivals_is_not_the_best():
+    text = latex_table({("e", "m"): {0: {"accuracy": 0.5}}}, ["accuracy"])
+    assert r"m & $0.500$ \\" in text and r"\caption{accuracy of one seed.}" in text
