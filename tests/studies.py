@@ -34,8 +34,8 @@ class InlinePool:
 
     done: list[str] = []  # names of the runs that were run
 
-    def __init__(self, root, extend=None):
-        self.root, self.extend, self.workers = root, extend, []
+    def __init__(self, root, extend=None, code=None):
+        self.root, self.extend, self.code, self.workers = root, extend, code, []
 
     def __enter__(self):
         return self
@@ -46,9 +46,9 @@ class InlinePool:
     def run(self, runs, resources, tick):
         for run in runs:
             self.done.append(run.name)
-            yield worker_pool.RunOutcome(
-                run, *worker_pool._run(run, self.root, resources.hosts, self.extend and run.folder(self.extend))
-            )
+            extended = self.extend and run.folder(self.extend)
+            outcome = worker_pool._run(run, self.root, resources.hosts, extended, self.code)
+            yield worker_pool.RunOutcome(run, *outcome)
 
 
 def figures_of(root: Path) -> dict:

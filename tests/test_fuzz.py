@@ -86,7 +86,7 @@ def _read_config(folder: Path) -> None:
     experiment = config.load(folder / "mine.yaml")
     experiment.to_record(), experiment.config_hash
     with suppress(UserError):
-        trust.check_owners(experiment)
+        trust.check_config(None, experiment)
 
 
 def _other_yaml(content: bytes, draw: random.Random) -> bytes:

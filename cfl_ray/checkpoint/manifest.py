@@ -53,10 +53,13 @@ class CheckpointManifest(BaseModel):
     tensors: dict[str, TensorShape]
     largest_client_state: int = Field(ge=0)  # bytes of the largest client state so far
     values: dict[str, Any]
+    pinned: list[
+        int
+    ] = []  # rounds before it whose checkpoints are kept as long as this one; left out of the file if empty
 
     def write(self, file: Path) -> None:
         """Writes the manifest, replacing the file in one step. Raises RunError if it cannot be written."""
-        values = self.model_dump()
+        values = self.model_dump(exclude_defaults=True)
         with writing(file):
             write_json(file, values | {"sha256": _digest(values)})
 

@@ -19,7 +19,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -115,10 +115,16 @@ class CheckpointStore:
         self._least_segment = self._next_segment() + 1 if self.folder.is_dir() and self.lease.epoch > 1 else 0
 
     def save(
-        self, round: int, tensors: dict[str, Tensor], values: dict[str, Any], states: ClientStateSource
+        self,
+        round: int,
+        tensors: dict[str, Tensor],
+        values: dict[str, Any],
+        states: ClientStateSource,
+        pinned: Collection[int] = (),
     ) -> str | None:
         """Saves the state after `round`, and the client states that changed. Saved tensors must not change in place.
 
+        pinned: rounds whose checkpoints are kept, with the files that they need, in addition to the last `keep_last`.
         Returns None, or, if files of the previous checkpoint are missing or altered, a message: then the whole state
         was saved again. Raises RunError if a file cannot be written, or another process has taken the lease;
         then earlier checkpoints stay valid, and nothing of this one remains, or all if only the folder was not flushed.
@@ -131,7 +137,7 @@ class CheckpointStore:
         try:
             for file in self.files:
                 file.check(self.folder, content=False)
-            self._save(round, tensors, values, states, everything=False)
+            self._save(round, tensors, values, states, pinned, everything=False)
         except AlteredState:  # the run can neither use nor save this state
             raise
         except Damaged as error:
@@ -140,7 +146,7 @@ class CheckpointStore:
                 if file.has_states and (self.folder / file.name).exists():
                     file.check(self.folder, content=False)
             self.files, self._saved = [], {}
-            self._save(round, tensors, values, states, everything=True)
+            self._save(round, tensors, values, states, pinned, everything=True)
             return f"everything was saved again, because earlier checkpoints are damaged: {error}"
         return None
 
@@ -150,6 +156,7 @@ class CheckpointStore:
         tensors: dict[str, Tensor],
         values: dict[str, Any],
         states: ClientStateSource,
+        pinned: Collection[int],
         everything: bool,
     ) -> None:
         target = self.folder / f"{round:06d}.json"
@@ -170,6 +177,7 @@ class CheckpointStore:
                     tensors={name: TensorShape.of(tensor) for name, tensor in tensors.items()},
                     largest_client_state=self.largest_client_state,
                     values=values,
+                    pinned=sorted({*pinned} - {round}),
                 )
                 lock.enter_context(self.lease.held())
                 manifest.write(target)
@@ -183,7 +191,7 @@ class CheckpointStore:
                 if file.segment == writer.segment:
                     with opened(self.folder, file) as entries:
                         states.move(dict(client_states_in(entries, self.folder / file.name)))
-            self._discard(round)
+            self._discard(round, pinned)
 
     def _write_segment(
         self, writer: EntryWriter, tensors: dict[str, Tensor], states: ClientStateSource, everything: bool
@@ -246,11 +254,12 @@ class CheckpointStore:
         self._saved = {name: (as_rows(tensor), tensor._version) for name, tensor in tensors.items()}
         self._kept[round] = files
 
-    def _discard(self, round: int) -> None:
-        """Removes checkpoints up to `round` except the last `keep_last`, files that these do not need, and drafts that
-        killed processes left.
+    def _discard(self, round: int, pinned: Collection[int]) -> None:
+        """Removes checkpoints up to `round` except the last `keep_last` and those that are pinned, files that these do
+        not need, and drafts that killed processes left.
         """
-        self._kept = {kept: self._kept[kept] for kept in sorted(self._kept)[-self.keep_last :]}
+        last = sorted(self._kept)[-self.keep_last :]
+        self._kept = {kept: files for kept, files in self._kept.items() if kept in last or kept in pinned}
         needed = {file.name for files in self._kept.values() for file in files}
         for path in self.folder.iterdir():
             segment = re.match(r"\d+-\d+\.safetensors", path.name)
@@ -260,24 +269,38 @@ class CheckpointStore:
                 with suppress(OSError):  # a file that stays takes space but does no harm
                     path.unlink()
 
+    def not_needed(self) -> list[Path]:
+        """The files that the newest checkpoint does not need; none if it is damaged, so that another may be needed."""
+        if not (rounds := self.rounds()):
+            return []
+        try:
+            files = self._manifest(rounds[-1]).files
+            for file in files:
+                file.check(self.folder, states=True)
+        except _DAMAGE:
+            return []
+        needed = {f"{rounds[-1]:06d}.json", *(file.name for file in files)}
+        parts = {path: re.match(r"\d+(-\d+\.safetensors|\.json$)", path.name) for path in self.folder.iterdir()}
+        return sorted(path for path, part in parts.items() if part and part[0] not in needed)
+
     # ---- loading
 
     def load(self) -> Checkpoint | None:
         """The newest usable checkpoint; None if there are no checkpoints. Raises RunError if none can be used."""
         return self.load_as(lambda checkpoint: checkpoint)
 
-    def load_as(self, read: Callable[[Checkpoint], _Read]) -> _Read | None:
-        """The newest usable checkpoint as `read` returns it; None if there are no checkpoints.
+    def load_as(self, read: Callable[[Checkpoint], _Read], round: int | None = None) -> _Read | None:
+        """The newest usable checkpoint, or that of a round, as `read` returns it; None if there are no checkpoints.
 
         read: raises RunError for a checkpoint whose content cannot be used; then the checkpoint before it is tried.
         Raises RunError if none can be used.
         """
         refused: list[str] = []
-        for round in reversed(self.rounds()):
+        for tried in reversed(self.rounds()) if round is None else [round]:
             try:
-                return read(self._load(round, tuple(refused)))
+                return read(self._load(tried, tuple(refused)))
             except _DAMAGE as error:
-                refused.append(f"checkpoint of round {round}: {system_reason(error)}")
+                refused.append(f"checkpoint of round {tried}: {system_reason(error)}")
         if refused:
             raise RunError(f"no checkpoint in {self.folder} can be used: " + "; ".join(refused))
         return None
@@ -303,22 +326,26 @@ class CheckpointStore:
         return Checkpoint(round, tensors, manifest.values, self.folder, tuple(manifest.files), refused)
 
     def copy_to(self, other: "CheckpointStore") -> int | None:
-        """Copies the newest usable checkpoint to another run, which may have another config.
+        """Copies the newest usable checkpoint, and those that it pins, to another run, which may have another config.
 
         Returns its round; None if there are no checkpoints. Raises RunError if none can be used or a file cannot be
         written.
         """
         if (checkpoint := self.load_as(_with_client_states)) is None:
             return None
-        manifest = self._manifest(checkpoint.round)
+        newest = self._manifest(checkpoint.round)
+        manifests = [*map(self._manifest, newest.pinned), newest]
         with writing(other.folder):
             private_folder(other.folder)
-            for file in manifest.files:
+            for file in {file.name: file for manifest in manifests for file in manifest.files}.values():
+                if file not in newest.files:  # those have been read
+                    file.check(self.folder, states=True)
                 with drafted(other.folder / file.name) as draft:
                     shutil.copyfile(self.folder / file.name, draft)
                 sync(other.folder / file.name)
-            moved = manifest.model_copy(update={"config_hash": other.config_hash, "method": other.directory.name})
-            moved.write(other.folder / f"{checkpoint.round:06d}.json")
+            for manifest in manifests:  # the newest last: a copy that was interrupted has no checkpoint that lacks one
+                moved = manifest.model_copy(update={"config_hash": other.config_hash, "method": other.directory.name})
+                moved.write(other.folder / f"{manifest.round:06d}.json")
             sync(other.folder)
         return checkpoint.round
 

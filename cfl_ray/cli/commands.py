@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 import cfl_ray
-from cfl_ray.cli import inspect_commands, result_commands, run_commands
+from cfl_ray.cli import folder_commands, inspect_commands, result_commands, run_commands
 from cfl_ray.cli.console import err, say
 from cfl_ray.errors import Interrupted, RunStopped, UserError, class_and_text, notes_of, says_where
 from cfl_ray.errors.redaction import redact
@@ -53,6 +53,9 @@ app.command(
 app.command(short_help="Compare the methods of runs over seeds.")(result_commands.table)
 app.command(short_help="Write the report of runs: one HTML page.")(result_commands.report)
 app.command(short_help="Write a trained model to a file.")(result_commands.export)
+app.command(short_help="Show what differs between two runs.")(folder_commands.diff)
+app.command(short_help="Show the disk space of runs and shards.")(folder_commands.du)
+app.command(short_help="Drop checkpoints and shards that no run needs.")(folder_commands.clean)
 app.command(short_help="Write the shards of a federation.")(run_commands.prepare)
 
 
@@ -87,7 +90,9 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(str(error), error.exit_status)
     except KeyboardInterrupt as error:  # possibly a second Ctrl-C, while the first Ctrl-C ends the run
         _fail(_message_of_interruption(error) or "stopped", Interrupted.exit_status)
-    except SystemExit as error:  # ours, or that of a plugin, whose status would be taken for that of the run
+    except SystemExit as error:  # Typer's, ours, or that of a plugin, whose status would be taken for that of the run
+        if (message := _message_of_interruption(error)) is not None:
+            _fail(message, Interrupted.exit_status)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         if is_user_file(Path(frame.filename)):
             _fail(f"SystemExit: {error} ({frame.filename}, line {frame.lineno}); a plugin cannot end the process", 1)

@@ -202,6 +202,7 @@ def _stand_in(summary: FederationSummary, seed: int) -> Federation:
         summary.clients, input=shape.input, classes=classes, groups=1, samples=1, seed=seed
     )
     federation.shape, federation.num_samples_N = shape, summary.num_samples_N
+    federation.num_validation_N = summary.num_samples_N * 0 if summary.own_validation else None
     return federation
 
 

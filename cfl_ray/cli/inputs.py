@@ -35,8 +35,18 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Use the Python files that the run names (resume: also its cluster and MLflow server), although you did "
-        "not start it on this machine.",
+        help="Use code that is not yours: of a run or a study that you did not start on this machine (and its cluster "
+        "and MLflow server), or of another user. It is asked for once.",
+    ),
+]
+Code = Annotated[
+    str | None,
+    typer.Option(
+        "--code",
+        metavar="run|now",
+        help="If Python files were edited or are gone since the run began: run, the copy in its directory (the "
+        "default), or now, the present files.",
+        show_default=False,
     ),
 ]
 InProcess = Annotated[
@@ -48,22 +58,21 @@ OnlyMethods = Annotated[list[str] | None, typer.Option("--method", help="Only th
 OnlySeeds = Annotated[list[int] | None, typer.Option("--seed", help="Only this seed; can be repeated.")]
 
 
-def load_experiment(file: str | None, overrides: list[str] | None, asks: bool = False) -> "Experiment":
+def load_experiment(file: str | None, overrides: list[str] | None, trust: bool = False) -> "Experiment":
     """Returns the experiment. A first argument with `=` that is no file is an override of the built-in example.
 
-    asks: whether to ask before a Python file of another user is imported.
+    trust: whether the user trusts code that is not the user's own.
     """
     from cfl_ray import config
     from cfl_ray.methods import resolve
-    from cfl_ray.results.trust import check_owners
+    from cfl_ray.results.trust import check_config
 
     changes = list(overrides or ())
     if file is not None and "=" in file and not is_file(file):
         changes = [file, *changes]
         file = None
     experiment = config.load(file, changes)
-    if asks:
-        is_trusted(lambda: check_owners(experiment))
+    check_code(lambda trusts: check_config(file, experiment, changes, trusts), trust)
     resolve(experiment.methods)
     if (base := output_base()) is not None and not Path(experiment.output).is_absolute():
         experiment = experiment.model_copy(update={"output": str(base / experiment.output)})
@@ -106,6 +115,12 @@ def may_import(run_dir: Path, trust: bool) -> bool:
 
     RunDirectory(run_dir).require_run()
     return is_trusted(lambda: load_record(run_dir, connects=False), trust)
+
+
+def check_code(check: Callable[[bool], object], trust: bool) -> None:
+    """Asks whether the user trusts what `check` refuses, and keeps the answer. check: called with whether it is so."""
+    if is_trusted(lambda: check(False), trust):
+        check(True)
 
 
 def is_trusted(check: Callable[[], object], trust: bool = False) -> bool:

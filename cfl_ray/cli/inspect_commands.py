@@ -25,7 +25,7 @@ def check(
     time_engines: Annotated[
         bool, typer.Option("--time-engines", help="Also measure each engine here; a run does not use the times.")
     ] = False,
-    trust: Annotated[bool, typer.Option("--trust", help="Also import Python files of other users.")] = False,
+    trust: inputs.Trust = False,
     settings: inputs.OnlySettings = None,
     methods: inputs.OnlyMethods = None,
     seeds: inputs.OnlySeeds = None,
@@ -50,7 +50,7 @@ def check(
         return
     if settings or methods or seeds:
         raise ConfigError("--setting, --method and --seed select runs of a study; an experiment is one run")
-    experiment = inputs.load_experiment(file, overrides, asks=not trust)
+    experiment = inputs.load_experiment(file, overrides, trust)
     estimated = estimate(experiment)
     if as_yaml:
         say(experiment.to_yaml(credentials=False).rstrip())
@@ -64,12 +64,9 @@ def check(
 
 def _check_study(file: Path, overrides: list[str] | None, only: "Selection", as_yaml: bool, trust: bool) -> None:
     from cfl_ray.cli.estimate import estimate_study, show_study
-    from cfl_ray.results.trust import check_owners
     from cfl_ray.study.run import plan_study
 
-    study = study_from(file, overrides)
-    if not trust:
-        inputs.is_trusted(lambda: check_owners(study))
+    study = study_from(file, overrides, trust)
     runs, root = plan_study(study, only=only)
     estimated = estimate_study(runs)
     if as_yaml:
@@ -83,14 +80,23 @@ def _check_study(file: Path, overrides: list[str] | None, only: "Selection", as_
 def explain(
     key: Annotated[
         str | None,
-        typer.Argument(help="A section or a key, e.g. local or local.lr; default: all.", show_default=False),
+        typer.Argument(
+            help="A section or a key, e.g. local or local.lr; of a study: study, sweep, ...; default: all.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
-    """List the keys of an experiment with their meaning, values and defaults: all, those of a section, or one."""
+    """List the keys of an experiment with their meaning, values and defaults: all, those of a section, or one.
+
+    `study` lists the keys of a study.
+    """
     from cfl_ray.cli.printed_tables import indented
     from cfl_ray.config import Experiment, keys
+    from cfl_ray.config.study import Study
 
-    for section in keys.find(Experiment, key) if key else keys.sections(Experiment):
+    of_study = key is not None and key.split(".")[0] in {"study", *Study.model_fields} - {*Experiment.model_fields}
+    config, name = (Study, (key or "").removeprefix("study").lstrip(".")) if of_study else (Experiment, key)
+    for section in keys.find(config, name) if name else keys.sections(config):
         out.print(Text.assemble((section.name or "top level", "bold"), f"  {section.meaning}"))
         for each in section.keys:
             default = f"  ({each.values}; required)" if each.default is None else f" = {each.default}  ({each.values})"

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,15 @@ from cfl_ray.results.study_folder import is_finished, methods_in
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import ServerAddress, read_server_address
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
-from cfl_ray.tracking.record import is_evaluated, primary_of, rejected_updates, why_diverged, why_early
+from cfl_ray.tracking.record import (
+    BEST_ROUND,
+    is_evaluated,
+    primary_of,
+    rejected_updates,
+    validation_metric,
+    why_diverged,
+    why_early,
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,7 @@ class RunStatus:
     score: str = "accuracy"  # the first metric of the task
     metrics: dict[str, float] = field(default_factory=dict)  # last score, its P-local, num_clusters, epsilon
     evaluated: int | None = None  # round of the last evaluation
+    best_round: int | None = None  # so far, with `keep: best`
     hosts: int | None = None
     hosts_starting: int | None = None
     nodes: int | None = None
@@ -87,7 +97,7 @@ def status(run_dir: Path) -> RunStatus:
         **_of_time(records, experiment.rounds if live else None),
         **_of_server(answer),
         **_of_updates(records_of),
-        **_of_ends(records_of, methods, experiment.rounds, state),
+        **_of_ends(records_of, methods, _reasons(directory, methods), experiment.rounds, state),
         next=None if state in ("live", "finished") else how_to_resume(directory),
         driver=f"{server.host}, process {server.pid}" if server else None,
     )
@@ -177,9 +187,10 @@ def _of_last_evaluation(records: list[RoundRecord]) -> dict[str, Any]:
     if last is None:
         return {}
     score = primary_of(last.metrics)
-    shown = (score, f"{score}_local", "num_clusters", "epsilon")
+    shown = (score, f"{score}_local", validation_metric(score), "num_clusters", "epsilon")
     metrics = {name: last.metrics[name] for name in shown if name in last.metrics}
-    return {"score": score, "metrics": metrics, "evaluated": last.round}
+    best = {"best_round": int(last.metrics[BEST_ROUND])} if BEST_ROUND in last.metrics else {}
+    return {"score": score, "metrics": metrics, "evaluated": last.round, **best}
 
 
 def _of_time(records: list[RoundRecord], rounds: int | None) -> dict[str, Any]:
@@ -199,21 +210,28 @@ def _of_updates(records_of: dict[str, list[RoundRecord]]) -> dict[str, Any]:
 
 
 def _of_ends(
-    records_of: dict[str, list[RoundRecord]], methods: dict[str, str], rounds: int, state: str
+    records_of: dict[str, list[RoundRecord]], methods: dict[str, str], reasons: dict[str, str], rounds: int, state: str
 ) -> dict[str, Any]:
-    """methods: their progress. rounds: of each method. state: of the run."""
+    """methods: their progress. reasons: why `stopping` ended them. rounds: of each method. state: of the run."""
     diverged: dict[str, str] = {}
     early: dict[str, str] = {}
     for label, progress in methods.items():
         finished = progress == "finished"
         if finished and (why := why_diverged(records_of[label])):
             diverged[label] = why
-        if (finished or state == "stopped") and (why := why_early(records_of[label], rounds, finished)):
+        reason = reasons.get(label, "")
+        if (finished or state == "stopped") and (why := why_early(records_of[label], rounds, finished, reason)):
             early[label] = why
     return {"diverged": diverged, "early": early}
 
 
 # ---- read from files
+
+
+def _reasons(run: RunDirectory, labels: Iterable[str]) -> dict[str, str]:
+    """Why methods ended by `stopping`, for those that did."""
+    ends = {label: read_end(run.method(label).path) for label in labels}
+    return {label: end.reason for label, end in ends.items() if end is not None and end.reason}
 
 
 def _run(run_dir: Path) -> RunDirectory:

@@ -18,7 +18,7 @@ from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.errors import duration
 from cfl_ray.errors.redaction import redact
 from cfl_ray.system.nested import leaves_of
-from cfl_ray.tracking.record import primary_of, rejected_updates
+from cfl_ray.tracking.record import primary_of, rejected_updates, validation_metric
 
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.cli.live_client import RunStatus
@@ -41,7 +41,7 @@ SECONDS = (
 def metrics_line(metrics: Mapping[str, float]) -> str:
     """Returns accuracy, number of clusters and ARI, if present, in a line."""
     score = primary_of(metrics)
-    names = [name for name in (score, "num_clusters", "ari") if name in metrics]
+    names = [name for name in (score, validation_metric(score), "num_clusters", "ari") if name in metrics]
     return "  ".join(f"{_CLUSTERS.get(name, name)} {_format(name, metrics[name])}" for name in names)
 
 
@@ -87,13 +87,23 @@ def comparison(results: "Results") -> Table:
     score = score_of(results)
     evaluated = {label: result for label, result in results.methods.items() if result.final}
     shown = {score: score, f"{score}_local": "P-local", **_CLUSTERS}
-    others = {f"{score}_honest": "of honest\nclients", "epsilon": "epsilon", "virtual_seconds": "virtual\nseconds"}
+    others = {
+        validation_metric(score): "validation",
+        f"{score}_honest": "of honest\nclients",
+        "epsilon": "epsilon",
+        "virtual_seconds": "virtual\nseconds",
+    }
     shown |= {name: words for name, words in others.items() if any(name in of.final for of in evaluated.values())}
     headings = (*shown.values(), "Mbit per\nclient", "seconds\na round", "seconds\nin all")
-    table = number_table("results after the last round", headings)
+    title = "results after the last round"
+    if has_best := any(result.best_round is not None for result in evaluated.values()):
+        title, headings = "results after the best round, whose models are kept", ("round", *headings)
+    table = number_table(title, headings)
     for label, result in evaluated.items():
         final = result.final
         cells = [_format(name, final[name]) if name in final else "-" for name in shown]
+        if has_best:
+            cells.insert(0, str(result.best_round or result.records[-1].round))
         traffic, each = final["mbit_down"] + final["mbit_up"], seconds_a_round(result.records)
         table.add_row(escape(label), *cells, f"{traffic:.2f}", f"{each:.3g}", f"{result.seconds:.1f}")
     return table
@@ -270,6 +280,7 @@ def show_status(status: "RunStatus", console: Console) -> None:
         "current method" if status.state == "live" else "last method": " ".join(filter(None, [status.method, step])),
         "round": f"{status.round} of {status.rounds}" if status.method else None,
         status.score: f"{metrics[status.score]} after round {status.evaluated}" if metrics else None,
+        "best round": None if status.best_round is None else f"{status.best_round}, whose models are kept",
         "P-local": metrics.get(f"{status.score}_local"),
         "clusters": metrics.get("num_clusters"),
         "epsilon": metrics.get("epsilon"),

@@ -177,7 +177,8 @@ class Display(Watcher):
         if self.live:
             if evaluated:
                 self.metrics[label] = printed_tables.metrics_line(record.metrics)
-            self.progress.update(self.bars[label], completed=record.round)
+            total = record.round if record.finished else self.rounds
+            self.progress.update(self.bars[label], completed=record.round, total=total)
             self._show(label)
         elif evaluated and (record.round % max(1, self.rounds // 10) == 0 or record.finished):
             line = f"{label} round {record.round}/{self.rounds}  {printed_tables.metrics_line(record.metrics)}"
@@ -249,8 +250,8 @@ class Display(Watcher):
             self._line(self.tested_on)
         for label, method in results.methods.items():
             finished = method.directory is None or is_finished(method.directory)
-            if early := why_early(method.records, self.rounds, finished):
-                self._line(f"note: {label} ended {early}")
+            if early := why_early(method.records, self.rounds, finished, method.ended):
+                self._line(f"note: {label} {method.ended or f'ended {early}'}")
             if warning := printed_tables.alone_warning(method.final):
                 self._line(f"warning: {label}: {warning}")
             if warning := printed_tables.rejection_warning(label, method.records):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cfl_ray.cli.console import out, say
-from cfl_ray.cli.inputs import STDOUT, RunDir, Trust, may_import
+from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, may_import
 from cfl_ray.errors import ConfigError, command
 
 
@@ -95,7 +95,16 @@ def table(
         list[str] | None, typer.Option(help="Metric to show; can be repeated.", show_default=False)
     ] = None,
     style: Annotated[str, typer.Option("--format", help="md, csv, latex or html.")] = "md",
+    of_round: Annotated[
+        str,
+        typer.Option(
+            "--round",
+            help="The evaluation that is shown: kept (of the round whose models are kept: the best with keep: best, "
+            "otherwise the last), best or last.",
+        ),
+    ] = "kept",
     trust: Trust = False,
+    code: Code = None,
 ) -> None:
     """Print a table of the methods of some runs: mean and standard deviation over seeds.
 
@@ -103,15 +112,18 @@ def table(
     --metric, several experiments are columns. p is the p-value of a paired t-test against the best method, with three
     seeds or more.
     """
-    from cfl_ray.results.comparison import FORMATS, by_experiment, compare_runs, format_table
+    from cfl_ray.results.comparison import FORMATS, ROUNDS, by_experiment, compare_runs, format_table
     from cfl_ray.run_directory import RunDirectory
+    from cfl_ray.tracking.record import BEST_ROUND
 
     if style not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")
+    if of_round not in ROUNDS:
+        raise ConfigError(f"--round must be one of {', '.join(ROUNDS)}, got {of_round!r}")
     for run_dir in run_dirs:
         if not RunDirectory(run_dir).is_study:
             trust = may_import(run_dir, trust)
-    frame = compare_runs(run_dirs, metric or (), trust)
+    frame = compare_runs(run_dirs, metric or (), trust, of_round, code)
     if frame.empty:
         named = ", ".join(map(str, run_dirs))
         has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
@@ -119,7 +131,10 @@ def table(
         raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
     if metric and len(metric) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
         frame = by_experiment(frame, metric[0])
+    has_best = of_round != "last" and BEST_ROUND in frame and bool(frame[BEST_ROUND].notna().any())
     print(format_table(frame, style))
+    if has_best and style == "md":
+        print(f"\nOf the best round of each method, whose models are kept (column {BEST_ROUND}).")
 
 
 def report(
@@ -141,6 +156,7 @@ def report(
         ),
     ] = None,
     trust: Trust = False,
+    code: Code = None,
 ) -> None:
     """Write the report of some runs, or of a study: settings, a table and figures in one self-contained HTML page.
 
@@ -153,9 +169,9 @@ def report(
         if RunDirectory(run_dir).is_run:
             trust = may_import(run_dir, trust)
     if output == STDOUT:
-        sys.stdout.buffer.write(report_page(run_dirs, against, column, trust).encode())
+        sys.stdout.buffer.write(report_page(run_dirs, against, column, trust, code).encode())
         return
-    path = write_report(run_dirs, output, against, column, trust)
+    path = write_report(run_dirs, output, against, column, trust, code)
     say(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it opens in a browser, without a network")
 
 
@@ -174,6 +190,7 @@ def export(
         int | None, typer.Option(help="Client whose model is written instead.", min=0, show_default=False)
     ] = None,
     trust: Trust = False,
+    code: Code = None,
 ) -> None:
     """Write the model of a cluster, or the model that a client predicts with, to a file. The run may be live."""
     from cfl_ray.lifecycle.load import load_run
@@ -181,7 +198,7 @@ def export(
 
     if output == STDOUT:
         raise ConfigError("a model is not written to standard output: name a file; its ending is the format")
-    results = load_run(run_dir, trust=may_import(run_dir, trust))
+    results = load_run(run_dir, trust=may_import(run_dir, trust), code=code)
     if method is None and len(results.methods) > 1:
         raise ConfigError(f"the run has several methods; name one with --method: {', '.join(results.methods)}")
     trained = results.method(method or next(iter(results.methods))).trained

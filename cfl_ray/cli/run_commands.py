@@ -38,19 +38,30 @@ def run(
             show_default=False,
         ),
     ] = None,
+    code: inputs.Code = None,
+    trust: inputs.Trust = False,
 ) -> None:
     """Run an experiment: all its methods, with live progress and a table of results at the end."""
     with uncollected() if in_process else forkable_imports():
         from cfl_ray.cli.progress import Display
         from cfl_ray.lifecycle import launch
+        from cfl_ray.results.trust import load_record
+        from cfl_ray.run_directory import RunDirectory
 
-    experiment = inputs.load_experiment(file, overrides)
+    experiment = inputs.load_experiment(file, overrides, trust)
+    if extend is not None and RunDirectory(extend).is_run:
+        inputs.check_code(lambda trusts: load_record(extend, trusts, connects=False), trust)
     with Display(out, experiment.rounds) as display:
-        results = launch.run(experiment, run_dir, display, replay, extend, on_ray=not in_process)
+        results = launch.run(experiment, run_dir, display, replay, extend, on_ray=not in_process, code=code)
     display.finish(results)
 
 
-def resume(run_dir: inputs.RunDir, trust: inputs.Trust = False, in_process: inputs.InProcess = False) -> None:
+def resume(
+    run_dir: inputs.RunDir,
+    trust: inputs.Trust = False,
+    in_process: inputs.InProcess = False,
+    code: inputs.Code = None,
+) -> None:
     """Resume a run that was stopped or has died, from its last checkpoint.
 
     RUN may be the folder of a study: its unfinished runs continue, and failed runs are repeated.
@@ -67,14 +78,14 @@ def resume(run_dir: inputs.RunDir, trust: inputs.Trust = False, in_process: inpu
                 f"--in-process is for a run, and {run_dir} is a study, whose runs are in processes of their own: name "
                 f"one of them, {run_dir}/SETTING/METHOD/seed-SEED"
             )
-        inputs.is_trusted(lambda: load_study_record(run_dir), trust)
-        run_all(study_from(RunDirectory(run_dir).study, None), run_dir)
+        inputs.check_code(lambda trusts: load_study_record(run_dir, trusts), trust)
+        run_all(study_from(RunDirectory(run_dir).study, None, trust), run_dir, code=code)
         return
     RunDirectory(run_dir).require_run()
     trust = inputs.is_trusted(lambda: load_record(run_dir), trust)
     experiment = load_record(run_dir, trust)
     with Display(out, experiment.rounds) as display:
-        results = launch.resume(run_dir, watcher=display, on_ray=not in_process, trust=trust)
+        results = launch.resume(run_dir, watcher=display, on_ray=not in_process, trust=trust, code=code)
     if display.experiment is not None:  # it has started
         display.finish(results)
         return
@@ -83,7 +94,7 @@ def resume(run_dir: inputs.RunDir, trust: inputs.Trust = False, in_process: inpu
     display.show(results)
 
 
-def prepare(file: inputs.File = None, overrides: inputs.Overrides = None) -> None:
+def prepare(file: inputs.File = None, overrides: inputs.Overrides = None, trust: inputs.Trust = False) -> None:
     """Write the clients' data of an experiment as shards; shards of these data are reused."""
     from cfl_ray.cli.progress import Display
     from cfl_ray.data.from_config import with_shards
@@ -91,13 +102,13 @@ def prepare(file: inputs.File = None, overrides: inputs.Overrides = None) -> Non
     from cfl_ray.setup.prepare import prepare as prepare_setup
     from cfl_ray.setup.prepare import shards_folder
 
-    experiment = inputs.load_experiment(file, overrides)
+    experiment = inputs.load_experiment(file, overrides, trust)
     with Display(out, experiment.rounds) as display:
-        federation = prepare_setup(experiment, display.preparing, converts_changed=True).federation
+        federation = prepare_setup(experiment, display.preparing, converts_changed=True).federation.at(0).whole
     uri = getattr(federation, "uri", None)
     if uri is None:
         name = experiment.data.source.rpartition(":")[2] or "arrays"
-        uri = with_shards(federation.at(0), name, shards_folder(experiment)).uri
+        uri = with_shards(federation, name, shards_folder(experiment)).uri
     samples_N = federation.num_samples_N
     say(
         f"{federation.num_clients} clients, {samples_N.min()} to {samples_N.max()} training samples each, "
@@ -157,22 +168,27 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the runs and which of them are finished; run nothing.")
     ] = False,
+    code: inputs.Code = None,
+    trust: inputs.Trust = False,
 ) -> None:
     """The command `compare` for a study, `sweep` for a study with a sweep."""
-    study = study_from(file, overrides)
+    study = study_from(file, overrides, trust)
     verb, what = ("compare", "has no `sweep`") if study.sweep is None else ("sweep", "is a sweep")
     if context.info_name != verb:
         raise ConfigError(f"{file} {what}; run it with: {command(verb, file, *(overrides or ()))}")
     from cfl_ray.study.study_plan import Selection
 
-    run_all(study, folder, Selection(settings or (), methods or (), seeds or ()), at_once, dry_run, extend)
+    run_all(study, folder, Selection(settings or (), methods or (), seeds or ()), at_once, dry_run, extend, code)
 
 
-def study_from(file: Path, overrides: list[str] | None) -> "Study":
-    """The study in a file, with these overrides of its experiment."""
+def study_from(file: Path, overrides: list[str] | None, trust: bool = False) -> "Study":
+    """The study in a file, with these overrides of its experiment. trust: as in `inputs.load_experiment`."""
     from cfl_ray.config.study import load_study
+    from cfl_ray.results.trust import check_config
 
-    return load_study(file, overrides or (), inputs.output_base())
+    study = load_study(file, overrides or (), inputs.output_base())
+    inputs.check_code(lambda trusts: check_config(str(file), study, overrides or (), trusts), trust)
+    return study
 
 
 def run_all(
@@ -182,6 +198,7 @@ def run_all(
     at_once: int | None = None,
     dry_run: bool = False,
     extend: Path | None = None,
+    code: str | None = None,
 ) -> None:
     """Runs the selected runs (None: all) of a study, or lists them (dry_run)."""
     from cfl_ray.cli.progress import StudyDisplay
@@ -197,7 +214,9 @@ def run_all(
         say(f"{counted(len(runs), 'run')}{' at the ends of the ranges' * study.learns}; folder: {root}")
         return
     with StudyDisplay(out, study.learns) as display:
-        results = run_study(study, folder, only, at_once, display, extend)
+        results = run_study(study, folder, only, at_once, display, extend, code)
     display.finish(results)
     if results.failed:
-        raise RunError(f"{len(results.failed)} of the runs are not finished; the same command tries them again")
+        count = len(results.failed)
+        verb, them = ("is", "it") if count == 1 else ("are", "them")
+        raise RunError(f"{count} of the runs {verb} not finished; the same command tries {them} again")

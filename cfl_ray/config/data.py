@@ -25,6 +25,11 @@ class TestDataConfig(ConfigSection):
         "data; cluster otherwise",
     )
     fraction: float = Field(0.2, gt=0, lt=1, description="share of a client's samples held out for testing (holdout)")
+    order: Literal["random", "last"] = Field(
+        "random",
+        description="which samples are held out: random | last: a client's last ones, in the order of "
+        "data.columns.time or else of the data (holdout)",
+    )
     pool: bool = Field(
         False,
         description="true: divide the official training and test images together; false: the official test images go "
@@ -44,6 +49,22 @@ class TestDataConfig(ConfigSection):
                 f"pool divides the test images among the clients, so view must be holdout, not {self.view}"
             )
         return self
+
+
+class ValidationConfig(ConfigSection):
+    """The validation data of each client, which are measured beside its test data and never trained on."""
+
+    fraction: float = Field(
+        0.2,
+        gt=0,
+        lt=1,
+        description="share of each client's training samples; clients whose rounded share is 0 have none",
+    )
+    order: Literal["random", "last"] = Field(
+        "random",
+        description="random: drawn for each class alike, where a client has enough samples of it | last: the last "
+        "samples, in the order of data.columns.time or else of the data",
+    )
 
 
 class ColumnsConfig(ConfigSection):
@@ -72,11 +93,16 @@ class ColumnsConfig(ConfigSection):
     group: str | None = Field(
         None, description="column with the true group of each sample's client; null: no true groups are known"
     )
+    time: str | None = Field(
+        None,
+        description="column of numbers, dates or times by which each client's training samples are ordered, oldest "
+        "first, for order last (csv, images, femnist, hf_disk); it is no input. null: the order of the files",
+    )
 
 
 NOT_IN_RECIPE = ("root", "download", "shards")  # keys for the location of the samples
 # keys that recipes of earlier versions do not have; in a recipe only if they are set
-_LATER = ("labels", "transparency", "delimiter", "encoding", "decimal")
+_LATER = ("labels", "transparency", "delimiter", "encoding", "decimal", "validation_files")
 
 
 class DataConfig(ConfigSection):
@@ -84,6 +110,7 @@ class DataConfig(ConfigSection):
 
     has_tests: ClassVar[bool] = False  # True: the source always has a test part
     has_clients: ClassVar[bool] = False  # True: its samples belong to clients already
+    has_validation_part: ClassVar[bool] = False  # True: of the source, which is read if `validation` is set
 
     source: Any = Field("digits", description="data set")
     root: Annotated[str | None, FILE] = Field(
@@ -99,6 +126,11 @@ class DataConfig(ConfigSection):
     shift: Annotated[ShiftConfig, SHIFT_KINDS] = ShiftConfig()
     partition: Annotated[PartitionConfig, PARTITION_KINDS] = IidConfig()
     test: TestDataConfig = TestDataConfig()
+    validation: ValidationConfig | None = Field(
+        None,
+        description="validation data of each client: those of the source if it has a validation part, otherwise a "
+        "share of the client's training samples; null: none, unless the source names some",
+    )
     shards: str | None = Field(
         None,
         description="folder in which shards are written and reused, or the folder of a prepared federation: a path "
@@ -157,10 +189,19 @@ class DataConfig(ConfigSection):
 
     def to_recipe(self, exclude_defaults: bool = False) -> dict[str, Any]:
         """The values that decide the content of shards, with paths as they were written."""
-        excluded = {*NOT_IN_RECIPE, *self.later_defaults}
+        excluded = {*NOT_IN_RECIPE, *self.later_defaults, "validation"}  # a share is drawn from shards as they are
         values = self.model_dump(mode="json", exclude=excluded, exclude_defaults=exclude_defaults, by_alias=True)
+        later = (("test", "order", TestDataConfig), ("columns", "time", ColumnsConfig))  # as `_LATER`, of sections
+        for section, key, kind in later:
+            if section in values and values[section].get(key) == kind.model_fields[key].default:
+                values[section].pop(key, None)
         recipe: dict[str, Any] = with_replaced(values, self._written)
-        return recipe
+        return recipe | ({"validation": "own"} if self.validation and self.has_validation_part else {})
+
+    @property
+    def names_validation_part(self) -> bool:
+        """Whether validation data are those of the source, as far as the keys tell."""
+        return self.has_validation_part or getattr(self, "validation_files", None) is not None
 
     @property
     def warnings(self) -> list[str]:
@@ -254,6 +295,7 @@ class MedMnistConfig(FilesDataConfig):
     """A file of MedMNIST."""
 
     has_tests = True
+    has_validation_part = True
 
 
 class PartsDataConfig(FilesDataConfig):
@@ -263,6 +305,10 @@ class PartsDataConfig(FilesDataConfig):
         None,
         description="glob below root of the test files (images, femnist, csv), or subfolder of the test part "
         "(image_folder, hf_disk); null: there are none, and test.view must be holdout",
+    )
+    validation_files: str | None = Field(
+        None,
+        description="the same of the validation part; null: there is none, and data.validation holds samples out",
     )
 
 

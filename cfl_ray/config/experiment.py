@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
@@ -26,14 +26,16 @@ from cfl_ray.config.paths import to_record, with_replaced
 from cfl_ray.config.privacy import PrivacyConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
-from cfl_ray.config.section import check_path
+from cfl_ray.config.section import check_path, replaced_in
 from cfl_ray.config.secure_aggregation import SecureAggregationConfig
 from cfl_ray.config.start import StartConfig
+from cfl_ray.config.stopping import KeepConfig, StoppingConfig
 from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.config.yaml_text import yaml_of
 from cfl_ray.errors import ConfigError
 from cfl_ray.security.credentials import redact_values
 from cfl_ray.system.files import sha256_once
+from cfl_ray.system.nested import texts_of
 
 # Keys that do not define the experiment: configs that differ only in these describe the same experiment.
 # Of `runtime`, `engine`, `device` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients.
@@ -89,6 +91,12 @@ class Experiment(WholeConfig):
         [], description="clients that join, leave or change; events after the last round are ignored"
     )
     evaluation: EvaluationConfig = EvaluationConfig()
+    stopping: StoppingConfig | None = Field(
+        None,
+        description="the end of a method whose evaluations no longer improve (docs/concepts/evaluation.md); null: a "
+        "method makes all rounds",
+    )
+    keep: KeepConfig = KeepConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
     output: str = Field("runs", description="folder of run directories, shards and the local MLflow store")
@@ -96,6 +104,8 @@ class Experiment(WholeConfig):
     # the run directory has moved, by recorded path, the new path
     _written: dict[str, str] = PrivateAttr(default_factory=dict)
     _moved: dict[str, str] = PrivateAttr(default_factory=dict)
+    # with code that a run has kept: by each file.py:Name in use, the one that records name
+    _recorded: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __init__(self, /, **values: Any) -> None:
         super().__init__(**values)
@@ -195,7 +205,8 @@ class Experiment(WholeConfig):
         """Every key with its value in the types of YAML; objects made in Python appear by their names."""
         values = self.model_dump(exclude={"tracking": {"trackers"}}) | {"methods": self.methods}
         values["tracking"]["trackers"] = self.tracking.trackers
-        return json.loads(json.dumps(values, default=_name_of))
+        as_recorded: dict[str, Any] = with_replaced(json.loads(json.dumps(values, default=_name_of)), self._recorded)
+        return as_recorded
 
     def to_yaml(self, credentials: bool = True) -> str:
         """The resolved config; loading it gives an equal experiment if it has the credentials of its URIs."""
@@ -214,7 +225,8 @@ class Experiment(WholeConfig):
 
         Loading it gives an experiment of the same hash.
         """
-        line, values = to_record(redact_values(self.to_dict()), self._written, Experiment)
+        written = {path: old for path, old in self._written.items() if path not in self._recorded}
+        line, values = to_record(redact_values(self.to_dict()), written, Experiment)
         return line + yaml_of(values)
 
     def _from_record(self, written: dict[str, str], moved: dict[str, str]) -> "Experiment":
@@ -222,6 +234,21 @@ class Experiment(WholeConfig):
         self._written = self.data._written = written
         self._moved = moved
         return self
+
+    def with_code(self, kept: Mapping[str, str]) -> "Experiment":
+        """This experiment with other file.py:Name, by the present ones; hash, record and recipe stay those of these."""
+        recorded = self._recorded | {new: self._recorded.get(old, old) for old, new in kept.items()}
+        written = self._written | {new: self._written.get(old, old) for new, old in recorded.items()}
+        changed = cast("Experiment", replaced_in(self, kept))
+        changed = changed.model_copy(update={"data": changed.data.model_copy()})
+        changed._recorded, changed._written, changed.data._written = recorded, written, written
+        return changed
+
+    @property
+    def references(self) -> list[str]:
+        """Every file.py:Name of the parts in use; in records, they may name other files (`with_code`)."""
+        values = [self.model_dump(), self.methods, self.tracking.trackers]
+        return list(dict.fromkeys(text for text in texts_of(values) if ".py:" in text))
 
     @property
     def has_objects(self) -> bool:

@@ -85,3 +85,22 @@ def _has_boolean(value: Any, *annotations: Any) -> bool:
 def as_yaml(value: Any) -> str:
     """A value on one line, as it is written in YAML."""
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()
+
+
+def replaced_in(value: Any, new: Mapping[str, str]) -> Any:
+    """A section, or a value in it, with its texts replaced as in `new`, in inner sections too; keys of mappings too."""
+    if isinstance(value, ConfigSection):
+        given = {key: getattr(value, key) for key in type(value).model_fields}
+        changes = {key: replaced_in(inner, new) for key, inner in given.items()}
+        changes = {key: inner for key, inner in changes.items() if inner is not given[key]}
+        return value.model_copy(update=changes) if changes else value
+    if isinstance(value, str):
+        return new.get(value, value)
+    if isinstance(value, dict):
+        entries = [(replaced_in(key, new), replaced_in(inner, new)) for key, inner in value.items()]
+        pairs = zip(entries, value.items(), strict=True)
+        return value if all(a is c and b is d for (a, b), (c, d) in pairs) else dict(entries)
+    if isinstance(value, list | tuple):
+        inner = [replaced_in(entry, new) for entry in value]
+        return value if all(a is b for a, b in zip(inner, value, strict=True)) else type(value)(inner)
+    return value

@@ -25,7 +25,14 @@ from pydantic import (
 
 from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.explanation import WholeConfig, explain
-from cfl_ray.config.paths import from_record, paths_as_written, record_line, resolved_in, root_resolved_in
+from cfl_ray.config.paths import (
+    from_record,
+    paths_as_written,
+    record_line,
+    resolved_in,
+    root_resolved_in,
+    with_replaced,
+)
 from cfl_ray.config.reading import PARTS, read_yaml, set_key, split_override
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.config.yaml_text import yaml_of
@@ -33,6 +40,7 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import redact_values, with_known_credentials
 from cfl_ray.system.files import read_text
+from cfl_ray.system.nested import texts_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*")  # of a folder
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.=,+-]+")
@@ -182,6 +190,7 @@ class Study(WholeConfig):
     tables: list[str] = Field([], description="tables of the published numbers that this study repeats")
     sweep: SweepConfig | None = Field(None, description="values to try (cfl-ray sweep); null: none")
     _written: dict[str, str] = PrivateAttr(default_factory=dict)  # paths as written, by absolute path
+    _kept: dict[str, str] = PrivateAttr(default_factory=dict)  # file.py:Name that its runs use, by those named here
 
     @field_validator("settings", mode="before")
     @classmethod
@@ -228,7 +237,8 @@ class Study(WholeConfig):
         values = merged(self.experiment, self.settings.get(setting, {}))
         for key, value in parameters.items():
             set_key(values, key.split("."), copy.deepcopy(value), f"sweep: {key}")
-        return values
+        in_use: dict[str, Any] = with_replaced(values, self._kept)
+        return in_use
 
     @property
     def setting_names(self) -> list[str]:
@@ -267,7 +277,22 @@ class Study(WholeConfig):
 
     def paths_of(self, experiment: Experiment) -> Experiment:
         """An experiment of this study; its config hash covers the paths as written in the study."""
-        return experiment._from_record(self._written, {})
+        written = self._written | {new: self._written.get(old, old) for old, new in self._kept.items()}
+        located = experiment._from_record(written, {})
+        located._recorded = {new: old for old, new in self._kept.items()}
+        return located
+
+    def with_code(self, kept: Mapping[str, str]) -> "Study":
+        """This study, whose runs use other file.py:Name than it names, by these; see `Experiment.with_code`."""
+        changed = self.model_copy()
+        changed._kept = dict(kept)
+        return changed
+
+    @property
+    def references(self) -> list[str]:
+        """Every file.py:Name in the study."""
+        texts = texts_of(self.model_dump(mode="json", by_alias=True))
+        return list(dict.fromkeys(text for text in texts if ".py:" in text))
 
     def _with_written(self, written: dict[str, str]) -> "Study":
         self._written = written

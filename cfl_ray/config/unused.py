@@ -75,6 +75,8 @@ def _rules(experiment: Experiment) -> Iterator[tuple[str, Iterable[str], str]]:
         yield "cohort", ["over_selection"], "clock.kind is none"
     elif cohort.availability.kind == "always":
         yield "clock", ["availability_seconds"], "cohort.availability is always"
+    if experiment.keep.which == "last":
+        yield "keep", ["metric", "goal"], "keep.which is last"
     if not any(event.change for event in experiment.schedule):
         yield "evaluation", ["past"], "the schedule changes no client's data"
 
@@ -88,12 +90,17 @@ def _rules_of_data(data: DataConfig) -> Iterator[tuple[str, Iterable[str], str]]
     elif isinstance(partition, LabelSkewConfig) and not partition.groups:
         yield "data.partition", [partition.key_of_groups], "data.partition.groups is null"
     if test.view is not None:
-        yield "data.test", ["max_samples" if test.view == "holdout" else "fraction"], f"data.test.view is {test.view}"
+        keys = ["max_samples"] if test.view == "holdout" else ["fraction", "order"]
+        yield "data.test", keys, f"data.test.view is {test.view}"
     if test.view == "holdout" and not test.pool and hasattr(data, "test_files"):
         yield "data", ["test_files"], "data.test.view is holdout"
+    if data.validation is not None and data.names_validation_part:
+        yield "data.validation", ["fraction", "order"], f"source {data.source} has a validation part of its own"
     if isinstance(data, ColumnsDataConfig):
         other = "image" if data.source == "csv" else "features"
         yield "data.columns", [other], f"source {data.source} does not read it"
+        if test.order != "last" and (data.validation is None or data.validation.order != "last"):
+            yield "data.columns", ["time"], "neither data.validation.order nor data.test.order is last"
 
 
 def _rules_of_division(data: DataConfig) -> Iterator[tuple[str, Iterable[str], str]]:

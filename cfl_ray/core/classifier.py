@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cfl_ray.core.clients import ClientData
 from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.state import SeenState
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,32 @@ def _tensor(layer: str, name: str) -> str:
     return f"{layer}.{name}" if layer else name
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClassifiersState(SeenState):
+    """A state in which the server keeps a classifier for each of the S clients that have taken part.
+
+    Other clients have that of the average model, row 0 of `models_KP`.
+    """
+
+    of_each_client = "a classifier"
+
+    row_SCF: Tensor  # float32: a row of weights and bias for each label
+
+    @classmethod
+    def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int, evaluated: int) -> int:
+        kept = Classifier.of(spec)
+        models = max(4 * cohort, 2 * min(seen, evaluated))  # of a round; of an evaluation, with their message
+        return 4 * seen * kept.num_classes * (kept.num_features + 1) + models * spec.size
+
+    def models_of(self, ids_M: np.ndarray, spec: ParamSpec) -> tuple[Tensor, np.ndarray]:
+        """Models (1 + m, P), theta under the average classifier and under each own; and the row (M,) of each client."""
+        position_M = self.positions(ids_M)
+        own_M = position_M >= 0
+        models_KP = self.models_KP[0].repeat(1 + own_M.sum(), 1)
+        Classifier.of(spec).put(models_KP[1:], self.row_SCF[position_M[own_M]])
+        return models_KP, np.where(own_M, own_M.cumsum(), 0)
+
+
 @dataclass(frozen=True)
 class Prototypes:
     """For `Clients.describe`: (C, F + 1), mean features and number of samples of each label, 0 without samples."""
@@ -68,7 +96,10 @@ class Prototypes:
         return self.classifier.num_classes * (self.classifier.num_features + 1)
 
     def __call__(self, client: ClientData, model_P: Tensor) -> Tensor:
-        feature_nF, y_n = client.features(model_P), client.y.cpu()
-        label_nC = torch.nn.functional.one_hot(y_n, self.classifier.num_classes).float()
+        return self.of(client.features(model_P), client.y.cpu())
+
+    def of(self, feature_nF: Tensor, y_n: Tensor) -> Tensor:
+        """The same of features and labels."""
+        label_nC = torch.nn.functional.one_hot(y_n, self.classifier.num_classes).to(feature_nF.dtype)
         count_C1 = label_nC.sum(0)[:, None]
         return torch.cat([label_nC.T @ feature_nF / count_C1.clamp(min=1), count_C1], 1)

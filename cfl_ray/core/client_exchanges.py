@@ -21,6 +21,7 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.updates import RoundStats, Updates
 from cfl_ray.core.versions import NotAsynchronous, Received
 from cfl_ray.core.work import (
+    TEST,
     Address,
     Averaging,
     ClientState,
@@ -52,6 +53,7 @@ class ClientExchanges:
     round: int  # t, from 1
     stats: RoundStats = field(repr=False, default_factory=RoundStats)
     local_test_samples: int = 0  # test samples per client for P-local; 0: P-local is not measured
+    local_parts: tuple[str, ...] = (TEST,)  # parts of the data that P-local is measured on
     evaluated: bool = False  # the clients are evaluated and do not train: their exchanges count down from -2
     choice_samples: int | None = None  # most training samples for `losses`; None: only its argument limits them
     # returns ids and sample counts of all clients that could take part in the round; None: these clients are all

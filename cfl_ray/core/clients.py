@@ -21,7 +21,7 @@ from cfl_ray.core.exchange import LocalTraining, ModelTables, Sent, with_numbers
 from cfl_ray.core.params import Columns
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED
-from cfl_ray.core.updates import MixtureUpdates, RoundStats, Traffic, Updates
+from cfl_ray.core.updates import MixtureUpdates, RoundStats, Traffic, Updates, local_scores_of
 from cfl_ray.core.versions import NotAsynchronous
 from cfl_ray.core.work import (
     AverageDeferred,
@@ -250,6 +250,7 @@ class Clients(ClientExchanges):
             upload_distances=isinstance(self.aggregation, ClippingRule),
             clip=self._protection.clip(self.spec, private),
             local_test_samples=self.local_test_samples if keeps else 0,
+            local_parts=self.local_parts,
         )
         sends_models = averaging is not None or defer_aggregation
         if sends_models and self._protection.masks is None:  # `_averaging` counts masked uploads
@@ -260,8 +261,8 @@ class Clients(ClientExchanges):
         outcome = self._run(work)
         if features is not None:
             outcome = self._protection.noisy_features(outcome, self.ids_M, work.address)
-        valid_M, scores = outcome.arrays["valid"] & keep_as_local_model, outcome.arrays.get("local_scores")
-        self.stats.note_training(self.ids_M, outcome.arrays["train_loss"], scores, valid_M)
+        valid_M = outcome.arrays["valid"] & keep_as_local_model
+        self.stats.note_training(self.ids_M, outcome.arrays["train_loss"], local_scores_of(work, outcome), valid_M)
         if averaging is not None and rule is not None:
             aggregated = aggregate(rule, self.backend, work, outcome, self.ids_M, averaging)
             outcome = replace(outcome, means=aggregated.means, arrived_R=aggregated.arrived_R)
@@ -291,7 +292,7 @@ class Clients(ClientExchanges):
             keep_as_local_model=False,
         )
         mixtures = MixtureUpdates(updates, count)
-        scores = mixtures.local_scores_M2 if self.local_test_samples else None
+        scores = mixtures.local_scores if self.local_test_samples else {}
         loss_Mk = updates.outcome.arrays["train_loss"].reshape(-1, count)
         self.stats.note_training(self.ids_M, np.nansum(loss_Mk, 1), scores, mixtures.valid_M)
         self.count_upload(mixture.upload_floats)  # the result of `mixture.upload`

@@ -33,6 +33,9 @@ class ClientData(Protocol):
         samples: the samples to use.
         """
 
+    def loss(self, row_P: Tensor, samples: slice = slice(None)) -> float:
+        """Mean loss of a model on the training data, in evaluation mode. samples: the samples to use."""
+
     def features(self, row_P: Tensor) -> Tensor:
         """Inputs (n, F) of the last layer of a model for all training samples, in evaluation mode."""
 

@@ -16,7 +16,7 @@ from cfl_ray.core.privacy import Protection
 from cfl_ray.core.reassigned import NONE_REASSIGNED, Reassigned
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.versions import NotAsynchronous, Received
-from cfl_ray.core.work import Averaging, Exclusion, Outcome, Train
+from cfl_ray.core.work import TEST, VALIDATION, Averaging, Exclusion, Outcome, Train, scores_name
 
 _NOT_AVERAGED = "these updates were not averaged: pass `average` to `train`, or call `Clients.average` first"
 
@@ -212,10 +212,11 @@ class MixtureUpdates:
         return np.nansum(self._by_client(self.updates.train_loss_M), 1)
 
     @property
-    def local_scores_M2(self) -> np.ndarray:
-        """Scores of P-local of each client's trained model with the largest weight, float64 (M, 2)."""
+    def local_scores(self) -> dict[str, np.ndarray]:
+        """Scores of P-local of each client's trained model with the largest weight, float64 (M, 2), by part."""
         best_M = np.nan_to_num(self.weight_MK).argmax(1)
-        return self._by_client(self.updates.outcome.arrays["local_scores"])[np.arange(len(best_M)), best_M]
+        scores = local_scores_of(self.updates.training, self.updates.outcome)
+        return {part: self._by_client(table)[np.arange(len(best_M)), best_M] for part, table in scores.items()}
 
     def _by_client(self, array: np.ndarray) -> np.ndarray:
         return array.reshape(-1, self.num_models, *array.shape[1:])
@@ -224,6 +225,13 @@ class MixtureUpdates:
         """The value of each client: that of its first valid model."""
         first_M = self._by_client(self.updates.valid_M).argmax(1)
         return self._by_client(self.updates.outcome.arrays[name])[np.arange(len(first_M)), first_M]
+
+
+def local_scores_of(training: Train, outcome: Outcome) -> dict[str, np.ndarray]:
+    """Scores of P-local, float64 (M, 2), by the part of the data that it was measured on; empty if it was not."""
+    if not training.local_test_samples:
+        return {}
+    return {part: outcome.arrays[f"local_{scores_name(part)}"] for part in training.local_parts}
 
 
 @dataclass
@@ -251,6 +259,7 @@ class RoundStats:
     train_loss: dict[int, float] = field(default_factory=dict)  # by client
     # by client: the first two scores of P-local, accuracy and macro-F1 of classes
     local_scores: dict[int, tuple[float, float]] = field(default_factory=dict)
+    local_validation_scores: dict[int, tuple[float, float]] = field(default_factory=dict)  # on validation data
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     events: list[ClusterEvent] = field(default_factory=list)
     fallbacks: set[str] = field(default_factory=set)  # why the chosen engine did not train clients, or more slowly
@@ -267,13 +276,17 @@ class RoundStats:
     notes: list[str] = field(default_factory=list)  # one line each, for the user
 
     def note_training(
-        self, ids_M: np.ndarray, loss_M: np.ndarray, scores_M2: np.ndarray | None, valid_M: np.ndarray
+        self, ids_M: np.ndarray, loss_M: np.ndarray, scores: Mapping[str, np.ndarray], valid_M: np.ndarray
     ) -> None:
-        """Keeps the training losses, and the scores of P-local if they were measured, of the clients at `valid_M`."""
+        """Keeps the training losses, and the scores of P-local as `local_scores_of`, of the clients at `valid_M`."""
         ids = ids_M[valid_M].tolist()
         self.train_loss.update(zip(ids, loss_M[valid_M].tolist(), strict=True))
-        if scores_M2 is not None:
-            self.local_scores.update(zip(ids, map(tuple, scores_M2[valid_M].tolist()), strict=True))
+        for part, scores_M2 in scores.items():
+            self.local_scores_on(part).update(zip(ids, map(tuple, scores_M2[valid_M].tolist()), strict=True))
+
+    def local_scores_on(self, part: str) -> dict[int, tuple[float, float]]:
+        """The first two scores of P-local by client, on this part of the data."""
+        return {TEST: self.local_scores, VALIDATION: self.local_validation_scores}[part]
 
     @property
     def rejected(self) -> dict[int, str]:

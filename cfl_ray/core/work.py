@@ -181,6 +181,19 @@ class ClientState:
     learned_share: bool = False
     # with `columns` None: the columns that the next training starts from; None: all of them
     resumed: Columns | None = None
+    # (received row (P,), stored value: the columns, then the numbers of the client program) -> the row that the client
+    # predicts with; with an attribute `reads_data`, also of the client (`ClientData`), in tests. None: as above
+    predicts: Callable[..., Tensor] | None = None
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether the model that a client predicts with depends on its training data."""
+        return getattr(self.predicts, "reads_data", False)
+
+    @property
+    def predicts_alone(self) -> bool:
+        """Whether a client with a value predicts with it, whatever it receives."""
+        return self.columns is None and self.share == 1 and not self.learned_share and self.predicts is None
 
     def keeping(self, more: Columns) -> "ClientState":
         """This state, which also keeps other columns, from which the next training starts."""
@@ -312,6 +325,14 @@ class Replay:
 
 # ---- kinds of work
 
+TEST, VALIDATION = "test", "validation"  # the parts of a client's data that models are tested on
+
+
+def scores_name(part: str) -> str:
+    """The name of the scores on a part, among the arrays of a result."""
+    return "scores" if part == TEST else f"{part}_scores"
+
+
 # Metadata of a field with a value for each of the M clients: an array (M, ...), or a part with `take`. `Work.take` cuts
 # these fields, and leaves all others as they are.
 PER_CLIENT = {"per_client": True}
@@ -401,6 +422,7 @@ class Train(Work):
     upload_distances: bool = False  # also return the distance between each upload and the model the client was sent
     clip: Clip | None = None  # clipping of uploads, which also returns whether each was within the norm; None: none
     local_test_samples: int = 0  # test samples per client for P-local; 0: no test
+    local_parts: tuple[str, ...] = (TEST,)  # parts of the data that P-local is measured on
     # each client trains all K models of table 0: row k is the start of its k-th entry
     mixture: Mixture | None = field(default=None, metadata=PER_CLIENT)
     kept_numbers: int = 0  # count of `ClientProgram.keeps`
@@ -447,7 +469,7 @@ class Train(Work):
         for name, length in self.reports.items():
             arrays[f"report {name}"] = np.full((size, length), np.nan, np.float32)
         if self.local_test_samples:
-            arrays["local_scores"] = np.full((size, 2), np.nan)
+            arrays |= {f"local_{scores_name(part)}": np.full((size, 2), np.nan) for part in self.local_parts}
         if self.upload_distances:
             arrays["upload_distance"] = np.full(size, np.nan)
         if self.clip is not None:
@@ -591,14 +613,15 @@ class Evaluate(Work):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateClients(Evaluate):
-    """Test of each client's model on its own test data: its scores, e.g. accuracy, macro-F1 and loss (M, 3)."""
+    """Test of each client's model on its own data: its scores on each part, e.g. accuracy, macro-F1, loss (M, 3)."""
 
+    parts: tuple[str, ...] = (TEST,)
     max_test_samples: int | None = None  # test samples per client of a shared test set; None: all
     tune: LocalSGD | None = None  # local training before the test (P-tune, or a method that adapts before it predicts)
     steps_M: np.ndarray | None = field(default=None, metadata=PER_CLIENT)  # local steps of that training
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
-        return {"scores": np.full((len(self.ids_M), self.num_scores), np.nan)}
+        return {scores_name(part): np.full((len(self.ids_M), self.num_scores), np.nan) for part in self.parts}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -609,6 +632,7 @@ class EvaluateShared(Evaluate):
     """
 
     is_per_client = False
+    part: str = TEST
     by_confusion: bool = True
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:

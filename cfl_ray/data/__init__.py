@@ -7,7 +7,7 @@ from cfl_ray.system.imports import lazy_names
 if TYPE_CHECKING:
     from cfl_ray.data.arrays import federation_from_arrays, federation_from_dataset
     from cfl_ray.data.federation import DataShape, Federation
-    from cfl_ray.data.from_config import FederationSummary, build, describe
+    from cfl_ray.data.from_config import FederationSummary, build, describe, has_validation
     from cfl_ray.data.shards import open_shards
 
 __all__ = [
@@ -18,13 +18,14 @@ __all__ = [
     "describe",
     "federation_from_arrays",
     "federation_from_dataset",
+    "has_validation",
     "open_shards",
 ]
 
 _MODULES = {  # imported on first use: `cfl_ray.engine` needs only `federation`, not the libraries of the others
     "cfl_ray.data.arrays": ("federation_from_arrays", "federation_from_dataset"),
     "cfl_ray.data.federation": ("DataShape", "Federation"),
-    "cfl_ray.data.from_config": ("FederationSummary", "build", "describe"),
+    "cfl_ray.data.from_config": ("FederationSummary", "build", "describe", "has_validation"),
     "cfl_ray.data.shards": ("open_shards",),
 }
 

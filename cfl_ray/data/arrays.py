@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,6 +37,10 @@ def federation_from_arrays(
     normalize: list[list[float]] | None = None,
     targets: str = "class",
     labels: str = "given",
+    order: str = "random",
+    x_validation: Array | None = None,
+    y_validation: Array | None = None,
+    validation_clients: Array | None = None,
 ) -> Federation:
     """A federation in which sample (x[r], y[r]) belongs to client clients[r]. Raises DataError for wrong input.
 
@@ -44,24 +49,35 @@ def federation_from_arrays(
         with x_test only: all samples of x_test, or with view="label" those whose labels the client has;
         without x_test: the share `holdout` of its own samples, which are excluded from training.
 
+    x_validation, y_validation: validation data, of all clients or of those that `validation_clients` names.
     x: (n, *input), uint8 (divided by 255) or float (unchanged); with `vocabulary`, token ids: integers below it.
     y: integers 0..C-1, or as `targets` says. clients: integers or strings.
     groups: the true group of each client ({client: group}) or of each sample.
     normalize: [means, standard deviations] per channel.
     targets: kind of y: "class"; "real": floats (n,) or (n, d); "binary": 0 or 1 (n, C); "tokens": integers (n, T) below
         num_classes.
+    order: "random": random samples are held out; "last": the last ones of each client.
     labels: "given": C is the largest label + 1, or `num_classes`; "dense": labels are numbered 0.. in ascending order.
     """
     x_, y_, ids = _inputs("x", x, vocabulary), targets_of("y", y, targets), _ids("clients", clients)
     _check_lengths(len(x_), y=y_, clients=ids)
     names, client = np.unique(ids, return_inverse=True)
-    test = _test_samples(x_test, y_test, (x_, y_), vocabulary, targets)
-    y_, test, class_names = _relabelled(y_, test, labels, targets)
-    parts = [("y", y_), ("y_test", None if test is None else test[1])]
+    test = _other_samples("test", x_test, y_test, (x_, y_), vocabulary, targets)
+    validation = _other_samples("validation", x_validation, y_validation, (x_, y_), vocabulary, targets)
+    if validation is None and validation_clients is not None:
+        raise DataError("validation_clients names the owners of x_validation, which is not given")
+    y_, (test, validation), class_names = _relabelled(y_, test, validation, labels=labels, targets=targets)
+    others = {"y_test": test, "y_validation": validation}
+    parts = [("y", y_), *((name, None if part is None else part[1]) for name, part in others.items())]
     classes = num_outputs(num_classes, parts, targets, vocabulary)
     warnings = *_unused_labels(y_, classes, num_classes, targets), *copied_tokens("y", x_, y_, targets)
     view = _view(view, test is not None, test_clients is not None, targets)
-    owner = None if test is None or test_clients is None else _test_owner(test_clients, names, len(test[0]))
+    owner = None if test is None or test_clients is None else _owner("test", test_clients, names, len(test[0]))
+    if owner is not None and len(empty := np.setdiff1d(np.arange(len(names)), owner)):
+        client_id = names.tolist()[empty[0]]
+        raise DataError(
+            f"test_clients: client {client_id!r} has no test sample; leave out test_clients to hold a part out instead"
+        )
     group_N = _groups(groups, names, client)
     recipe = {
         "source": "arrays",
@@ -80,7 +96,15 @@ def federation_from_arrays(
         recipe["num_classes"] = classes
     if class_names:
         recipe["labels"] = list(class_names)
+    validated_N = None  # the validation rows of each client
+    if validation is not None:
+        validator = np.zeros(0, np.int64)
+        if validation_clients is not None:
+            validator = _owner("validation", validation_clients, names, len(validation[0]))
+            validated_N = _rows_by_client(validator, len(names))
+        recipe["validation"] = digest(*validation, validator)
     rows_N, labels_NC = _rows_by_client(client, len(names)), None
+    parts_N: list[tuple[np.ndarray, ...]]
     if view != "holdout":
         parts_N = [(rows, rows[:0]) for rows in rows_N]
         if view == "label":
@@ -92,14 +116,28 @@ def federation_from_arrays(
         x_, y_, test = np.concatenate([x_, test[0]]), np.concatenate([y_, test[1]]), None
     elif 0 < holdout < 1:
         remedy = "leave its sample out, or give x_test and y_test"
-        parts_N = [split_rows(rows, holdout, n, str(names[n]), seed, remedy) for n, rows in enumerate(rows_N)]
+        if order not in ("random", "last"):
+            raise DataError(f"order must be 'random' or 'last', got {order!r}")
+        parts_N = [split_rows(rows, holdout, n, str(names[n]), seed, remedy, order) for n, rows in enumerate(rows_N)]
+        recipe |= {} if order == "random" else {"order": order}
     else:
         raise DataError(f"holdout is a share between 0 and 1, got {holdout}")
+    if validation is not None and validated_N is not None:
+        first = len(x_)
+        parts_N = [(*rows, first + own) for rows, own in zip(parts_N, validated_N, strict=True)]
+        x_, y_ = np.concatenate([x_, validation[0]]), np.concatenate([y_, validation[1]])
     samples, index = _by_client(x_, y_, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)
+    if validation is not None and validated_N is None:
+        index = replace(index, validation_set_N=np.zeros(len(names), np.int32))
     scaling = Scaling(255.0 if x_.dtype == np.uint8 else 1.0, normalize, vocabulary is not None).check(x_.shape[1:])
     shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:], class_names)
     federation = ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])
     federation.of_labels = warnings
+    if validation is not None:
+        own = validated_N is not None
+        federation.validation_view = "holdout" if own else "cluster" if view == "holdout" else view
+        federation.validation_samples_of_all = None if own else validation
+        federation.validation_sizes = [] if own else [len(validation[1])]
     return federation
 
 
@@ -114,6 +152,8 @@ def data_set_from_arrays(
     vocabulary: int | None = None,
     targets: str = "class",
     labels: str = "given",
+    x_validation: Array | None = None,
+    y_validation: Array | None = None,
 ) -> DataSet:
     """DataSet without clients, which `data.partition` divides among clients. Raises DataError for wrong input.
 
@@ -121,9 +161,11 @@ def data_set_from_arrays(
     """
     x_, y_ = _inputs("x", x, vocabulary), targets_of("y", y, targets)
     _check_lengths(len(x_), y=y_)
-    test = _test_samples(x_test, y_test, (x_, y_), vocabulary, targets)
-    y_, test, class_names = _relabelled(y_, test, labels, targets)
-    test_x, test_y = test or (None, None)
+    test = _other_samples("test", x_test, y_test, (x_, y_), vocabulary, targets)
+    validation = _other_samples("validation", x_validation, y_validation, (x_, y_), vocabulary, targets)
+    y_, (test, validation), class_names = _relabelled(y_, test, validation, labels=labels, targets=targets)
+    given = [part for part in (test, validation) if part is not None]
+    test_x, test_y = (np.concatenate([part[axis] for part in given]) if given else None for axis in (0, 1))
     classes = num_outputs(num_classes, [("y", y_), ("y_test", test_y)], targets, vocabulary)
     if targets == "class" and classes > np.iinfo(np.int16).max:
         raise DataError(f"{classes} classes, at most {np.iinfo(np.int16).max} can be divided; give `clients` yourself")
@@ -144,22 +186,26 @@ def data_set_from_arrays(
         targets=targets,
         class_names=class_names,
         warnings=(*_unused_labels(y_, classes, num_classes, targets), *copied_tokens("y", x_, y_, targets)),
+        num_validation=0 if validation is None else len(validation[1]),
     )
 
 
 def _relabelled(
-    y: np.ndarray, test: StoredSamples | None, labels: str, targets: str
-) -> tuple[np.ndarray, StoredSamples | None, tuple[str, ...]]:
-    """(y, test samples, names of the classes), with labels as `labels` says."""
+    y: np.ndarray, test: StoredSamples | None, validation: StoredSamples | None, *, labels: str, targets: str
+) -> tuple[np.ndarray, tuple[StoredSamples | None, StoredSamples | None], tuple[str, ...]]:
+    """(y, (test samples, validation samples), names of the classes), with labels as `labels` says."""
     if labels not in ("given", "dense"):
         raise DataError(f"labels must be 'given' or 'dense', got {labels!r}")
     if labels == "given":
-        return y, test, ()
+        return y, (test, validation), ()
     if targets != "class":
         raise DataError(f"labels: dense is for classes, the targets are {targets!r}; leave it out")
-    parts = [("y", y)] + ([] if test is None else [("y_test", test[1])])
-    (y, *test_y), names = dense_labels(parts)
-    return y, None if test is None else (test[0], test_y[0]), names
+    given = {"y_test": test, "y_validation": validation}
+    parts = [("y", y), *((name, part[1]) for name, part in given.items() if part is not None)]
+    numbered, names = dense_labels(parts)
+    y_of = {name: y for (name, _), y in zip(parts, numbered, strict=True)}
+    test, validation = (None if part is None else (part[0], y_of[name]) for name, part in given.items())
+    return y_of["y"], (test, validation), names
 
 
 def _unused_labels(y: np.ndarray, classes: int, num_classes: int | None, targets: str) -> tuple[str, ...]:
@@ -186,6 +232,7 @@ class ArrayFederation(IndexedFederation):
         super().__init__(shape, view, recipe, index, scaling)
         self.samples, self.test_samples, self._names = samples, test, names
         self.of_labels: tuple[str, ...] = ()  # warnings
+        self.validation_samples_of_all: StoredSamples | None = None  # shared validation set; None: there is none
 
     @property
     def warnings(self) -> list[str]:
@@ -200,6 +247,10 @@ class ArrayFederation(IndexedFederation):
     def _file(self, number: int) -> StoredSamples:
         return self.samples
 
+    def _validation_file(self, number: int) -> StoredSamples:
+        assert self.validation_samples_of_all is not None  # validation sets are counted by validation_sizes
+        return self.validation_samples_of_all
+
     def _test_file(self, number: int) -> StoredSamples:
         assert self.test_samples is not None  # test sets are counted by num_test_sets
         return self.test_samples
@@ -211,20 +262,23 @@ class ArrayFederation(IndexedFederation):
 def _by_client(
     x: np.ndarray,
     y: np.ndarray,
-    parts_N: list[tuple[np.ndarray, np.ndarray]],
+    parts_N: Sequence[tuple[np.ndarray, ...]],
     group_N: np.ndarray,
     labels_NC: np.ndarray | None,
     test_set: int,
 ) -> tuple[StoredSamples, Index]:
-    """The samples client by client, training rows before held-out rows, and their index.
+    """The samples client by client, training rows before held-out and validation rows, and their index.
 
-    parts_N: the rows of both. test_set: number of the test set of all clients; -1: none.
+    parts_N: the rows of these parts. test_set: number of the test set of all clients; -1: none.
     """
     order = np.concatenate([rows for parts in parts_N for rows in parts])
-    train_N, held_out_N = (np.array([len(parts[part]) for parts in parts_N], np.int64) for part in (0, 1))
-    total_N, zero_N = train_N + held_out_N, np.zeros(len(parts_N), np.int32)
+    size_NX = np.array([[len(rows) for rows in parts] for parts in parts_N], np.int64)  # X parts
+    total_N, zero_N = size_NX.sum(1), np.zeros(len(parts_N), np.int32)
     offset_N = np.cumsum(total_N) - total_N
+    train_N, held_out_N = size_NX[:, 0].copy(), size_NX[:, 1].copy()
     index = Index(zero_N, offset_N, train_N, held_out_N, group_N, zero_N + np.int32(test_set), labels_NC)
+    if size_NX.shape[1] > 2:
+        index = replace(index, validation_N=size_NX[:, 2].copy(), validation_set_N=zero_N - np.int32(1))
     return (x[order], y[order]), index
 
 
@@ -232,15 +286,12 @@ def _rows_by_client(client: np.ndarray, count: int) -> list[np.ndarray]:
     return np.split(np.argsort(client, kind="stable"), np.cumsum(np.bincount(client, minlength=count))[:-1])
 
 
-def _test_owner(test_clients: Array, names: np.ndarray, n_test: int) -> np.ndarray:
-    ids = _ids("test_clients", test_clients)
-    _check_lengths(n_test, "x_test", test_clients=ids)
+def _owner(part: str, clients: Array, names: np.ndarray, count: int) -> np.ndarray:
+    """The number of the client of each sample of a part."""
+    ids = _ids(f"{part}_clients", clients)
+    _check_lengths(count, f"x_{part}", **{f"{part}_clients": ids})
     if unknown := sorted(set(ids.tolist()) - set(names.tolist()), key=str):
-        raise DataError(f"test_clients: client {unknown[0]!r} has no training sample; leave its test samples out")
-    if empty := sorted(set(names.tolist()) - set(ids.tolist()), key=str):
-        raise DataError(
-            f"test_clients: client {empty[0]!r} has no test sample; leave out test_clients to hold a part out instead"
-        )
+        raise DataError(f"{part}_clients: client {unknown[0]!r} has no training sample; leave its {part} samples out")
     return np.searchsorted(names, ids)
 
 
@@ -461,23 +512,23 @@ def _check_lengths(n: int, reference: str = "x", **arrays: np.ndarray) -> None:
             raise DataError(f"{name} has {len(values)} entries, {reference} has {n}; each sample needs an entry")
 
 
-def _test_samples(
-    x_test: Array | None, y_test: Array | None, train: StoredSamples, vocabulary: int | None, targets: str
+def _other_samples(
+    part: str, x: Array | None, y: Array | None, train: StoredSamples, vocabulary: int | None, targets: str
 ) -> StoredSamples | None:
-    """The checked test samples; None if none are given. train: samples of the same shapes and types."""
-    if x_test is None and y_test is None:
+    """The checked samples of the test or validation part; None if none are given. train: of equal shapes and types."""
+    if x is None and y is None:
         return None
-    if x_test is None or y_test is None:
-        raise DataError("x_test and y_test belong together; give both or neither")
-    test = _inputs("x_test", x_test, vocabulary), targets_of("y_test", y_test, targets)
-    _check_lengths(len(test[0]), "x_test", y_test=test[1])
-    for name, tested, trained in zip(("x", "y"), test, train, strict=True):
+    if x is None or y is None:
+        raise DataError(f"x_{part} and y_{part} belong together; give both or neither")
+    samples = _inputs(f"x_{part}", x, vocabulary), targets_of(f"y_{part}", y, targets)
+    _check_lengths(len(samples[0]), f"x_{part}", **{f"y_{part}": samples[1]})
+    for name, tested, trained in zip(("x", "y"), samples, train, strict=True):
         if (tested.shape[1:], tested.dtype) != (trained.shape[1:], trained.dtype):
             raise DataError(
-                f"{name}_test holds {tested.dtype} {tested.shape[1:]}, {name} holds {trained.dtype} "
+                f"{name}_{part} holds {tested.dtype} {tested.shape[1:]}, {name} holds {trained.dtype} "
                 f"{trained.shape[1:]}; they must agree"
             )
-    return test
+    return samples
 
 
 def _view(view: str | None, has_test: bool, has_owners: bool, targets: str) -> str:

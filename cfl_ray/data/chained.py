@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.data.federation import Federation, GroupTransform, TensorSamples
+from cfl_ray.data.split import SplitFederation
 from cfl_ray.errors import DataError
 
 
@@ -22,7 +23,7 @@ class ChainedFederation(Federation):
     def __init__(self, parts: tuple[Federation, ...]) -> None:
         self.parts, first = parts, parts[0]
         self.shape, self.view = first.shape, first.view
-        self.scale, self.normalize = first.scale, first.normalize
+        self.scale, self.normalize, self.share = first.scale, first.normalize, first.share
         self.recipe = {"chained": [part.recipe for part in parts]}
         # number of the first client, and of the first test set, of each part; the last entries are N and T
         self._first_client = np.cumsum([0, *(part.num_clients for part in parts)])
@@ -41,6 +42,12 @@ class ChainedFederation(Federation):
         if self._latest is None or not all(map(operator.is_, parts, self._latest.parts)):
             self._latest = ChainedFederation(parts)
         return self._latest
+
+    @cached_property
+    def validation(self) -> Federation | None:
+        parts = [part.validation for part in self.parts]
+        known = tuple(part for part in parts if part is not None)
+        return ChainedFederation(known) if len(known) == len(parts) else None
 
     @cached_property
     def changed_in(self) -> dict[int, np.ndarray]:
@@ -116,10 +123,12 @@ class ChainedFederation(Federation):
 
 
 def grown(federation: Federation, added: Federation) -> ChainedFederation:
-    """`federation` followed by the clients of `added`.
+    """`federation` followed by the clients of `added`, which hold out validation data as those of `federation` do.
 
     Raises DataError if the two differ in shape, classes, test view or normalisation, or share a client.
     """
+    if federation.share is not None:
+        added = SplitFederation(added, federation.share)
     _check_compatible(federation, added)
     parts = _parts_of(federation)
     digests = [part.digest for part in parts]
@@ -148,6 +157,7 @@ def _check_compatible(federation: Federation, added: Federation) -> None:
         "number of classes": (added.shape.num_classes, federation.shape.num_classes),
         "names of the classes": names if all(names) else ((), ()),  # not known of both
         "test view": (added.view, federation.view),
+        "validation data": (_validation_view(added) if federation.validation else None, _validation_view(federation)),
         "normalisation": (_as_floats(added.normalize), _as_floats(federation.normalize)),
     }
     for what, (new, present) in properties.items():
@@ -156,6 +166,10 @@ def _check_compatible(federation: Federation, added: Federation) -> None:
                 f"{what}: the new clients have {new}, the federation has {present}; prepare their shards with the "
                 "data section of this run"
             )
+
+
+def _validation_view(federation: Federation) -> str | None:
+    return None if federation.validation is None else federation.validation.view
 
 
 def _parts_of(federation: Federation) -> tuple[Federation, ...]:

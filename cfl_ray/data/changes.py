@@ -87,11 +87,18 @@ class ChangedFederation(FederationView):
 
     A client whose data no longer have the distribution of a group in `base` gets a new true group, which clients with
     the same distribution share. is_one_group: all clients of `base`, whose true groups are unknown, count as group 0.
+    held_out: name of its held-out samples, a part of the random key of a domain's noise.
     """
 
-    def __init__(self, base: Federation, derived: dict[int, DerivedData], is_one_group: bool = False) -> None:
+    def __init__(
+        self,
+        base: Federation,
+        derived: dict[int, DerivedData],
+        is_one_group: bool = False,
+        held_out: str = "hold-out",
+    ) -> None:
         super().__init__(base)
-        self._is_one_group = is_one_group
+        self._is_one_group, self._held_out = is_one_group, held_out
         self._test_labels: dict[int, np.ndarray] = {}  # of the test sets of `base` that are in another domain
         self._derived = {client: data for client, data in derived.items() if data != DerivedData(client)}
         self._ids = np.array(list(self._derived), np.int64)
@@ -126,6 +133,16 @@ class ChangedFederation(FederationView):
         return DerivedData(family, (turns + data.turns) % 4, tuple(labels), data.domain)
 
     @property
+    def whole(self) -> Federation:
+        base = self._base.whole
+        return self if base is self._base else ChangedFederation(base, self._derived, self._is_one_group)
+
+    @cached_property
+    def validation(self) -> Federation | None:
+        part = self._base.validation
+        return None if part is None else ChangedFederation(part, self._derived, self._is_one_group, "validation")
+
+    @property
     def uri(self) -> str | None:
         """The folder of the shards of `base`; None if it has none."""
         return getattr(self._base, "uri", None)
@@ -155,7 +172,7 @@ class ChangedFederation(FederationView):
 
     def holdout(self, client: int) -> TensorSamples:
         data = self._data(client)
-        return self._transform(self._base.holdout(data.source), data, "hold-out")
+        return self._transform(self._base.holdout(data.source), data, self._held_out)
 
     def test(self, client: int, max_samples: int | None = None, seed: int = 0) -> TensorSamples:
         if self.view == "holdout":

@@ -34,6 +34,9 @@ class DataSet:
     client: np.ndarray | None = None  # str or int (n,): client (writer) of each training sample; None: not known
     group: np.ndarray | None = None  # int32 (n,), 0..G-1: true group of each training sample; None: not known
     test_group: np.ndarray | None = None  # int32 (n_test,): true group of each test sample; None: not known
+    num_validation: int = 0  # rows at the end of the test part that are the validation part
+    validation_client: np.ndarray | None = None  # like client, of each validation sample; None: not known
+    time: np.ndarray | None = None  # int64 (n,): rank of each training sample in time; None: the order of the rows
     vocabulary: int | None = None  # token ids are 0 .. vocabulary - 1; None: the inputs are not tokens
     targets: str = "class"  # kind of the targets (`core.tasks`)
     class_names: tuple[str, ...] = ()  # by label, if the source names its classes
@@ -56,6 +59,23 @@ class DataSet:
             )
 
     @property
+    def with_test_part(self) -> "DataSet":
+        """This data set without its validation part."""
+        return self._tested_on(0, -self.num_validation) if self.num_validation else self
+
+    @property
+    def with_validation_part(self) -> "DataSet | None":
+        """This data set with the validation part in place of the test part; None without a validation part."""
+        return self._tested_on(-self.num_validation, None) if self.num_validation else None
+
+    def _tested_on(self, first: int, last: int | None) -> "DataSet":
+        assert self.test_x is not None and self.test_y is not None  # which has the validation part
+        rows = slice(first, last)
+        x, y, group = self.test_x[rows], self.test_y[rows], None if self.test_group is None else self.test_group[rows]
+        parts = {"test_x": x, "test_y": y} if len(y) else {"test_x": None, "test_y": None}
+        return replace(self, **parts, test_group=group if len(y) else None, num_validation=0)
+
+    @property
     def data_shape(self) -> DataShape:
         """The shapes of inputs and targets in the federation of these samples."""
         shape_of_target = self.train_y.shape[1:]
@@ -76,6 +96,10 @@ class DataSet:
             raise DataError(
                 f"data.test.pool needs a test part, which {source!r} does not have; "
                 "set data.test.pool: false (or name data.test_files)"
+            )
+        if self.time is not None:
+            raise DataError(
+                "data.test.pool: data.columns.time orders the training samples only; leave out one of the two"
             )
         group = None
         if self.group is not None:

@@ -6,8 +6,9 @@ Shards and in-memory federations have a range of rows for each client, held-out 
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from cfl_ray.core.rng import stream
 from cfl_ray.core.tasks import TARGETS
+from cfl_ray.data.validation_share import ValidationShare
 from cfl_ray.errors import DataError
 
 # x: float32 (n, *input), for tokens int64; y: int64 (n,) for classes, for other targets see `core.tasks`
@@ -90,6 +92,8 @@ class Federation(ABC):
     scale: float = 1.0  # by which stored samples are divided, before they are normalised
     normalize: list[list[float]] | None = None  # [means, standard deviations] per channel; None: not normalised
     said: tuple[str, ...] = ()  # warnings on how it was chosen; only in the process that did
+    share: ValidationShare | None = None  # of the training samples that is held out for validation; None: there is none
+    num_validation_N: np.ndarray | None = None  # int64 (N,): validation samples of each client; None: there are none
 
     @property
     def digest(self) -> str | None:
@@ -125,6 +129,19 @@ class Federation(ABC):
         return 0 if self.group_N is None else len(np.unique(self.group_N[self.group_N >= 0]))
 
     @property
+    def whole(self) -> "Federation":
+        """This federation with the share of the training samples that it holds out for validation, if it does."""
+        return self
+
+    @cached_property
+    def validation(self) -> "Federation | None":
+        """This federation with its validation data in place of its test data; None without validation data.
+
+        Its `num_samples_N` are the numbers of validation samples.
+        """
+        return None if self.num_validation_N is None else ValidationPart(self)
+
+    @property
     def tested_on(self) -> str:
         """A sentence on which data a client is tested."""
         return tested_on(self.view, self.num_groups)
@@ -156,6 +173,14 @@ class Federation(ABC):
     @abstractmethod
     def train(self, client: int) -> TensorSamples:
         """The training samples of a client: x of shape.dtype (n, *shape.input), normalised; y (n,)."""
+
+    def train_targets(self, client: int) -> torch.Tensor:
+        """The targets of the training samples of a client."""
+        return self.train(client)[1]
+
+    def validation_samples(self, client: int) -> TensorSamples:
+        """The validation samples of a client, which it does not train on. Called if `num_validation_N` is not None."""
+        raise DataError(f"client {client} has no validation samples; set data.validation")
 
     def files_of(self, clients: np.ndarray) -> np.ndarray | None:
         """Returns, for each of these clients, the number of the file with its training samples, int (M,).
@@ -213,7 +238,7 @@ class FederationView(Federation):
     def __init__(self, base: Federation) -> None:
         self._base = base
         self.shape, self.view, self.recipe = base.shape, base.view, base.recipe
-        self.scale, self.normalize = base.scale, base.normalize
+        self.scale, self.normalize, self.share = base.scale, base.normalize, base.share
 
     @property
     def digest(self) -> str | None:
@@ -256,6 +281,33 @@ class FederationView(Federation):
         return self._base.holdout(client)
 
 
+class ValidationPart(FederationView):
+    """A federation whose clients are tested on validation samples of their own."""
+
+    def __init__(self, base: Federation) -> None:
+        super().__init__(base)
+        assert base.num_validation_N is not None
+        self.view, self.num_samples_N, self.group_N = "holdout", base.num_validation_N, base.group_N
+
+    def data_version(self, client: int) -> Hashable:
+        return self._base.data_version(client), "validation"
+
+    def holdout(self, client: int) -> TensorSamples:
+        return self._base.validation_samples(client)
+
+    def num_test_sets(self) -> int:
+        return 0
+
+    def test_set(self, index: int) -> TensorSamples:
+        raise IndexError(f"test set {index} of 0")
+
+    def test_set_of(self, clients: np.ndarray) -> np.ndarray:
+        return np.full(len(clients), -1, np.int32)
+
+    def labels_of(self, clients: np.ndarray) -> None:
+        return None
+
+
 StoredSamples = tuple[np.ndarray, np.ndarray]  # x (n, *input) as stored, y (n, *target_shape)
 _LARGE = 10.0  # root mean square of a channel far above that of normalised inputs, which is 1
 
@@ -271,6 +323,8 @@ class Index:
     group_N: np.ndarray  # int32
     test_set_N: np.ndarray  # int32
     labels_NC: np.ndarray | None  # bool; None unless the view is label
+    validation_N: np.ndarray | None = None  # int64: number of validation rows, the last ones; None: there are none
+    validation_set_N: np.ndarray | None = None  # int32: -1: no shared validation set; None: there are none
 
 
 @dataclass(frozen=True)
@@ -351,7 +405,7 @@ class IndexedFederation(Federation):
         self.index, self.scaling = index, scaling
         self.scale, self.normalize = scaling.scale, scaling.normalize
         self._target_type = str(shape.target_dtype).removeprefix("torch.")
-        self.num_samples_N = index.train_N
+        self.num_samples_N, self.num_validation_N = index.train_N, index.validation_N
         self.group_N = None if (index.group_N < 0).all() else index.group_N
 
     @abstractmethod
@@ -361,6 +415,19 @@ class IndexedFederation(Federation):
     @abstractmethod
     def _test_file(self, number: int) -> StoredSamples:
         """All rows of a shared test set."""
+
+    def _validation_file(self, number: int) -> StoredSamples:
+        """All rows of a shared validation set."""
+        raise IndexError(f"validation set {number} of 0")
+
+    validation_view: str | None = None  # of validation data of the source; None: there are none
+    validation_sizes: Sequence[int] = ()  # samples of each shared validation set
+
+    @cached_property
+    def validation(self) -> Federation | None:
+        if self.validation_view is None:
+            return None
+        return ValidationPart(self) if self.validation_view == "holdout" else _SharedValidation(self)
 
     @property
     def warnings(self) -> list[str]:
@@ -376,12 +443,29 @@ class IndexedFederation(Federation):
         rows = slice(start, start + self.index.train_N[client])
         return self._tensors(self._file(int(self.index.file_N[client])), rows)
 
+    def train_targets(self, client: int) -> torch.Tensor:
+        start = self.index.offset_N[client]
+        y = self._file(int(self.index.file_N[client]))[1]
+        return torch.from_numpy(y[start : start + self.index.train_N[client]].astype(self._target_type))
+
     def holdout(self, client: int) -> TensorSamples:
         if self.view != "holdout":
             raise DataError(f"client {client} has no held-out samples: the test view is {self.view}, not holdout")
         start = self.index.offset_N[client] + self.index.train_N[client]
         rows = slice(start, start + self.index.held_out_N[client])
         return self._tensors(self._file(int(self.index.file_N[client])), rows)
+
+    def validation_samples(self, client: int) -> TensorSamples:
+        assert self.index.validation_N is not None
+        end = self.index.offset_N[client] + self.index.train_N[client] + self.index.held_out_N[client]
+        rows = slice(end, end + self.index.validation_N[client])
+        return self._tensors(self._file(int(self.index.file_N[client])), rows)
+
+    def validation_set(self, index: int, client: int | None = None, most: int | None = None) -> TensorSamples:
+        """Shared validation set `index`; of a client, at most so many of the samples that it is tested on."""
+        samples = self._validation_file(index)
+        rows = slice(None) if client is None else self.test_rows(client, samples[1], most, 0)
+        return self._tensors(samples, rows)
 
     def test_set(self, index: int) -> TensorSamples:
         if not 0 <= index < self.num_test_sets():
@@ -404,3 +488,34 @@ class IndexedFederation(Federation):
     def _tensors(self, samples: StoredSamples, rows: slice | np.ndarray) -> TensorSamples:
         x, y = samples
         return self.scaling.to_tensor(x[rows]), torch.from_numpy(y[rows].astype(self._target_type))
+
+
+class _SharedValidation(FederationView):
+    """An indexed federation whose clients are tested on shared validation sets of the source."""
+
+    def __init__(self, base: IndexedFederation) -> None:
+        super().__init__(base)
+        assert base.validation_view is not None and base.index.validation_set_N is not None
+        self._indexed, self._set_N = base, base.index.validation_set_N
+        self.view, self.group_N = base.validation_view, base.group_N
+        self.num_samples_N = np.append(np.array(base.validation_sizes, np.int64), 0)[self._set_N]
+
+    def data_version(self, client: int) -> Hashable:
+        return self._base.data_version(client), "validation"
+
+    def num_test_sets(self) -> int:
+        return len(self._indexed.validation_sizes)
+
+    def test_set(self, index: int) -> TensorSamples:
+        if not 0 <= index < self.num_test_sets():
+            raise IndexError(f"validation set {index} of {self.num_test_sets()}")
+        return self._indexed.validation_set(index)
+
+    def test_set_of(self, clients: np.ndarray) -> np.ndarray:
+        return self._set_N[clients]
+
+    def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
+        return self._base.labels_of(clients) if self.view == "label" else None
+
+    def test(self, client: int, max_samples: int | None = None, seed: int = 0) -> TensorSamples:
+        return self._indexed.validation_set(int(self._set_N[client]), client, max_samples)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.config import DataConfig
+from cfl_ray.config import DataConfig, Experiment
 from cfl_ray.config.data import (
     SOURCE_KINDS,
     ArraysConfig,
@@ -29,7 +29,7 @@ from cfl_ray.data.data_set import Progress, Source
 from cfl_ray.data.decoding import DECODING
 from cfl_ray.data.federation import DataShape, Federation, Scaling, layout_warnings, scale_warnings
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder, cache
-from cfl_ray.data.plan import FederationPlan, make_plan
+from cfl_ray.data.plan import FederationPlan, make_plan, with_validation_part
 from cfl_ray.data.raw_files import DigestIndex, RawFiles
 from cfl_ray.data.reading import reading
 from cfl_ray.data.shard_writer import shard_bytes, shard_plan_of, write_shards
@@ -37,6 +37,7 @@ from cfl_ray.data.shards import ShardFederation, ShardManifest, open_shards, rea
 from cfl_ray.data.sources import locate
 from cfl_ray.data.synthetic import ConceptFederation, SyntheticFederation
 from cfl_ray.data.tables import read_npz
+from cfl_ray.data.validation_share import ValidationShare
 from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.plugins.calling import call_plugin, check_options, place_of, reference_of
 from cfl_ray.plugins.registry import Registry
@@ -55,7 +56,9 @@ class FederationSummary:
     test_sets: int  # shared test sets; 0 if the view is hold-out
     view: str  # the data on which clients are tested (`data.test.view`)
     bytes: int  # bytes of the shards; 0 for data that are generated or kept in memory
-    num_samples_N: np.ndarray = field(repr=False, compare=False)  # training samples of each client
+    # training samples of each client, with a share of them that is held out for validation
+    num_samples_N: np.ndarray = field(repr=False, compare=False)
+    own_validation: bool = False  # whether the source has validation data of its own
     warnings: tuple[str, ...] = ()  # of inputs that are read for a summary: no pixels of files of images
 
 
@@ -234,13 +237,29 @@ def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardF
     return open_shards(folder.uri)
 
 
+def has_validation(experiment: Experiment) -> bool:
+    """Whether the experiment has validation data: a share of the training samples, or a validation part of its source.
+
+    A function that is the source is called, unless keys of the config tell. Raises DataError as `build` does.
+    """
+    data = experiment.data
+    if data.validation is not None or getattr(data, "validation_files", None) is not None:
+        return True
+    if not isinstance(data, ArraysConfig | PluginDataConfig) and data.federation is None:
+        return False
+    loaded = data.federation or _loaded(data, experiment.seed, experiment.targets)
+    if isinstance(loaded, Source):
+        return loaded.read(False, None).num_validation > 0
+    return loaded is not None and loaded.validation is not None
+
+
 def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationSummary:
     """The sizes of the federation that `build` would return. Reads labels but no pixels, and writes nothing."""
     loaded = _loaded(data, seed, targets)
     if isinstance(loaded, Federation):
         num_samples_N, shape, view = loaded.num_samples_N, loaded.shape, loaded.view
         groups, test_sets, size = loaded.num_groups, loaded.num_test_sets(), 0
-        warnings = loaded.warnings
+        warnings, own_validation = loaded.warnings, loaded.validation is not None
     else:
         plan = _plan(data, seed, _sources(data, loaded, targets), pixels=False, progress=None)
         num_samples_N = np.array([len(client.train) for client in plan.clients])
@@ -248,9 +267,13 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         groups = len({client.group for client in plan.clients if client.group >= 0})
         test_sets, size = len(plan.test_sets), shard_bytes(plan)
         scaling = Scaling(plan.data_set.scale, data.normalize, plan.data_set.vocabulary is not None)
+        own_validation = plan.validation_view is not None
         warnings = [*plan.data_set.warnings, *layout_warnings(shape.input)]
         warnings += scale_warnings(scaling.to_tensor(plan.data_set.train_x[plan.clients[0].train]))
-    samples = int(num_samples_N.min()), float(np.median(num_samples_N)), int(num_samples_N.max())
+    trained_N = num_samples_N
+    if (share := data.validation) is not None and not own_validation:
+        trained_N = num_samples_N - ValidationShare(share.fraction, share.order, seed).counts(num_samples_N)
+    samples = int(trained_N.min()), float(np.median(trained_N)), int(trained_N.max())
     return FederationSummary(
         clients=len(num_samples_N),
         samples=samples,
@@ -260,6 +283,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         view=view,
         bytes=size,
         num_samples_N=num_samples_N,
+        own_validation=own_validation,
         warnings=tuple(warnings),
     )
 
@@ -297,7 +321,20 @@ def _plan(
         decoding = data_set.decoding or other[0].decoding
         data_set = replace(data_set, notes=notes, warnings=warnings, decoding=decoding)
     Scaling(data_set.scale, data.normalize, data_set.vocabulary is not None).check(data_set.shape)
-    return make_plan(data_set, other[0] if other else None, data.with_view(data_set.test_y is not None), seed)
+    main = data_set.with_test_part
+    data = data.with_view(main.test_y is not None)
+    plan = make_plan(main, other[0].with_test_part if other else None, data, seed)
+    if (on_validation := data_set.with_validation_part) is None:
+        return plan
+    # the same clients, whose test data are the validation part
+    own = data.partition.kind == "writer" and on_validation.validation_client is not None
+    view = "all" if own else "cluster" if data.test.view == "holdout" else data.test.view
+    of_validation = data.model_copy(update={"test": data.test.model_copy(update={"view": view, "pool": False})})
+    second = other[0].with_validation_part or other[0].with_test_part if other else None
+    try:
+        return with_validation_part(plan, make_plan(on_validation, second, of_validation, seed), own)
+    except DataError as error:
+        raise DataError(f"the validation part: {error}") from None
 
 
 @paused_collection()
@@ -415,7 +452,7 @@ def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
             f"data.root: there is no file {file.absolute()}; source arrays reads an .npz file (numpy.savez)"
         )
     required, needs = ("x", "y", "clients"), "it needs x, y and clients"
-    optional = ("groups", "x_test", "y_test", "test_clients", "num_classes", "vocabulary")
+    optional = ("groups", "x_test", "y_test", "test_clients", "num_classes", "vocabulary", *_OF_VALIDATION)
     with reading(str(file), "an .npz file of plain arrays", "write it again with numpy.savez"):
         arrays: dict[str, Any] = read_npz(file, required, optional, needs)
     if data.test.view == "holdout" and "test_clients" not in arrays:
@@ -427,16 +464,17 @@ def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
         raise DataError(f"{file}: {error}") from None
 
 
-KEYS = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary", "clients", "test_clients")
+_OF_VALIDATION = ("x_validation", "y_validation", "validation_clients")
+KEYS = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary", "clients", "test_clients", *_OF_VALIDATION)
 
 
 def load_function(data: PluginDataConfig, seed: int, targets: str = "class") -> Federation | Source:
     """The data of the function that `data.source` names: a Federation, or without clients a Source.
 
     The function is called with `data.options`. It returns a Federation, a pair (x, y), or a mapping with x, y and
-    optionally clients, groups, x_test, y_test, test_clients, num_classes, vocabulary: arguments of
-    `federation_from_arrays`. Without clients, the samples are divided later as `data.partition` says. Raises DataError
-    naming the function and its line. targets: kind of y.
+    optionally clients, groups, num_classes, vocabulary, x_test, y_test, test_clients, and the same three for
+    validation: arguments of `federation_from_arrays`. Without clients, the samples are divided later as
+    `data.partition` says. Raises DataError naming the function and its line. targets: kind of y.
     """
     function = SOURCE_KINDS.find(data.source)
     if not callable(function):
@@ -476,10 +514,13 @@ def _from_mapping(arrays: dict[str, Any], data: PluginDataConfig, seed: int, tar
         return federation_of(arrays, data, seed, targets)
     if arrays.pop("test_clients", None) is not None:
         raise DataError("it returns test_clients without clients; give both or neither")
+    if arrays.pop("validation_clients", None) is not None:
+        raise DataError("it returns validation_clients without clients; give both or neither")
     arrays.pop("clients", None)
     data_set = data_set_from_arrays(**arrays, targets=targets, labels=data.labels)
     parts = (data_set.train_x, data_set.train_y, data_set.test_x, data_set.test_y, data_set.group)
     of_data = digest(*(part for part in parts if part is not None))
+    of_data += f"-{data_set.num_validation}" if data_set.num_validation else ""
     return Source((), lambda pixels, progress: data_set, of_data)
 
 
@@ -492,6 +533,7 @@ def federation_of(
         holdout=data.test.fraction,
         seed=seed,
         view=data.test.view,
+        order=data.test.order,
         normalize=data.normalize,
         targets=targets,
         labels=data.labels,

@@ -3,7 +3,7 @@
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,24 +40,27 @@ def read_parquet(
     *,
     transparency: str = "white",
     dense: bool = False,
+    validation: Sequence[Path] = (),
 ) -> DataSet:
     """The images of these files in file order. Raises DataError naming the file and row of unusable data.
 
     num_classes: None for the largest label + 1. transparency: as in `Decoder`. dense: whether labels that occur are
     numbered anew, without gaps. pixels: False decodes only the first image, for its shape.
     """
-    labels, others = label_names(columns.label), [name for name in (columns.client, columns.group) if name]
+    test, labels = [*test, *validation], label_names(columns.label)
+    others = [name for name in (columns.client, columns.group, columns.time) if name]
     parts = [_columns_of(train, [*labels, *others])]
     if test:
-        group = columns.group or ""
-        has_groups = group and all(group in _open(file, labels).schema_arrow.names for file in test)
-        parts.append(_columns_of(test, [*labels, group] if has_groups else labels))
+        known = [_open(file, labels).schema_arrow.names for file in test]
+        ids = [name for name in (columns.group, columns.client if validation else None) if name]
+        parts.append(_columns_of(test, [*labels, *(name for name in ids if all(name in has for has in known))]))
     decoder = Decoder(transparency).first(*next(_encoded(train, columns.image))[:2])  # a training part has a row
     inputs = (
         decoder.all(_encoded(files, columns.image), table.num_rows, pixels, progress)
         for files, (_, table) in zip((train, test), parts, strict=False)
     )
-    data_set = data_set_of(parts, inputs, columns, num_classes=num_classes, dense=dense)
+    num_validation = sum(_open(file, labels).metadata.num_rows for file in validation)
+    data_set = data_set_of(parts, inputs, columns, num_classes=num_classes, dense=dense, num_validation=num_validation)
     notes, warnings = decoder.report(parts[0][0])
     warnings = [*data_set.warnings, *warnings]
     return replace(data_set, notes=tuple(notes), warnings=tuple(warnings), decoding=decoder.version)
@@ -180,14 +183,14 @@ def raw_files(root: Path, listings: list[Listing]) -> RawFiles:
 
 
 @paused_collection()
-def listed(folder: Path, without: Path | None = None) -> Listing:
+def listed(folder: Path, without: Iterable[Path] = ()) -> Listing:
     """The images below the class folders of `folder`, and what is left out. Links are followed.
 
-    without: a folder that is no class. Raises DataError without an image, and for a folder that cannot be read.
+    without: folders that are no classes. Raises DataError without an image, and for a folder that cannot be read.
     """
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder.absolute()}; set data.root to a folder with a folder per class")
-    listing, skipped = Listing(folder), None if without is None else os.path.abspath(without)
+    listing, skipped = Listing(folder), {os.path.abspath(other) for other in without}
     _walk(listing, os.fspath(folder), "", (), skipped)
     if not listing.names:
         others = "".join(f"; {line}" for line in listing.warnings)
@@ -223,7 +226,7 @@ def _is_training(name: str) -> bool:
     return name.lower().startswith("train")
 
 
-def _walk(listing: Listing, path: str, name: str, above: tuple[tuple[int, int], ...], skipped: str | None) -> None:
+def _walk(listing: Listing, path: str, name: str, above: tuple[tuple[int, int], ...], skipped: set[str]) -> None:
     """Lists a folder in the order of names. above: (device, inode) of the folders around it. name: below the root."""
     try:
         with os.scandir(path) as entries:
@@ -237,7 +240,7 @@ def _walk(listing: Listing, path: str, name: str, above: tuple[tuple[int, int], 
         if entry.name in _NOT_OF_THE_USER or entry.name.startswith("."):
             listing.leave_out("it is hidden or made by the system", inner)
         elif entry.is_dir():
-            if skipped is not None and os.path.abspath(entry.path) == skipped:
+            if skipped and os.path.abspath(entry.path) in skipped:
                 continue
             if (entry.stat().st_dev, entry.stat().st_ino) in above:
                 listing.leave_out("it is a link to a folder that contains it", inner)
@@ -274,7 +277,13 @@ def _list_file(listing: Listing, entry: os.DirEntry[str], name: str, in_class: b
 
 
 def read_folders(
-    train: Listing, test: Listing | None, raw: RawFiles, transparency: str, pixels: bool, progress: Progress | None
+    train: Listing,
+    test: Listing | None,
+    validation: Listing | None,
+    raw: RawFiles,
+    transparency: str,
+    pixels: bool,
+    progress: Progress | None,
 ) -> DataSet:
     """The images in a folder that has a folder for each class, numbered in sorted order of the folders' names.
 
@@ -287,21 +296,25 @@ def read_folders(
         for path in {(label, _suffix(path)): path for label, path in zip(train.labels, paths, strict=True)}.values():
             decoder.look(raw.read(path), path)
 
-    def part(listing: Listing) -> tuple[np.ndarray, np.ndarray]:
-        if unknown := sorted(set(listing.classes) - set(train.classes)):
-            known = ", ".join(train.classes)
-            raise DataError(f"{listing.folder}: class {unknown[0]!r} has no training image; the classes are {known}")
-        contents = ((raw.read(path), path, _suffix(path)) for path in listing.paths)
-        x = decoder.all(contents, len(listing.names), pixels, progress)
+    def part(*listings: Listing) -> tuple[np.ndarray, np.ndarray]:
+        for listing in listings:
+            if unknown := sorted(set(listing.classes) - set(train.classes)):
+                known = ", ".join(train.classes)
+                raise DataError(
+                    f"{listing.folder}: class {unknown[0]!r} has no training image; the classes are {known}"
+                )
+        contents = ((raw.read(path), path, _suffix(path)) for listing in listings for path in listing.paths)
         label_of = {name: label for label, name in enumerate(train.classes)}
-        return x, np.array([label_of[name] for name in listing.labels], np.int16)
+        y = np.array([label_of[name] for listing in listings for name in listing.labels], np.int16)
+        return decoder.all(contents, len(y), pixels, progress), y
 
     if len(train.classes) > MAX_LABEL + 1:
         raise DataError(
             f"{train.folder} has {len(train.classes)} class folders, at most {MAX_LABEL + 1} can be classes"
         )
     x, y = part(train)
-    test_x, test_y = (None, None) if test is None else part(test)
+    others = [listing for listing in (test, validation) if listing is not None]
+    test_x, test_y = part(*others) if others else (None, None)
     client, of_clients = _clients(train, raw)
     notes, warnings = decoder.report(str(train.folder)) if pixels else ([], [])
     return DataSet(
@@ -316,12 +329,13 @@ def read_folders(
         notes=tuple(notes),
         warnings=(
             *train.warnings,
-            *(test.warnings if test is not None else ()),
+            *(line for listing in others for line in listing.warnings),
             *_order(train),
             *warnings,
             *of_clients,
         ),
         decoding=decoder.version,
+        num_validation=0 if validation is None else len(validation.names),
     )
 
 

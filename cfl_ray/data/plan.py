@@ -1,6 +1,7 @@
 """The plan of a federation: the row numbers of each client's samples, decided before any pixel is copied."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from cfl_ray.config.shift import HybridConfig
 from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
 from cfl_ray.data.data_set import DataSet
-from cfl_ray.data.shifts import Group, Variant, make_groups
+from cfl_ray.data.shifts import Group, Samples, Variant, make_groups
 from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import reference_of
 
@@ -23,14 +24,26 @@ class PlannedClient:
     name: str
     group: int  # true group; -1: not known
     variant: Variant
-    train: np.ndarray  # int64 rows of the data set's training part, ascending, to train on
-    held_out: np.ndarray  # int64 rows of the training part, ascending, to test on; empty unless the view is hold-out
+    train: np.ndarray  # int64 rows of the data set's training part, in the order of time, to train on
+    held_out: np.ndarray  # int64 rows of the training part, likewise, to test on; empty unless the view is hold-out
     test_set: int  # number of its shared test set; -1 if the view is hold-out
+    # int64 rows of the training part, or of the test part of `validation_of`, that are validation data of the source
+    validation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    validation_of: Variant | None = None
+    validation_set: int = -1  # number of its shared validation set; -1: there is none
 
     @property
     def num_rows(self) -> int:
-        """Number of its training and held-out rows."""
-        return len(self.train) + len(self.held_out)
+        """Number of its rows."""
+        return len(self.train) + len(self.held_out) + len(self.validation)
+
+    def samples(self) -> list[Samples]:
+        """Its transformed samples, in the order in which shards have them."""
+        parts = [self.variant.train(self.train), self.variant.train(self.held_out)]
+        if len(self.validation):
+            of, rows = self.validation_of, self.validation
+            parts.append(self.variant.train(rows) if of is None else of.test(rows))
+        return parts
 
 
 @dataclass(frozen=True)
@@ -53,11 +66,37 @@ class FederationPlan:
     clients: list[PlannedClient]
     test_sets: list[TestSet]
     labels_NC: np.ndarray | None  # bool: labels on which each client is tested; None unless the view is label
+    validation_view: str | None = None  # of the source's own validation data; None: it has none
+    validation_sets: Sequence[TestSet] = ()
 
     @property
     def data_set(self) -> DataSet:
         """The first client's data set. All data sets of a federation have the same shape, scale and classes."""
         return self.clients[0].variant.data_set
+
+
+def with_validation_part(plan: FederationPlan, of_validation: FederationPlan, own: bool) -> FederationPlan:
+    """The plan with the test sets of another plan of the same clients as its validation sets.
+
+    own: each client has its own samples of the part instead.
+    """
+    if own:
+        writer = of_validation.data_set.validation_client
+        assert writer is not None
+        names, writer_n = np.unique(writer.astype(np.str_), return_inverse=True)
+        order, ends = np.argsort(writer_n, kind="stable"), np.cumsum(np.bincount(writer_n))
+        rows_of = dict(zip(names.tolist(), np.split(order, ends[:-1]), strict=True))
+        clients = []
+        for client, other in zip(plan.clients, of_validation.clients, strict=True):
+            rows = rows_of.get(client.name, rows_of.get(client.name.rpartition("/")[0], client.train[:0]))
+            clients.append(replace(client, validation=rows, validation_of=other.variant))
+        return replace(plan, clients=clients, validation_view="holdout")
+    clients = [
+        replace(client, validation_set=other.test_set)
+        for client, other in zip(plan.clients, of_validation.clients, strict=True)
+    ]
+    sets, view = of_validation.test_sets, of_validation.view
+    return replace(plan, clients=clients, validation_sets=sets, validation_view=view)
 
 
 class ClientRows(NamedTuple):
@@ -92,7 +131,8 @@ def make_plan(data_set: DataSet, other: DataSet | None, data: DataConfig, seed: 
     kept_N = _kept_shares(len(divided), data.partition, seed)
     clients = []
     for number, client in enumerate(divided):
-        train, held_out = _split(client, number, kept_N[number], data, seed)
+        time = groups[client.group].variant.data_set.time
+        train, held_out = _split(client, number, kept_N[number], data, seed, time)
         test_set = test_set_of.get((client.group, client.true_group), -1)
         variant = groups[client.group].variant
         clients.append(PlannedClient(client.name, client.true_group, variant, train, held_out, test_set))
@@ -196,27 +236,39 @@ def _kept_shares(clients: int, whole: PartitionConfig, seed: int) -> np.ndarray:
     return kept_N
 
 
-def _split(client: ClientRows, number: int, keep: float, data: DataConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A client's training and held-out rows; if the view is hold-out, at least one of each."""
-    rows, held_out = client.rows, client.rows[:0]
+def _split(
+    client: ClientRows, number: int, keep: float, data: DataConfig, seed: int, time: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """A client's training and held-out rows, in the order of time; if the view is hold-out, at least one of each."""
+    rows, held_out = _in_time(client.rows, time), client.rows[:0]
     if data.test.view == "holdout":
         remedy = "leave it out (data.partition.min_samples: 2)"
-        rows, held_out = split_rows(rows, data.test.fraction, number, client.name, seed, remedy)
+        rows, held_out = split_rows(rows, data.test.fraction, number, client.name, seed, remedy, data.test.order)
     limit = len(rows) if data.partition.samples is None else min(data.partition.samples, len(rows))
     limit = max(round(keep * limit), 1)
     if len(rows) > limit:
         rng = stream(seed, -1, -1, number, "data/sample cap")
-        rows = np.sort(rng.choice(rows, limit, replace=False))
-    return rows, held_out
+        rows = rng.choice(rows, limit, replace=False)
+    return _in_time(np.sort(rows), time), _in_time(np.sort(held_out), time)
+
+
+def _in_time(rows: np.ndarray, time: np.ndarray | None) -> np.ndarray:
+    """The rows, ascending, in the order of their times; rows of one time, or without times, as they are."""
+    return rows if time is None else rows[np.argsort(time[rows], kind="stable")]
 
 
 def split_rows(
-    rows: np.ndarray, fraction: float, client: int, name: str, seed: int, remedy: str
+    rows: np.ndarray, fraction: float, client: int, name: str, seed: int, remedy: str, order: str = "random"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The training and the held-out rows of a client, ascending. Raises DataError for fewer than two rows."""
+    """The training and the held-out rows of a client. Raises DataError for fewer than two rows.
+
+    order: "random": ascending rows of which random ones are held out; "last": the last ones are.
+    """
     if len(rows) < 2:
         raise DataError(f"client {name!r} has {len(rows)} sample; holding out a part needs 2; {remedy}")
     count = min(max(round(fraction * len(rows)), 1), len(rows) - 1)
+    if order == "last":
+        return rows[:-count], rows[-count:]
     shuffled = stream(seed, -1, -1, client, "data/holdout").permutation(rows)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 

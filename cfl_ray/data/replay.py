@@ -1,6 +1,7 @@
 """Data of earlier rounds. Changes are functions of the first data, so nothing is stored: they are computed again."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -32,17 +33,30 @@ def distinct_rounds(
 class ReplayedFederation(FederationView):
     """The federation of `round`, in which clients have the union of their data of several rounds.
 
-    rounds_of: the rounds of each of these clients.
+    rounds_of: the rounds of each of these clients. of_validation: whether the test data are the validation data.
     """
 
-    def __init__(self, federation: Federation, round: int, rounds_of: Mapping[int, Rounds]):
-        super().__init__(federation.at(round))
-        self._federation, self._rounds_of = federation, rounds_of
-        self.num_samples_N, self.group_N = self._base.num_samples_N, self._base.group_N
+    def __init__(
+        self, federation: Federation, round: int, rounds_of: Mapping[int, Rounds], of_validation: bool = False
+    ):
+        self._federation, self._rounds_of, self._of_validation = federation, rounds_of, of_validation
+        super().__init__(self._at(round))
+        self.num_samples_N, self.group_N, self._round = self._base.num_samples_N, self._base.group_N, round
+
+    @cached_property
+    def validation(self) -> Federation | None:
+        if self._base.validation is None:
+            return None
+        return ReplayedFederation(self._federation, self._round, self._rounds_of, of_validation=True)
+
+    def _at(self, round: int) -> Federation:
+        federation = self._federation.at(round)
+        part = federation.validation if self._of_validation else None
+        return federation if part is None else part
 
     def _of(self, client: int) -> list[Federation]:
         rounds = self._rounds_of.get(client)
-        return [self._base] if rounds is None else [self._federation.at(round) for round in rounds]
+        return [self._base] if rounds is None else [self._at(round) for round in rounds]
 
     def data_version(self, client: int) -> Hashable:
         first, *others = (federation.data_version(client) for federation in self._of(client))

@@ -4,6 +4,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def write_shards(
 def shard_bytes(plan: FederationPlan) -> int:
     """The bytes of pixels and labels in the shards of this plan."""
     client_rows = sum(client.num_rows for client in plan.clients)
-    test_rows = sum(len(test_set.rows) for test_set in plan.test_sets)
+    test_rows = sum(len(test_set.rows) for test_set in (*plan.test_sets, *plan.validation_sets))
     y = plan.data_set.train_y
     return (client_rows + test_rows) * (_sample_bytes(plan) + y.itemsize * int(np.prod(y.shape[1:])))
 
@@ -92,11 +93,14 @@ def _write(
     shape, dtype = plan.data_set.data_shape, plan.data_set.train_x.dtype.name
     schema = sample_schema(shape, dtype)
     train, places = _write_clients(staging, plan, schema, progress)
-    test = [
-        _save(staging, f"test-{number:05d}.arrow", schema, _columns([test_set.variant.test(test_set.rows)]))
-        for number, test_set in enumerate(plan.test_sets)
-    ]
-    schema = index_schema(shape.num_classes, plan.view == "label")
+    test, validation = (
+        [
+            _save(staging, f"{part}-{number:05d}.arrow", schema, _columns([test_set.variant.test(test_set.rows)]))
+            for number, test_set in enumerate(sets)
+        ]
+        for part, sets in (("test", plan.test_sets), ("validation", plan.validation_sets))
+    )
+    schema = index_schema(shape.num_classes, plan.view == "label", plan.validation_view is not None)
     index = _save(staging, "clients.arrow", schema, _index_columns(plan, places))
     manifest = ShardManifest(
         view=plan.view,
@@ -111,6 +115,8 @@ def _write(
         normalize=normalize,
         notes=list(plan.data_set.notes),
         warnings=list(plan.data_set.warnings),
+        validation_view=plan.validation_view,
+        validation=validation,
         index=index,
         train=train,
         test=test,
@@ -119,10 +125,11 @@ def _write(
     unused = {"dtype", "vocabulary"} if dtype == "uint8" else set()  # left out, as in earlier manifests of images
     unused |= {"targets", "target_shape"} if shape.targets == "class" else set()
     unused |= {key for key in ("class_names", "notes", "warnings") if not getattr(manifest, key)}
+    unused |= {"validation_view", "validation"} if plan.validation_view is None else set()
     (staging / MANIFEST).write_text(manifest.model_dump_json(indent=1, exclude=unused))
     sync(staging / MANIFEST)
     sync(staging)
-    return [*(file.name for file in (index, *train, *test)), MANIFEST]
+    return [*(file.name for file in (index, *train, *test, *validation)), MANIFEST]
 
 
 def _write_clients(
@@ -132,7 +139,7 @@ def _write_clients(
     files: list[ShardFile] = []
     places: list[tuple[int, int]] = []
     for number, clients in enumerate(_clients_by_file(plan)):
-        parts = [client.variant.train(rows) for client in clients for rows in (client.train, client.held_out)]
+        parts = [samples for client in clients for samples in client.samples()]
         files.append(_save(staging, f"train-{number:05d}.arrow", schema, _columns(parts)))
         ends = np.cumsum([client.num_rows for client in clients])
         places += [(number, start) for start in (0, *ends[:-1])]
@@ -164,10 +171,11 @@ def _columns(parts: list[tuple[np.ndarray, np.ndarray]]) -> list[Any]:
 
 def _index_columns(plan: FederationPlan, places: list[tuple[int, int]]) -> list[Any]:
     """The columns of `index_schema`. places: as `_write_clients` returns them."""
-    rows = [
-        (*place, len(client.train), len(client.held_out), client.group, client.test_set, client.name)
-        for client, place in zip(plan.clients, places, strict=True)
-    ]
+    rows = []
+    for client, place in zip(plan.clients, places, strict=True):
+        row = (*place, len(client.train), len(client.held_out), client.group, client.test_set, client.name)
+        of_validation = (len(client.validation), client.validation_set) if plan.validation_view else ()
+        rows.append((*row, *of_validation))
     columns: list[Any] = list(map(list, zip(*rows, strict=True)))
     return columns if plan.labels_NC is None else [*columns, _fixed_size_lists(plan.labels_NC.view(np.uint8))]
 
@@ -191,13 +199,15 @@ def shard_plan_of(federation: Federation) -> FederationPlan:
     if isinstance(federation, ArrayFederation):
         samples, index, scale = [federation.samples], federation.index, int(federation.scaling.scale)
         tests = [] if federation.test_samples is None else [federation.test_samples]
+        shared = federation.validation_samples_of_all
+        validation_sets = [] if shared is None else [shared]
     else:
-        samples, index, tests = _read(federation)
+        samples, index, tests, validation_sets = _read(federation)
         scale = 1
-    shape = federation.shape
+    shape, of_validation = federation.shape, federation.validation
     whole = DataSet(
         *_stored(samples, shape),
-        *_stored(tests, shape),
+        *_stored([*tests, *validation_sets], shape),
         shape.num_classes,
         scale,
         vocabulary=shape.vocabulary,
@@ -211,14 +221,28 @@ def shard_plan_of(federation: Federation) -> FederationPlan:
         last = middle + index.held_out_N[client]
         name, group, test_set = federation.client_name(client), index.group_N[client], index.test_set_N[client]
         rows = np.arange(first, middle), np.arange(middle, last)
-        clients.append(PlannedClient(name, int(group), variant, *rows, int(test_set)))
-    ends = np.cumsum([0, *(len(labels) for _, labels in tests)])
-    test_sets = [TestSet(variant, np.arange(first, last)) for first, last in pairwise(ends)]
-    return FederationPlan(federation.view, clients, test_sets, index.labels_NC)
+        planned = PlannedClient(name, int(group), variant, *rows, int(test_set))
+        if index.validation_N is not None:
+            planned = replace(planned, validation=np.arange(last, last + index.validation_N[client]))
+        if index.validation_set_N is not None:
+            planned = replace(planned, validation_set=int(index.validation_set_N[client]))
+        clients.append(planned)
+    ends = np.cumsum([0, *(len(labels) for _, labels in (*tests, *validation_sets))])
+    sets = [TestSet(variant, np.arange(first, last)) for first, last in pairwise(ends)]
+    return FederationPlan(
+        federation.view,
+        clients,
+        sets[: len(tests)],
+        index.labels_NC,
+        validation_view=None if of_validation is None else of_validation.view,
+        validation_sets=sets[len(tests) :],
+    )
 
 
-def _read(federation: Federation) -> tuple[list[StoredSamples], Index, list[StoredSamples]]:
-    """The samples of any federation, read by its methods, the rows of each client in them, and shared test sets.
+def _read(
+    federation: Federation,
+) -> tuple[list[StoredSamples], Index, list[StoredSamples], list[StoredSamples]]:
+    """The samples of any federation, read by its methods, the rows of each client, shared test and validation sets.
 
     Raises DataError if the federation normalises samples.
     """
@@ -228,15 +252,21 @@ def _read(federation: Federation) -> tuple[list[StoredSamples], Index, list[Stor
             "federation_from_arrays(normalize=...) makes a federation whose shards can"
         )
     count = federation.num_clients
-    parts = [federation.train(client) for client in range(count)]
-    held_out_N = np.zeros(count, np.int64)
-    if federation.view == "holdout":
-        held_out = [federation.holdout(client) for client in range(count)]
-        held_out_N = np.array([len(y) for _, y in held_out])
-        parts = [part for pair in zip(parts, held_out, strict=True) for part in pair]
-    samples = [(x.numpy(), y.numpy()) for x, y in parts]
-    tests = [(x.numpy(), y.numpy()) for x, y in map(federation.test_set, range(federation.num_test_sets()))]
-    total_N, none_N = federation.num_samples_N + held_out_N, np.full(count, -1, np.int32)
+    clients, validation = range(count), federation.validation
+    readers = [federation.train]
+    readers += [part.holdout for part in (federation, validation) if part is not None and part.view == "holdout"]
+    parts = [[read(client) for client in clients] for read in readers]
+    sizes, no_rows_N = [np.array([len(y) for _, y in part]) for part in parts], np.zeros(count, np.int64)
+    held_out_N = sizes[1] if federation.view == "holdout" else no_rows_N
+    validation_N = None
+    if validation is not None:
+        validation_N = sizes[-1] if validation.view == "holdout" else no_rows_N
+    samples = [(x.numpy(), y.numpy()) for of_client in zip(*parts, strict=True) for x, y in of_client]
+    tests, validation_sets = (
+        [] if part is None else [(x.numpy(), y.numpy()) for x, y in map(part.test_set, range(part.num_test_sets()))]
+        for part in (federation, validation)
+    )
+    none_N, total_N = np.full(count, -1, np.int32), np.sum(sizes, axis=0)
     index = Index(
         file_N=np.zeros(count, np.int32),
         offset_N=np.cumsum(total_N) - total_N,
@@ -245,8 +275,10 @@ def _read(federation: Federation) -> tuple[list[StoredSamples], Index, list[Stor
         group_N=none_N if federation.group_N is None else federation.group_N,
         test_set_N=federation.test_set_of(np.arange(count)) if tests else none_N,
         labels_NC=federation.labels_of(np.arange(count)),
+        validation_N=validation_N,
+        validation_set_N=None if validation is None else validation.test_set_of(np.arange(count)),
     )
-    return samples, index, tests
+    return samples, index, tests, validation_sets
 
 
 def _stored(parts: list[StoredSamples], shape: DataShape) -> tuple[Any, Any]:

@@ -56,6 +56,8 @@ class ShardManifest(BaseModel):
     normalize: list[list[float]] | None
     notes: list[str] = []  # lines on the raw data, as in `DataSet`
     warnings: list[str] = []
+    validation_view: Literal["cluster", "label", "all", "holdout"] | None = None  # None: no validation data
+    validation: list[ShardFile] = []  # shared validation sets
     index: ShardFile
     train: list[ShardFile] = Field(min_length=1)
     test: list[ShardFile]
@@ -90,7 +92,7 @@ def sample_schema(shape: DataShape, dtype: str) -> pa.Schema:
     return pa.schema([pa.field("x", inputs, nullable=False), pa.field("y", target, nullable=False)])
 
 
-def index_schema(num_classes: int, label_view: bool) -> pa.Schema:
+def index_schema(num_classes: int, label_view: bool, has_validation: bool = False) -> pa.Schema:
     """The columns of clients.arrow."""
     columns = {
         "file": pa.int32(),
@@ -101,6 +103,8 @@ def index_schema(num_classes: int, label_view: bool) -> pa.Schema:
         "test_set": pa.int32(),
         "name": pa.string(),
     }
+    if has_validation:
+        columns |= {"validation": pa.int64(), "validation_set": pa.int32()}
     if label_view:
         columns["labels"] = pa.list_(pa.uint8(), num_classes)
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
@@ -146,12 +150,14 @@ class ShardFederation(IndexedFederation):
             raise DataError(f"{self._folder.uri} holds no shards (no {MANIFEST}); {advice}")
         self.manifest = manifest
         if verify or local is not None:  # a missing file is an error before the run; remote files are read only if used
-            for file in (manifest.index, *manifest.train, *manifest.test):
+            for file in (manifest.index, *manifest.train, *manifest.test, *manifest.validation):
                 self._folder.get(file.name, file.bytes, file.sha256, verify)
         self._samples = functools.cache(functools.partial(_map_samples, self._folder, manifest))
         self._names, index = _map_index(self._folder, manifest)
         scaling = Scaling(manifest.scale, manifest.normalize, manifest.vocabulary is not None)
         super().__init__(manifest.shape, manifest.view, manifest.recipe, index, scaling.check(manifest.shape.input))
+        self.validation_view = manifest.validation_view
+        self.validation_sizes = [file.rows for file in manifest.validation]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardFederation, (self._folder.uri,)
@@ -169,7 +175,7 @@ class ShardFederation(IndexedFederation):
     @property
     def content(self) -> str:
         """As in the base class, from the digests of the files: the recipe has the form of its version of cfl_ray."""
-        files = (self.manifest.index, *self.manifest.train, *self.manifest.test)
+        files = (self.manifest.index, *self.manifest.train, *self.manifest.test, *self.manifest.validation)
         return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
 
     @property
@@ -223,6 +229,9 @@ class ShardFederation(IndexedFederation):
     def _test_file(self, number: int) -> StoredSamples:
         return self._samples(self.manifest.test[number])
 
+    def _validation_file(self, number: int) -> StoredSamples:
+        return self._samples(self.manifest.validation[number])
+
 
 def _rotation(family: int, families: int, angles: list[float], group: int) -> GroupTransform:
     """The transform of a rotated group. Groups of the same family differ by whole quarter turns."""
@@ -262,12 +271,13 @@ def _map_samples(folder: Folder, manifest: ShardManifest, file: ShardFile) -> St
 
 def _map_index(folder: Folder, manifest: ShardManifest) -> tuple[pa.Array, Index]:
     """The names of the clients, and the index of their rows."""
-    label_view = manifest.view == "label"
-    batch = _map(folder, manifest.index, index_schema(manifest.num_classes, label_view))
+    label_view, has_validation = manifest.view == "label", manifest.validation_view is not None
+    batch = _map(folder, manifest.index, index_schema(manifest.num_classes, label_view, has_validation))
     labels_NC = None
     if label_view:
         labels_NC = np.from_dlpack(batch["labels"].flatten()).reshape(-1, manifest.num_classes).view(bool)
-    names = ("file", "offset", "train", "held_out", "group", "test_set")
+    names = ["file", "offset", "train", "held_out", "group", "test_set"]
+    names += ["validation", "validation_set"] if has_validation else []
     index = Index(**{f"{name}_N": np.from_dlpack(batch[name]) for name in names}, labels_NC=labels_NC)
     if not _is_valid(index, manifest):
         raise DataError(
@@ -280,12 +290,16 @@ def _is_valid(index: Index, manifest: ShardManifest) -> bool:
     """Whether all rows, files and test sets of the index exist."""
     rows = np.array([file.rows for file in manifest.train])  # number of rows of each file
     least = 0 if manifest.test else -1
+    own_N = index.train_N * 0 if index.validation_N is None else index.validation_N
+    set_N = index.test_set_N * 0 - 1 if index.validation_set_N is None else index.validation_set_N
     return bool(
         ((index.file_N >= 0) & (index.file_N < len(rows))).all()
         and (index.offset_N >= 0).all()
         and (np.maximum.reduce([index.offset_N, index.train_N, index.held_out_N]) <= rows[index.file_N]).all()
         and (index.train_N >= 1).all()
         and (index.held_out_N >= 0).all()
-        and (index.offset_N + index.train_N + index.held_out_N <= rows[index.file_N]).all()
+        and ((own_N >= 0) & (own_N <= rows[index.file_N])).all()
+        and (index.offset_N + index.train_N + index.held_out_N + own_N <= rows[index.file_N]).all()
+        and ((set_N >= (0 if manifest.validation else -1)) & (set_N < len(manifest.validation))).all()
         and ((index.test_set_N >= least) & (index.test_set_N < len(manifest.test))).all()
     )

@@ -4,6 +4,7 @@ Well-known image data sets are read in the layouts of torchvision, of the Huggin
 """
 
 import glob
+import itertools
 import os
 import re
 import socket
@@ -179,7 +180,7 @@ def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
 
 
 def medmnist(data: FilesDataConfig) -> Source:
-    """The 2-D data set of medmnist that `data.train_files` names, without its validation part."""
+    """The 2-D data set of medmnist that `data.train_files` names; with its validation part for `data.validation`."""
     get = (
         "name one data set by its file, e.g. data.train_files: pathmnist.npz, and put it there: "
         "medmnist.PathMNIST('train', root='data', download=True) of the package medmnist does it"
@@ -189,32 +190,37 @@ def medmnist(data: FilesDataConfig) -> Source:
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise DataError(f"data.train_files: {root.absolute()} holds {len(files)} data sets, name one of: {names}")
-    return Source(tuple(files), lambda pixels, progress: _read_medmnist(files[0], data.labels == "dense"))
+    named = ("train", "test", "val") if data.validation is not None else ("train", "test")
+    return Source(tuple(files), lambda pixels, progress: _read_medmnist(files[0], named, data.labels == "dense"))
 
 
-def _read_medmnist(file: Path, dense: bool) -> DataSet:
-    names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels")]
+def _read_medmnist(file: Path, named: Sequence[str], dense: bool) -> DataSet:
+    names = [f"{part}_{kind}" for part in named for kind in ("images", "labels")]
     with reading(str(file), "an .npz file of medmnist", "download it again"):
         arrays = read_npz(file, names, None, f"a file of medmnist has {', '.join(names)}")
-    parts = [
-        _medmnist_part(file, name, arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")
-    ]
+    parts = [_medmnist_part(file, name, arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in named]
+    for name, (x, _) in zip(named, parts, strict=True):
+        if x.shape[1:] != (shape := parts[0][0].shape[1:]):
+            raise DataError(
+                f"{file}: {name}_images are of shape {x.shape[1:]}, train_images of {shape}; they must agree"
+            )
     labels: list[np.ndarray] = [y for _, y in parts]
     class_names: tuple[str, ...] = ()
     if dense:
         labels, class_names = tables.numbered(
-            [(f"{file}: {name}_labels", y) for name, y in zip(("train", "test"), labels, strict=True)]
+            [(f"{file}: {name}_labels", y) for name, y in zip(named, labels, strict=True)]
         )
     num_classes = len(class_names) or max(int(y.max()) for y in labels) + 1
     warnings = label_warnings(f"{file}: train_labels", labels[0], num_classes, DENSE)
     return DataSet(
         parts[0][0],
         labels[0],
-        parts[1][0],
-        labels[1],
+        np.concatenate([x for x, _ in parts[1:]]),
+        np.concatenate(labels[1:]),
         num_classes,
         class_names=class_names,
         warnings=tuple(warnings),
+        num_validation=sum(map(len, labels[2:])),
     )
 
 
@@ -338,9 +344,10 @@ def images(data: ColumnsDataConfig) -> Source:
     """Images in the user's Parquet files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
     usual = ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
-    train, test = _parts(data, [""], usual, "images", get)
-    read = _warned(partial(_parquet(data), train, test, data.columns, None), _held_out(train))
-    return Source((*train, *test), read, decodes=True)
+    train, test, validation = _parts(data, [""], usual, "images", get)
+    parquet = partial(_parquet(data), validation=validation)
+    read = _warned(partial(parquet, train, test, data.columns, None), _held_out(train))
+    return Source((*train, *test, *validation), read, decodes=True)
 
 
 def _parquet(data: ColumnsDataConfig) -> Callable[..., DataSet]:
@@ -355,16 +362,16 @@ def femnist(data: ColumnsDataConfig) -> Source:
         "or use source femnist_leaf for LEAF's JSON"
     )
     usual = ["hf/femnist/data/*.parquet", "data/*.parquet", "*.parquet"]
-    train, test = _parts(data, ["", "femnist"], usual, "femnist", get)
+    train, test, validation = _parts(data, ["", "femnist"], usual, "femnist", get)
     names = {"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
-    read = partial(_parquet(data), train, test, ColumnsConfig(**names), leaf.CLASSES)
-    return Source((*train, *test), read, decodes=True)
+    read = partial(_parquet(data), train, test, ColumnsConfig(**names), leaf.CLASSES, validation=validation)
+    return Source((*train, *test, *validation), read, decodes=True)
 
 
 def _parts(
     data: PartsDataConfig, subfolders: list[str], usual: list[str], name: str, get: str
-) -> tuple[list[Path], list[Path]]:
-    """The training files that are not test files, and the test files.
+) -> tuple[list[Path], list[Path], list[Path]]:
+    """The training files that are of no other part, the test files and the validation files.
 
     usual: glob patterns of the training files if `data.train_files` is null. get: as in `find`. If `data.root` is a
     file, it is the training file.
@@ -375,14 +382,23 @@ def _parts(
     if data.root is not None and file.is_file() and data.train_files is None:
         data = data.model_copy(update={"root": str(file.parent), "train_files": glob.escape(file.name)})
     folder, train = find(data, subfolders, [data.train_files] if data.train_files else usual, name, get)
-    test = sorted(path for path in folder.glob(data.test_files) if path.is_file()) if data.test_files else []
-    if data.test_files and not test:
-        raise DataError(f"data.test_files: no file matches {data.test_files!r} in {folder.absolute()}")
-    train = [path for path in train if path not in test]
+    test, validation = (_matching(key, getattr(data, key), folder) for key in ("test_files", "validation_files"))
+    if both := [path for path in validation if path in test]:
+        raise DataError(f"data.test_files and data.validation_files both name {both[0]}; name each file once")
+    train = [path for path in train if path not in (*test, *validation)]
     if not train:
-        names = ", ".join(path.name for path in test)
-        raise DataError(f"data.train_files and data.test_files name the same files in {folder.absolute()}: {names}")
-    return train, test
+        names = ", ".join(path.name for path in (*test, *validation))
+        keys = " and ".join(f"data.{key}" for key in ("test_files", "validation_files") if getattr(data, key))
+        raise DataError(f"data.train_files and {keys} name the same files in {folder.absolute()}: {names}")
+    return train, test, validation
+
+
+def _matching(key: str, pattern: str | None, folder: Path) -> list[Path]:
+    """The files of a part, sorted; empty without a pattern. Raises DataError if none matches."""
+    files = sorted(path for path in folder.glob(pattern) if path.is_file()) if pattern else []
+    if pattern and not files:
+        raise DataError(f"data.{key}: no file matches {pattern!r} in {folder.absolute()}")
+    return files
 
 
 def _held_out(files: list[Path]) -> list[str]:
@@ -468,50 +484,60 @@ def sent140_leaf(data: Sent140LeafConfig) -> Source:
 def csv(data: CsvConfig, targets: str = "class") -> Source:
     """The samples of CSV or Parquet files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.parquet'"
-    train, test = _parts(data, [""], ["*.csv"], "csv", get)
-    files = (*train, *test)
+    train, test, validation = _parts(data, [""], ["*.csv"], "csv", get)
+    files = (*train, *test, *validation)
     digests = [sha256_once(file) for file in files]  # an edited table may have the same size
     written, dense = CsvFormat(data.delimiter, data.encoding, data.decimal), data.labels == "dense"
 
     def read(pixels: bool, progress: Progress | None) -> DataSet:
-        return tables.read_csv(train, test, data.columns, targets, written, dense)
+        return tables.read_csv(train, test, data.columns, targets, written, dense, validation)
 
     return Source(files, _warned(read, [*_held_out(train), *_copied(files, digests)]), " ".join(digests))
 
 
 def image_folder(data: ImagesDataConfig) -> Source:
     """Images in a folder for each class."""
-    folder, test_folder = _folders(data)
-    if test_folder is not None and test_folder.is_dir() and folder.is_dir() and test_folder.samefile(folder):
-        raise DataError(f"data.train_files and data.test_files name the same folder, {folder.absolute()}")
-    train = image_files.listed(folder, without=test_folder)
-    test = None if test_folder is None else image_files.listed(test_folder)
-    raw = image_files.raw_files(roots(data)[0], [train] if test is None else [train, test])
-    read = partial(image_files.read_folders, train, test, raw, data.transparency)
+    folders = {key: folder for key, folder in _folders(data).items() if folder is not None}
+    for (key, folder), (other_key, other) in itertools.combinations(folders.items(), 2):
+        if folder.is_dir() and other.is_dir() and folder.samefile(other):
+            raise DataError(f"data.{key} and data.{other_key} name the same folder, {folder.absolute()}")
+    without = [folder for key, folder in folders.items() if key != "train_files"]
+    train = image_files.listed(folders["train_files"], without=without)
+    test, validation = (
+        image_files.listed(folders[key]) if key in folders else None for key in ("test_files", "validation_files")
+    )
+    parts = [listing for listing in (train, test, validation) if listing is not None]
+    raw = image_files.raw_files(roots(data)[0], parts)
+    read = partial(image_files.read_folders, train, test, validation, raw, data.transparency)
     return Source((), read, digested=raw, decodes=True)
 
 
 def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
     """A data set that Hugging Face's `save_to_disk` has written."""
-    train, test = _folders(data)
-    for key, folder in (("root or data.train_files", train), ("test_files", test)):
+    folders = _folders(data)
+    for key, folder in folders.items():
         if folder is not None and not folder.is_dir():
+            key = "root or data.train_files" if key == "train_files" else key
             raise DataError(f"data.{key}: there is no folder {folder.absolute()} of Dataset.save_to_disk")
-    parts = [saved_dataset(folder) for folder in (train, test) if folder is not None]
+    train, test, validation = folders.values()
+    assert train is not None
+    parts = [saved_dataset(folder) for folder in (train, test, validation) if folder is not None]
     files = [file for part in parts for file in (*part.files, *part.descriptions)]
     return Source(
         tuple(files),
         lambda pixels, progress: tables.read_hf(
-            train, test, data.columns, data.vocabulary, targets, data.transparency, data.labels == "dense"
+            train, test, data.columns, data.vocabulary, targets, data.transparency, data.labels == "dense", validation
         ),
         decodes=True,
     )
 
 
-def _folders(data: PartsDataConfig) -> tuple[Path, Path | None]:
-    """The folders of the training part and of the test part."""
+def _folders(data: PartsDataConfig) -> dict[str, Path | None]:
+    """The folders of the training, test and validation part, by their keys; None: there is no such part."""
     root = roots(data)[0]
-    return root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
+    others = {"test_files": data.test_files, "validation_files": data.validation_files}
+    named = {key: None if name is None else root / name for key, name in others.items()}
+    return {"train_files": root / (data.train_files or ""), **named}
 
 
 SOURCES: dict[str, Callable[[Any], Source]] = {  # by the names of `SOURCE_KINDS`, each with its section

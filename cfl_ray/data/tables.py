@@ -220,13 +220,16 @@ def read_csv(
     targets: str = "class",
     csv: CsvFormat = COMMON,
     dense: bool = False,
+    validation: Sequence[Path] = (),
 ) -> DataSet:
     """The samples of CSV or Parquet files. Inputs are float32 (n, F), a number for each feature column."""
+    test = [*test, *validation]
     labels = label_names(columns.label)
     ids = [name for name in (columns.client, columns.group) if name is not None]
     as_text = labels if targets == "class" else []
+    times = [] if columns.time is None else [columns.time]
     tables = {file: read_rows(file, csv, ids, as_text) for file in (*train, *test)}
-    given = {*labels, *ids, *(columns.features or ())}
+    given = {*labels, *ids, *times, *(columns.features or ())}
     left_out = {name for table in tables.values() for name in index_columns(table)} - given
     parts = []
     for files in (train, test):
@@ -240,7 +243,8 @@ def read_csv(
         column_of(parts[0], column)
     features, warnings = _features(parts[0], [tables[file] for file in train], columns, sorted(left_out))
     inputs = (np.stack([_numbers(part, name, csv.decimal, warnings) for name in features], 1) for part in parts)
-    data_set = data_set_of(parts, inputs, columns, targets=targets, dense=dense)
+    num_validation = sum(tables[file].num_rows for file in validation)
+    data_set = data_set_of(parts, inputs, columns, targets=targets, dense=dense, num_validation=num_validation)
     if not columns.features:
         warnings += _label_copies(parts[0][0], features, data_set)
     warnings += shared_rows(parts, data_set)
@@ -288,12 +292,12 @@ def _features(
     tables: of each training file. left_out: columns that are not in `train`.
     """
     name, table = train
-    special = {*label_names(columns.label), columns.client, columns.group}
+    special = {*label_names(columns.label), columns.client, columns.group, columns.time}
     if columns.features:
         if wrong := [column for column in columns.features if column in special]:
             raise DataError(
-                f"data.columns.features names {wrong[0]!r}, which is the label, the client or the group: a model would "
-                "read its target from its input; leave it out"
+                f"data.columns.features names {wrong[0]!r}, which is the label, the client, the group or the time: a "
+                "model would read its target from its input; leave it out"
             )
         return columns.features, []
     others = [column for column in table.column_names if column not in special]
@@ -342,12 +346,13 @@ def read_hf(
     targets: str = "class",
     transparency: str = "white",
     dense: bool = False,
+    validation: Path | None = None,
 ) -> DataSet:
     """The samples of data sets that `Dataset.save_to_disk` wrote into these folders.
 
     The input column contains images, or lists of equal length: of numbers, or of token ids if `vocabulary` is given.
     """
-    saved = [hf_disk.saved_dataset(folder) for folder in (train, test) if folder is not None]
+    saved = [hf_disk.saved_dataset(folder) for folder in (train, test, validation) if folder is not None]
     for part in saved:
         if (kind := part.kind_of(columns.image)) in _OTHER_MEDIA:
             raise DataError(
@@ -355,7 +360,12 @@ def read_hf(
                 "to images or lists of numbers"
             )
     ids = [name for name in (columns.client, columns.group) if name is not None]
-    parts = [concatenated(part.files, part.tables(), text=ids) for part in saved]
+    tables = [part.tables() for part in saved]
+    parts = [concatenated(saved[0].files, tables[0], text=ids)]
+    if len(saved) > 1:
+        files = [file for part in saved[1:] for file in part.files]
+        parts.append(concatenated(files, [table for of_part in tables[1:] for table in of_part], text=ids))
+    num_validation = 0 if validation is None else sum(table.num_rows for table in tables[-1])
     class_names: tuple[str, ...] = ()
     if targets == "class" and isinstance(columns.label, str):
         class_names = hf_disk.common_class_names(saved, columns.label)
@@ -371,7 +381,16 @@ def read_hf(
         )
     decoder = Decoder(transparency, modes[0])
     inputs = (_lists_or_images(part, columns.image, vocabulary, decoder) for part in parts)
-    data_set = data_set_of(parts, inputs, columns, vocabulary, targets, dense=dense, class_names=class_names)
+    data_set = data_set_of(
+        parts,
+        inputs,
+        columns,
+        vocabulary,
+        targets,
+        dense=dense,
+        class_names=class_names,
+        num_validation=num_validation,
+    )
     notes, warnings = decoder.report(parts[0][0])
     warnings = [*data_set.warnings, *warnings]
     return replace(data_set, notes=tuple(notes), warnings=tuple(warnings), decoding=decoder.version)
@@ -389,8 +408,11 @@ def data_set_of(
     num_classes: int | None = None,
     dense: bool = False,
     class_names: tuple[str, ...] = (),
+    num_validation: int = 0,
 ) -> DataSet:
     """The samples of a training part and, if given, a test part, with labels, clients and groups.
+
+    num_validation: rows at the end of the test part that are the validation part.
 
     inputs: of each part; they are computed after the labels are checked. num_classes: None for the largest label + 1.
     dense: whether integer labels are numbered anew, as in `dense_labels`. class_names: of integer labels, if the files
@@ -417,11 +439,18 @@ def data_set_of(
     client = None if columns.client is None else ids_of(parts[0], columns.client, "client")
     if client is not None:
         warnings += alike_warnings(f"{parts[0][0]}: column {columns.client!r}", client, "client")
+    validated = None if client is None or not num_validation else _validated_clients(parts, columns, num_validation)
+    if client is not None and validated is not None and (count := int((~np.isin(validated, client)).sum())):
+        warnings.append(
+            f"{parts[1][0]}: {count} of {num_validation} validation samples are left out, since their clients have no "
+            "training sample"
+        )
     group = test_group = None
     if (name := columns.group) is not None:
         values = [ids_of(part, name, "group") for part in parts if part is parts[0] or name in part[1].column_names]
         warnings += alike_warnings(f"{parts[0][0]}: column {name!r}", values[0], "group")
         group, test_group = groups_of(values[0], values[1] if len(values) == 2 else None, f"{parts[-1][0]}: {name!r}")
+    time = None if columns.time is None else ranks_in_time(parts[0], columns.time)
     x, *test_x = inputs
     for what, (train, *test) in {"inputs": [x, *test_x], "targets": labels}.items():
         if test and (shape := test[0].shape[1:]) != train.shape[1:]:
@@ -439,11 +468,34 @@ def data_set_of(
         client=client,
         group=group,
         test_group=test_group,
+        time=time,
         vocabulary=vocabulary,
         targets=targets,
         class_names=class_names,
         warnings=tuple(warnings),
+        num_validation=num_validation,
+        validation_client=validated,
     )
+
+
+def _validated_clients(parts: list[Named], columns: ColumnsConfig, count: int) -> np.ndarray | None:
+    """The client of each sample of the validation part, the last `count` rows; None without a column of clients."""
+    name, table = parts[1]
+    if columns.client is None or columns.client not in table.column_names:
+        return None
+    return ids_of((name, table.slice(table.num_rows - count)), columns.client, "client")
+
+
+def ranks_in_time(part: Named, column: str) -> np.ndarray:
+    """Ranks of the rows by a column of numbers, dates or times, int64 (n,); rows of one time have the same rank."""
+    values = column_of(part, column)
+    kind = values.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind)):
+        raise DataError(
+            f"{part[0]}: time column {column!r} must hold numbers, dates or times, it holds {kind}; write times as "
+            "2026-01-31 12:00:00, or set data.columns.time"
+        )
+    return np.unique(values.to_numpy(), return_inverse=True)[1].astype(np.int64)
 
 
 # --- files --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Client state kept on the hosts: personal columns between rounds, and deferred results of the present round."""
 
 import itertools
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.backend import ClientStateKey, SavedState, StateFile
+from cfl_ray.core.describing import ClientData
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.work import ClientState, Train, Work
 from cfl_ray.errors import RunError
+from cfl_ray.plugins.calling import call_plugin, described, place_of
 
 
 def client_state_value(
@@ -43,13 +45,42 @@ def starting_row(start_P: Tensor, client_state: ClientState | None, value: Tenso
     return row_P
 
 
-def predicting_row(received_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
-    """The row for the predictions of a client that received `received_P` and keeps `value`."""
+def predicting_row(
+    received_P: Tensor,
+    client_state: ClientState | None,
+    value: Tensor | None,
+    client: Callable[[], ClientData] | None = None,
+) -> Tensor:
+    """The row for the predictions of a client that received `received_P` and keeps `value`.
+
+    client: returns the client's data, if `client_state.reads_data`.
+    """
+    if client_state is not None and client_state.predicts is not None and value is not None:
+        return _predicted(received_P, client_state, value, client)
     row_P = with_client_state(received_P, client_state, value)
     if client_state is None or value is None:
         return row_P
     share = float(value[-1]) if client_state.learned_share else client_state.share
     return row_P if share == 1 else torch.lerp(received_P, row_P.to(received_P.device), share)
+
+
+def _predicted(
+    received_P: Tensor, client_state: ClientState, value: Tensor, client: Callable[[], ClientData] | None
+) -> Tensor:
+    """The row that `client_state.predicts` returns. Raises RunError if it is no row."""
+    function = client_state.predicts
+    arguments: list[Any] = [received_P.cpu().clone(), value.cpu().clone()]
+    assert function is not None
+    if client_state.reads_data:
+        assert client is not None
+        arguments.append(client())
+    row_P = call_plugin("predicts", function, *arguments, where=" of a client state")
+    if not isinstance(row_P, Tensor) or row_P.shape != received_P.shape:
+        raise RunError(
+            f"{place_of(function)}: predicts of the client state {client_state.name!r} returned {described(row_P)}, "
+            f"expected a row of {len(received_P)} numbers"
+        )
+    return row_P.detach().to(received_P)
 
 
 def stored_numbers(

@@ -109,6 +109,11 @@ class ClientView:
         x, y = self.x[samples], self.y[samples]
         return self.network.memory.in_batches_of("gradient", batch, lambda batch: self._gradient(x, y, batch))
 
+    @torch.no_grad()
+    def loss(self, row_P: Tensor, samples: slice = slice(None)) -> float:
+        y, outputs = self.y[samples], self.network.logits_of(row_P, self.x[samples])
+        return self.network.task.total_loss(outputs, y.to(outputs.device)).item() / len(y)
+
     def features(self, row_P: Tensor) -> Tensor:
         self.network.load(row_P)
         return self.network.memory.in_batches_of("features", 2048, self._features)

@@ -6,9 +6,11 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.work import EvaluateClients, EvaluateShared, Train
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.work import EvaluateClients, EvaluateShared, Train, scores_name
 from cfl_ray.engine import scoring
 from cfl_ray.engine.client_state import predicting_row
+from cfl_ray.engine.describing import ClientView
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.samples import Same
@@ -19,27 +21,32 @@ def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
     """Scores of each client's model, which may be trained before the test (`tune`)."""
     work, arrays, predictors = chunk.work, chunk.empty(), _Predictors(chunk)
     for index in range(len(chunk)):
-        row_P = predicting_row(chunk.on_device(work.start, index), work.client_state, chunk.stored_value(index))
+        row_P = _served_row(chunk, index)
+        if row_P is None:
+            continue
         if work.tune is not None:
             task = _tuning_task(chunk, index, row_P)
             if task is None:
                 continue
             row_P = chunk.train_one(task).row_P
         logits = predictors.of(index, row_P)
-        arrays["scores"][index], reason = client_scores(chunk, index, logits, work.max_test_samples)
-        if reason:
-            chunk.exclude(index, f"its test data have {reason}")
+        for part in work.parts:
+            scores, reason = client_scores(chunk, index, logits, work.max_test_samples, part)
+            arrays[scores_name(part)][index] = scores
+            if reason:
+                chunk.exclude(index, f"its {part} data have {reason}")
     return arrays
 
 
 def evaluate_shared(chunk: OpenChunk[EvaluateShared]) -> Arrays:
     """Counts by true and predicted class, or scores, of a model on each test set."""
     work, arrays, predictors = chunk.work, chunk.empty(), _Predictors(chunk)
+    data = chunk.tested_on(work.part)
     for index, test_set in enumerate(work.ids_M.tolist()):
-        key = "test set", test_set, Same(chunk.data)  # the federation of a round numbers its test sets
-        samples = chunk.read(key, partial(chunk.data.test_set, test_set))
+        key = "test set", test_set, Same(data)  # the federation of a round numbers its test sets
+        samples = chunk.read(key, partial(data.test_set, test_set))
         if isinstance(samples, str):
-            chunk.exclude(index, f"its test set {test_set} has {samples}")
+            chunk.exclude(index, f"its {work.part} set {test_set} has {samples}")
             continue
         x, y = samples[0], samples[1].cpu()  # the outputs are compared on the CPU
         logits = predictors.of(index, chunk.on_device(work.start, index), test_set)
@@ -47,7 +54,7 @@ def evaluate_shared(chunk: OpenChunk[EvaluateShared]) -> Arrays:
             counts = scoring.confusion(logits(x).cpu(), y, chunk.data.shape.num_classes)
             arrays["confusion"][index], arrays["loss"][index] = counts
         else:
-            with naming_client(test_set, "testing", "test set"):
+            with naming_client(test_set, "testing", f"{work.part} set"):
                 arrays["scores"][index] = scoring.values(chunk.network.task, logits, x, y) if len(y) else np.nan
     return arrays
 
@@ -57,13 +64,15 @@ def client_scores(
     index: int,
     logits: scoring.Logits,
     max_samples: int | None,
+    part: str,
 ) -> tuple[np.ndarray | Sequence[float], str | None]:
-    """Metrics and mean loss on one client's own test data; NaN, with the reason, for invalid data."""
-    task, client = chunk.network.task, chunk.client(index)
+    """Metrics and mean loss on this part of one client's data; NaN, with the reason, for invalid data."""
+    task, client, data = chunk.network.task, chunk.client(index), chunk.tested_on(part)
+    max_samples = None if data.view == "holdout" else max_samples  # which limits shared test sets
     undefined = np.full(len(task.score_names), np.nan)
     with naming_client(client, "testing"):
-        key = "test", client, chunk.data.data_version(client), max_samples
-        samples = chunk.read(key, lambda: chunk.data.test(client, max_samples))
+        key = "test", client, data.data_version(client), max_samples
+        samples = chunk.read(key, lambda: data.test(client, max_samples))
         if isinstance(samples, str):
             return undefined, samples
         x, y = samples[0], samples[1].cpu()  # the outputs are compared on the CPU
@@ -71,6 +80,20 @@ def client_scores(
             return scoring.values(task, logits, x, y) if len(y) else undefined, None
         confusion_CC, loss_C = scoring.confusion(logits(x).cpu(), y, chunk.data.shape.num_classes)
     return scoring.scores(confusion_CC, loss_C), None
+
+
+def _served_row(chunk: OpenChunk[EvaluateClients], index: int) -> Tensor | None:
+    """The row that a client predicts with. If it depends on data that are not valid, excludes it and returns None."""
+    work, value, received_P = chunk.work, chunk.stored_value(index), chunk.on_device(chunk.work.start, index)
+    if value is None or work.client_state is None or not work.client_state.reads_data:
+        return predicting_row(received_P, work.client_state, value)
+    samples = chunk.samples(index)
+    if samples is None:
+        return None
+    client, local = chunk.client(index), work.tune or LocalSGD()
+    view = ClientView(client, *samples, chunk.network, work.address, local, chunk.train_one)
+    with naming_client(client, "preparing its model"):
+        return predicting_row(received_P, work.client_state, value, lambda: view)
 
 
 def _tuning_task(chunk: OpenChunk[EvaluateClients], index: int, start_P: Tensor) -> TrainingTask | None:

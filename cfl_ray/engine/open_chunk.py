@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.work import Exclusion, Rows, Work
+from cfl_ray.core.work import TEST, Exclusion, Rows, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engine import Engine
@@ -100,6 +100,13 @@ class OpenChunk(Generic[W]):
     def empty(self) -> Arrays:
         """The arrays of the result, as if all clients were excluded."""
         return self.work.empty_result(self.data.shape.num_classes)
+
+    def tested_on(self, part: str) -> Federation:
+        """The federation whose test data are this part of the clients' data."""
+        if part == TEST:
+            return self.data
+        assert self.data.validation is not None  # the server measures the parts that there are
+        return self.data.validation
 
     # ---- models
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cfl_ray.core.backend import Backend, ClientStateKey, ClientStateSource, SavedState
 from cfl_ray.core.server_optimizers import checksum
-from cfl_ray.core.work import Evaluate, EvaluateClients, Exclusion, Losses, Outcome, Rows, Train, Work
+from cfl_ray.core.work import Evaluate, EvaluateClients, EvaluateShared, Exclusion, Losses, Outcome, Rows, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.calling import described, place_of
@@ -146,19 +146,20 @@ class ReusingBackend:
                 model = _Model("Errors" if work.errors else "Losses", self._checksum(work.tables[0], k), frozen)
                 yield model, index_M, k
             return
-        assert isinstance(work, Evaluate)
+        assert isinstance(work, EvaluateClients | EvaluateShared)
         row_M = work.start.row_M.astype(np.int64)
         if work.weight_MK is not None:
             row_M = np.zeros_like(row_M)
         state = work.client_state
-        if state is not None and state.columns is None and state.share == 1 and not state.learned_share:
+        if state is not None and state.predicts_alone:
             row_M = np.where(self._versions(work) > 0, _OWN_MODEL, row_M)
         added = Rows(0, np.full(len(row_M), _NO_MODEL)) if work.frozen_model is None else work.frozen_model
         pairs, group_M = np.unique(np.stack([row_M, added.row_M], 1), axis=0, return_inverse=True)
         order = np.argsort(group_M.reshape(-1), kind="stable")
         bounds = np.cumsum(np.bincount(group_M.reshape(-1)))[:-1]
         limit = work.max_test_samples if isinstance(work, EvaluateClients) else None
-        name = type(work).__name__ if state is None else f"{type(work).__name__} {state.name}"
+        parts = work.parts if isinstance(work, EvaluateClients) else (work.part,)
+        name = " ".join([type(work).__name__, *parts, *([] if state is None else [state.name])])
         for (row, added_row), index_m in zip(pairs.tolist(), np.split(order, bounds), strict=True):
             if work.weight_MK is None:
                 models = self._checksum(work.tables[work.start.table], row)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cfl_ray.core.client_program import Held, first_numbers
 from cfl_ray.core.sketch import sketch
-from cfl_ray.core.work import AverageDeferred, Train, UpdateFeatures
+from cfl_ray.core.work import AverageDeferred, Train, UpdateFeatures, scores_name
 from cfl_ray.engine import mixtures, programs, scoring
 from cfl_ray.engine.client_state import client_state_value, predicting_row
 from cfl_ray.engine.engine import TrainedBatch
@@ -94,11 +94,14 @@ def train(chunk: OpenChunk[Train], sums: HostSums, together: TrainedTogether | N
         if work.defer_aggregation:
             chunk.kept.deferred[index] = upload_P.cpu().clone()
         if work.local_test_samples:  # last, because it may load another row into the network
-            if work.program.kept_model in result.moved:
+            state = work.client_state
+            own = state is not None and state.predicts is not None and not state.reads_data
+            if own or work.program.kept_model in result.moved:
                 row_P = predicting_row(row_P, work.client_state, chunk.kept.states.get(index))
             logits = scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))
-            scores, _ = client_scores(chunk, index, logits, work.local_test_samples)
-            arrays["local_scores"][index] = scores[:2]  # the evaluation reports invalid test data
+            for part in work.local_parts:
+                scores, _ = client_scores(chunk, index, logits, work.local_test_samples, part)
+                arrays[f"local_{scores_name(part)}"][index] = scores[:2]  # the evaluation reports invalid test data
     mixtures.after_training(chunk, arrays)
     if averages is not None:
         _close(averages, arrays)

@@ -50,10 +50,14 @@ class Diverged(RunError):
     exit_status = 3
 
 
-class Interrupted(RunError):
-    """An interruption of the run by the user."""
+class Interrupted(KeyboardInterrupt):
+    """An interruption of the run by the user, as by Ctrl-C; so `except Exception` around runs does not go on."""
 
     exit_status = 130
+    says_where = True
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redact(str(message)))
 
 
 class RunStopped(UserError):

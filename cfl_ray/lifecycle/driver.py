@@ -16,13 +16,14 @@ from typing import Any
 from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.config.unused import unused_keys
-from cfl_ray.errors import NotReproduced, RunStopped
+from cfl_ray.errors import NotReproduced, RunStopped, class_and_text
 from cfl_ray.lifecycle.load import load_trained
 from cfl_ray.lifecycle.recorder import MethodRecorder, finish_log, write_figures
 from cfl_ray.methods import full_label
 from cfl_ray.plugins.calling import reference_of
 from cfl_ray.results.environment import add_fallbacks
 from cfl_ray.results.export import save_models
+from cfl_ray.results.kept_code import kept_code
 from cfl_ray.results.recorded_runs import FoundRun, recorded_result
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.results import MethodResult, Results, divergence
@@ -32,12 +33,13 @@ from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.results.verification import verify
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.session import Session
+from cfl_ray.setup.prepare import with_parts_of
 from cfl_ray.setup.scheduled_changes import ignored_events
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import raise_interrupt
 from cfl_ray.system.threads import one_thread
 from cfl_ray.tracking import RoundRecord, RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
-from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, metric_names, primary_of
+from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, metric_names, primary_of, validation_metric
 
 _logger = logging.getLogger(__name__)
 
@@ -171,12 +173,28 @@ class Driver:
             return True
         try:
             with one_thread():  # the hosts train the next method, and a second thread would wait for them
-                verify(open_trained(), result, self.experiment)
+                verify(self._opens_copy(result.label, open_trained)(), result, self.experiment)
         except NotReproduced as error:
             self.watcher.warn(str(error))
             self.not_reproduced.append(str(error))
             return False
         return True
+
+    def _opens_copy(self, label: str, open_trained: Callable[[], TrainedMethod]) -> Callable[[], TrainedMethod]:
+        """Opens the method with the run's copy of the user's code, as a copied run is loaded; without one, as it is."""
+        kept = None if self.directory is None else kept_code(self.directory)
+        references = {} if kept is None else kept.references(self.experiment.references)
+        if self.directory is None or not references:
+            return open_trained
+        try:
+            setup = with_parts_of(self.setup, self.experiment.with_code(references))
+        except Exception as error:  # as of a file beside the code, which is not copied
+            self.watcher.warn(
+                f"the copy of the user's code, in {RunDirectory(self.directory).user_code}, cannot be used, so this "
+                f"run needs the original files: {class_and_text(error)}"
+            )
+            return open_trained
+        return partial(load_trained, setup, label, self.directory)
 
     def _opens_trained(self, label: str) -> Callable[[], TrainedMethod]:
         if self.directory is None:
@@ -289,6 +307,7 @@ def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:
         if final := result.final:
             primary = primary_of(final)
             scores = [primary, f"{primary}_local", *(["macro_f1"] if primary == "accuracy" else [])]
+            scores.append(validation_metric(primary))
             comparison |= {
                 f"{names[label]}/{name}": final[name] for name in (*scores, "num_clusters", "ari") if name in final
             }

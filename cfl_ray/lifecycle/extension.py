@@ -13,6 +13,7 @@ from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import Experiment
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import resolve
+from cfl_ray.results.kept_code import copy_kept
 from cfl_ray.results.run_record import check_not_edited, differences, recorded_hash, rounds_at_start, write_config
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import copy_events
@@ -74,6 +75,7 @@ def begin_extended(earlier: Path, run_dir: Path, experiment: Experiment) -> None
         source, target = RunDirectory(earlier), RunDirectory(draft)
         if source.environment.is_file():
             shutil.copyfile(source.environment, target.environment)
+        copy_kept(earlier, draft)
         hashes = recorded_hash(source), experiment.config_hash
         for label in resolve(experiment.methods):
             _copy_method(source.method(label), target.method(label), *hashes)

@@ -17,6 +17,7 @@ from cfl_ray.lifecycle.driver import Driver, StudyPlace, Watcher
 from cfl_ray.lifecycle.extension import begin_extended, check_extension
 from cfl_ray.lifecycle.load import opener, verify_saved
 from cfl_ray.results.environment import Environment, read_environment, write_environment
+from cfl_ray.results.kept_code import keep_code, with_code_of
 from cfl_ray.results.recorded_runs import finished_results
 from cfl_ray.results.results import Results
 from cfl_ray.results.run_record import (
@@ -46,6 +47,7 @@ def run(
     replay: str | Path | None = None,
     extend: str | Path | None = None,
     on_ray: bool = True,
+    code: str | None = None,
 ) -> Results:
     """Runs every method of the experiment on Ray and returns their results.
 
@@ -55,6 +57,7 @@ def run(
     extend: directory of a run of this experiment with fewer `rounds`. This run begins with a copy of its rounds; the
         results are the same as without `extend`.
     on_ray: False runs it in the calling process, as `simulate` does.
+    code: with `extend`, as in `load_run`.
 
     Raises ConfigError for bad input and for a folder that belongs to another config, RunError if the run cannot
     continue (saved rounds are kept), RunStopped if a request ended it early.
@@ -66,6 +69,7 @@ def run(
         run_dir=_path(run_dir),
         replay=_path(replay),
         extend=_path(extend),
+        code=code,
     ).run()
 
 
@@ -75,6 +79,7 @@ def simulate(
     watcher: Watcher | None = None,
     replay: str | Path | None = None,
     extend: str | Path | None = None,
+    code: str | None = None,
 ) -> Results:
     """Like `run`, with the same results, but in the calling process and without Ray.
 
@@ -86,8 +91,10 @@ def simulate(
         on_ray=False,
         run_dir=_path(run_dir),
         keep=run_dir is not None,
+        in_python=True,
         replay=_path(replay),
         extend=_path(extend),
+        code=code,
     ).run()
 
 
@@ -97,6 +104,7 @@ def resume(
     on_ray: bool = True,
     experiment: Experiment | None = None,
     trust: bool = False,
+    code: str | None = None,
 ) -> Results:
     """Continues a stopped run from its last checkpoint; for a finished run, returns its results.
 
@@ -106,6 +114,7 @@ def resume(
     experiment: the experiment of the run, required if it has objects made in Python (a Federation, a model, a method).
     trust: True uses the Python files, the cluster and the MLflow server that the run names, even if this user did not
         start it on this machine; False raises ConfigError for such a run.
+    code: as in `load_run`. With "now" after an edit, the results are of both versions of the code.
     """
     directory = RunDirectory(run_dir)
     directory.require_run()
@@ -114,11 +123,14 @@ def resume(
     else:
         experiment = load_record(Path(run_dir), trust)
         check_not_edited(directory, experiment)
+    watcher = watcher or Watcher()
+    experiment = with_code_of(directory.path, experiment, code, watcher.warn)
     open_trained = opener(Path(run_dir).absolute(), partial(prepare, experiment))
     if (finished := finished_results(run_dir, experiment, open_trained)) is not None:
         return finished
-    watcher = watcher or Watcher()
-    return _Launch(_with_current_cluster(experiment, watcher), watcher, on_ray, _path(run_dir), resumed=True).run()
+    return _Launch(
+        _with_current_cluster(experiment, watcher), watcher, on_ray, _path(run_dir), resumed=True, code=code
+    ).run()
 
 
 def _with_current_cluster(experiment: Experiment, watcher: Watcher) -> Experiment:
@@ -137,12 +149,14 @@ def run_of_study(
     hosts: int | None,
     watcher: Watcher | None = None,
     extend: Path | None = None,
+    code: str | None = None,
 ) -> Results:
     """The results of a run of a study, which is started or continued.
 
     hosts: number of client hosts on the Ray cluster; None: in this process.
-    extend: directory of the same run with fewer rounds, which a new run copies first.
+    extend: directory of the same run with fewer rounds, which a new run copies first. code: as in `load_run`.
     """
+    watcher = watcher or Watcher()
     on_ray = hosts is not None
     if on_ray:
         runtime = experiment.runtime.model_copy(update={"hosts": hosts})
@@ -152,14 +166,16 @@ def run_of_study(
         check_hash_of_run(directory, experiment)
         if (finished := finished_results(run_dir, experiment)) is not None:
             return finished
+        experiment = with_code_of(run_dir, experiment, code, watcher.warn)
     return _Launch(
         experiment,
-        watcher or Watcher(),
+        watcher,
         on_ray=on_ray,
         run_dir=run_dir,
         resumed=resumed,
         extend=None if resumed else extend,
         study=place,
+        code=code,
     ).run()
 
 
@@ -179,10 +195,12 @@ class _Launch:
     on_ray: bool
     run_dir: Path | None  # None: a new folder
     keep: bool = True  # whether files are kept
+    in_python: bool = False  # whether `simulate` has started it, which is no command
     resumed: bool = False
     replay: Path | None = None
     extend: Path | None = None
     study: StudyPlace | None = None  # of the run; None: not part of a study
+    code: str | None = None  # version of the user's code, of the run to extend
     directory: Path | None = field(default=None, init=False)  # set once it is known to belong to this run
     session: Session | None = field(default=None, init=False)
 
@@ -303,9 +321,11 @@ class _Launch:
             for line in before.changes(now):
                 self.watcher.warn(line)
             verify_saved(setup, directory, edited_files(before.code, now.code))
-            return
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_environment(directory, now)
+        else:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_environment(directory, now)
+        if keep_code(self.experiment, directory, None if self.study is None else self.study.root) and self.resumed:
+            sign_record(directory, self.experiment)
 
     def _check_replay(self, replay: Path) -> None:
         """Raises ConfigError if `replay` is not a run of this experiment."""
@@ -323,6 +343,7 @@ class _Launch:
         if not self.keep:
             raise ConfigError("extend: name a run_dir; the rounds of the earlier run are copied there")
         check_extension(earlier, self.experiment)
+        self.experiment = with_code_of(earlier, self.experiment, self.code, self.watcher.warn)
         self.run_dir, self.resumed = self._new_directory(), True
         begin_extended(earlier, self.run_dir, self.experiment)
 
@@ -330,7 +351,8 @@ class _Launch:
         if self.directory is None or not RunDirectory(self.directory).is_run:
             return "Nothing was kept"
         in_process = not self.on_ray and self.experiment.runtime.backend == "ray"
-        return f"Every saved round is kept; go on with: {how_to_resume(RunDirectory(self.directory), in_process)}"
+        how = how_to_resume(RunDirectory(self.directory), in_process, self.in_python)
+        return f"Every saved round is kept; go on with: {how}"
 
 
 def _path(path: str | Path | None) -> Path | None:

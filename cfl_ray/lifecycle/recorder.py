@@ -16,7 +16,7 @@ from cfl_ray.runtime.journal import Journal, grown_by
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.files import drafted, write_text
 from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, check_metrics, last_record, read_records, summarise
-from cfl_ray.tracking.record import EndStatus, score_metrics_of
+from cfl_ray.tracking.record import EndStatus, score_metrics_of, validation_metric
 
 _PAUSE_SECONDS = 1.0  # before figures that failed are drawn again
 
@@ -31,13 +31,18 @@ class MethodRecorder:
         self.setup, self.label, self.directory, self.run_log = setup, label, directory, run_log
         self.primary = setup.task.metrics[0]
         # metrics of the whole run, as RUN_METRICS
-        self.of_newcomers = tuple(f"newcomer_{self.primary.name}{end}" for end in ("", "_tuned"))
+        of_newcomers = tuple(f"newcomer_{self.primary.name}{end}" for end in ("", "_tuned"))
+        self.of_newcomers = of_newcomers + tuple(map(validation_metric, of_newcomers))
         self.records: list[RoundRecord] = []  # of all rounds; with a directory from the method's end on only
         self.last = last_record(directory) if directory else None
         self.reassignments = Reassignments(directory)
         self.clients = ClientMetrics(directory, setup.task.score_names)
         self.diagnostics = DiagnosticsLog(directory)
         self.summary: dict[str, float] = {}
+        self.ended = ""  # why the method ended before its last round
+        self.run_only = {*RUN_METRICS, *self.of_newcomers}  # names that records do not have
+        if setup.choice.keeps_by is not None:  # then newcomers' metrics of the run are those of the kept round
+            self.run_only -= {*self.of_newcomers}
         self.of_task = score_metrics_of([metric.name for metric in setup.task.metrics])
 
     @property
@@ -50,6 +55,7 @@ class MethodRecorder:
 
         A round that is replayed after a fault may be in all files, or in some if a power failure truncated the others.
         """
+        self.ended = record.ended
         if not record.metrics:
             return
         numbers = {name: record.metrics[name] for name in record.numbers}
@@ -59,9 +65,8 @@ class MethodRecorder:
         self.diagnostics.add(record.round, numbers, record.diagnostics)
         if record.round <= self.last_round:
             return
-        run_only = {*RUN_METRICS, *self.of_newcomers}
         # records that stay in memory share these names, of which every round has a copy
-        metrics = {sys.intern(name): value for name, value in record.metrics.items() if name not in run_only}
+        metrics = {sys.intern(name): value for name, value in record.metrics.items() if name not in self.run_only}
         check_metrics(metrics, {*self.of_task, *numbers})
         self.last = RoundRecord(record.round, metrics, record.time_ms, record.phase, record.events)
         if self.run_log is None:
@@ -81,7 +86,8 @@ class MethodRecorder:
             self.primary.higher_is_better,
         )
         self.summary |= self._recovery()
-        self.summary |= {name: last.metrics[name] for name in self.of_newcomers if name in last.metrics}
+        kept = last.metrics if self.setup.choice.keeps_by is None else self.result().final
+        self.summary |= {name: kept[name] for name in self.of_newcomers if name in kept}
 
     def _recovery(self) -> dict[str, float]:
         """Recovery from the changes of data so far; empty without any."""
@@ -101,6 +107,7 @@ class MethodRecorder:
             open_trained,
             reported=self.diagnostics.kept,
             clients=self.clients.kept,
+            ended=self.ended,
         )
 
     def finish(self, warn: Callable[[str], None], status: EndStatus = "FINISHED") -> None:
@@ -115,7 +122,7 @@ class MethodRecorder:
                 RunDirectory(self.directory).sync_records()  # a finished method is not continued: none is written again
             status = wanted
         finally:
-            finish_log(self.run_log, status, self.summary, warn)
+            finish_log(self.run_log, status, self.summary, warn, self.ended)
 
     def _write_artifacts(self, files: RunDirectory, warn: Callable[[str], None]) -> None:
         journal = Journal(files.path).until(self.setup.experiment.rounds)
@@ -130,13 +137,20 @@ class MethodRecorder:
 
 
 def finish_log(
-    run_log: RunLog | None, status: EndStatus, summary: Mapping[str, float], warn: Callable[[str], None]
+    run_log: RunLog | None,
+    status: EndStatus,
+    summary: Mapping[str, float],
+    warn: Callable[[str], None],
+    reason: str = "",
 ) -> None:
-    """Records the end of a run. A failure to do so is raised if the run is finished, otherwise it is a warning."""
+    """Records the end of a run. A failure to do so is raised if the run is finished, otherwise it is a warning.
+
+    reason: as in `RunLog.finish`.
+    """
     if run_log is None:
         return
     try:
-        run_log.finish(status, summary)
+        run_log.finish(status, summary, reason)
     except (OSError, DataError) as error:
         if status == "FINISHED":
             raise

@@ -33,42 +33,30 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
 from cfl_ray.clustering.agglomerative import dbscan, mean_difference_of_cosines
-from cfl_ray.core.classifier import Classifier, Prototypes
+from cfl_ray.core.classifier import Classifier, ClassifiersState, Prototypes
 from cfl_ray.core.clients import Batch, ClientData, Clients, ClientState, Held, LocalTraining
 from cfl_ray.core.method import Method, Start, option
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import SeenState
 from cfl_ray.methods.fedas import OWN, check_classifier
 from cfl_ray.methods.fedrep import OnlyColumns, training_of
 
-_RECEIVED = ClientState("model", private=False, resumed=Columns(()))  # training starts from the received model
+RECEIVED = ClientState("model", private=False, resumed=Columns(()))  # training starts from the received model
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelGroupsState(SeenState):
+class LabelGroupsState(ClassifiersState):
     """The classifiers h_i and the prototypes z_iy of the clients that have taken part, beside the average model."""
 
-    of_each_client = "a classifier"
-
-    row_SCF: Tensor  # float32: h_i, a row of weights and bias for each label
     prototype_SCF: Tensor  # float32; NaN: none
     first_CF: Tensor  # float32: h^0
 
     @classmethod
     def peak_floats(cls, spec: ParamSpec, seen: int, cohort: int, evaluated: int) -> int:
         kept = Classifier.of(spec)
-        models = max(4 * cohort, 2 * min(seen, evaluated))  # of a round; of an evaluation, with their message
-        return 4 * seen * kept.num_classes * (2 * kept.num_features + 1) + models * spec.size
-
-    def models_of(self, ids_M: np.ndarray, spec: ParamSpec) -> tuple[Tensor, np.ndarray]:
-        """Models (1 + m, P), theta under the average classifier and under each h_i; and the row (M,) of each client."""
-        position_M = self.positions(ids_M)
-        own_M = position_M >= 0
-        models_KP = self.models_KP[0].repeat(1 + own_M.sum(), 1)
-        Classifier.of(spec).put(models_KP[1:], self.row_SCF[position_M[own_M]])
-        return models_KP, np.where(own_M, own_M.cumsum(), 0)
+        prototypes = 4 * seen * kept.num_classes * kept.num_features
+        return super().peak_floats(spec, seen, cohort, evaluated) + prototypes
 
     def prototypes_of(self, ids_M: np.ndarray) -> Tensor:
         """z_iy, (M, C, F); NaN for a client without prototypes."""
@@ -179,7 +167,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         # h_i <- SGD_i on h_i alone
         how = training_of(spec.head, clients, self.classifier_epochs)
         how = replace(how, sgd=replace(how.sgd or local, lr=self.classifier_lr))
-        trained_M = clients.train(received, client_state=_RECEIVED, how=how, keep_as_local_model=False).valid_M
+        trained_M = clients.train(received, client_state=RECEIVED, how=how, keep_as_local_model=False).valid_M
         # theta_i <- SGD_i on theta alone
         how = training_of(spec.base, clients)
         if clients.round > self.align_after and self.gamma < np.inf:

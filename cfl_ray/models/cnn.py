@@ -19,16 +19,21 @@ def _two_convolutions(input_shape: tuple[int, ...], first: int, second: int) -> 
     return layers, second * sides[0] * sides[1]
 
 
-def lenet5(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """LeNet-5 without padding: 62,006 parameters on 3x32x32 and 44,426 on 1x28x28 (FedClust, PACFL)."""
+def lenet5(input_shape: tuple[int, ...], num_classes: int, projection: int = 0) -> nn.Module:
+    """LeNet-5 without padding: 62,006 parameters on 3x32x32 and 44,426 on 1x28x28 (FedClust, PACFL).
+
+    projection: outputs of a projection head before the last layer (MOON: 256); 0: none.
+    """
     convolutions, size = _two_convolutions(input_shape, 6, 16)
+    head = [nn.Linear(84, 84), nn.ReLU(), nn.Linear(84, projection)] if projection else []
     return nn.Sequential(
         *convolutions,
         nn.Linear(size, 120),
         nn.ReLU(),
         nn.Linear(120, 84),
         nn.ReLU(),
-        nn.Linear(84, num_classes),
+        *head,
+        nn.Linear(projection or 84, num_classes),
     )
 
 

@@ -59,7 +59,7 @@ def users_place(error: BaseException) -> str:
     """Function, file and line of the user's code that led to an error, for messages; empty without any."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
-        if is_user_file(file) and not frame.filename.startswith("<") and not file.is_relative_to(_STANDARD_LIBRARY):
+        if is_user_file(file) and not frame.filename.startswith("<"):
             return f"{frame.name}, {frame.filename}, line {frame.lineno}"
     return ""
 
@@ -92,8 +92,12 @@ def _definition(source: Any) -> tuple[Path | None, int]:
 
 
 def is_user_file(file: Path | None) -> bool:
-    """Whether a file is the user's: neither part of this package nor of an installed package."""
-    return file is not None and not file.is_relative_to(_PACKAGE) and not is_installed(file)
+    """Whether a file is the user's: part neither of this package, nor of Python, nor of an installed package."""
+    return file is not None and not (file.is_relative_to(_PACKAGE) or is_installed(file) or _is_of_python(file))
+
+
+def _is_of_python(file: Path) -> bool:
+    return file.is_relative_to(_STANDARD_LIBRARY)
 
 
 def is_installed(file: Path) -> bool:

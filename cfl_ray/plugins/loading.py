@@ -14,32 +14,21 @@ from importlib.machinery import (
     SOURCE_SUFFIXES,
     ExtensionFileLoader,
     FileFinder,
-    SourceFileLoader,
     SourcelessFileLoader,
 )
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from cfl_ray.errors import ConfigError, class_and_text, did_you_mean
 from cfl_ray.plugins.calling import is_installed
+from cfl_ray.plugins.kept import KEPT, import_kept, kept_root
+from cfl_ray.plugins.source_loader import FromSource
 
 PREFIX = "cfl_ray_plugin_"
 _NEIGHBOURS: dict[str, Path] = {}  # module -> folder, for modules that a user's file imported from its own folder
 _READ: dict[str, tuple[int, int]] = {}  # module -> state of its file when it was imported, for all modules of users
 _FOLDERS: dict[Path, Path] = {}  # relative path in a config -> folder of the config, for messages
-
-
-class _FromSource(SourceFileLoader):
-    """Compiles a file at each import.
-
-    Python's cached bytecode counts as that of a file with the same size and the same second of its last change, so a
-    script that writes a file, runs it, and writes it again would run the first version twice.
-    """
-
-    def get_code(self, fullname: str) -> CodeType:
-        file = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(file), file)
 
 
 def note_folder(file: Path, folder: Path) -> None:
@@ -52,7 +41,8 @@ def sent_by_value() -> list[ModuleType]:
 
     Other machines do not have these files, so the modules are sent to them.
     """
-    return [module for name, module in sys.modules.items() if name.startswith(PREFIX) or name in _NEIGHBOURS]
+    loaded = list(sys.modules.items())
+    return [module for name, module in loaded if name.startswith((PREFIX, KEPT)) or name in _NEIGHBOURS]
 
 
 def load_plugin(reference: str, kind: str) -> Any:
@@ -94,6 +84,11 @@ def _load(point: importlib.metadata.EntryPoint, kind: str) -> Any:
 
 def _module(file: Path) -> ModuleType:
     """The module of a user's file, imported anew if the file or one of its folder's modules was edited since."""
+    if kept_root(file.resolve()) is not None:
+        try:
+            return import_kept(file.resolve())
+        except Exception as error:
+            raise _as_user_error(file, error) from error
     name, folder = PREFIX + file.stem, file.resolve().parent
     of_folder = [name for name, path in _files().items() if path.is_relative_to(folder)]
     of_folder += [name for name, of in _NEIGHBOURS.items() if of == folder and name not in of_folder]  # without a file
@@ -103,7 +98,7 @@ def _module(file: Path) -> ModuleType:
             _NEIGHBOURS.pop(stale, None)
     if name in sys.modules and sys.modules[name].__file__ == str(file.resolve()):
         return sys.modules[name]
-    loader = _FromSource(name, str(file.resolve())) if file.suffix in SOURCE_SUFFIXES else None
+    loader = FromSource(name, str(file.resolve())) if file.suffix in SOURCE_SUFFIXES else None
     spec = importlib.util.spec_from_file_location(name, file.resolve(), loader=loader)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{file} cannot be imported: it is no Python file; its name must end in .py")
@@ -115,16 +110,25 @@ def _module(file: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == module.__file__]
-        line = f" (line {lines[-1]})" if lines else ""
-        raise ConfigError(f"{file} cannot be imported: {class_and_text(error)}{line}") from error
+        raise _as_user_error(file, error) from error
     return module
+
+
+def _as_user_error(file: Path, error: Exception) -> ConfigError:
+    """The error for a file whose import fails, with its line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file.resolve())]
+    line = f" (line {lines[-1]})" if lines else ""
+    return ConfigError(f"{file} cannot be imported: {class_and_text(error)}{line}")
 
 
 def _files() -> dict[str, Path]:
     """The file of each module of users, by its name."""
-    return {module.__name__: Path(module.__file__) for module in sent_by_value() if module.__file__}
+    return {
+        module.__name__: Path(module.__file__)
+        for module in sent_by_value()
+        if not module.__name__.startswith(KEPT) and module.__file__
+    }
 
 
 def _state(name: str) -> tuple[int, int]:
@@ -172,7 +176,7 @@ def _compiled_anew(folder: Path) -> Iterator[None]:
     """Context in which files below a folder, without installed packages, are imported without cached bytecode."""
     finder_of = FileFinder.path_hook(
         (ExtensionFileLoader, EXTENSION_SUFFIXES),
-        (_FromSource, SOURCE_SUFFIXES),
+        (FromSource, SOURCE_SUFFIXES),
         (SourcelessFileLoader, BYTECODE_SUFFIXES),
     )
 

@@ -243,4 +243,5 @@ class Report:
     comparisons: Sequence[Comparison] = ()
     paper: str = ""  # title and authors of the published tables
     notes: Sequence[str] = ()
+    has_best: bool = False  # whether a method keeps the models of its best round, of which its row is
     ranks: Ranks | None = None  # None: fewer than three methods, or fewer than two pairs (setting, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
@@ -23,18 +24,29 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import tested_in_words, with_spread
 from cfl_ray.report.report_data import Comparison
+from cfl_ray.results.kept_code import versions_in_words
 from cfl_ray.results.published import PublishedNumber, PublishedTables
-from cfl_ray.results.recorded_runs import FoundRun, lost_method, open_run, recorded_methods, recorded_result
+from cfl_ray.results.recorded_runs import (
+    FoundRun,
+    lost_method,
+    open_run,
+    recorded_methods,
+    recorded_result,
+    say_code,
+)
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import is_finished, run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import METRICS as RECORDED_METRICS
 from cfl_ray.tracking import flatten
-from cfl_ray.tracking.record import primary_of
+from cfl_ray.tracking.record import BEST_ROUND, primary_of, test_metric, validation_metric
 
 if TYPE_CHECKING:
     import pandas as pd
 
+_logger = logging.getLogger(__name__)
+
+ROUNDS = ("kept", "best", "last")  # whose metrics a table can have
 FORMATS = ("md", "csv", "latex", "html")
 # shown after the score of the task, by which methods are compared, if a method has them
 _SHOWN = (
@@ -46,6 +58,7 @@ _SHOWN = (
     "num_clusters",
     "ari",
     "virtual_seconds",
+    BEST_ROUND,
 )
 _LESS = (  # metrics of which lower values are better
     *("test_loss", "train_loss", "mbit", "mbit_down", "mbit_up", "seconds"),
@@ -62,7 +75,13 @@ _ROUNDING = 1e-12  # relative error up to which differences are equal: 0.6 - 0.5
 RunMetrics = dict[tuple[str, str], dict[int, dict[str, float]]]
 
 
-def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust: bool = False) -> pd.DataFrame:
+def compare_runs(
+    runs: Sequence[str | Path],
+    metrics: Sequence[str] = (),
+    trust: bool = False,
+    round: str = "kept",
+    code: str | None = None,
+) -> pd.DataFrame:
     """A row for each method of each experiment: mean and spread of its last evaluation over the runs.
 
     Runs that differ only in the seed form an experiment. A study's folder stands for all its runs, and each setting is
@@ -75,20 +94,28 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or numeric diagnostics (their last
         values); empty: the score of the task, its P-local, that of honest clients and worst decile, macro F1, test
-        loss, number of clusters, ARI and virtual seconds, if recorded. trust: as in `load_run`.
-    Raises ConfigError for a metric that no run has. If `accuracy` is in the table, the metric `accuracy_std` has the
-    column `accuracy_std_over_clients`.
+        loss, number of clusters, ARI and virtual seconds, if recorded.
+    round: an element of ROUNDS: the evaluation whose metrics are compared: of the round whose models are kept (the best
+        one with `keep: best`, otherwise the last), of the best, or of the last.
+    trust, code: as in `load_run`.
+    Raises ConfigError for a metric that no run has, and for the best round of methods that have none. If `accuracy` is
+    in the table, the metric `accuracy_std` has the column `accuracy_std_over_clients`.
     """
+    if round not in ROUNDS:
+        raise ConfigError(f"round must be one of {', '.join(ROUNDS)}, got {round!r}")
     for name, given in (("runs", runs), ("metrics", metrics)):
         if isinstance(given, str | Path):
             raise ConfigError(f"compare_runs takes a list of {name}, got {str(given)!r}; write [{str(given)!r}]")
     run_metrics: RunMetrics = {}
     studies = _names_of_studies([Path(run) for run in runs if RunDirectory(run).is_study])
     for study, study_name in studies.items():
-        for (setting, label), of_seeds in read_study(study).items():
+        for (setting, label), of_seeds in read_study(study, round=round).items():
             run_metrics[(f"{study_name}, {setting}" if len(runs) > 1 else setting, label)] = of_seeds
-    plain = [open_run(Path(run), trust) for run in runs if Path(run) not in studies]
-    for (experiment, label), of_seeds in numbers_of(experiments_of(plain)).items():
+    plain = [open_run(Path(run), trust, code=code) for run in runs if Path(run) not in studies]
+    say_code(plain, _logger.warning)
+    for line in versions_in_words(folder for study in studies for _, _, folder in run_folders(study)):
+        _logger.warning("%s", line)
+    for (experiment, label), of_seeds in numbers_of(experiments_of(plain), round).items():
         if (experiment, label) in run_metrics:
             raise ConfigError(
                 f"a study and a run both have method {label} in experiment {experiment!r}; name one of them"
@@ -118,8 +145,8 @@ def experiments_of(runs: Sequence[FoundRun]) -> list[tuple[str, list[FoundRun]]]
     return list(zip(names, groups.values(), strict=True))
 
 
-def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]]) -> RunMetrics:
-    """The metrics of the runs of these experiments.
+def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]], round: str = "kept") -> RunMetrics:
+    """The metrics of the runs of these experiments. round: as in `compare_runs`.
 
     Raises ConfigError for two runs with the same seed, and for two that give a method other options under one label.
     """
@@ -143,7 +170,7 @@ def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]]) -> RunMetr
                         f"{run.directory}: another run has the same settings, method {label} and seed "
                         f"{run.experiment.seed}; name one of the two"
                     )
-                of_seeds[run.experiment.seed] = values_of(result)
+                of_seeds[run.experiment.seed] = values_of(result, round)
     return run_metrics
 
 
@@ -191,11 +218,11 @@ def runs_frame(run_metrics: RunMetrics) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=None if rows else ["setting", "method", "seed"])
 
 
-def read_study(folder: str | Path, only: Collection[Path] | None = None) -> RunMetrics:
+def read_study(folder: str | Path, only: Collection[Path] | None = None, round: str = "kept") -> RunMetrics:
     """The metrics of the finished runs of a study, of the last evaluation and of the whole run, read from its folder.
 
-    only: folders of the runs to read; None: all. Raises DataError for a finished run whose method or metrics are
-    missing or damaged.
+    only: folders of the runs to read; None: all. round: as in `compare_runs`. Raises DataError for a finished run whose
+    method or metrics are missing or damaged.
     """
     run_metrics: RunMetrics = {}
     for setting, method, run in run_folders(folder):
@@ -208,7 +235,7 @@ def read_study(folder: str | Path, only: Collection[Path] | None = None) -> RunM
         for directory in finished:
             result = recorded_result(method, directory)
             if result.final:
-                run_metrics.setdefault((setting, method), {})[RunDirectory.seed_of(run)] = values_of(result)
+                run_metrics.setdefault((setting, method), {})[RunDirectory.seed_of(run)] = values_of(result, round)
     return run_metrics
 
 
@@ -291,11 +318,17 @@ def _keys_that_count(experiment: Experiment) -> dict[str, str]:
     }
 
 
-def values_of(result: MethodResult) -> dict[str, float]:
-    """Metrics of the last evaluation and of the whole run, with the total traffic as `mbit`, and `seconds`."""
-    final = result.final
+def values_of(result: MethodResult, round: str = "kept") -> dict[str, float]:
+    """Metrics of an evaluation and of the whole run, with the total traffic as `mbit`, and `seconds`.
+
+    round: as in `compare_runs`. Raises ConfigError for the best round of a method that has none.
+    """
+    final = result.metrics_of(round)
+    if round == "best" and not final:
+        run = f" of {result.directory.parent}" if result.directory else ""
+        raise ConfigError(f"{result.label}{run} has no best round: it keeps the models of the last one (keep)")
     mbit = final.get("mbit_down", np.nan) + final.get("mbit_up", np.nan)
-    return result.last_numbers | final | result.summary | {"mbit": mbit, "seconds": result.seconds}
+    return result.numbers_until(round) | final | result.summary | {"mbit": mbit, "seconds": result.seconds}
 
 
 def _chosen(run_metrics: RunMetrics, metrics: Sequence[str]) -> list[str]:
@@ -304,7 +337,8 @@ def _chosen(run_metrics: RunMetrics, metrics: Sequence[str]) -> list[str]:
         if name not in present:
             raise ConfigError(f"no run has the metric {name!r}{did_you_mean(name, present)}")
     scores = dict.fromkeys(primary_of(values) for seeds in run_metrics.values() for values in seeds.values())
-    usual = [*(f"{score}{ending}" for score in scores for ending in ("", "_local", "_honest", "_p10", "_p90")), *_SHOWN]
+    endings = ("", "_local", "_honest", "_p10", "_p90")
+    usual = [*(f"{score}{ending}" for score in scores for ending in endings), *map(validation_metric, scores), *_SHOWN]
     shown = list(dict.fromkeys(metrics or [name for name in usual if name in present])) or present[:3]
     return [*shown, *(name for name in ("mbit", "seconds") if name in present and name not in shown)]
 
@@ -332,6 +366,7 @@ def is_less_better(metric: str, present: Collection[str] = ()) -> bool:
 
     present: metrics of the runs, which have the 90th percentile of a score of which less is better.
     """
+    metric = test_metric(metric)
     score = re.sub(r"_(local|local_trained|tuned|past|honest|p10|p90)$", "", metric.removeprefix("newcomer_"))
     known = METRICS.builtin.get(score)
     is_error = f"{score}_p90" in present or (isinstance(known, Metric) and not known.higher_is_better)

@@ -11,6 +11,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.core.method import Method
 from cfl_ray.errors import ConfigError, DataError, command
 from cfl_ray.methods import resolve
+from cfl_ray.results.kept_code import versions_in_words, with_code_of
 from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.results.study_folder import is_finished, run_folders
 from cfl_ray.results.trained import TrainedMethod
@@ -87,7 +88,8 @@ def recorded_result(label: str, directory: Path, trained: Callable[[], TrainedMe
             f"{RunDirectory(directory).metrics} {what}, although the method has finished; restore it, or remove the "
             "folder of the run and run it again"
         )
-    return MethodResult(label, records, dict(end.summary.metrics) if end is not None else {}, directory, trained)
+    summary, ended = (dict(end.summary.metrics), end.reason) if end is not None else ({}, "")
+    return MethodResult(label, records, summary, directory, trained, ended=ended)
 
 
 # ---- search for runs in folders and their subfolders
@@ -104,6 +106,7 @@ class FoundRun:
     setting: str | None = None
     method: str | None = None  # its label in the study
     was_named: bool = False  # whether its folder was given, not a folder above it
+    notes: Sequence[str] = ()  # on the user's code that has changed since
 
     @property
     def methods(self) -> dict[str, MethodResult]:
@@ -120,14 +123,14 @@ class FoundRun:
         return {self.method: next(iter(evaluated.values()))} if self.method and len(evaluated) == 1 else evaluated
 
 
-def find_runs(paths: Sequence[str | Path], trust: bool = False) -> list[FoundRun]:
+def find_runs(paths: Sequence[str | Path], trust: bool = False, code: str | None = None) -> list[FoundRun]:
     """The runs in and below the paths, each once: runs of a study in its order, other runs ordered by folder.
 
-    Raises ConfigError if a path has no runs.
+    trust, code: as in `load_run`. Raises ConfigError if a path has no runs.
     """
     runs: dict[Path, FoundRun] = {}
     for path in map(Path, paths):
-        below = list(_runs_below(path, trust))
+        below = list(_runs_below(path, trust, code))
         if not below:
             raise ConfigError(
                 f"{path} holds no run: neither it nor a folder below it has {RunDirectory.config.name} and "
@@ -138,33 +141,47 @@ def find_runs(paths: Sequence[str | Path], trust: bool = False) -> list[FoundRun
     return list(runs.values())
 
 
-def _runs_below(path: Path, trust: bool) -> Iterator[FoundRun]:
+def _runs_below(path: Path, trust: bool, code: str | None) -> Iterator[FoundRun]:
     for folder, inner, files in os.walk(path):
         directory = Path(os.path.abspath(folder))  # equal for all runs of a study, independent of the given path
         if RunDirectory(directory).is_study:
             inner.clear()
             for setting, method, run in run_folders(directory):
                 if RunDirectory(run).info.is_file():
-                    yield open_run(run, trust, directory, setting, method)
+                    yield open_run(run, trust, (directory, setting, method), code)
         elif {RunDirectory.config.name, RunDirectory.info.name} <= {*files}:
             inner.clear()  # no run is inside another run
-            found = open_run(directory, trust, *_place_in_study(directory))
+            found = open_run(directory, trust, _place_in_study(directory), code)
             yield replace(found, was_named=directory == Path(os.path.abspath(path)))
         inner.sort()
 
 
-def _place_in_study(directory: Path) -> tuple[Path, str, str] | tuple[None, None, None]:
+_Place = tuple[Path, str, str] | tuple[None, None, None]  # folder of a study, setting, method
+
+
+def _place_in_study(directory: Path) -> _Place:
     """Study, setting and method of a run folder; None for a run outside of studies."""
     parents = directory.parents
     study = parents[2] if len(parents) > 2 else None
     return (study, parents[1].name, parents[0].name) if study and RunDirectory(study).is_study else (None, None, None)
 
 
-def open_run(
-    directory: Path, trust: bool, study: Path | None = None, setting: str | None = None, method: str | None = None
-) -> FoundRun:
-    """A run with its records. Raises ConfigError for a folder that holds no run."""
+def say_code(runs: Sequence[FoundRun], warn: Callable[[str], None]) -> None:
+    """Warns, once each, of the user's code that has changed since runs, and of runs of several versions."""
+    for line in dict.fromkeys(note for run in runs for note in run.notes):
+        warn(line)
+    for line in versions_in_words(run.directory for run in runs):
+        warn(line)
+
+
+def open_run(directory: Path, trust: bool, place: _Place = (None, None, None), code: str | None = None) -> FoundRun:
+    """A run with its records. Raises ConfigError for a folder that holds no run.
+
+    place: in a study. code: as in `load_run`.
+    """
     RunDirectory(directory).require_run()
     directory = directory.absolute()
-    experiment = load_record(directory, trust, connects=False)
-    return FoundRun(directory, experiment, recorded_run(directory, experiment), study, setting, method)
+    notes: list[str] = []
+    experiment = with_code_of(directory, load_record(directory, trust, connects=False), code, notes.append)
+    study, setting, method = place
+    return FoundRun(directory, experiment, recorded_run(directory, experiment), study, setting, method, notes=notes)

@@ -1,7 +1,8 @@
 """The report of runs: reads their records and renders the page."""
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +22,24 @@ from cfl_ray.report.report_data import Comparison, MethodRun, PerClient, Recorde
 from cfl_ray.results import comparison
 from cfl_ray.results.arrow_log import read_client_metrics, read_reassignments
 from cfl_ray.results.published import load_published
-from cfl_ray.results.recorded_runs import FoundRun, find_runs, recorded_methods
+from cfl_ray.results.recorded_runs import FoundRun, find_runs, recorded_methods, say_code
 from cfl_ray.results.results import RECOVERY_METRICS, MethodResult
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
+from cfl_ray.setup.criterion import Criterion
 from cfl_ray.system.files import SHARED, write_text
-from cfl_ray.tracking import RoundRecord, flatten, read_info, redact
-from cfl_ray.tracking.record import LABEL_COUNTS, METRICS, is_evaluated, primary_of, score_metrics_of
+from cfl_ray.tracking import flatten, read_info, redact
+from cfl_ray.tracking.record import (
+    BEST_ROUND,
+    LABEL_COUNTS,
+    METRICS,
+    is_evaluated,
+    primary_of,
+    score_metrics_of,
+    validation_metric,
+)
+
+_logger = logging.getLogger(__name__)
 
 
 def write_report(
@@ -36,18 +48,19 @@ def write_report(
     against: str | Path | None = None,
     column: str | None = None,
     trust: bool = False,
+    code: str | None = None,
 ) -> Path:
     """Writes the page of the runs in and below these folders, and returns its path.
 
     against: file of published tables; None: the tables of the study if its folder is the only path. column: column of
-        the tables for runs outside of studies; runs of a study belong to the column of their setting. trust: as in
-        `load_run`.
+        the tables for runs outside of studies; runs of a study belong to the column of their setting. trust,
+        code: as in `load_run`.
     Raises ConfigError unless the name ends in .html or .htm, if a path holds no run, or if no run is in the tables.
     """
     path = Path(output)
     if path.suffix not in (".html", ".htm") and not path.is_dir():  # folders have a separate message below
         raise ConfigError(f"{path}: a report is written as .html, got {path.suffix or 'no ending'!r}")
-    text = report_page(paths, against, column, trust)
+    text = report_page(paths, against, column, trust, code)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text, SHARED)
     return path
@@ -58,11 +71,13 @@ def report_page(
     against: str | Path | None = None,
     column: str | None = None,
     trust: bool = False,
+    code: str | None = None,
 ) -> str:
     """The page that `write_report` writes, as HTML."""
     if column is not None and against is None:
         raise ConfigError(f"column {column!r} is one of published tables; name their file, too (--against)")
-    runs = find_runs(paths, trust)
+    runs = find_runs(paths, trust, code)
+    say_code(runs, _logger.warning)
     if against is not None:
         published = load_published(against)
         return _page(runs, comparison.compare_with(runs, published, column), published.paper.reference)
@@ -133,6 +148,15 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
             for label, result in run.methods.items()
             if result.directory is not None and not is_finished(result.directory)
         ],
+        "Ended by stopping": [
+            f"{label} of {run.directory} {result.ended}"
+            for run in runs
+            for label, result in run.methods.items()
+            if result.ended
+        ],
+        "Chosen by data that are meant for the test alone, which favours the method": [
+            text for run in runs for text in _chosen_by_test(run)
+        ],
     }
     return Report(
         title=" and ".join(sorted({study.name for study in studies})) or title,
@@ -143,7 +167,21 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
         comparisons=comparisons,
         paper=paper,
         notes=[f"{what}: {listed(which)}." for what, which in notes.items() if which],
+        has_best=any(result.best_round is not None for run in runs for result in run.methods.values()),
     )
+
+
+def _chosen_by_test(run: FoundRun) -> Iterator[str]:
+    """The choices of a run that were made by test data or true groups, as text."""
+    stopping, keep = run.experiment.stopping, run.experiment.keep
+    finals = [result.final for result in run.methods.values()]
+    score = next(map(primary_of, finals), "accuracy")
+    first = next((name for name in (validation_metric(score),) if any(name in final for final in finals)), score)
+    of_stopping = None if stopping is None else stopping.metric or first
+    if of_stopping is not None and (data := Criterion(of_stopping).chosen_by):
+        yield f"the end of the methods of {run.directory} by {of_stopping} ({data})"
+    if keep.which == "best" and (data := Criterion(metric := keep.metric or of_stopping or first).chosen_by):
+        yield f"the round of the kept models of {run.directory} by {metric} ({data})"
 
 
 def _columns(run_metrics: comparison.RunMetrics, scores: Sequence[str], results: Sequence[MethodResult]) -> list[str]:
@@ -162,8 +200,9 @@ def _columns(run_metrics: comparison.RunMetrics, scores: Sequence[str], results:
         for score in dict.fromkeys(scores)
         for ending in ("", "_local", "_tuned", "_honest", "_p10", "_p90")
     ]
+    of_scores += [validation_metric(f"{score}{end}") for score in dict.fromkeys(scores) for end in ("", "_local")]
     others = ["macro_f1", *added, "ari", "num_clusters", "mbit", "rounds_to_target"]
-    others += ["rounds_to_recover", "backward_transfer", "virtual_seconds", "seconds"]
+    others += ["rounds_to_recover", "backward_transfer", "virtual_seconds", "seconds", BEST_ROUND]
     return [name for name in dict.fromkeys([*of_scores, *others]) if name in present]
 
 
@@ -236,7 +275,7 @@ def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodR
         seed=seed,
         records=result.records,
         reassignments=read_reassignments(RunDirectory(result.directory).reassignments),
-        scores=_last_scores(RunDirectory(result.directory).client_metrics, result.records),
+        scores=_scores_after(RunDirectory(result.directory).client_metrics, result),
         matrices=_matrices(result) if with_matrices else {},
         mixtures=[(round, weights.labels[0], weights.value) for round, weights in sorted(mixtures.items())],
     )
@@ -269,10 +308,11 @@ def _label_counts(recorded: Sequence[Diagnostic], client_S: np.ndarray) -> np.nd
     return np.array([of_client.get(client, unknown_C) for client in client_S.tolist()])
 
 
-def _last_scores(path: Path, records: Sequence[RoundRecord]) -> dict[str, np.ndarray]:
-    """The metrics of every client in the last evaluated round of the records; empty if the file lacks it."""
-    table = read_client_metrics(path)
+def _scores_after(path: Path, result: MethodResult) -> dict[str, np.ndarray]:
+    """The metrics of every client in the round whose metrics are final; empty if the file lacks it."""
+    table, records = read_client_metrics(path), result.records
     evaluated = next((record.round for record in reversed(records) if is_evaluated(record.metrics)), None)
+    evaluated = result.best_round or evaluated
     batches = (batch for batch in table.to_batches() if batch.num_rows)  # each of a single round, memory-mapped
     last = next((batch for batch in batches if batch["round"][0].as_py() == evaluated), None)
     if last is None:
@@ -335,6 +375,8 @@ def run_info(runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]
         "attack": section("attack."),
         "schedule": "; ".join(map(_event_in_words, experiment.schedule)),
         "evaluation": section("evaluation."),
+        "stopping": section("stopping."),
+        "models kept": section("keep."),
         "rounds": settings["rounds"],
         "seeds": ", ".join(map(str, seeds)),
         "methods": ", ".join(dict.fromkeys(with_options)),

@@ -21,7 +21,7 @@ from cfl_ray.results.arrow_log import ClientMetrics, by_name, read_client_metric
 from cfl_ray.results.trained import Newcomer, TrainedMethod, adapt, place
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
-from cfl_ray.tracking.record import PAST_SCORES, is_evaluated, why_diverged
+from cfl_ray.tracking.record import BEST_ROUND, PAST_SCORES, is_evaluated, why_diverged
 
 if TYPE_CHECKING:  # pandas is imported when a frame is made
     import pandas as pd
@@ -115,6 +115,7 @@ class MethodResult:
     open_trained: Callable[[], TrainedMethod] | None = field(default=None, repr=False, compare=False)
     reported: Sequence[ReportedDiagnostic] = field(default=(), repr=False, compare=False)  # if there are no files
     clients: pa.Table | None = field(default=None, repr=False, compare=False)  # metrics of clients, likewise
+    ended: str = field(default="", compare=False)  # why `stopping` ended it before its last round; empty: it did not
 
     @property
     def events(self) -> list[ClusterEvent]:
@@ -127,8 +128,25 @@ class MethodResult:
         return sum(record.metrics.get("round_seconds", 0.0) for record in self.records)
 
     @property
+    def best_round(self) -> int | None:
+        """The best evaluated round so far, whose models are kept; None: the models of the last round are (`keep`)."""
+        rounds = (record.metrics[BEST_ROUND] for record in reversed(self.records) if BEST_ROUND in record.metrics)
+        best = next(rounds, None)
+        return None if best is None else int(best)
+
+    @property
     def final(self) -> dict[str, float]:
-        """Metrics of the last evaluated round; empty before the first evaluation."""
+        """Metrics of the best round if its models are kept, otherwise of the last evaluated round; empty before it."""
+        return self.metrics_of("kept")
+
+    def metrics_of(self, round: str = "kept") -> dict[str, float]:
+        """Metrics of a round: "best", "last" (the last evaluated one), or "kept": the best one if its models are kept.
+
+        Empty if there is none.
+        """
+        best = self.best_round
+        if round == "best" or (round == "kept" and best is not None):
+            return dict(next((record.metrics for record in self.records if record.round == best), {}))
         return dict(next((record.metrics for record in reversed(self.records) if is_evaluated(record.metrics)), {}))
 
     def to_frame(self) -> pd.DataFrame:
@@ -190,14 +208,25 @@ class MethodResult:
     @property
     def last_numbers(self) -> dict[str, float]:
         """The last value of each numeric diagnostic."""
-        last = {name: by_round[max(by_round)] for name, by_round in self.diagnostics.items()}
+        return self.numbers_until("last")
+
+    def numbers_until(self, round: str = "kept") -> dict[str, float]:
+        """The value of each numeric diagnostic after a round, as of `metrics_of`, or the last one before."""
+        best = None if round == "last" else self.best_round
+        last = {}
+        for name, by_round in self.diagnostics.items():
+            if until := [reported for reported in by_round if best is None or reported <= best]:
+                last[name] = by_round[max(until)]
         return {name: float(diagnostic.value) for name, diagnostic in last.items() if not diagnostic.axes}
 
     # ---- the trained method
 
     @cached_property
     def trained(self) -> TrainedMethod:
-        """The method after its last round or, in a run that is live or was stopped, after the last saved round."""
+        """The method after its last round or, in a run that is live or was stopped, after the last saved round.
+
+        With `keep: best`, after its best round so far, `trained.round`.
+        """
         if self.open_trained is None:
             raise ConfigError(f"{self.label} has not begun, so it has no models yet")
         return self.open_trained()
@@ -221,6 +250,10 @@ class MethodResult:
     def train(self, client: int, round: int | None = None) -> TensorSamples:
         """The training samples (x, y) of a client, as its data were in a round; None: in the last round."""
         return self.trained.train(client, round)
+
+    def validation(self, client: int, round: int | None = None) -> TensorSamples:
+        """The validation samples (x, y) of a client, as its data were in a round; None: in the last round."""
+        return self.trained.validation(client, round)
 
     def place(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None = None) -> Newcomer:
         """The model of a client outside the federation with these samples, and the reason for it.

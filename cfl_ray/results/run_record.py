@@ -43,11 +43,13 @@ def recorded_hash(directory: RunDirectory) -> str:
     return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(directory.config).config_hash
 
 
-def how_to_resume(directory: RunDirectory, in_process: bool = False) -> str:
-    """The command that continues a run; the Python call if the run has objects made in Python."""
-    if _OBJECTS not in (read_text(directory.config) or ""):
+def how_to_resume(directory: RunDirectory, in_process: bool = False, in_python: bool = False) -> str:
+    """The command that continues a run; the call if it was started in Python, or has objects made in Python."""
+    has_objects = _OBJECTS in (read_text(directory.config) or "")
+    if not (has_objects or in_python):
         return command("resume", directory.path, *(["--in-process"] if in_process else []))
-    return f"cfl_ray.resume({str(directory.path)!r}, experiment=...{', on_ray=False' if in_process else ''})"
+    arguments = [repr(str(directory.path)), *["experiment=..."] * has_objects, *["on_ray=False"] * in_process]
+    return f"cfl_ray.resume({', '.join(arguments)})"
 
 
 def stored_hash(directory: RunDirectory, experiment: Experiment) -> str:

@@ -58,6 +58,13 @@ def _position(name: str, names: list[str]) -> int:
     return names.index(known[0]) if known else len(names)
 
 
+def begun_runs(study: Path) -> list[Path]:
+    """The folders of a study's runs that have recorded a round."""
+    folders = sorted(RunDirectory(study).run_folders())
+    logs = ((run, run.glob(f"*/{RunDirectory.metrics.name}")) for run in folders)
+    return [run for run, files in logs if any(file.stat().st_size for file in files)]
+
+
 def is_finished(run: Path) -> bool:
     """Whether the run in this folder is finished."""
     end = read_end(run)

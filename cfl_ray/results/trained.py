@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -21,6 +22,7 @@ from cfl_ray.core.tasks import Task
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import Federation, FederationView, Scaling, TensorSamples
 from cfl_ray.engine.client_state import predicting_row
+from cfl_ray.engine.describing import ClientView
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.scoring import mixed
 from cfl_ray.engine.task import HeldByClient, TrainingTask
@@ -103,7 +105,7 @@ class Newcomer:
 
 @dataclass(frozen=True)
 class TrainedMethod:
-    """A method after its last round, or after the last saved round.
+    """A method after its last round, after the last saved round, or with `keep: best` after its best round.
 
     Inputs are normalised as the federation normalises its samples: `test(client)` returns such inputs.
     """
@@ -171,6 +173,15 @@ class TrainedMethod:
         """The training samples (x, y) of a client in a round; None: in the last round."""
         return self.present(round).train(self._known(client))
 
+    def validation(self, client: int, round: int | None = None) -> TensorSamples:
+        """The validation samples (x, y) of a client in a round; None: in the last round.
+
+        Raises ConfigError if the run has no validation data.
+        """
+        if (part := self.present(round).validation) is None:
+            raise ConfigError("this run has no validation data; data.validation makes some")
+        return part.test(self._known(client))
+
     def present(self, round: int | None = None) -> Federation:
         """The federation in a round; None: in the last round."""
         last = max(self.round, 1)
@@ -193,7 +204,8 @@ class TrainedMethod:
         value = None
         if serving.client_state is not None:
             value = self.backend.client_state(serving.client_state.name, client)
-        row_P = predicting_row(serving.models_KP[row], serving.client_state, value)
+        view = partial(self.view, client, lambda: self.train(client))
+        row_P = predicting_row(serving.models_KP[row], serving.client_state, value, view)
         if serving.tune is not None:
             row_P = self.tuned(client, row_P, serving.tune, self.train(client), serving.frozen_P)
         return self.module(row_P, serving.frozen_P)
@@ -300,6 +312,11 @@ class TrainedMethod:
             )
         return int(client)
 
+    def view(self, client: int, samples: Callable[[], TensorSamples]) -> ClientView:
+        """A client with these samples, for functions that read its data."""
+        worker, address = self.backend.worker, Address(self.seed, max(self.round, 1), _EXCHANGE)
+        return ClientView(client, *samples(), worker.network, address, LocalSGD(), worker.train_one)
+
     def tuned(
         self, client: int, row_P: Tensor, local: LocalSGD, samples: TensorSamples, frozen_P: Tensor | None
     ) -> Tensor:
@@ -401,7 +418,8 @@ class _Joined:
             )
         state = self.serving.client_state
         value = None if state is None else self.backend.client_state(state.name, self.client)
-        return predicting_row(self.serving.models_KP[row], state, value)
+        view = partial(self.trained.view, self.client, lambda: self.samples)
+        return predicting_row(self.serving.models_KP[row], state, value, view)
 
     @property
     def cluster(self) -> int:

@@ -1,4 +1,4 @@
-"""Trust in run directories, which another user may have made.
+"""Trust in code: one rule for all commands (SECURITY.md).
 
 The record of a run, config.yaml, names Python files, folders and URIs of data, the output folder and trackers, and may
 name a Ray cluster and an MLflow server. Resuming the run imports the files, reads and writes the folders, unpickles
@@ -6,14 +6,18 @@ messages of the cluster, and sends the user's credentials to the servers. So a r
 (`signature.json`). Other names in a record, and every symbolic link in the directory, need the user's consent
 (`--trust`).
 
-A config that the user passes to a command is trusted; `cfl-ray check`, which is for the inspection of configs, asks
-before it imports a file of another user.
+Consent is asked for once: `trusted.json` in the user's folder keeps the names, and the digests of files, that the user
+has trusted in each folder.
+
+Code that a config names is the user's if its file is below the working directory, named on the command line, or of the
+user's account.
 """
 
 import os
 import pwd
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +26,18 @@ import yaml
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.config.paths import file_keys
+from cfl_ray.config.reading import split_override
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import DataError
 from cfl_ray.errors.redaction import redact
+from cfl_ray.results.kept_code import kept_names
 from cfl_ray.run_directory import RunDirectory, UntrustedError
-from cfl_ray.system.files import read_text
+from cfl_ray.system.files import private_folder, read_json, read_text, sha256_once, user_folder, write_json
 from cfl_ray.system.nested import texts_of
 
 _ROOT = 0
 _PLACES = ("output", "data.shards", "data.train_files", "data.test_files", *map(".".join, file_keys(Experiment)))
+_TRUSTED = "trusted.json"  # in the user's folder
 _NAMED_ELSEWHERE = ("runtime.address", "tracking.uri")
 _TRACKERS_OF_FILES = ("mlflow", "csv", "tensorboard")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -53,29 +60,26 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
     """
     record_text(run_dir)
     experiment = config.load(RunDirectory(run_dir).config)
-    if not trust:
-        names = _code_in(experiment)
-        if connects:
-            names += _servers_in(experiment, replaced=bool(os.environ.get("RAY_ADDRESS")))
-            names += _places_in({"output": experiment.output} | _record(run_dir))
-        RunDirectory(run_dir).require_signed(names, RunDirectory.config.name, _of_environment())
+    names = _code_in(experiment) + kept_names(run_dir)
+    if connects:
+        names += _servers_in(experiment, replaced=bool(os.environ.get("RAY_ADDRESS")))
+        names += _places_in({"output": experiment.output} | _record(run_dir))
+    _require(run_dir, names, RunDirectory.config.name, trust)
     return experiment
 
 
 def load_study_record(folder: Path, trust: bool = False) -> Study:
     """The study in the record of its folder. Imports nothing. Raises UntrustedError as `load_record` does."""
     study = load_study(RunDirectory(folder).study)
-    if not trust:
-        values = _parsed(read_text(RunDirectory(folder).study) or "")
-        names = _names_in(study) + _places_in(values)
-        RunDirectory(folder).require_signed(names, RunDirectory.study.name, _of_environment())
+    values = _parsed(read_text(RunDirectory(folder).study) or "")
+    _require(folder, _names_in(study) + _places_in(values), RunDirectory.study.name, trust)
     return study
 
 
 def sign_record(run_dir: Path, experiment: Experiment, text: str | None = None) -> None:
     """Signs the names in the record of this user's run. text: the record; None: read from the directory."""
     places = _places_in({"output": experiment.output} | _record(run_dir, text))
-    RunDirectory(run_dir).sign(_code_in(experiment) + _servers_in(experiment) + places)
+    RunDirectory(run_dir).sign(_code_in(experiment) + kept_names(run_dir) + _servers_in(experiment) + places)
 
 
 def sign_study(folder: Path, study: Study) -> None:
@@ -83,16 +87,89 @@ def sign_study(folder: Path, study: Study) -> None:
     RunDirectory(folder).sign(_names_in(study) + _places_in(_parsed(study.to_yaml(credentials=False))))
 
 
-def check_owners(config: Experiment | Study) -> None:
-    """Raises UntrustedError if a Python file that a config or a study names belongs to another user."""
+def check_config(
+    file: str | None, config: Experiment | Study, overrides: Sequence[str] = (), trust: bool = False
+) -> None:
+    """Raises UntrustedError, unless `trust`, for code that a config names and that is not the user's.
+
+    file: of the config, which may be the record of a run or a study; None: the built-in example.
+    overrides: of the command line, whose files the user has named.
+    """
+    folder = Path(file or "").absolute().parent
+    if file is not None and _is_record_of(folder, Path(file)):
+        load_study_record(folder, trust) if isinstance(config, Study) else load_record(folder, trust)
+        return
     values = config.to_dict() if isinstance(config, Experiment) else config.model_dump(mode="json", by_alias=True)
-    for file in filter(Path.is_file, _files_in(values)):
-        owner = file.stat().st_uid
-        if owner not in (os.geteuid(), _ROOT):
+    own = {path for override in overrides for path in _files_in(split_override(override)[1])}
+    named = [path for path in filter(Path.is_file, _files_in(values)) if path not in own and not _is_below_here(path)]
+    known = _trusted(folder)
+    for path in named:
+        owner, name = path.stat().st_uid, f"the code in {path}"
+        if owner not in (os.geteuid(), _ROOT) and name not in known and not trust:
             raise UntrustedError(
-                f"{file} belongs to another user ({_user_name(owner)}), and check imports it: look at it, and say "
-                "--trust if you trust it"
+                f"{path} belongs to another user ({_user_name(owner)}), and this command imports it: look at it, and "
+                "say --trust if you trust it"
             )
+    if trust:
+        _remember(folder, [f"the code in {path}" for path in named])
+
+
+def _is_record_of(folder: Path, file: Path) -> bool:
+    """Whether a file is the record of a run or of a study in its folder, not a copy of one elsewhere."""
+    run = RunDirectory(folder)
+    is_run = file.name == run.config.name and (run.info.is_file() or run.environment.is_file())
+    return is_run or (file.name == run.study.name and run.study_lock.is_file())
+
+
+def _is_below_here(file: Path) -> bool:
+    try:
+        return file.is_relative_to(Path.cwd().resolve())
+    except FileNotFoundError:  # the working directory was removed
+        return False
+
+
+# ---- consent
+
+
+def _require(folder: Path, names: Sequence[str], record: str, trust: bool) -> None:
+    """Raises UntrustedError for names that are neither signed nor trusted; `trust` trusts them from now on."""
+    directory = RunDirectory(folder)
+    if trust:
+        _remember(folder, [*names, *directory.links()])
+    else:
+        directory.require_signed(names, record, [*_of_environment(), *_trusted(folder)])
+
+
+def _remember(folder: Path, names: Sequence[str]) -> None:
+    """Keeps the names that the user trusts in a folder."""
+    new = {name: _content_of(name) for name in names}
+    trusted = _read_trusted()
+    before = trusted.get(str(folder.resolve()), {})
+    if new.items() <= before.items():
+        return
+    with suppress(OSError):  # without a folder of the user, consent holds for this time
+        private_folder(user_folder())
+        write_json(user_folder() / _TRUSTED, trusted | {str(folder.resolve()): before | new})
+
+
+def _trusted(folder: Path) -> list[str]:
+    """The names that the user has trusted in a folder, without files whose content has changed since."""
+    of_folder = _read_trusted().get(str(folder.resolve()), {})
+    return [name for name, content in of_folder.items() if content == _content_of(name)]
+
+
+def _read_trusted() -> dict[str, dict[str, str]]:
+    try:
+        values = read_json(user_folder() / _TRUSTED) or {}
+    except DataError:
+        return {}
+    return {folder: names for folder, names in values.items() if isinstance(names, dict)}
+
+
+def _content_of(name: str) -> str:
+    """The digest of the file of `the code in FILE`; empty for other names and missing files."""
+    file = Path(name.removeprefix("the code in "))
+    return sha256_once(file) if file.is_absolute() and file.is_file() else ""
 
 
 # ---- names in a record

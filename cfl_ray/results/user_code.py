@@ -1,38 +1,122 @@
-"""Digests of the user's files whose code a run uses, to see later whether they were edited."""
+"""The user's code that a run uses: its files, with those that they import from beside them, and their digests."""
 
+import ast
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from cfl_ray.config import Experiment
-from cfl_ray.plugins.calling import is_user_file
-from cfl_ray.plugins.loading import sent_by_value
+from cfl_ray.plugins.calling import is_installed, is_user_file
 from cfl_ray.system.files import sha256_once
-from cfl_ray.system.nested import texts_of
+
+_IMPORTING = {"import_module", "__import__"}  # functions that import the module that they are given
 
 
 def code_of(experiment: Experiment) -> dict[str, str]:
-    """The sha256 of each user's file that defines a part of the experiment, or that such a file has imported.
+    """The sha256 of each file of `files_of`, by its name with that of its folder, which stay if both are moved."""
+    return {"/".join(file.parts[-2:]): sha256_once(file) for file in files_of(experiment)}
 
-    By the file's name with that of its folder, which stay if both are moved. The experiment's parts are loaded.
-    Functions that were typed into a console or a notebook have no file.
+
+def files_of(experiment: Experiment) -> list[Path]:
+    """The user's files that define parts of the experiment, and those that these import from beside them.
+
+    Functions that were typed into a console or a notebook have no file (`typed_sources`).
     """
-    texts = (Path(text.rpartition(":")[0]) for text in texts_of(experiment.to_dict()) if ".py:" in text)
-    named = {file.resolve() for file in texts if file.is_file()}  # a job's working directory may be gone
-    folders = {file.parent for file in named}
-    modules = (Path(module.__file__).resolve() for module in sent_by_value() if module.__file__)
-    imported = {file for file in modules if any(file.is_relative_to(folder) for folder in folders)}
-    objects = {file for part in _objects_in(experiment.model_dump()) if is_user_file(file := _file_of(part))}
-    files = sorted(file for file in named | imported | objects if file is not None and file.is_file())
-    return {"/".join(file.parts[-2:]): sha256_once(file) for file in files}
+    named = {Path(text.rpartition(":")[0]).resolve() for text in experiment.references}
+    objects = {file for part in _objects_of(experiment) if is_user_file(file := _file_of(part))}
+    found = {file for file in named | objects if file is not None and file.is_file()}
+    return sorted(found | {beside for file in found for beside in imported_beside(file)})
+
+
+def imported_beside(file: Path) -> set[Path]:
+    """The files of a file's folder, and below it, that it imports, or that such a file imports, at any place."""
+    folder, waiting, found = file.parent, [file], set[Path]()
+    while waiting:
+        for each in set(_imports_of(waiting.pop(), folder)) - found - {file}:
+            found.add(each)
+            waiting.append(each)
+    return found
+
+
+def _imports_of(file: Path, folder: Path) -> Iterator[Path]:
+    """The files below a folder that the text of a file imports."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # a run has imported it before, so this is for files of no run
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files_of_module(folder, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            start = folder if node.level == 0 else file.parents[node.level - 1]
+            for name in (node.module or "", *(f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names)):
+                yield from _files_of_module(start, name)
+        elif isinstance(node, ast.Call) and node.args and isinstance(given := node.args[0], ast.Constant):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function in _IMPORTING and isinstance(given.value, str):
+                yield from _files_of_module(folder, given.value)
+
+
+def _files_of_module(folder: Path, name: str) -> Iterator[Path]:
+    """The files of a module with a dotted name in a folder, those of its packages included; none elsewhere."""
+    place = folder
+    for part in name.split("."):
+        for file in (place / f"{part}.py", place / part / "__init__.py"):
+            if part.isidentifier() and file.is_file() and not is_installed(file.resolve()):
+                yield file.resolve()
+        place = place / part
+    if not name and (folder / "__init__.py").is_file():
+        yield (folder / "__init__.py").resolve()
+
+
+def typed_sources(experiment: Experiment) -> dict[str, str]:
+    """The sources of parts that were typed into a console or a notebook, by name, as far as Python has them.
+
+    A source is the whole cell, and the cells of functions and classes of the same module that it uses.
+    """
+    found: dict[str, str] = {}
+    waiting = [part for part in _objects_of(experiment) if (file := _file_of(part)) is None or not file.is_file()]
+    seen: set[int] = set()
+    while waiting:
+        part = waiting.pop()
+        source = part if inspect.isroutine(part) or inspect.isclass(part) else type(part)
+        if id(source) in seen or getattr(source, "__module__", "").partition(".")[0] in ("cfl_ray", "builtins"):
+            continue
+        seen.add(id(source))
+        functions = [source] if inspect.isfunction(source) else _functions_of(source)
+        for function in functions:
+            with suppress(OSError, TypeError):
+                found.setdefault(source.__qualname__.replace("<", "").replace(">", ""), _text_of(function))
+            names = (function.__globals__.get(name) for name in function.__code__.co_names)
+            own = (used for used in names if inspect.isfunction(used) or inspect.isclass(used))
+            waiting += [used for used in own if used.__module__ == function.__module__]
+    return found
+
+
+def _functions_of(source: Any) -> list[FunctionType]:
+    members = vars(source).values() if inspect.isclass(source) else ()
+    return [inspect.unwrap(member) for member in members if inspect.isfunction(member)]
+
+
+def _text_of(function: FunctionType) -> str:
+    """The text of the cell, or of the file, that defines a function."""
+    return "".join(inspect.findsource(function)[0])
 
 
 def edited_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The files with other content than before, by name; a file that only one of the two has does not count."""
     return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+
+
+def _objects_of(experiment: Experiment) -> Iterator[Any]:
+    """Yields the objects of the experiment that are no data."""
+    return _objects_in([experiment.model_dump(), experiment.methods])
 
 
 def _objects_in(value: Any) -> Iterator[Any]:

@@ -8,6 +8,7 @@ changed.
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import torch
@@ -40,8 +41,8 @@ _CAUSES = (
 def verify(trained: TrainedMethod, result: MethodResult, experiment: Experiment, edited: Sequence[str] = ()) -> None:
     """Raises NotReproduced if models of a trained method do not give the scores that were recorded for clients.
 
-    Nothing is verified if the last recorded evaluation was not in the round of the models, as in a live run, and
-    without `evaluation.verify`. edited: the user's files that were edited since the run began.
+    Nothing is verified if no recorded evaluation was in the round of the models, as in a live run, and without
+    `evaluation.verify`. edited: the user's files that were edited since the run began.
     """
     if not experiment.evaluation.verify:
         return
@@ -77,14 +78,15 @@ def verify(trained: TrainedMethod, result: MethodResult, experiment: Experiment,
 
 
 def _recorded(result: MethodResult, round: int) -> np.ndarray:
-    """The scores of the clients in a round, float64 (M, 1 + V): id, then the scores; M is 0 if it is not the last."""
+    """The scores of the clients in a round, float64 (M, 1 + V): id, then the scores; M is 0 if it was not evaluated."""
     if result.directory is None:
         table = result.clients
         batches = table.to_batches() if table is not None else []
     else:
         batches, _, _ = whole_batches(RunDirectory(result.directory).client_metrics)
-    last = [batch for batch in batches[-1:] if batch.num_rows and batch.column(0)[0].as_py() == round]
-    columns = [column.to_numpy(zero_copy_only=False) for batch in last for column in batch.columns[1:]]
+    of_round = (batch for batch in reversed(batches) if batch.num_rows and batch.column(0)[0].as_py() == round)
+    found = next(of_round, None)
+    columns = [] if found is None else [column.to_numpy(zero_copy_only=False) for column in found.columns[1:]]
     return np.column_stack(columns).astype(np.float64) if columns else np.zeros((0, 2))
 
 
@@ -149,6 +151,7 @@ def _other_models(trained: TrainedMethod, serving: Serving, client: int) -> Iter
         return
     state = serving.client_state
     value = None if state is None else trained.backend.client_state(state.name, client)
+    view = partial(trained.view, client, lambda: trained.train(client))
     for row in range(min(len(serving.models_KP), max(trained.num_clusters, 1))):
         if row != serving.row_M[0]:
-            yield trained.module(predicting_row(serving.models_KP[row], state, value), serving.frozen_P)
+            yield trained.module(predicting_row(serving.models_KP[row], state, value, view), serving.frozen_P)

@@ -73,6 +73,12 @@ class RunDirectory:
         "PyTorch, digests of the data and of the user's files, on which results depend besides the config hash",
         "driver",
     )
+    user_code = File(
+        "user_code/",
+        ("run", "study"),
+        "copies of the user's files that the run imported, shared by the runs of a study",
+        "driver",
+    )
     session = File("session.json", ("run",), "address of the server while the run is live, signed", "driver")
     start_lock = File("start.lock", ("run",), "held by the process that started the run", "driver")
     failure = File("failure.txt", ("run",), "why a run of a study failed", "study")
@@ -152,7 +158,7 @@ class RunDirectory:
 
         names: the things outside the directory that the record of this user's run or study names.
         """
-        names = [*names, *self._links()]
+        names = [*names, *self.links()]
         if names and (signature := sign(_PURPOSE, self.path, names)):
             write_json(self.signature, {"names": names, "signature": signature})
 
@@ -161,7 +167,7 @@ class RunDirectory:
 
         record: the part that contains the names, for the message. known: names that need no signature.
         """
-        names = [name for name in (*names, *self._links()) if name not in known]
+        names = [name for name in (*names, *self.links()) if name not in known]
         signed = self._signed() if names else []
         if unknown := [name for name in names if name not in signed]:
             kept = f"; its {self.signature.name} is of another folder, of another key or of an earlier version"
@@ -181,7 +187,7 @@ class RunDirectory:
                 return [str(name) for name in names]
         return []
 
-    def _links(self) -> list[str]:
+    def links(self) -> list[str]:
         """The symbolic links in the directory, each with its target, which is not part of the run."""
         links: list[str] = []
         for folder, folders, files in os.walk(self.path):

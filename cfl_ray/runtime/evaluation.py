@@ -1,5 +1,6 @@
 """Evaluation of a round: the three protocols, and the agreement of the clusters with the true groups."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from cfl_ray.core.rng import stream
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.core.tasks import CLASSIFICATION, Task
-from cfl_ray.core.work import Address, EvaluateClients, EvaluateShared, Rows
+from cfl_ray.core.work import TEST, Address, EvaluateClients, EvaluateShared, Rows, scores_name
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.scoring import scores
 
@@ -50,27 +51,48 @@ class Evaluator:
 
         NaN for a client without a model, or without test data.
         """
+        return self.scores_on((TEST,), serving, clients)[TEST]
+
+    def scores_on(self, parts: Sequence[str], serving: Serving, clients: Clients) -> dict[str, np.ndarray]:
+        """The same on each of these parts of the clients' data."""
         known_M = serving.row_M >= 0
-        table_MV = np.full((len(clients), self._num_scores), np.nan)
+        tables = {part: np.full((len(clients), self._num_scores), np.nan) for part in parts}
         if known_M.any():
             known, serving = clients.select(known_M), serving.select(known_M)
-            view, personal = self.federation.view, serving.is_personal or clients.replay is not None
-            # clients with other labels share the test of a model only if the metrics follow from its confusion matrix
-            personal |= view == "holdout" or (view == "label" and not self.task.by_confusion)
-            table_MV[known_M] = (self._personal if personal else self._shared)(serving, known)
-        return table_MV
+            shared = [part for part in parts if self._shares_tests(part, serving, known)]
+            personal = [part for part in parts if part not in shared]
+            measured = self._personal(serving, known, personal) if personal else {}
+            measured |= {part: self._shared(serving, known, part) for part in shared}
+            for part, table_mV in measured.items():
+                tables[part][known_M] = table_mV
+        return tables
+
+    def _shares_tests(self, part: str, serving: Serving, clients: Clients) -> bool:
+        """Whether clients with the same model share its test on a test set."""
+        view = self._tested_on(part).view
+        if serving.is_personal or clients.replay is not None or view == "holdout":
+            return False
+        # clients with other labels share the test of a model only if the metrics follow from its confusion matrix
+        return view != "label" or self.task.by_confusion
+
+    def _tested_on(self, part: str) -> Federation:
+        """The federation whose test data are this part of the clients' data."""
+        return self.federation if part == TEST else self.federation.validation or self.federation
 
     @property
     def _num_scores(self) -> int:
         return len(self.task.score_names)
 
-    def tuned_scores(self, serving: Serving, clients: Clients, local: LocalSGD) -> np.ndarray:
+    def tuned_scores(
+        self, parts: Sequence[str], serving: Serving, clients: Clients, local: LocalSGD
+    ) -> dict[str, np.ndarray]:
         """P-tune(F): the same after F local epochs; of a mixture, only model `row_M` is tuned and tested."""
         tune = replace(local, epochs=self.settings.tuned_epochs, steps=None, examples=None)
-        return self.scores(replace(serving, weight_MK=None, tune=tune), clients)
+        return self.scores_on(parts, replace(serving, weight_MK=None, tune=tune), clients)
 
-    def _personal(self, serving: Serving, clients: Clients) -> np.ndarray:
-        """Scores from a separate test of each client's model on the client's test data."""
+    def _personal(self, serving: Serving, clients: Clients, parts: Sequence[str]) -> dict[str, np.ndarray]:
+        """Scores from a separate test of each client's model on these parts of the client's data."""
+        own = all(self._tested_on(part).view == "holdout" for part in parts)
         steps_M = serving.tune.steps_of(clients.num_samples_M) if serving.tune else None
         order = np.argsort(serving.row_M, kind="stable")  # clients that share a model are adjacent
         work = EvaluateClients(
@@ -82,21 +104,22 @@ class Evaluator:
             frozen_model=_frozen_rows(serving, len(clients)),
             weight_MK=None if serving.weight_MK is None else serving.weight_MK[order],
             max_test_samples=self.settings.local_samples
-            if (serving.is_personal or clients.replay is not None) and self.federation.view != "holdout"
+            if (serving.is_personal or clients.replay is not None) and not own
             else None,
+            parts=tuple(parts),
             replay=None if clients.replay is None else clients.replay.take(order),
             num_scores=self._num_scores,
             tune=serving.tune,
             steps_M=None if steps_M is None else steps_M[order],
         )
-        table_MV, outcome = np.empty((len(clients), self._num_scores)), self.backend.run(work)
-        table_MV[order] = outcome.arrays["scores"]
+        outcome, given_order = self.backend.run(work), np.argsort(order)
         clients.stats.excluded.update({int(work.ids_M[i]): exclusion for i, exclusion in outcome.excluded.items()})
-        return table_MV
+        return {part: outcome.arrays[scores_name(part)][given_order] for part in parts}
 
-    def _shared(self, serving: Serving, clients: Clients) -> np.ndarray:
+    def _shared(self, serving: Serving, clients: Clients, part: str) -> np.ndarray:
         """Scores from one test of each pair of a test set and a model (or mixture), shared by the pair's clients."""
-        test_set_M = self.federation.test_set_of(clients.ids_M)
+        federation = self._tested_on(part)
+        test_set_M = federation.test_set_of(clients.ids_M)
         if serving.weight_MK is None:
             pairs, pair_M = np.unique(np.stack([serving.row_M, test_set_M], 1), axis=0, return_inverse=True)
             row_U, test_set_U, weight_UK = *pairs.T, None
@@ -112,6 +135,7 @@ class Evaluator:
             frozen_model=_frozen_rows(serving, len(pairs)),
             weight_MK=weight_UK,
             num_scores=self._num_scores,
+            part=part,
             by_confusion=self.task.by_confusion,
         )
         outcome = self.backend.run(work)
@@ -120,7 +144,7 @@ class Evaluator:
         if not self.task.by_confusion:
             return outcome.arrays["scores"][pair_M]
         confusion, loss = outcome.arrays["confusion"], outcome.arrays["loss"]
-        labels_MC = self.federation.labels_of(clients.ids_M)
+        labels_MC = federation.labels_of(clients.ids_M)
         if labels_MC is None:
             return np.array([scores(*counts) for counts in zip(confusion, loss, strict=True)])[pair_M]
         rows = zip(pair_M, labels_MC, strict=True)

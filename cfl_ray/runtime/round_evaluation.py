@@ -1,6 +1,6 @@
 """The metrics of a method's rounds: of the training, and of the evaluation by every protocol; diagnostics."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MOST_VALUES, Diagnostics
 from cfl_ray.core.reported import ReportedDiagnostic
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
+from cfl_ray.core.work import TEST, VALIDATION
 from cfl_ray.data.federation import Federation
 from cfl_ray.nn.network import Network
 from cfl_ray.population.population import Cohort
@@ -25,9 +26,18 @@ from cfl_ray.runtime.parts.loop_part import LoopPart
 from cfl_ray.runtime.round_facts import add_exclusions, end_training, record_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import RoundRecord
-from cfl_ray.tracking.record import LABEL_COUNTS, PAST_SCORES, cluster_diagnostics_of, taken_names
+from cfl_ray.tracking.record import (
+    LABEL_COUNTS,
+    PAST_SCORES,
+    VALIDATION_CLIENTS,
+    VALIDATION_SAMPLES,
+    cluster_diagnostics_of,
+    of_validation,
+    taken_names,
+)
 
-_LOCAL_SCORES = "server.local_scores_N2"  # in checkpoints
+# in checkpoints, by the part of the data that P-local is measured on
+_LOCAL_SCORES = {TEST: "server.local_scores_N2", VALIDATION: "server.local_validation_scores_N2"}
 
 
 class RoundDiagnostics:
@@ -86,13 +96,15 @@ class RoundEvaluation(LoopPart):
         self.settings, self.seed, self.label = experiment.evaluation, experiment.seed, label
         self.steps, self.clients_of, self.membership = steps, clients_of, membership
         self.evaluator = Evaluator(self.settings, setup.federation, backend, self.seed, self.task)
+        # of the clients' data, on which models are measured
+        self.parts = (TEST,) if setup.federation.validation is None else (TEST, VALIDATION)
         self.primary, self.attackers = self.task.metrics[0].name, setup.attack.ids
         self.initial_P = network.new_model(self.seed, 0)  # held by clients before their first training
         self.taken = taken_names([metric.name for metric in self.task.metrics])
         self.label_counts = LabelCounts(setup.federation.shape.num_classes)
         self.traffic = Traffic()  # of the run so far
-        # float32: P-local of every client after its last training, NaN before its first training
-        self.local_scores_N2 = np.zeros((0, 2), np.float32)
+        # float32 (N, 2), by part: P-local of every client after its last training, NaN before its first training
+        self.local_scores = {part: np.zeros((0, 2), np.float32) for part in self.parts}
         self.fallbacks: set[str] = set()  # reasons noted so far why the chosen engine did not train clients
         self.diagnostics = RoundDiagnostics()  # not recorded yet
 
@@ -124,37 +136,43 @@ class RoundEvaluation(LoopPart):
     # ---- hooks
 
     def leave(self, ids: np.ndarray) -> None:
-        self._set_local_scores(ids, np.nan)
+        for part in self.parts:
+            self._set_local_scores(part, ids, np.nan)
 
     def end_round(self, stats: RoundStats, cohort: Cohort, before: State, after: State) -> None:
-        self._set_local_scores(list(stats.local_scores), list(stats.local_scores.values()))
+        for part in self.parts:
+            scores = stats.local_scores_on(part)
+            self._set_local_scores(part, list(scores), list(scores.values()))
         end_training(stats, cohort, after, self.fallbacks)
         self.fallbacks |= stats.fallbacks
         self.diagnostics.take(stats, stats.diagnostics)
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {_LOCAL_SCORES: torch.from_numpy(self.local_scores_N2)}, {"traffic": vars(self.traffic)}
+        scores = {_LOCAL_SCORES[part]: torch.from_numpy(scores_N2) for part, scores_N2 in self.local_scores.items()}
+        return scores, {"traffic": vars(self.traffic)}
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any], state: State) -> None:
         self.traffic = Traffic(**dict(_Traffic.model_validate(values.pop("traffic"))))
-        self.local_scores_N2 = tensors.pop(_LOCAL_SCORES).numpy()
-        if self.local_scores_N2.shape != (count := len(state.assign_N), 2):
-            raise ValueError(f"scores of shape {self.local_scores_N2.shape} for {count} clients")
+        self.local_scores = {part: tensors.pop(_LOCAL_SCORES[part]).numpy() for part in self.parts}
+        for scores_N2 in self.local_scores.values():
+            if scores_N2.shape != (count := len(state.assign_N), 2):
+                raise ValueError(f"scores of shape {scores_N2.shape} for {count} clients")
 
     @np.errstate(over="ignore")  # scores beyond float32 are infinite
-    def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
+    def _set_local_scores(self, part: str, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
         """Sets scores in a new array, because a checkpoint compares with the array that was saved last."""
-        if (more := self.membership.federation.num_clients - len(self.local_scores_N2)) > 0:
-            unknown = np.full((more, 2), np.nan, np.float32)
-            self.local_scores_N2 = np.concatenate([self.local_scores_N2, unknown])
+        scores_N2 = self.local_scores[part]
+        if (more := self.membership.federation.num_clients - len(scores_N2)) > 0:
+            scores_N2 = np.concatenate([scores_N2, np.full((more, 2), np.nan, np.float32)])
         if len(ids):
-            self.local_scores_N2 = self.local_scores_N2.copy()
-            self.local_scores_N2[ids] = scores
+            scores_N2 = scores_N2.copy()
+            scores_N2[ids] = scores
+        self.local_scores[part] = scores_N2
 
     # ---- evaluation
 
     def evaluate(self, stats: RoundStats, state: State) -> None:
-        """Tests online clients with the models of `state`, and adds the results to the statistics of the round."""
+        """Measures the models of `state` on each part of the data of online clients, for the record of the round."""
         online, present, diagnostics = self.membership.population.online, self.membership.present, self.diagnostics
         self.evaluator.federation = present
         tests = RoundStats(diagnostics=self._new_diagnostics())
@@ -165,13 +183,15 @@ class RoundEvaluation(LoopPart):
             tester=lambda those, serving: self.evaluator.scores(serving, those),
         )
         serving = self.steps.serve(state, clients)
-        table_MV = self.evaluator.scores(serving, clients)
+        tables = self.evaluator.scores_on(self.parts, serving, clients)
+        table_MV = tables[TEST]
         stats.scores_MV = np.column_stack([clients.ids_M, table_MV])
         stats.metrics |= score_metrics(table_MV, self.task)
         stats.metrics |= cluster_metrics(state, online, present.group_N)
-        if self.settings.local:
-            stats.metrics |= self._local_metrics(clients)
-        stats.metrics |= self._metrics_of_some(table_MV[:, 0], serving, clients)
+        stats.metrics |= self._protocol_metrics(tables, serving, clients)
+        if VALIDATION in tables:
+            stats.metrics |= of_validation(score_metrics(tables[VALIDATION], self.task))
+            stats.metrics |= self._sizes_of_validation(clients)
         if self.settings.past:
             diagnostics.take(stats, self._tests_on_past_data(stats, serving, clients))
         self.steps.diagnose(state, clients)
@@ -194,19 +214,45 @@ class RoundEvaluation(LoopPart):
             diagnostics.take(stats, self._labels_of_compared(stats.round, tests))
             diagnostics.resolve()
 
-    def _local_metrics(self, clients: Clients) -> dict[str, float]:
+    def _protocol_metrics(
+        self, tables: Mapping[str, np.ndarray], serving: Serving, clients: Clients
+    ) -> dict[str, float]:
+        """P-local, P-tune, and the means over some clients, on each part of the data."""
+        metrics: dict[str, float] = {}
+        if self.settings.local:
+            for part in self.parts:
+                of_part = self._local_metrics(part, clients)
+                metrics |= of_part if part == TEST else of_validation(of_part)
+            trained = ~np.isnan(self.local_scores[TEST][clients.ids_M, 0])
+            metrics["trained_share"] = float(trained.mean())
+        tuned = {}
+        if self.settings.tuned_epochs:
+            tuned = self.evaluator.tuned_scores(self.parts, serving, clients, clients.local)
+        for part in self.parts:
+            tuned_M = tuned[part][:, 0] if tuned else None
+            of_part = self._metrics_of_some(tables[part][:, 0], tuned_M, clients)
+            metrics |= of_part if part == TEST else of_validation(of_part)
+        return metrics
+
+    def _local_metrics(self, part: str, clients: Clients) -> dict[str, float]:
         """P-local over all clients, and over trained clients; untrained clients hold the initial model."""
-        score_M = self.local_scores_N2[clients.ids_M, 0].astype(np.float64)
+        score_M = self.local_scores[part][clients.ids_M, 0].astype(np.float64)
         trained = ~np.isnan(score_M)
         metrics = {f"{self.primary}_local_trained": float(score_M[trained].mean())} if trained.any() else {}
         if not trained.all():
             untrained = clients.select(~trained)
             initial = Serving(self.initial_P[None], untrained.first_row())
-            score_M[~trained] = self.evaluator.scores(initial, untrained)[:, 0]
-        return metrics | {f"{self.primary}_local": mean_of_defined(score_M), "trained_share": float(trained.mean())}
+            score_M[~trained] = self.evaluator.scores_on((part,), initial, untrained)[part][:, 0]
+        return metrics | {f"{self.primary}_local": mean_of_defined(score_M)}
 
-    def _metrics_of_some(self, score_M: np.ndarray, serving: Serving, clients: Clients) -> dict[str, float]:
-        """Means over honest clients and over newcomers, and P-tune."""
+    def _sizes_of_validation(self, clients: Clients) -> dict[str, float]:
+        """Number of the clients with validation data, and of their validation samples."""
+        assert (part := self.membership.present.validation) is not None
+        num_samples_M = part.num_samples_N[clients.ids_M]
+        return {VALIDATION_CLIENTS: float((num_samples_M > 0).sum()), VALIDATION_SAMPLES: float(num_samples_M.sum())}
+
+    def _metrics_of_some(self, score_M: np.ndarray, tuned_M: np.ndarray | None, clients: Clients) -> dict[str, float]:
+        """Means over honest clients and over newcomers, and P-tune, whose scores are `tuned_M`."""
         metrics: dict[str, float] = {}
         honest = ~np.isin(clients.ids_M, self.attackers)
         if len(self.attackers) and honest.any():
@@ -214,8 +260,7 @@ class RoundEvaluation(LoopPart):
         newcomers = np.isin(clients.ids_M, self.membership.population.newcomers)
         if newcomers.any():
             metrics[f"newcomer_{self.primary}"] = mean_of_defined(score_M[newcomers])
-        if self.settings.tuned_epochs:
-            tuned_M = self.evaluator.tuned_scores(serving, clients, clients.local)[:, 0]
+        if tuned_M is not None:
             metrics[f"{self.primary}_tuned"] = mean_of_defined(tuned_M)
             if newcomers.any():
                 metrics[f"newcomer_{self.primary}_tuned"] = mean_of_defined(tuned_M[newcomers])

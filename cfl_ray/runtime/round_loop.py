@@ -9,7 +9,7 @@ The loop knows clients, method, evaluation and checkpoints. All else that an exp
 the loop with the hooks of `LoopPart`, which are called where the loop says `self.parts`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,13 +36,11 @@ from cfl_ray.runtime.parts.loop_part import LoopPart
 from cfl_ray.runtime.parts.of_experiment import parts_of
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_evaluation import RoundEvaluation
-from cfl_ray.runtime.saved_rounds import SavedRounds
+from cfl_ray.runtime.saved_rounds import CheckpointInMemory, SavedRounds
 from cfl_ray.setup.first_models import start_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import RoundRecord
 from cfl_ray.tracking.record import Status
-
-_NO_LIMIT = 2**62  # test samples of a client with its own test data
 
 
 class RoundLoop:
@@ -60,7 +58,12 @@ class RoundLoop:
         backend: Backend,
         store: CheckpointStore | None,
         session: str = "",
+        at: int | None = None,
+        remembered: Mapping[int, CheckpointInMemory] | None = None,
     ):
+        """at: the round from which it is restored, to use its models; None: the newest that can be used. remembered:
+        rounds in memory, by number, of a run without files.
+        """
         self.setup, self.experiment, self.label, self.network = setup, setup.experiment, label, network
         self.steps = CheckedMethod(setup.methods[label], network.spec.size)
         self.backend = ReusingBackend(backend, setup.federation, setup.attack.ids)
@@ -70,12 +73,12 @@ class RoundLoop:
             setup, label, network, self.steps, self.backend, self.membership, self.clients_of
         )
         self.parts: list[LoopPart] = [*parts_of(setup, label, network.spec, self.membership, store), self.evaluation]
-        self.checkpoints = SavedRounds(setup, label, network.spec.size, store, self.parts)
+        self.checkpoints = SavedRounds(setup, label, network.spec.size, store, self.parts, remembered)
         self.status: Status = "starting"
         self.round = 0  # the round in progress, or the last round
         self.state: State  # of the method
         self.last_round: int  # less than `experiment.rounds` if a part permits no more
-        self.restored = self._restore()
+        self.restored = self._restore(at)
 
     # ---- the loop
 
@@ -96,9 +99,12 @@ class RoundLoop:
                 if stats.evaluated:
                     self._enter("evaluating", stats.round)
                     self.evaluation.evaluate(stats, self.state)
+                    self._end_evaluation(stats)
                 self._save_and_close(stats)
                 record = self.evaluation.record(stats, unrecorded=False)
-            yield replace(record, status=self.status, stop=self.stops_after(stats.round))
+            yield replace(
+                record, status=self.status, stop=self.stops_after(stats.round), ended=self._why_ended(stats.round)
+            )
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -138,9 +144,28 @@ class RoundLoop:
         """The last saved round; 0: none."""
         return self.checkpoints.last
 
+    @property
+    def pinned(self) -> frozenset[int]:
+        """Rounds whose checkpoints stay."""
+        return frozenset[int]().union(*(part.pinned for part in self.parts))
+
+    def kept(self, backend: InProcessBackend) -> TrainedMethod:
+        """The trained method after the round whose models it keeps; as `trained` unless a part names a round."""
+        round = max(part.kept_round for part in self.parts)
+        if round in (0, self._present):
+            return self.trained(backend)
+        other, store = InProcessBackend(backend.worker), self.checkpoints.store
+        memory = self.checkpoints.remembered
+        return RoundLoop(self.setup, self.label, self.network, other, store, at=round, remembered=memory).trained(other)
+
+    @property
+    def _present(self) -> int:
+        """The last saved round; the last round if no files are kept."""
+        return self.saved if self.saved or self.checkpoints.keeps_files else self.round
+
     def trained(self, backend: InProcessBackend) -> TrainedMethod:
         """The trained method after its last saved round; after its last round if no files are kept."""
-        round = self.saved if self.checkpoints.keeps_files else self.round
+        round = self._present
         return TrainedMethod(
             self.label,
             self.membership.federation,
@@ -162,9 +187,12 @@ class RoundLoop:
 
     # ---- before the first round
 
-    def _restore(self) -> RoundRecord:
-        """Restores the newest usable checkpoint, otherwise the state before round 1. Returns its record."""
-        found = self.checkpoints.restore()
+    def _restore(self, at: int | None) -> RoundRecord:
+        """Restores the newest usable checkpoint, or that of a round; otherwise the state before round 1.
+
+        Returns its record.
+        """
+        found = self.checkpoints.restore(at)
         self.membership.restore(self.saved)
         self.backend.use(self.membership.federation)
         notes: tuple[str, ...] = ()
@@ -181,7 +209,8 @@ class RoundLoop:
         self.last_round = min(part.last_round(self.saved, self.experiment.rounds) for part in self.parts)
         self._close(self.saved)
         record = self.evaluation.resumed(record)
-        return replace(record, status=self.status, notes=notes, stop=self.stops_after(self.saved))
+        stop, ended = self.stops_after(self.saved), self._why_ended(self.saved)
+        return replace(record, status=self.status, notes=notes, stop=stop, ended=ended)
 
     # ---- the steps of a round
 
@@ -227,17 +256,34 @@ class RoundLoop:
         clients = self.clients_of(cohort.ids_M, stats.round, stats, cohort)
         return self.steps.round(self.state, clients, Draws(self.experiment.seed, stats.round))
 
+    def _end_evaluation(self, stats: RoundStats) -> None:
+        """Ends the method with this evaluated round if a part says so."""
+        for part in self.parts:
+            part.end_evaluation(stats)
+        if (reason := self._why_ended(stats.round)) and stats.round < self.last_round:
+            self.last_round = stats.round
+            stats.notes.append(reason)
+
+    def _why_ended(self, round: int) -> str:
+        """Why the method ends after the complete `round`, before the last one of the experiment; empty: it does not."""
+        if not round or round >= self.experiment.rounds:
+            return ""
+        return next((reason for part in self.parts if (reason := part.ends(round))), "")
+
     def _save_and_close(self, stats: RoundStats) -> None:
-        """Saves the round if it is the last, or if interval, state budget or a request require it; then closes it."""
-        round = stats.round
+        """Saves the round if it is the last, or interval, state budget, part or request require it; then closes it."""
+        round, pinned, states = stats.round, self.pinned, self.backend.client_states
+        if pinned and not self.checkpoints.keeps_files:
+            record_of = partial(self.evaluation.record, stats, unrecorded=True)
+            self.checkpoints.remember(round, self.state, record_of, states, pinned)
         with self.requests.lock:  # a request to stop applies to this round if granted before, else to a later round
-            is_last = round == self.last_round or self.stops_after(round)
-            if not self.checkpoints.is_due(round, is_last, self.backend.client_states.unsaved):
+            must_be = round == self.last_round or self.stops_after(round) or round in pinned
+            if not self.checkpoints.is_due(round, must_be, states.unsaved):
                 self._close(round)
                 return
             self._enter("saving", round)
         record = self.evaluation.record(stats, unrecorded=True)
-        if remark := self.checkpoints.save(self.state, record, self.backend.client_states):
+        if remark := self.checkpoints.save(self.state, record, states, pinned):
             stats.notes.append(remark)
         with self.requests.lock:
             self._close(round)
@@ -250,8 +296,7 @@ class RoundLoop:
         cohort: the cohort, if the clients are those that train; then each tests its model after training (P-local).
         """
         experiment, present, method = self.experiment, self.membership.present, self.steps.method
-        own_tests, settings = present.view == "holdout", experiment.evaluation
-        tests_locally = cohort is not None and settings.local
+        settings = experiment.evaluation
         clients = Clients(
             np.asarray(ids, np.int64),
             present.num_samples_N[ids],
@@ -261,7 +306,8 @@ class RoundLoop:
             seed=experiment.seed,
             round=round,
             stats=stats,
-            local_test_samples=(_NO_LIMIT if own_tests else settings.local_samples) if tests_locally else 0,
+            local_test_samples=settings.local_samples if cohort is not None and settings.local else 0,
+            local_parts=self.evaluation.parts,
             reachable=lambda: self._reachable(round),
             history=partial(distinct_rounds, self.membership.federation, round),
             aggregation=method.aggregation_rule,

@@ -1,6 +1,8 @@
 """The saved rounds of a method: state, record and parts of the loop as tensors and JSON values of a checkpoint."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from cfl_ray.checkpoint.store import Checkpoint, CheckpointInterval, CheckpointStore
-from cfl_ray.core.backend import ClientStateSource
+from cfl_ray.core.backend import ClientStateKey, ClientStateSource
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.core.reported import Diagnostic, ReportedDiagnostic
@@ -58,15 +60,47 @@ class _Values(_Strict):
     constants: dict[str, list[str | float]] = {}
 
 
+@dataclass(frozen=True)
+class CheckpointInMemory:
+    """A pinned round of a run without files: the values, which do not change, not copies of them."""
+
+    round: int
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+    states: list[tuple[ClientStateKey, Any]]
+    refused: tuple[str, ...] = ()  # as in `Checkpoint`
+
+    def client_states(self) -> Iterator[tuple[ClientStateKey, Any]]:
+        return iter(self.states)
+
+
+@dataclass(frozen=True)
+class _StatesInMemory:
+    """A `StateFile` that writes nothing: its entry has the values."""
+
+    keys: Sequence[ClientStateKey]
+
+    def write(self, values: Iterable[Tensor], again: bool = False) -> list[tuple[ClientStateKey, Any]]:
+        return list(zip(self.keys, values, strict=True))
+
+
 class SavedRounds:
     """Checkpoints of a method: its state after a round, the record of the round, and the state of the loop's parts.
 
-    The record is sent again if the driver was killed before it recorded the round. store: None if no files are kept.
+    The record is sent again if the driver was killed before it recorded the round. store: None if no files are kept;
+    then pinned rounds are in memory. remembered: those of another loop of the method.
     """
 
     def __init__(
-        self, setup: Setup, label: str, columns: int, store: CheckpointStore | None, parts: Sequence[LoopPart]
+        self,
+        setup: Setup,
+        label: str,
+        columns: int,
+        store: CheckpointStore | None,
+        parts: Sequence[LoopPart],
+        remembered: Mapping[int, CheckpointInMemory] | None = None,
     ):
+        self.remembered = dict(remembered or {})
         self.setup, self.label, self.columns, self.store, self.parts = setup, label, columns, store, parts
         self.num_scores = len(setup.task.score_names)  # of one client
         self.interval = CheckpointInterval(setup.experiment.runtime.checkpoint_every)
@@ -79,20 +113,38 @@ class SavedRounds:
         """Whether rounds are saved."""
         return self.store is not None
 
-    def is_due(self, round: int, is_last: bool, unsaved: int) -> bool:
-        """Whether this round is saved: it is the last, the interval is over, or client states exceed their budget.
+    def is_due(self, round: int, must_be: bool, unsaved: int) -> bool:
+        """Whether this round is saved: it must be, the interval is over, or client states exceed their budget.
 
         unsaved: bytes of the client states that changed since the last saved round.
         """
         over_budget = unsaved > self.setup.experiment.runtime.state_budget
-        return self.keeps_files and (is_last or over_budget or self.interval.is_due(round))
+        return self.keeps_files and (must_be or over_budget or self.interval.is_due(round))
 
-    def save(self, state: State, record: RoundRecord, states: ClientStateSource) -> str | None:
+    def remember(
+        self,
+        round: int,
+        state: State,
+        record: Callable[[], RoundRecord],
+        states: ClientStateSource,
+        pinned: Collection[int],
+    ) -> None:
+        """In a run without files: keeps this round in memory if it is pinned, and forgets those that no longer are."""
+        self.remembered = {earlier: kept for earlier, kept in self.remembered.items() if earlier in pinned}
+        if round in pinned:
+            (kept,) = states.write([_StatesInMemory(tuple(states.changed(everything=True)))])
+            tensors, values = self._encoded(state, record())
+            values = json.loads(json.dumps(values))  # in the types that a file gives
+            self.remembered[round] = CheckpointInMemory(round, tensors, values, kept)
+
+    def save(
+        self, state: State, record: RoundRecord, states: ClientStateSource, pinned: Collection[int] = ()
+    ) -> str | None:
         """Saves a round; the result as of `CheckpointStore.save`."""
         assert self.store is not None
         with self.interval.measured():
             RunDirectory(self.store.directory).sync_records()
-            remark = self.store.save(record.round, *self._encoded(state, record), states)
+            remark = self.store.save(record.round, *self._encoded(state, record), states, pinned)
         self.last = record.round
         return remark
 
@@ -111,18 +163,20 @@ class SavedRounds:
 
     # ---- loading
 
-    def restore(self) -> tuple[Checkpoint, State, RoundRecord] | None:
+    def restore(self, at: int | None = None) -> tuple[Checkpoint | CheckpointInMemory, State, RoundRecord] | None:
         """The newest usable checkpoint with its state and record, after the parts are restored; None: there are none.
 
-        Raises RunError if none can be used.
+        at: the round whose checkpoint is used instead. Raises RunError if none can be used.
         """
-        if self.store is None:
-            return None
-        found = self.store.load_as(lambda checkpoint: (checkpoint, *self._decoded(checkpoint)))
+        found: tuple[Checkpoint | CheckpointInMemory, State, RoundRecord] | None = None
+        if self.store is not None:
+            found = self.store.load_as(lambda checkpoint: (checkpoint, *self._decoded(checkpoint)), at)
+        elif at is not None:
+            found = (kept := self.remembered[at], *self._decoded(kept))
         self.last = found[0].round if found else 0
         return found
 
-    def _decoded(self, checkpoint: Checkpoint) -> tuple[State, RoundRecord]:
+    def _decoded(self, checkpoint: Checkpoint | CheckpointInMemory) -> tuple[State, RoundRecord]:
         """The state and record in a checkpoint. Raises RunError if it is not one of this method and model."""
         tensors, given = dict(checkpoint.tensors), dict(checkpoint.values)  # each reader takes what is its own
         state_type = self.setup.methods[self.label].state_type

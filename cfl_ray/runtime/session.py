@@ -119,7 +119,7 @@ class InProcessSession:
         return backend
 
     def trained(self) -> Callable[[], TrainedMethod] | None:
-        method = self.loop.trained(self.backend)
+        method = self.loop.kept(self.backend)
         return lambda: method
 
     def about(self) -> tuple[dict[str, str], Environment]:

@@ -18,6 +18,7 @@ from cfl_ray.config.cohort import (
     PluginAvailabilityConfig,
     TraceConfig,
 )
+from cfl_ray.config.data import ValidationConfig
 from cfl_ray.config.schedule import check_schedule
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.core.method import Method
@@ -26,6 +27,7 @@ from cfl_ray.core.schedules import resolve_schedule
 from cfl_ray.core.tasks import Task, resolve_task
 from cfl_ray.data.changes import ChangingFederation
 from cfl_ray.data.federation import Federation
+from cfl_ray.data.split import with_validation
 from cfl_ray.engine.attack import UPLOAD, check_own
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import resolve
@@ -43,6 +45,7 @@ from cfl_ray.population.availability import (
 )
 from cfl_ray.setup import checks
 from cfl_ray.setup.protection import protected
+from cfl_ray.setup.round_choice import round_choice
 from cfl_ray.setup.scheduled_changes import data_changes, population_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import new_trackers
@@ -82,13 +85,15 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     for round in sorted({event.round for event in experiment.schedule if event.round <= experiment.rounds}):
         population.advance(round)  # raises ConfigError if no client would be left
     check_cohort(experiment.cohort.clients or 0, federation.num_clients)
+    if (share := experiment.data.validation) is not None:
+        given = share != ValidationConfig() and not experiment.data.names_validation_part
+        if federation.validation is not None and given:
+            said = "data.validation.fraction and order have no effect: the data have a validation part of their own"
+            federation.said = (*federation.said, said)
+        federation = with_validation(federation, share.fraction, share.order, experiment.seed)
     if changes := data_changes(experiment):
         federation = ChangingFederation(federation, changes)
-    model, shape = experiment.model, federation.shape
-    outputs = () if shape.targets == "class" else shape.outputs
-    recipe = models.recipe(
-        model.name, model.options, shape.input, shape.num_classes, shape.dtype, outputs, model.weights, experiment.seed
-    )
+    shape, recipe = federation.shape, _recipe_of(experiment, federation)
     task.check(shape.outputs, shape.target_shape)
     availability = _availability(experiment, federation.num_clients)
     attack_kind = _attack_kind(experiment.attack)
@@ -115,6 +120,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         template=template,
     )
     checks.check_attackers(setup.attack, federation.num_clients)
+    setup = replace(setup, choice=round_choice(setup))
     checks.try_methods(setup)
     checks.check_features(setup)
     setup = protected(replace(setup, of_model=checks.warnings_of_model(setup)))
@@ -123,6 +129,24 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     checks.try_plugins(setup)
     checks.check_engine(setup)
     return setup
+
+
+def with_parts_of(setup: Setup, experiment: Experiment) -> Setup:
+    """The setup with methods, model and task of the same experiment with other code (`Experiment.with_code`)."""
+    methods = resolve(experiment.methods)
+    task, local, own_local = resolve_learning(experiment, methods)
+    recipe = _recipe_of(experiment, setup.federation)
+    return replace(
+        setup, experiment=experiment, methods=methods, task=task, local=local, own_local=own_local, recipe=recipe
+    )
+
+
+def _recipe_of(experiment: Experiment, federation: Federation) -> models.ModelRecipe:
+    model, shape = experiment.model, federation.shape
+    outputs = () if shape.targets == "class" else shape.outputs
+    return models.recipe(
+        model.name, model.options, shape.input, shape.num_classes, shape.dtype, outputs, model.weights, experiment.seed
+    )
 
 
 def _attack_kind(given: AttackConfig) -> Any:

@@ -32,6 +32,7 @@ from cfl_ray.population.availability import ALWAYS, Availability
 from cfl_ray.population.population import count_of
 from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.privacy_plan import PrivacyPlan
+from cfl_ray.setup.criterion import RoundChoice
 from cfl_ray.setup.dry_rounds import load_of
 
 
@@ -59,6 +60,7 @@ class Setup:
     clock: Clock | None = None  # None: no virtual time
     asynchrony: Asynchrony | None = None  # None: synchronous rounds
     of_model: tuple[str, ...] = ()  # warnings that depend on the model
+    choice: RoundChoice = RoundChoice()  # the metrics of `stopping` and `keep`
     template: nn.Module | None = None  # see `Network`; None without frozen parameters, or if it cannot be pickled
 
     def local_of(self, label: str) -> LocalSGD:
@@ -118,7 +120,7 @@ class Setup:
         clients, cohort = self.federation.num_clients, self.division.cohort
         of_methods = {label: method.warning(clients, cohort) for label, method in self.methods.items()}
         texts = [f"{label}: {text}" for label, text in of_methods.items() if text]
-        return [*warnings_of(self.experiment), *self.recipe.warnings, *texts, *self.of_model]
+        return [*warnings_of(self.experiment), *self.recipe.warnings, *texts, *self.of_model, *self.choice.warnings]
 
     @property
     def attack(self) -> Attack:

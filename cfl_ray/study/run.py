@@ -18,11 +18,12 @@ from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.report.ranks import ranks_of, ranks_table
 from cfl_ray.results import comparison
+from cfl_ray.results.kept_code import with_code_of_study
 from cfl_ray.results.published import load_published
 from cfl_ray.results.recorded_runs import find_runs
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.run_record import check_hash_of_run
-from cfl_ray.results.study_folder import is_finished, run_folders
+from cfl_ray.results.study_folder import begun_runs, is_finished, run_folders
 from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import hold
@@ -114,6 +115,7 @@ def run_study(
     at_once: int | None = None,
     watcher: StudyWatcher | None = None,
     extend: str | Path | None = None,
+    code: str | None = None,
 ) -> StudyResults:
     """Runs the unfinished runs of a study, and writes its tables.
 
@@ -124,6 +126,8 @@ def run_study(
     at_once: largest number of parallel runs; None: as many as fit on this machine or the Ray cluster.
     extend: folder of this study with fewer `rounds`. Runs begin with a copy of their rounds in it, if any; this does
         not change their results.
+    code: version of the user's files that were edited or are gone since the first runs: "run", the copy in their
+        directories, for all runs, or "now", the present files, with which the tables mix two versions. None: the copy.
 
     Each run is in a separate process that imports the calling script: its statements belong below
     `if __name__ == "__main__":`. A failed run does not end the others. Raises ConfigError for bad input,
@@ -140,7 +144,7 @@ def run_study(
     """
     check_main()
     given = study if isinstance(study, Study) else load_study(study)
-    return _Launch(given, only, at_once, watcher or StudyWatcher(), folder, extend).run()
+    return _Launch(given, only, at_once, watcher or StudyWatcher(), folder, extend, code).run()
 
 
 def plan_study(study: Study, folder: str | Path | None = None, only: Selection = ALL) -> tuple[list[StudyRun], Path]:
@@ -160,9 +164,14 @@ class _Launch:
         watcher: StudyWatcher,
         folder: str | Path | None,
         extend: str | Path | None = None,
+        code: str | None = None,
     ):
         self.study, self.only, self.at_once, self.watcher = study.located(), only, at_once, watcher
         self.trials: Trials = trials_of(study.sweep)
+        self.code = code
+        root = Path(folder or Path(self.study.experiment.get("output") or "runs") / study.name).absolute()
+        if RunDirectory(root).is_study:
+            self.study = with_code_of_study(root, begun_runs(root), self.study, code, watcher.warn)
         # all checks precede the first run
         self.runs = first = plan(self.study, only, self.trials.first())
         if not first:
@@ -316,7 +325,7 @@ class _Launch:
     def _all_runs(self) -> None:
         of_trial = len(plan(self.study, self.only, self.trials.first()[:1]))
         room = resources_for(self.experiment.runtime, of_trial * 10**6, self.at_once).at_once
-        with WorkerPool(self.root, self.extend) as pool:
+        with WorkerPool(self.root, self.extend, self.code) as pool:
             while trials := self.trials.next(-(-room // of_trial)):
                 runs = plan(self.study, self.only, trials)
                 self._wait_for_others(runs)

@@ -151,11 +151,11 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         other.close()
 
-    def begin(self, run: StudyRun, root: Path, hosts: int | None, extend: Path | None) -> None:
-        """Sends it a run, which begins with the rounds in `extend`, if any."""
+    def begin(self, run: StudyRun, root: Path, hosts: int | None, extend: Path | None, code: str | None) -> None:
+        """Sends it a run, which begins with the rounds in `extend`, if any. code: as in `load_run`."""
         self.run, self.began = run, time.monotonic()
         with suppress(OSError):  # it has died; the next `hear` raises EOFError
-            self.connection.send((run, root, hosts, extend))
+            self.connection.send((run, root, hosts, extend, code))
 
     def hear(self) -> RunOutcome | None:
         """The outcome of its run; None: the process has become ready. Raises EOFError if it has died."""
@@ -193,11 +193,11 @@ class _Worker:
 class WorkerPool:
     """The processes of a study. Closing it ends them; a context manager.
 
-    extend: folder of the same study with fewer rounds, which its runs begin with.
+    extend: folder of the same study with fewer rounds, which its runs begin with. code: as in `load_run`.
     """
 
-    def __init__(self, root: Path, extend: Path | None = None):
-        self.root, self.extend, self.workers = root, extend, list[_Worker]()
+    def __init__(self, root: Path, extend: Path | None = None, code: str | None = None):
+        self.root, self.extend, self.code, self.workers = root, extend, code, list[_Worker]()
         self.deaths = Counter[str]()  # of processes, by the name of the run that they had
 
     def __enter__(self) -> "WorkerPool":
@@ -229,7 +229,8 @@ class WorkerPool:
             for worker in workers:
                 if waiting and worker.ready and worker.run is None:
                     run = waiting.pop(0)
-                    worker.begin(run, self.root, resources.hosts, self.extend and run.folder(self.extend))
+                    extended = self.extend and run.folder(self.extend)
+                    worker.begin(run, self.root, resources.hosts, extended, self.code)
             heard = wait([worker.connection for worker in workers], _LOOK_SECONDS)
             for place, worker in enumerate(workers):
                 if worker.connection not in heard:
@@ -296,7 +297,7 @@ def _work(connection: Connection, parent: int, gpu: str | None) -> None:
 
 
 def _run(
-    run: StudyRun, root: Path, hosts: int | None, extend: Path | None = None
+    run: StudyRun, root: Path, hosts: int | None, extend: Path | None = None, code: str | None = None
 ) -> tuple[Status, float, str, tuple[str, ...]]:
     """Begins a run or goes on with it, and returns its status, seconds, reason and warnings."""
     began, folder, notes = time.monotonic(), run.folder(root), _Notes()
@@ -306,7 +307,7 @@ def _run(
         _AtWork.now = True
         RunDirectory(folder).failure.unlink(missing_ok=True)
         earlier = extend if extend is not None and RunDirectory(extend).is_run else None
-        run_of_study(run.experiment, folder, StudyPlace(root, run.setting, run.method), hosts, notes, earlier)
+        run_of_study(run.experiment, folder, StudyPlace(root, run.setting, run.method), hosts, notes, earlier, code)
     except (Interrupted, RunStopped, KeyboardInterrupt) as error:
         status, reason = "stopped", str(error)
     except UserError as error:

@@ -115,8 +115,13 @@ def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
 
 def write_text(path: Path, text: str, mode: int = PRIVATE) -> None:
     """Replaces `path` by a text atomically, after the text is on the disk. mode: see `drafted`."""
-    with drafted(path, mode) as draft, open(draft, "w", encoding="utf-8", opener=no_link) as file:
-        file.write(text)
+    write_bytes(path, text.encode(), mode)
+
+
+def write_bytes(path: Path, content: bytes, mode: int = PRIVATE) -> None:
+    """The same for bytes."""
+    with drafted(path, mode) as draft, open(draft, "wb", opener=no_link) as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

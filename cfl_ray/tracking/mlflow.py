@@ -142,6 +142,9 @@ class MlflowRun:
         # the metrics of a study were logged before its end
         if self._is_comparison and (table := _table(end.summary.metrics) or _table(self._run().data.metrics)):
             self._describe(table, artifacts)
+        for tag, text in (("ended", end.reason), ("kept_round", str(end.kept or ""))):
+            if text:
+                self._client.set_tag(self.run_id, tag, text)
         if any(artifacts.iterdir()):
             self._client.log_artifacts(self.run_id, str(artifacts))
         self._client.set_terminated(self.run_id, end.status, end.time_ms)

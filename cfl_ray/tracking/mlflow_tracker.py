@@ -131,7 +131,7 @@ class Mlflow:
         with self._opened() as run:
             run.end(end, RunDirectory(self.run_dir).artifacts)
             if end.status == "FINISHED":
-                run.log_models(RunDirectory(self.run_dir).models, end.summary.round)
+                run.log_models(RunDirectory(self.run_dir).models, end.kept or end.summary.round)
 
     @contextmanager
     def _opened(self) -> Iterator[MlflowRun]:

@@ -24,6 +24,7 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import first_problem, opened, parse_json, read_record
 from cfl_ray.system.nested import leaves_of
 
+BEST_ROUND = "best_round"  # metric of every round with `keep: best`, once there is one
 LABEL_COUNTS = "label_counts"  # diagnostic (clients, classes) of the clients that are in a matrix (clients, clients)
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 # of a method's run. "running": the round is training; "stopped": ended on request after a round that is saved
@@ -68,6 +69,7 @@ ROUND_METRICS = {
     "epsilon": "epsilon of everything that a private run released so far, at its delta",
     "clip_norm": "C, the bound of the norm of a client's upload in the next round of a private run",
     "example_epsilon": "largest epsilon of any client's samples so far, with privacy.examples, at its delta",
+    BEST_ROUND: "the best evaluated round so far, whose models are kept, with keep: best; absent before the first",
     "sums_lost": "secure sums that too few clients reported for; absent if none were",
     "round_seconds": "wall time of the round without its evaluation",
 }
@@ -93,10 +95,37 @@ _SCORE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DERIVED = ("_local", "_local_trained", "_tuned", "_past", "_honest", "_std", "_p10", "_p90")
 
 
+_VALIDATION = "validation/"  # begins the names of metrics on validation data
+VALIDATION_CLIENTS, VALIDATION_SAMPLES = f"{_VALIDATION}clients", f"{_VALIDATION}samples"
+
+
+def validation_metric(name: str) -> str:
+    """The name, on validation data, of a metric on test data."""
+    return _VALIDATION + {"test_loss": "loss"}.get(name, name)
+
+
+def test_metric(name: str) -> str:
+    """The name, on test data, of a metric on validation data; of any other metric its own."""
+    of_test = name.removeprefix(_VALIDATION)
+    return "test_loss" if name == validation_metric("test_loss") else of_test
+
+
+def is_of_validation(name: str) -> bool:
+    """Whether this is the name of a metric on validation data."""
+    return test_metric(name) != name
+
+
+def of_validation(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics under their names on validation data."""
+    return {validation_metric(name): value for name, value in metrics.items()}
+
+
 def score_metrics_of(names: Sequence[str]) -> set[str]:
     """Names of everything that is recorded of the metrics `names` of a task, the first of which is its score."""
     first = names[0]
-    return {*names, *(f"{first}{ending}" for ending in _DERIVED), f"newcomer_{first}", f"newcomer_{first}_tuned"}
+    of_test = {*names, *(f"{first}{ending}" for ending in _DERIVED), f"newcomer_{first}", f"newcomer_{first}_tuned"}
+    of_validation = {validation_metric(name) for name in {*of_test, "test_loss"} if not name.endswith("_past")}
+    return {*of_test, *of_validation, VALIDATION_CLIENTS, VALIDATION_SAMPLES}
 
 
 def cluster_diagnostics_of(score: str) -> tuple[str, str]:
@@ -121,7 +150,7 @@ def check_score_name(name: str) -> None:
 
 def primary_of(metrics: Mapping[str, float]) -> str:
     """Name of the first metric of the task among the metrics of an evaluated round: the metric that has a spread."""
-    return next((name for name in metrics if f"{name}_std" in metrics), "accuracy")
+    return next((name for name in metrics if f"{name}_std" in metrics and test_metric(name) == name), "accuracy")
 
 
 def is_evaluated(metrics: Mapping[str, float]) -> bool:
@@ -174,6 +203,7 @@ class RoundRecord:
     # for the user and the driver
     notes: tuple[str, ...] = field(default=(), compare=False)  # one line each
     fallbacks: tuple[str, ...] = field(default=(), compare=False)  # new reasons why the chosen engine did not train
+    ended: str = field(default="", compare=False)  # why the method ends with this round, before its last one
     status: Status = field(default="running", compare=False)  # of the run after the round
     stop: bool = field(default=False, compare=False)  # a request ends the run here
 
@@ -235,10 +265,12 @@ class RunEnd:
     status: EndStatus
     summary: RoundRecord  # RUN_METRICS, with the round and time of the last record
     time_ms: Count = field(default_factory=now_ms)
+    reason: str = ""  # why the method ended before its last round; empty: it did not, or its records say it
+    kept: Count = 0  # the round whose models are kept; 0: the last
 
 
 OFF = {"null", "false", "[]", "{}", "None", "False", "()"}  # values of keys and options that do nothing
-NEUTRAL = {"0.0", "none", "constant", "always"}  # likewise, if they are the default of a key of the config
+NEUTRAL = {"0.0", "none", "constant", "always", "last", "random"}  # likewise, of a key whose default they are
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
@@ -397,13 +429,16 @@ def why_diverged(records: Sequence[RoundRecord]) -> str | None:
     return None
 
 
-def why_early(records: Sequence[RoundRecord], rounds: int, is_finished: bool) -> str | None:
+def why_early(records: Sequence[RoundRecord], rounds: int, is_finished: bool, reason: str = "") -> str | None:
     """Returns the last round of a method that ended before `rounds`, and the reason, as text; None for other methods.
 
-    is_finished: whether the method is finished; otherwise it was stopped on request.
+    is_finished: whether the method is finished; otherwise it was stopped on request. reason: of `stopping`, which is
+    returned as it is; empty: it did not end the method.
     """
     if not records or (last := records[-1].round) >= rounds:
         return None
+    if reason:
+        return reason
     ended = f"after round {last} of {rounds}"
     if not is_finished:
         return f"{ended}, as asked"

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import append_line, cut_torn_line, open_private, private_folder, write_json
 from cfl_ray.tracking.delivery import Delivery, LiveDelivery, Tracker
-from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo, last_record, read_info
+from cfl_ray.tracking.record import BEST_ROUND, EndStatus, RoundRecord, RunEnd, RunInfo, last_record, read_info
 
 _warn_in_log = logging.getLogger(__name__).warning
 
@@ -69,14 +69,20 @@ class RunLog:
         for delivery in self._deliveries:
             delivery.tell(text)
 
-    def finish(self, status: EndStatus, summary: Mapping[str, float]) -> None:
-        """Closes the run with its RUN_METRICS; the files in `artifacts/` are part of its result."""
+    def finish(self, status: EndStatus, summary: Mapping[str, float], reason: str = "") -> None:
+        """Closes the run with its RUN_METRICS; the files in `artifacts/` are part of its result.
+
+        reason: why it ended before its last round; empty: it did not.
+        """
         last = self._last or RoundRecord(0, {}, read_info(self.run_dir).time_ms)
-        end = RunEnd(status, RoundRecord(last.round, summary, last.time_ms))
+        kept = int(last.metrics.get(BEST_ROUND, 0))
+        end = RunEnd(status, RoundRecord(last.round, summary, last.time_ms), reason=reason, kept=kept)
         try:
             os.fsync(self._open_log().fileno())
             values = {"round": last.round, "metrics": dict(end.summary.metrics), "time_ms": last.time_ms}
-            write_json(RunDirectory(self.run_dir).end, asdict(end) | {"summary": values})
+            absent = [name for name in ("reason", "kept") if not getattr(end, name)]
+            own = {name: value for name, value in asdict(end).items() if name not in absent}
+            write_json(RunDirectory(self.run_dir).end, own | {"summary": values})
         except OSError:  # a full disk: trackers with a server still receive the end of the run
             for delivery in self._deliveries:
                 delivery.unrecorded_end = replace(end, status="FAILED")

@@ -14,7 +14,7 @@ from commands import call
 
 from cfl_ray.cli import main
 from cfl_ray.config import load
-from cfl_ray.errors import RunStopped
+from cfl_ray.errors import Interrupted, RunStopped
 from cfl_ray.lifecycle import launch
 from cfl_ray.methods import resolve
 from cfl_ray.setup.prepare import prepare
@@ -261,6 +261,23 @@ def test_commands_for_a_folder_with_spaces_can_be_pasted(capsys):
     assert "cfl-ray resume 'my run'" in call(capsys, "status", "my run")[1]
 
 
+def test_ctrl_c_in_a_run_names_the_command_that_goes_on_and_no_exception_handler_takes_it(capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cfl_ray.cli.progress.Display.round", interrupt)
+    status, _, message = call(capsys, "run", "--in-process", "--run-dir", "here", *QUICK)
+    assert status == 130
+    assert message.endswith(f"go on with: cfl-ray resume {shlex.quote(str(Path('here').absolute()))} --in-process\n")
+    assert issubclass(Interrupted, KeyboardInterrupt) and not issubclass(Interrupted, Exception)
+
+
+@pytest.mark.parametrize("name, shown", [("sweep", "sweep.sampler = grid"), ("study", "seeds = [0]")])
+def test_the_keys_of_a_study_are_explained(capsys, name, shown):
+    status, printed, _ = call(capsys, "config", name)
+    assert status == 0 and shown in printed
+
+
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(capsys, monkeypatch):
     """The second one starts while the first one prepares its data."""
     statuses = []
@@ -418,6 +435,7 @@ def test_methods_lists_all_and_explains_one(capsys):
             "fedcac": "a model and a mask",
             "pfedgraph": "a model",
             "fedccfa": "a classifier",
+            "fedpac": "a classifier",
         }.get(name)
         of_clients = re.findall(r"The server keeps for clients: (a [\w ]+) of each that has taken part", printed)
         assert of_clients == [kept] * (kept is not None), name

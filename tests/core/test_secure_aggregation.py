@@ -29,7 +29,7 @@ COLUMNS = 53
 SECURE = SecureAggregation(clip=0.5, levels=2**12, bits=24, neighbours=4, threshold=0.5)
 SUMS_ONLY = (
     "apfl ditto fedavg fedavg_plus fedbabu fedbn fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg "
-    "pfedme"
+    "pfedme fedala fedrod moon"
 )
 UPDATES, NUMBERS = "the updates", "further numbers"
 REFUSED = {
@@ -55,6 +55,9 @@ REFUSED = {
     "fesem": UPDATES,
     "pacfl": "descriptions",
     "pfedgraph": UPDATES,
+    "fedpac": "the heads",
+    "fedproto": "the prototypes that clients report",
+    "scaffold": "the change that clients upload beside their models",
     "stocfl": "descriptions",
 }
 

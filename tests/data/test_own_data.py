@@ -19,6 +19,7 @@ from cfl_ray.config.unused import warnings_of
 from cfl_ray.data import build, describe, federation_from_arrays, federation_from_dataset, open_shards
 from cfl_ray.data.federation import FederationView
 from cfl_ray.data.sources import locate
+from cfl_ray.data.split import with_validation
 from cfl_ray.engine.validation import invalid_data_reason
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.setup.prepare import setup_on
@@ -716,3 +717,37 @@ def test_keys_of_a_division_that_are_not_used_are_said(with_clients, tmp_path, s
     assert "data.test.max_samples (5) has no effect" in added
     assert ("data.partition.clients (2) has no effect" in added) == (source != "sine")
     assert not any("has no effect" in line for line in lines[0])
+
+
+class TestTime:
+    @pytest.fixture
+    def rows(self, tmp_path):
+        """A table of 20 rows of one client, whose times are a permutation of 0..19: returns the times by input."""
+        times = np.random.default_rng(0).permutation(20)
+        days = np.datetime64("2026-01-01") + times
+        lines = [f"{row / 2},{row % 2},a,{day}" for row, day in enumerate(days)]
+        (tmp_path / "t.csv").write_text("\n".join(["a,label,client,day", *lines]) + "\n")
+        return lambda samples: times[(samples[0][:, 0] * 2).long().numpy()].tolist()
+
+    def federation(self, tmp_path, **changes):
+        columns = {"client": "client", "time": "day"} | changes.pop("columns", {})
+        return build(SOURCE_KINDS.of(source="csv", root=str(tmp_path), columns=columns, **changes), 0, tmp_path / "s")
+
+    def test_the_last_samples_are_held_out_for_tests_and_those_before_them_for_validation(self, tmp_path, rows):
+        federation = with_validation(self.federation(tmp_path, test={"order": "last"}), 0.25, "last", 0)
+        assert rows(federation.train(0)) == list(range(12))
+        assert rows(federation.validation.test(0)) == [12, 13, 14, 15]  # 0.25 * 16
+        assert rows(federation.test(0)) == [16, 17, 18, 19]  # 0.2 * 20
+
+    def test_without_a_column_the_order_is_that_of_the_file(self, tmp_path, rows):
+        federation = self.federation(tmp_path, test={"order": "last"}, columns={"time": None, "features": ["a"]})
+        assert federation.test(0)[0].flatten().tolist() == [8.0, 8.5, 9.0, 9.5]
+
+    def test_random_test_samples_leave_training_samples_in_time(self, tmp_path, rows):
+        federation = self.federation(tmp_path)
+        trained, tested = rows(federation.train(0)), rows(federation.test(0))
+        assert trained == sorted(trained) and sorted(trained + tested) == list(range(20)) and tested != [16, 17, 18, 19]
+
+    def test_words_have_no_order(self, tmp_path, rows):
+        with pytest.raises(DataError, match="time column 'client' must hold numbers, dates or times, it holds string"):
+            self.federation(tmp_path, columns={"client": None, "time": "client"}, partition={"clients": 1})

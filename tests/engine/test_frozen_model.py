@@ -17,7 +17,7 @@ from cfl_ray.core.clients import LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.work import Address
+from cfl_ray.core.work import TEST, Address
 from cfl_ray.engine import span
 from cfl_ray.engine.task import HeldByClient, TrainingTask
 from cfl_ray.runtime.evaluation import Evaluator
@@ -200,9 +200,8 @@ class TestPredicting:
         """F epochs of the served model with the frozen one, then both predict."""
         models_KP, frozen_P = one.model(0)[None], 2 * one.model(2)
         evaluator = Evaluator(EvaluationConfig(tuned_epochs=3), one.federation, one.backend, 0)
-        found = evaluator.tuned_scores(
-            Serving(models_KP, np.zeros(8, np.int64), frozen_P=frozen_P), one.clients(), one.local
-        )
+        serving = Serving(models_KP, np.zeros(8, np.int64), frozen_P=frozen_P)
+        found = evaluator.tuned_scores((TEST,), serving, one.clients(), one.local)[TEST]
         one.local = replace(one.local, epochs=3)
         for i in range(8):
             accuracy, loss = self.scores(

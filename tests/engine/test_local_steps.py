@@ -36,6 +36,7 @@ from cfl_ray.core.clients import ClientProgram, ClientState, LocalTraining, Prox
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream, word
 from cfl_ray.core.serving import Serving
+from cfl_ray.core.work import TEST
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.engine import sequential, span, vectorised
 from cfl_ray.engine.task import HeldByClient, TrainingTask
@@ -447,7 +448,7 @@ class TestServing:
         return (
             evaluator.scores(serving, clients)
             if tuned is None
-            else evaluator.tuned_scores(serving, clients, stage.local)
+            else evaluator.tuned_scores((TEST,), serving, clients, stage.local)[TEST]
         )
 
     def adapted(self, stage: Stage, row_P: torch.Tensor, client: int, epochs: int, lr: float, batch: int) -> nn.Module:

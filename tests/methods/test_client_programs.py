@@ -11,43 +11,34 @@ import numpy as np
 import pytest
 import torch
 from closeness import close
-from federations import Stage, protected, uneven
+from federations import Stage, protected
+from plain import ALL, LOCAL, SIZES, Torch, stage
 from rounds import assert_survives_an_interruption
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from cfl_ray import Experiment, simulate
+from cfl_ray.config import EvaluationConfig
 from cfl_ray.core.aggregation.rules import Median
 from cfl_ray.core.clients import ClientProgram, ClientState, LocalTraining, UpdateFeatures
 from cfl_ray.core.exchange import Sent
-from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.privacy import PrivacyError
-from cfl_ray.core.rng import stream
 from cfl_ray.core.secure_aggregation import SecureAggregation
+from cfl_ray.core.serving import Serving
 from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.engine.engines import chunk_size
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.privacy.noisy_sums import Noise, Privacy, PrivateRun
+from cfl_ray.runtime.evaluation import Evaluator
 from cfl_ray.setup.dry_rounds import load_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extend" / "client_program.md").read_text()
 ENGINES = ["sequential", "vectorised"]
-LOCAL = LocalSGD(epochs=2, batch_size=4, lr=0.2)
-SIZES = [9, 4, 14, 7, 5, 11, 8, 6]  # partial batches, and different numbers of steps; chunks of two clients
-ALL = range(len(SIZES))
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
-
-
-def stage(engine: str, factory=mlp, sizes=SIZES, local=LOCAL) -> Stage:
-    return Stage(uneven(sizes), factory, local, engine)
 
 
 @pytest.fixture
@@ -69,35 +60,6 @@ def shown(tmp_path, monkeypatch):
 def test_clients_are_trained_together():
     """A vmap batch of one client would be trained by `sequential`."""
     assert chunk_size(len(SIZES), "vectorised") == 2
-
-
-class Torch:
-    """Clients trained in plain PyTorch."""
-
-    def __init__(self, one: Stage):
-        self.one, self.module = one, one.factory()
-
-    def load(self, w: torch.Tensor) -> None:
-        with torch.no_grad():
-            nn.utils.vector_to_parameters(w.clone(), self.module.parameters())
-
-    def gradient(self, w, client, index_B, extra=lambda features, loss: loss):
-        self.load(w)
-        x, y = self.one.federation.train(client)
-        features = self.module[:-1](x[index_B])
-        loss = extra(features, cross_entropy(self.module[-1](features), y[index_B]))
-        return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(self.module.parameters()))])
-
-    def features(self, w, client, index_B):
-        self.load(w)
-        x, _ = self.one.federation.train(client)
-        return self.module[:-1](x[index_B]).detach()
-
-    def batches(self, client: int, round: int):
-        draw = stream(self.one.seed, round, 1, client, "batches")
-        size = len(self.one.federation.train(client)[1])
-        for _ in range(LOCAL.epochs):
-            yield from torch.from_numpy(draw.permutation(size)).split(LOCAL.batch_size)
 
 
 class TestScaffold:
@@ -153,12 +115,12 @@ class TestScaffold:
     @pytest.mark.parametrize("engine", ENGINES)
     def test_keeps_a_momentum_buffer_behind_its_numbers(self, engine, shown):
         """With c = c_i = 0 in the first round, the corrected training is the plain one, and so is its buffer."""
-        one = stage(engine, local=replace(LOCAL, momentum=0.9, persist=True))
+        one = stage(engine, momentum=0.9, persist=True)
         clients, w = one.clients(), one.model()[None]
         sent, c = clients.send(w), clients.send(torch.zeros_like(w))
         how = LocalTraining(program=shown("scaffold").Corrected(), given={"c": c})
         clients.train(sent, how=how, average=clients.weights())
-        plain = stage(engine, local=one.local)
+        plain = stage(engine, momentum=0.9, persist=True)
         plain.clients().train(plain.clients().send(w), average=np.ones(len(SIZES)))
         for i in ALL:
             kept, buffer = one.client_states["Corrected", i], plain.client_states["momentum", i]
@@ -567,6 +529,49 @@ def test_the_plan_counts_the_passes_of_a_step(program, passes):
     one = stage("sequential")
     load = load_of(averaging(program), 4, 8, one.network.spec, LOCAL, one.federation.shape)
     assert load.trainings == passes
+
+
+class TestPredicts:
+    """The model that a client predicts with is a function of what it receives and keeps."""
+
+    def served(self, predicts, ids=(0, 1)) -> tuple[np.ndarray, Stage]:
+        """Scores of a model with which client 0 alone keeps another, and the stage."""
+        one = stage("sequential")
+        clients, w = one.clients([0]), one.model()[None]
+        clients.train(clients.send(w), client_state=ClientState("own", predicts=predicts))
+        state = ClientState("own", predicts=predicts)
+        evaluator = Evaluator(EvaluationConfig(local_samples=10**6), one.federation, one.backend, one.seed)
+        clients = one.clients(ids)
+        return evaluator.scores(Serving(one.model(1)[None], clients.first_row(), client_state=state), clients), one
+
+    def test_a_function_of_both_models_and_of_the_data(self):
+        def difference(received_P, value):
+            return received_P - value
+
+        def scaled(received_P, value, client):
+            return len(client.y) * client.loss(received_P) * received_P
+
+        scaled.reads_data = True
+        for predicts in (difference, scaled):
+            found, one = self.served(predicts)
+            received_P, kept_P = one.model(1), one.client_states["own", 0]
+            x, y = one.federation.train(0)
+            clients = Torch(one)
+            clients.load(received_P)
+            loss = cross_entropy(clients.module(x), y).item()
+            row_P = received_P - kept_P if predicts is difference else len(y) * loss * received_P
+            for client, row in ((0, row_P), (1, received_P)):  # client 1 keeps none
+                clients.load(row)
+                x, y = one.federation.test(client)
+                with torch.no_grad():
+                    assert found[client, -1] == pytest.approx(cross_entropy(clients.module(x), y).item(), rel=1e-4)
+
+    @pytest.mark.parametrize("wrong", [None, torch.zeros(3), [1.0]])
+    def test_what_is_no_row_is_named(self, wrong):
+        with pytest.raises(
+            RunError, match="predicts of the client state 'own' returned .*, expected a row of 53 numbers"
+        ):
+            self.served(lambda received_P, value: wrong)
 
 
 class TestTorchScript:

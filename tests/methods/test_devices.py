@@ -6,9 +6,10 @@ import functools
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from fake_cuda import fake_cuda
 from small_runs import figures
-from test_runs import EVERY_METHOD, LOCALS, assert_figures_agree, make_experiment
+from test_runs import EVERY_METHOD, LOCALS, assert_figures_agree, make_experiment, some_methods
 
 import cfl_ray
 from cfl_ray.core.work import Averaging
@@ -43,27 +44,34 @@ def test_uploads_on_both_devices_have_one_sum(first, second):
 
 
 @pytest.fixture(scope="module")
-def run_of_every_method(tmp_path_factory):
-    """Returns a function: on a GPU, LOCALS -> figures of each method; a run of all of them is made once."""
+def runs(tmp_path_factory):
+    """Returns a function: on a GPU, LOCALS -> figures of each method; a run of all of them is made once.
+
+    With `vectorised` these are the methods that make every kind of request.
+    """
 
     @functools.cache
     def of(on_a_gpu: bool, local: str):
         data, evaluation = {"synthetic_samples": 7}, {"local_samples": 1000, "tuned_epochs": 1, "every": 3}
         sections = {"local": LOCALS[local], "data": data, "evaluation": evaluation}
         runtime = {"engine": local.partition(",")[0]}
-        run = make_experiment(tmp_path_factory.mktemp("every"), EVERY_METHOD, 3, runtime=runtime, **sections)
+        methods = EVERY_METHOD if local.startswith("span") else some_methods(covering())
+        run = make_experiment(tmp_path_factory.mktemp("every"), methods, 3, runtime=runtime, **sections)
         with fake_cuda() if on_a_gpu else contextlib.nullcontext():
             found = cfl_ray.simulate(run)
-        return {name: figures(found[name]) for name in REGISTRY}
+        return {name: figures(result) for name, result in found.methods.items()}
 
     return of
 
 
-@pytest.mark.parametrize(
-    "local", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("span")) for name in LOCALS]
-)
-@pytest.mark.parametrize("name", REGISTRY)
-def test_a_run_on_a_gpu_has_the_figures_of_the_cpu(name, local, run_of_every_method):
+CASES = [
+    *(("vectorised, mini-batches", name) for name in covering()),
+    *(pytest.param("span, full batch", name, marks=pytest.mark.slow) for name in REGISTRY),
+]
+
+
+@pytest.mark.parametrize("local, name", CASES)
+def test_a_run_on_a_gpu_has_the_figures_of_the_cpu(name, local, runs):
     """Up to rounding, as vmap batches are larger there; with recorded steps, samples and sums on the device."""
-    expected, found = (run_of_every_method(on_a_gpu, local)[name] for on_a_gpu in (False, True))
+    expected, found = (runs(on_a_gpu, local)[name] for on_a_gpu in (False, True))
     assert_figures_agree(found, expected)

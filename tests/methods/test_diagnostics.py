@@ -42,10 +42,12 @@ ARRAYS = {  # method: (options, {name: axes}) in three rounds
     "fesem_cam": ({"num_clusters": 2}, {"centre_distance": ("clients", "clusters")}),
     "cflgp": ({"num_clusters": 2}, {"similarity": PAIRS, "signatures": ("clients", "components")}),
     "pfedgraph": ({}, {"similarity": PAIRS, "graph": PAIRS}),
+    "fedpac": ({}, {"graph": PAIRS}),
     "apfl": ({"adaptive": True}, {"alpha": ("clients",)}),
 }
 NUMBERS = {
     "pfedme": {"global_score"},
+    "fedrod": {"global_score"},
     "fedamp": {"self_weight"},
     "fedcac": {"collaborators"},
     "feddrift": {"pool"},

@@ -87,6 +87,12 @@ ONE = {
     "fedccfa",
     "fedavg_plus",
     "fedprox_plus",
+    "fedproto",
+    "scaffold",
+    "moon",
+    "fedrod",
+    "fedala",
+    "fedpac",
 }
 MIXED = {"fedem", "fedrc", "fedsoft"}  # every client counts in all models
 # no clusters by round 2: two split later, groups see the same images, and nothing drifts

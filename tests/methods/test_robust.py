@@ -26,6 +26,9 @@ REFUSED = {
     "pfedgraph": ROBUST,
     "fedcac": ROBUST,
     "fedccfa": ROBUST,
+    "fedpac": ROBUST,
+    "fedproto": ROBUST,
+    "scaffold": ROBUST,
     "fednova": ["median", "trimmed_mean", "multi_krum"],
 }
 

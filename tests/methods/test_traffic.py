@@ -16,6 +16,14 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("fedbn", {}, (P, P), (P, P)),  # of a model without norm layers
     ("fedprox", {}, (P, P), (P, P)),
     ("fednova", {}, (P, P + 1), (P, P + 1)),
+    # prototypes of 2 labels with 3 features, and up with the numbers of samples
+    ("fedproto", {}, (0, 2 * 4), (2 * 3, 2 * 4)),
+    # mu_iy, the counts of 2 labels and v_i, and prototypes with 3 features; prototypes down
+    ("fedpac", {}, (P, P + 2 * 3 + 2 + 1 + 2 * 3), (P + 2 * 3, P + 2 * 3 + 2 + 1 + 2 * 3)),
+    ("moon", {}, (P, P), (P, P)),
+    ("fedrod", {}, (P, P), (P, P)),
+    ("fedala", {}, (P, P), (P, P)),
+    ("scaffold", {}, (2 * P, 2 * P), (2 * P, 2 * P)),  # and the control variates
     ("per_fedavg", {}, (P, P), (P, P)),
     ("per_fedavg", {"order": "second"}, (P, P), (P, P)),
     ("ditto", {}, (P, P), (P, P)),

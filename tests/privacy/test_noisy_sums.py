@@ -26,7 +26,7 @@ from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun,
 NORM, COHORT = 0.05, 4.0
 SUMS_ONLY = (
     "apfl ditto fedavg fedavg_plus fedbabu fedbn fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg "
-    "pfedme"
+    "pfedme fedala fedrod moon"
 )
 READS = "its server reads {} of single clients"
 REFUSED = {
@@ -44,6 +44,9 @@ REFUSED = {
     "fedrc": READS.format("further numbers"),
     "fedsoft": READS.format("further numbers"),
     "pfedgraph": READS.format("the models"),
+    "fedpac": READS.format("the heads"),
+    "fedproto": READS.format("the prototypes that clients report"),
+    "scaffold": READS.format("the change that clients upload beside their models"),
 }
 WITH_SIGNATURES = "cfl cflgp cgpfl fedac fedclust fedgroup fesem pacfl stocfl"
 

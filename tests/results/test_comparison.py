@@ -14,13 +14,17 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.report.drawing import with_spread
 from cfl_ray.results import comparison
 from cfl_ray.results.comparison import (
+    ROUNDS,
     by_experiment,
     compare_runs,
     format_table,
     is_less_better,
     mean_and_spread,
     table_of,
+    values_of,
 )
+from cfl_ray.results.results import MethodResult
+from cfl_ray.tracking import RoundRecord
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +220,30 @@ def test_the_spread_over_clients_is_a_metric():
     assert both.columns.tolist()[3:-2] == ["accuracy", "accuracy_std", spread, f"{spread}_std"]
     assert both[spread][0] == frame["accuracy_std"][0] and both["accuracy_std"][0] == 0
     assert f"| m | 2 | 0.500 ± 0.000 | 0.150 ± {0.1 / 2**0.5:.3f} |" in format_table(both, "md")
+
+
+def of_best(best: float | None) -> MethodResult:
+    """Accuracy 0.9 in round 1 and 0.5 in round 2, which is the last."""
+    kept = {} if best is None else {"best_round": best}
+    records = [
+        RoundRecord(round, {"accuracy": accuracy, "accuracy_std": 0.0, "mbit_down": round, "mbit_up": 0.0} | kept)
+        for round, accuracy in ((1, 0.9), (2, 0.5))
+    ]
+    return MethodResult("fedavg", records, {})
+
+
+def test_a_row_is_of_the_round_whose_models_are_kept():
+    assert {round: values_of(of_best(1.0), round)["accuracy"] for round in ROUNDS} == {
+        "kept": 0.9,
+        "best": 0.9,
+        "last": 0.5,
+    }
+    assert values_of(of_best(1.0))["mbit"] == 1 and values_of(of_best(1.0))["best_round"] == 1
+    assert values_of(of_best(None))["accuracy"] == 0.5
+    with pytest.raises(ConfigError, match="fedavg has no best round: it keeps the models of the last one"):
+        values_of(of_best(None), "best")
+    with pytest.raises(ConfigError, match="round must be one of kept, best, last, got '3'"):
+        compare_runs([], round="3")
 
 
 def test_names_end_no_cell_of_a_table():

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from small_runs import simulate_until
+from small_runs import metrics_of, simulate_until
 from torch import nn
 
 from cfl_ray import Experiment, federation_from_arrays, load_run, resume, simulate
@@ -142,10 +142,11 @@ class TestEditedCode:
     def test_a_loaded_run_says_it_and_tests_its_models(self, run, files, said):
         write_model(files, comment="# a comment")
         assert load_run(run)["fedavg"].state_dict(cluster=0)
-        assert f"edited since {run} began: {files.name}/net.py" in said.text
+        assert f"{files}/net.py was edited:\n  @@ -3 +3 @@\n  -\n  +# a comment" in said.text
         write_model(files, act="Tanh")
+        assert load_run(run)["fedavg"].model(cluster=0)  # of the run's copy
         with pytest.raises(NotReproduced, match=rf"edited since the run began: {files.name}/net.py"):
-            load_run(run)["fedavg"].model(cluster=0)
+            load_run(run, code="now")["fedavg"].model(cluster=0)
 
     def test_recorded_metrics_need_no_model(self, run, files):
         write_model(files, act="Tanh")
@@ -161,16 +162,22 @@ class TestEditedCode:
 
         write_model(files, comment="# a comment")
         watcher = Notes()
-        simulate(of_files(rounds=4), run_dir="longer", extend=run, watcher=watcher)
+        simulate(of_files(rounds=4), run_dir="longer", extend=run, watcher=watcher, code="now")
         assert any(f"{files.name}/net.py was edited since this run began" in line for line in watcher.warnings)
         write_model(files, act="Tanh")
         with pytest.raises(NotReproduced, match=r"fedavg: the saved models do not give .* of client 0 are"):
-            simulate(of_files(rounds=4), run_dir="other", extend=run)
+            simulate(of_files(rounds=4), run_dir="other", extend=run, code="now")
+        copied = simulate(of_files(rounds=4), run_dir="copied", extend=run, watcher=watcher)
+        assert any(f"its copy in {run}/user_code is used" in line for line in watcher.warnings)
+        assert "nn.ReLU()" in (files / "copied/user_code" / files.name / "net.py").read_text()
+        write_model(files)
+        longer = load_run("longer")["fedavg"]
+        assert metrics_of(copied["fedavg"]) == metrics_of(longer)
 
     def test_another_number_of_parameters_names_the_model(self, run, files):
         write_model(files, width=32)
         with pytest.raises(Exception, match=r"the model make \(.*net.py, line \d+\) has 290 .* of the run have 146"):
-            load_run(run)["fedavg"].model(cluster=0)
+            load_run(run, code="now")["fedavg"].model(cluster=0)
 
     def test_files_that_the_model_imports_count(self, files, said):
         (files / "layers.py").write_text("from torch import nn\nACT = nn.ReLU\n")
@@ -181,7 +188,7 @@ class TestEditedCode:
         simulate(of_files(), run_dir="run")
         (files / "layers.py").write_text("from torch import nn\nACT = nn.Sigmoid\n")
         with pytest.raises(NotReproduced, match=rf"edited since the run began: {files.name}/layers.py"):
-            load_run("run")["fedavg"].model(cluster=0)
+            load_run("run", code="now")["fedavg"].model(cluster=0)
         sys.modules.pop("layers", None)
 
 
@@ -260,9 +267,10 @@ class TestReplacedData:
         load_run("run")["fedavg"].test(0)
         (files / "own.py").write_text(write.format(seed=1))
         with pytest.raises(ConfigError, match=r"the data of .*run have changed since the run began \(digest"):
-            load_run("run")["fedavg"].test(0)
+            load_run("run", code="now")["fedavg"].test(0)
+        assert load_run("run")["fedavg"].test(0)  # of the copy of the function
         with pytest.raises(ConfigError, match=r"the data of .* have changed since the run began"):
-            simulate(experiment.model_copy(update={"rounds": 4}), run_dir="longer", extend="run")
+            simulate(experiment.model_copy(update={"rounds": 4}), run_dir="longer", extend="run", code="now")
 
 
 def test_divergence_is_said_in_python(files, caplog):

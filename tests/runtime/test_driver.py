@@ -201,6 +201,6 @@ def test_ctrl_c_that_code_of_others_ignores_ends_the_run_soon(experiment, notes,
                 os.kill(os.getpid(), signal.SIGINT)
                 signal.sigtimedwait([], 5)
 
-    with pytest.raises(Interrupted, match="Nothing was kept" if preparing else "cfl-ray resume"):
+    with pytest.raises(Interrupted, match="Nothing was kept" if preparing else "cfl_ray.resume"):
         simulate(experiment(rounds=5, methods=["fedavg"]), tmp_path / "run", Ignoring())
     assert len(seen) == rounds

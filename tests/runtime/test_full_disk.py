@@ -12,7 +12,7 @@ from cfl_ray.results.arrow_log import whole_batches
 from cfl_ray.runtime.session import InProcessSession
 from cfl_ray.setup.prepare import prepare
 
-FULL = r"(File too large|No space left on device).*Every saved round is kept; go on with: cfl-ray resume .*run"
+FULL = r"(File too large|No space left on device).*Every saved round is kept; go on with: cfl.ray.resume.*run"
 
 
 @pytest.fixture

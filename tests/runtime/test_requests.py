@@ -9,6 +9,7 @@ from torch import nn
 from cfl_ray import simulate
 from cfl_ray.config.client_ids import clients_in_words, parse_ids
 from cfl_ray.config.data import SOURCE_KINDS
+from cfl_ray.core.work import TEST
 from cfl_ray.data import build
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError, RunError, RunStopped
@@ -120,7 +121,7 @@ def test_every_method_takes_unknown_newcomers(begin, newcomers, tmp_path):
         assert [metrics.get("clients_joined") for _, metrics, _ in figures] == [None, None, 4], method
         assert [metrics.get("clients_left") for _, metrics, _ in figures] == [None, 1, None], method
         assert len(loop.state.assign_N) == 12 and loop.state.assign_N[0] == -1, method
-        assert (loop.evaluation.local_scores_N2[1:, 0] >= 0).all(), method
+        assert (loop.evaluation.local_scores[TEST][1:, 0] >= 0).all(), method
 
 
 @pytest.mark.parametrize("method, checkpoint_every", [("ditto", 4), ("autocfl", 1), ("autocfl", 4)])
@@ -291,7 +292,7 @@ def test_the_states_of_clients_that_leave_are_dropped(begin, tmp_path):
     loop.requests.leave([5])
     play(loop, until=2)
     assert owners(loop) == {0, 1, 3, 4, 6, 7}
-    assert np.isnan(loop.evaluation.local_scores_N2[[2, 5]]).all()
+    assert np.isnan(loop.evaluation.local_scores[TEST][[2, 5]]).all()
 
 
 @pytest.mark.parametrize("checkpoint_every, every", [(1, 1), (4, 5)])

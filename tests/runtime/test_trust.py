@@ -14,7 +14,7 @@ from cfl_ray.config import RuntimeConfig, TrackingConfig, load
 from cfl_ray.config.study import load_study
 from cfl_ray.errors import ConfigError
 from cfl_ray.results import trust
-from cfl_ray.results.trust import UntrustedError, check_owners, load_record, load_study_record, sign_study
+from cfl_ray.results.trust import UntrustedError, check_config, load_record, load_study_record, sign_study
 from cfl_ray.security.credentials import remember_credentials
 
 CODE = """
@@ -109,10 +109,15 @@ def test_a_signature_of_an_earlier_version_says_what_to_do(own):
 def test_trust_is_an_option_and_lasts_where_the_run_goes_on(own, imports, tmp_path, monkeypatch):
     monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "another home"))
     assert status_of("export", own, "--cluster", 0, "-o", tmp_path / "m.pt", "--trust") == 0 and imports()
-    assert status_of("table", own, "--trust") == 0 and (
-        status_of("table", own),
-        status_of("resume", "--trust", own),
-    ) == (2, 0)
+    for command in (
+        ("table", own),
+        ("export", own, "-o", tmp_path / "m.pt"),
+        ("report", own, "-o", tmp_path / "r.html"),
+    ):
+        assert status_of(*command) == 0, "it was trusted once"
+    (tmp_path / "mine_of_trust.py").write_text(CODE + "# edited")
+    assert status_of("table", own) == 2, "not its present version"
+    assert (status_of("resume", "--trust", own), status_of("table", own)) == (0, 0)
     (own / "ditto/end.json").unlink()
     (own / "end.json").unlink()
     resume(own, on_ray=False, trust=True)
@@ -165,6 +170,7 @@ def test_a_cluster_and_a_server_of_a_stranger_are_not_connected_to(run_dir, monk
     with pytest.raises(UntrustedError, match=named):
         load_record(run_dir)
     assert load_record(run_dir, connects=False).methods and load_record(run_dir, trust=True).methods
+    monkeypatch.setenv("CFL_RAY_HOME", str(run_dir / "another home"))  # which has no consent
     trust.sign_record(run_dir, load(None))  # all but the servers
     with pytest.raises(UntrustedError, match=named):
         load_record(run_dir)
@@ -244,21 +250,76 @@ class TestCheck:
         assert status_of("check", "--help") == 0
         assert "imports the Python files that the config names" in " ".join(capsys.readouterr().out.split())
 
-    @pytest.mark.parametrize("named_by", ["options", "a study"])
-    def test_imports_no_file_of_another_user(self, named_by, tmp_path, imports, monkeypatch, capsys):
-        file, study = tmp_path / "foreign_of_trust.py", tmp_path / "study.yaml"
-        file.write_text(CODE)
-        study.write_text(f"name: one\nexperiment: {{evaluation: {{metrics: ['{file}:score']}}, rounds: 1}}\n")
+
+class TestFilesOfAnotherUser:
+    """One rule for the commands that take a config: code is the user's, or is trusted once."""
+
+    @pytest.fixture
+    def foreign(self, tmp_path, imports, monkeypatch):
+        """A file of another user, with a config and a study that name it, not below the working directory."""
+        monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "home"))
+        (tmp_path / "theirs").mkdir()
+        (tmp_path / "here").mkdir()
+        file = tmp_path / "theirs/foreign_of_trust.py"
+        file.write_text(CODE.replace("__file__).with_name", "__file__).parents[1].joinpath"))
+        keys = "{evaluation: {metrics: ['foreign_of_trust.py:score']}, rounds: 1, methods: [fedavg], "
+        keys += f"data: {{partition: {{clients: 4}}}}, tracking: {{enabled: false}}, output: '{tmp_path}/out'}}\n"
+        (tmp_path / "theirs/a.yaml").write_text(keys)
+        (tmp_path / "theirs/study.yaml").write_text(f"name: one\nexperiment: {keys}")
+        monkeypatch.chdir(tmp_path / "here")
         monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
         monkeypatch.setattr(trust, "_ROOT", -1)
-        options = [f"evaluation.metrics=['{file}:score']", "rounds=1"]
-        given = options if named_by == "options" else [study]
-        assert status_of("check", *given) == 2 and not imports()
+        return file
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            "check a.yaml",
+            "run --in-process a.yaml",
+            "prepare a.yaml",
+            "check study.yaml",
+            "compare --dry-run study.yaml",
+        ],
+    )
+    def test_is_not_imported_by_any_command(self, command, foreign, imports, capsys):
+        *words, config = command.split()
+        assert status_of(*words, foreign.parent / config) == 2 and not imports()
         printed = capsys.readouterr().err
         assert "foreign_of_trust.py belongs to another user" in printed and "say --trust" in printed
-        with pytest.raises(ConfigError, match="belongs to another user"):
-            check_owners(load(None, options))
-        assert status_of("check", "--trust", *given) == 0 and imports()
+
+    def test_is_trusted_once_until_it_changes(self, foreign, imports):
+        config = foreign.parent / "a.yaml"
+        assert (status_of("check", "--trust", config), status_of("prepare", config)) == (0, 0) and imports()
+        foreign.write_text(foreign.read_text() + "# edited")
+        with pytest.raises(UntrustedError, match="belongs to another user"):
+            check_config(str(config), load(config))
+
+    def test_is_the_users_below_the_working_directory_and_on_the_command_line(self, foreign, imports, monkeypatch):
+        config, named = foreign.parent / "a.yaml", f"evaluation.metrics=['{foreign}:score']"
+        check_config(None, load(None, [named]), [named])
+        monkeypatch.chdir(foreign.parent)
+        check_config(str(config), load(config))
+
+
+def test_the_config_of_a_run_is_trusted_as_the_run(own, imports, tmp_path, monkeypatch, capsys):
+    """`run RUN/config.yaml` imports what `resume RUN` would."""
+    monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "another home"))
+    for command in (("run", "--in-process"), ("check",), ("prepare",)):
+        assert status_of(*command, own / "config.yaml") == 2 and not imports()
+        assert "run was not made by you on this machine, and its config.yaml names" in capsys.readouterr().err
+    extending = (
+        "run",
+        "--in-process",
+        "--extend",
+        own,
+        tmp_path / "mine.yaml",
+        "rounds=2",
+        "--run-dir",
+        tmp_path / "l",
+    )
+    shutil.copyfile(own / "config.yaml", tmp_path / "mine.yaml")
+    assert status_of(*extending) == 2 and "was not made by you" in capsys.readouterr().err
+    assert status_of("check", "--trust", own / "config.yaml") == 0 and imports()
 
 
 class TestStudies:

@@ -2,8 +2,10 @@
 
 import errno
 import io
+import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -309,6 +311,64 @@ def test_own_files_of_a_study_that_is_resumed_elsewhere(tmp_path, monkeypatch, i
     assert inline == ["all, two, seed 0", "all, fedavg, seed 0"]
     experiment = cfl_ray.load(results.root / "all/two/seed-0/config.yaml")
     assert experiment.to_dict_as_written()["model"]["name"] == "net.py:Net"
+
+
+class TestEditedCode:
+    """Runs of a study are of one version of the user's code, unless the user says otherwise."""
+
+    @pytest.fixture
+    def begun(self, tmp_path, monkeypatch, inline, study):
+        """A study of two seeds, of which the first is finished; its model's file is in the working directory."""
+        monkeypatch.chdir(tmp_path)
+        self.write("ReLU")
+        keys = {"model": f"{tmp_path}/net.py:Net", "output": "out", "rounds": 1, "methods": ["fedavg"]}
+        of_files = study(experiment=keys)
+        run_study(of_files, only=Selection(seeds=[0]))
+        return of_files, tmp_path / "out/small"
+
+    def write(self, act):
+        Path("net.py").write_text(
+            "from torch import nn\n\ndef Net(input_shape, num_classes):\n"
+            f"    return nn.Sequential(nn.Linear(8, 8), nn.{act}(), nn.Linear(8, num_classes))\n"
+        )
+
+    @pytest.mark.parametrize("change", ["edited", "deleted"])
+    def test_the_other_runs_get_the_copy(self, begun, change, caplog):
+        of_files, root = begun
+        expected = figures_of(run_study(of_files, "whole").root)
+        self.write("Tanh") if change == "edited" else Path("net.py").unlink()
+        with caplog.at_level("WARNING"):
+            results = run_study(of_files, code="run" if change == "edited" else None)
+        assert not results.failed and figures_of(root) == expected
+        assert "has changed since its first runs, whose copy the others run, too: " in caplog.text
+        first, second = (root / f"all/fedavg/seed-{seed}" for seed in (0, 1))
+        kept = [next(run.glob("user_code/*/net.py")) for run in (first, second)]
+        assert kept[0].samefile(kept[1])  # shared on the disk
+        index = json.loads((second / "user_code/kept_code.json").read_text())
+        assert [entry["file"] for entry in index["files"].values()] == [f"{root.parents[1]}/net.py"]
+        records = [cfl_ray.load(run / "config.yaml").to_dict()["model"] for run in (first, second)]
+        assert records[0] == records[1]
+
+    def test_two_versions_are_said(self, begun, caplog):
+        of_files, root = begun
+        self.write("Tanh")
+        with caplog.at_level("WARNING"):
+            run_study(of_files, code="now")
+        mixed = f"the runs of {root} are of two versions of the user's code, and its tables mix both"
+        assert mixed in caplog.text and "-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU()" in caplog.text
+        with pytest.raises(ConfigError, match=r"are of two versions of .*/net.py, .*seed-0 and in .*seed-1: move"):
+            run_study(of_files)
+        caplog.clear()
+        cfl_ray.compare_runs([root])
+        assert "these runs have run 2 versions of" in caplog.text
+
+    def test_runs_of_an_earlier_version_without_a_copy_are_not_mixed(self, begun):
+        of_files, root = begun
+        shutil.rmtree(root / "all/fedavg/seed-0/user_code")
+        self.write("Tanh")
+        with pytest.raises(ConfigError, match=r"/net.py was edited since .*small began.* kept no copy: restore"):
+            run_study(of_files)
+        assert not run_study(of_files, code="now").failed
 
 
 @pytest.mark.parametrize(

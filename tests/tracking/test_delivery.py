@@ -109,6 +109,15 @@ def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, recor
     assert "method" not in by_name["comparison"].data.tags
 
 
+def test_the_end_of_a_run_names_its_reason_and_the_kept_round(sqlite, tmp_path, info, runs):
+    log = RunLog(tmp_path, {"mlflow": Mlflow(sqlite, "early")}, finish_seconds=120)
+    log.start(info)
+    log.log(RoundRecord(4, {"best_round": 3.0}))
+    log.finish("FINISHED", {}, "stopped after round 4: for a reason")
+    (run,) = runs(sqlite, "early")
+    assert run.data.tags["ended"] == "stopped after round 4: for a reason" and run.data.tags["kept_round"] == "3"
+
+
 def test_a_description_by_the_user_stays(sqlite, tmp_path):
     client, experiment_id = adapter.connect(sqlite, "described")
     client.set_experiment_tag(experiment_id, "mlflow.note.content", "mine")

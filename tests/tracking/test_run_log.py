@@ -1,10 +1,11 @@
+import json
 import resource
 
 import pytest
 
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.tracking import RunInfo, RunLog, read_end, read_info, read_records
+from cfl_ray.tracking import RoundRecord, RunInfo, RunLog, read_end, read_info, read_records
 
 METRICS_LOG = RunDirectory.metrics.name
 
@@ -34,6 +35,18 @@ def test_the_run_directory_holds_what_was_reported(tmp_path, info, record):
         2,
         record(2).time_ms,
     )
+
+
+def test_the_end_says_why_it_came_early_and_which_round_is_kept(tmp_path, info):
+    """Both are absent from the file of a run that made all its rounds and keeps the last."""
+    log = start(tmp_path, info)
+    log.log(RoundRecord(3, {"best_round": 2.0}))
+    log.finish("FINISHED", {}, "stopped after round 3: for a reason")
+    assert (read_end(tmp_path).reason, read_end(tmp_path).kept) == ("stopped after round 3: for a reason", 2)
+    plain = start(tmp_path / "plain", info)
+    plain.finish("FINISHED", {})
+    assert not {"reason", "kept"} & json.loads(RunDirectory(tmp_path / "plain").end.read_text()).keys()
+    assert (read_end(tmp_path / "plain").reason, read_end(tmp_path / "plain").kept) == ("", 0)
 
 
 def test_rounds_replayed_after_a_crash_are_ignored(tmp_path, info, record):

@@ -24,6 +24,20 @@ class LoopPart:
         """The last round that this part permits, at most `rounds`. saved: the round that was restored; 0: none."""
         return rounds
 
+    @property
+    def kept_round(self) -> int:
+        """The round whose models are those of the method; 0: the last round, unless another part names one."""
+        return 0
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        """Rounds that are saved, and whose checkpoints stay."""
+        return frozenset()
+
+    def ends(self, round: int) -> str:
+        """Why the method ends after the present round, although others are left; empty: it goes on."""
+        return ""
+
     def leave(self, ids: np.ndarray) -> None:
         """Forgets clients that left before the round."""
 
@@ -41,6 +55,9 @@ class LoopPart:
 
     def end_round(self, stats: RoundStats, cohort: Cohort, before: State, after: State) -> None:
         """After the round, before it is evaluated. before, after: states around the training of the cohort."""
+
+    def end_evaluation(self, stats: RoundStats) -> None:
+        """After the evaluation of the round, if it has one."""
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON values) by names in the checkpoint; those of tensors begin with "server.".

@@ -3,11 +3,13 @@
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.runtime.participation import Membership
+from cfl_ray.runtime.parts.best_round import BestRound
 from cfl_ray.runtime.parts.loop_part import LoopPart
 from cfl_ray.runtime.parts.masked_uploads import MaskedUploads
 from cfl_ray.runtime.parts.private_run import ClientPrivacy, SamplePrivacy
 from cfl_ray.runtime.parts.server_steps import ServerSteps
 from cfl_ray.runtime.parts.timed_rounds import AsynchronousRounds, TimedRounds
+from cfl_ray.setup.criterion import RoundChoice
 from cfl_ray.setup.setup import Setup
 
 
@@ -29,4 +31,6 @@ def parts_of(
             parts.append(AsynchronousRounds(setup.asynchrony, time, membership))
     if (step := setup.methods[label].server_step) is not None:
         parts.append(ServerSteps(step))
+    if setup.choice != RoundChoice():
+        parts.append(BestRound(setup.choice, experiment.evaluation.every))
     return parts

@@ -34,7 +34,7 @@ class Saver:
         self.states = ClientStateStore()
         self.written = []  # bytes of every save
 
-    def save(self, round, trained=(), values=None, **tensors):
+    def save(self, round, trained=(), values=None, pinned=(), **tensors):
         self.states.keep(MINE, {client: torch.full((4,), float(round)) for client in trained}, {})
         before = self.files()
         tensors = tensors or {
@@ -42,7 +42,11 @@ class Saver:
             "assign_N": torch.arange(5, dtype=torch.int32) + round,
         }
         remark = self.store.save(
-            round, tensors, values or {"state": {"phase": "cluster"}, "traffic": {"down_bits": 10 * round}}, self.states
+            round,
+            tensors,
+            values or {"state": {"phase": "cluster"}, "traffic": {"down_bits": 10 * round}},
+            self.states,
+            pinned,
         )
         self.written.append(sum(size for name, size in self.files().items() if name not in before))
         return remark
@@ -86,6 +90,31 @@ def assert_round(loaded, round, states):
     assert {key: saved.tensor().tolist() for key, saved in loaded.client_states()} == {
         ("mine", client): [float(last)] * 4 for client, last in states.items()
     }
+
+
+class TestPinned:
+    def test_a_pinned_round_stays_with_its_files_until_it_is_not_pinned(self, tmp_path):
+        """Of thirty rounds with merges, the last and the pinned one are kept, also by a process that goes on."""
+        saver = Saver(tmp_path / "fedavg", keep_last=1)
+        for round in range(1, 31):
+            saver.save(round, [0, round % 5], pinned=[2] if round > 1 else [])
+            if round == 15:
+                saver = saver.again()
+        assert saver.store.rounds() == [2, 30]
+        assert_round(reopened(saver).load_as(lambda found: found, 2), 2, {0: 2, 1: 1, 2: 2})
+        saver.save(31, pinned=[31])
+        assert saver.store.rounds() == [31]
+        assert {file.name for file in saver.store.files} == {*saver.entry_files()}
+
+    def test_a_copy_has_the_pinned_rounds(self, saver, tmp_path):
+        for round in (1, 2, 3):
+            saver.save(round, [round], pinned=[1])
+        other = CheckpointStore(tmp_path / "other", "ba9876543210", 1)
+        assert saver.store.copy_to(other) == 3 and other.rounds() == [1, 3]
+        assert_round(other.load_as(lambda found: found, 1), 1, {1: 1})
+        (saver.folder / saver.store._manifest(1).files[0].name).unlink()
+        with pytest.raises(RunError, match="cannot be read"):
+            saver.store.copy_to(CheckpointStore(tmp_path / "third", "ba9876543210", 1))
 
 
 class TestSavedIsLoaded:

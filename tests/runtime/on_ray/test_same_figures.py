@@ -130,3 +130,16 @@ def test_hosts_do_not_change_a_bit_of_asynchronous_rounds(experiment, figures, c
     expected = figures(simulate(experiment(**changes)))
     assert any(metrics["staleness"] > 0 for _, metrics in expected["ifca"])
     assert figures(run(experiment(**changes, runtime={"hosts": 2}))) == expected
+
+
+@pytest.mark.slow
+def test_hosts_do_not_change_a_bit_of_metrics_on_validation_data(experiment, figures, cluster):
+    changes = {
+        "methods": ["ifca", "fedem"],
+        "data": {"validation": {"fraction": 0.3}},
+        "schedule": SCHEDULE,
+        "evaluation": {"tuned_epochs": 1},
+    }
+    expected = figures(simulate(experiment(**changes)))
+    assert all("validation/accuracy_tuned" in metrics for rounds in expected.values() for _, metrics in rounds)
+    assert figures(run(experiment(**changes, runtime={"hosts": 2}))) == expected
