@@ -124,9 +124,32 @@ class Pair:
     attribute: str = "model"
     rows: Callable[[Any], Tensor] = personal_rows
     epochs: int = EPOCHS  # of ours
+    mended: Callable[[type[Any]], type[Any]] = lambda server: server  # the class of the server, from theirs
 
 
 MU, ALPHA = 0.1, 0.5
+AMP = {"alphaK": 0.02, "sigma": 1.0, "lamda": MU}
+
+
+def with_gradient(server: type[Any]) -> type[Any]:
+    """The server of FedAMP whose clients train on loss + lambda / (2 alpha) ||w - u_i||^2."""
+
+    def train(client: Any) -> None:
+        for _ in range(client.local_epochs):
+            for x, y in client.load_train_data():
+                pairs = zip(client.model.parameters(), client.client_u.parameters(), strict=True)
+                square = sum(((w - u.detach()) ** 2).sum() for w, u in pairs)
+                client.optimizer.zero_grad()
+                (client.loss(client.model(x), y) + client.lamda / (2 * client.alphaK) * square).backward()
+                client.optimizer.step()
+
+    class Server(server):  # type: ignore[misc, valid-type]
+        def set_clients(self, kind: type[Any]) -> None:
+            super().set_clients(type("Client", (kind,), {"train": train}))
+
+    return Server
+
+
 RUNS = {
     "FedProx, w": Pair("FedProx", {"fedprox": {"mu": MU}}, {"mu": MU}, rows=cluster_rows),
     "Ditto, w": Pair("Ditto", {"ditto": {"lam": MU}}, {"mu": MU}, rows=cluster_rows),
@@ -142,6 +165,10 @@ RUNS = {
     "FedPer": Pair("FedPer", {"fedper": {}}),
     "FedRep": Pair("FedRep", {"fedrep": {"head_epochs": EPOCHS}}),
     "APFL, w": Pair("APFL", {"apfl": {"alpha": ALPHA}}, {"alpha": ALPHA}, rows=cluster_rows),
+    "FedAMP as it is, beside ours with lambda 0": Pair("FedAMP", {"fedamp": {"lam": 0.0}}, AMP),
+    "FedAMP with a term that has a gradient": Pair(
+        "FedAMP", {"fedamp": {"lam": MU, "alpha": AMP["alphaK"], "sigma": 1.0}}, AMP, mended=with_gradient
+    ),
     "APFL, mixture": Pair("APFL", {"apfl": {"alpha": ALPHA, "adaptive": True}}, {"alpha": ALPHA}, "model_per"),
 }
 
@@ -168,7 +195,10 @@ last layer, which FedRep trains for {EPOCHS} epochs.
 Deviations of theirs from the papers. Per-FedAvg: a client trains twice in a round, so ours takes 2 x {EPOCHS} steps; a
 batch is two halves, in the order of the samples in both codes. APFL: v_i takes steps on its own loss, not on that of
 the mixture, and becomes the mixture with w_i at the end of a round; alpha_i, from {ALPHA}, is adapted in every step;
-ours is `adaptive: true`. Replaced in memory: as for FedCAC.
+ours is `adaptive: true`. FedAMP: the term of the clients is computed from detached values, so
+that it has no gradient; their FedAMP is local training, and ours with lambda 0. With the squared distance in its place,
+of which the gradient is taken, theirs is ours (alpha 0.02, sigma 1, lambda {MU}). Replaced in memory:
+as for FedCAC.
 
 Distance: of the global model w or of the models with which the clients predict, as for FedCAC.
 """
@@ -180,7 +210,7 @@ def section(checkout: Path, commit: str) -> str:
         data, start_P = two_labels(seed), runs.first_weights(MODEL, 10, seed)
         cohorts = runs.cohorts(CLIENTS, seed, 1.0, KEPT[-1] + 1)
         for name, pair in RUNS.items():
-            a = theirs(checkout, pair.theirs, data, start_P, cohorts, pair.settings, pair.attribute)
+            a = theirs(checkout, pair.theirs, data, start_P, cohorts, pair.settings, pair.attribute, pair.mended)
             b = ours(data, seed, pair)
             rows.append([name, str(seed), *[f"{distance(a, b, start_P, t):.1e}" for t in KEPT]])
     return "\n".join([HEAD.replace("COMMIT", commit), *table(*rows)])
