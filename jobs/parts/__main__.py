@@ -2,6 +2,7 @@
 
     python -m jobs.parts                          # all servers that can be started here
     python -m jobs.parts --servers sqlite --rounds 20
+    python -m jobs.parts --raise                  # no server: every call of a tracker, figure and report raises
 
 Each server is started on this machine and is reached through a proxy with the faults of a line (`jobs.parts.line`).
 Entries are those of 22 metrics; `delay` is the longest time that a round waited for the tracker.
@@ -13,7 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from cfl_ray.tracking import Mlflow, RoundRecord, RunInfo, RunLog, deliver_pendi
 from cfl_ray.tracking.delivery import lacks
 from cfl_ray.tracking.mlflow import connect
 from jobs.chaos.mlflow_server import USER, MlflowServer
+from jobs.parts import raising, servers
 from jobs.parts.line import Line
 
 METRICS = 22
+KINDS = [f"{base}{more}" for base in ("sqlite", *servers.DATABASES) for more in ("", ", login")] + ["sqlite, S3"]
 _ROUND_SECONDS = 0.02
 _PATIENCE_SECONDS = 180.0
 _FAULTS: dict[str, Callable[[Line], None]] = {}  # by name; each prepares a line
@@ -67,15 +70,26 @@ def _lossy(line: Line) -> None:
 
 
 @contextmanager
-def _server(kind: str, folder: Path) -> Iterator[MlflowServer]:
-    """A running server; MLflow's client in this process logs in where it is asked to."""
-    server = MlflowServer(folder / "server.db", login=kind == "sqlite, login")
-    os.environ |= {"MLFLOW_TRACKING_USERNAME": USER[0], "MLFLOW_TRACKING_PASSWORD": USER[1]}
-    server.start()
-    try:
+def mlflow_server(kind: str, folder: Path) -> Iterator[MlflowServer]:
+    """A running server of one of `KINDS`; MLflow's client in this process logs in where it is asked to."""
+    base, _, more = kind.partition(", ")
+    with ExitStack() as parts:
+        store = parts.enter_context(servers.DATABASES[base]()) if base in servers.DATABASES else None
+        bucket = servers.s3_variables(parts.enter_context(servers.s3())) if more == "S3" else None
+        artifacts = f"s3://{servers.BUCKET}/artifacts" if bucket else None
+        server = MlflowServer(folder / "server.db", more == "login", store, artifacts, bucket)
+        os.environ |= {"MLFLOW_TRACKING_USERNAME": USER[0], "MLFLOW_TRACKING_PASSWORD": USER[1]}
+        parts.callback(server.kill)
+        server.start()
         yield server
-    finally:
-        server.kill()
+
+
+def why_not(kind: str) -> str:
+    """What this machine lacks for a server of a kind; empty: nothing."""
+    base, _, more = kind.partition(", ")
+    lacks_login = more == "login" and importlib.util.find_spec("flask_wtf") is None
+    lacking = [servers.missing(base), servers.missing(servers.S3) if more == "S3" else ""]
+    return "; ".join(filter(None, [*lacking, "a login needs mlflow[auth]" if lacks_login else ""]))
 
 
 def _delivered(server: MlflowServer, experiment: str) -> list[tuple[str, int]]:
@@ -120,18 +134,21 @@ def tried(server: MlflowServer, kind: str, fault: str, rounds: int, folder: Path
 
 
 def main() -> int:
-    servers = ["sqlite", *["sqlite, login"] * (importlib.util.find_spec("flask_wtf") is not None)]
+    kinds = [kind for kind in KINDS if not why_not(kind)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--servers", nargs="+", choices=servers, default=servers)
+    parser.add_argument("--servers", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--faults", nargs="+", choices=list(_FAULTS), default=list(_FAULTS))
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--raise", dest="raising", action="store_true", help="only runs in which each call raises")
     given = parser.parse_args()
+    if given.raising:
+        return raising.main()
     table, is_whole = Table(*_COLUMNS), True
     with tempfile.TemporaryDirectory() as folder:
         for number, kind in enumerate(given.servers):
             root = Path(folder) / str(number)
             root.mkdir()
-            with _server(kind, root) as server:
+            with mlflow_server(kind, root) as server:
                 for place, fault in enumerate(given.faults):
                     row = tried(server, kind, fault, given.rounds, root / "runs" / str(place))
                     table.add_row(*map(str, row.values()))
