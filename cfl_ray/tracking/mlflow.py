@@ -50,6 +50,7 @@ _SOURCE_TAGS = {"mlflow.source.name": "cfl-ray", "mlflow.source.type": "LOCAL"}
 _NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
 _LATEST = "Latest comparison: "  # first words of our description of an experiment
 MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the request size
+MAX_NAME_CHARS = 250  # of a run; SQLite takes longer ones, PostgreSQL and MySQL refuse the run
 CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 _CONNECT_SECONDS = 2.0
 _RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
@@ -417,7 +418,7 @@ def _found_or_created(
         tags["method"] = info.method
     if parent_id := parent():
         tags[PARENT_TAG] = parent_id
-    run = client.create_run(experiment_id, start_time=info.time_ms, tags=tags, run_name=info.name)
+    run = client.create_run(experiment_id, start_time=info.time_ms, tags=tags, run_name=info.name[:MAX_NAME_CHARS])
     if os.environ.get(_RETRIES) != DEFAULTS[_RETRIES]:  # the request may have been repeated after a lost answer
         for other in client.search_runs([experiment_id], same_uid):
             if other.info.run_id != run.info.run_id:

@@ -3,18 +3,16 @@
     python -m jobs.parts                          # all servers that can be started here
     python -m jobs.parts --servers sqlite --rounds 20
     python -m jobs.parts --raise                  # no server: every call of a tracker, figure and report raises
+    python -m jobs.parts --study                  # 20 runs on a server behind a login, 0.4 s a request
 
 Each server is started on this machine and is reached through a proxy with the faults of a line (`jobs.parts.line`).
 Entries are those of 22 metrics; `delay` is the longest time that a round waited for the tracker.
 """
 
 import argparse
-import importlib.util
-import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,12 @@ from rich.table import Table
 from cfl_ray.tracking import Mlflow, RoundRecord, RunInfo, RunLog, deliver_pending
 from cfl_ray.tracking.delivery import lacks
 from cfl_ray.tracking.mlflow import connect
-from jobs.chaos.mlflow_server import USER, MlflowServer
-from jobs.parts import raising, servers
+from jobs.chaos.mlflow_server import MlflowServer
+from jobs.parts import raising, study
 from jobs.parts.line import Line
+from jobs.parts.mlflow_servers import KINDS, mlflow_server, why_not
 
 METRICS = 22
-KINDS = [f"{base}{more}" for base in ("sqlite", *servers.DATABASES) for more in ("", ", login")] + ["sqlite, S3"]
 _ROUND_SECONDS = 0.02
 _PATIENCE_SECONDS = 180.0
 _FAULTS: dict[str, Callable[[Line], None]] = {}  # by name; each prepares a line
@@ -67,29 +65,6 @@ def _unavailable(line: Line) -> None:
 @_fault("every 5th answer lost")
 def _lossy(line: Line) -> None:
     line.cut = lambda line, path: sum(line.requests.values()) % 5 == 0
-
-
-@contextmanager
-def mlflow_server(kind: str, folder: Path) -> Iterator[MlflowServer]:
-    """A running server of one of `KINDS`; MLflow's client in this process logs in where it is asked to."""
-    base, _, more = kind.partition(", ")
-    with ExitStack() as parts:
-        store = parts.enter_context(servers.DATABASES[base]()) if base in servers.DATABASES else None
-        bucket = servers.s3_variables(parts.enter_context(servers.s3())) if more == "S3" else None
-        artifacts = f"s3://{servers.BUCKET}/artifacts" if bucket else None
-        server = MlflowServer(folder / "server.db", more == "login", store, artifacts, bucket)
-        os.environ |= {"MLFLOW_TRACKING_USERNAME": USER[0], "MLFLOW_TRACKING_PASSWORD": USER[1]}
-        parts.callback(server.kill)
-        server.start()
-        yield server
-
-
-def why_not(kind: str) -> str:
-    """What this machine lacks for a server of a kind; empty: nothing."""
-    base, _, more = kind.partition(", ")
-    lacks_login = more == "login" and importlib.util.find_spec("flask_wtf") is None
-    lacking = [servers.missing(base), servers.missing(servers.S3) if more == "S3" else ""]
-    return "; ".join(filter(None, [*lacking, "a login needs mlflow[auth]" if lacks_login else ""]))
 
 
 def _delivered(server: MlflowServer, experiment: str) -> list[tuple[str, int]]:
@@ -140,9 +115,13 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=list(_FAULTS), default=list(_FAULTS))
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--raise", dest="raising", action="store_true", help="only runs in which each call raises")
+    parser.add_argument("--study", action="store_true", help="only a study on a slow server")
+    parser.add_argument("--runs", type=int, default=20, help="of the study")
     given = parser.parse_args()
     if given.raising:
         return raising.main()
+    if given.study:
+        return study.main(given.runs, given.rounds)
     table, is_whole = Table(*_COLUMNS), True
     with tempfile.TemporaryDirectory() as folder:
         for number, kind in enumerate(given.servers):

@@ -11,8 +11,8 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import Mlflow, RoundRecord, RunInfo, RunLog, deliver_pending
 from cfl_ray.tracking import mlflow as adapter
 from jobs.chaos.mlflow_server import USER
-from jobs.parts.__main__ import KINDS, mlflow_server, why_not
 from jobs.parts.line import Line
+from jobs.parts.mlflow_servers import KINDS, mlflow_server, why_not
 
 pytestmark = pytest.mark.slow
 ROUNDS, METRICS = 100, 22
@@ -131,6 +131,18 @@ VALUES = {  # of a metric: what it is in MLflow; SQL stores have no infinite num
     2.0**53: 2.0**53,
     0.1: 0.1,
 }
+
+
+def test_a_run_with_long_names(server, tmp_path):
+    """SQLite takes all of them, the other databases do not."""
+    log = RunLog(tmp_path, {"mlflow": Mlflow(server.uri, "long" * 60)}, warn=(warnings := []).append)
+    tags, params = {"dataset": "d" * 600, "label": "ü" * 9000}, {"data.x": "ü" * 7000, "p" * 250: ""}
+    log.start(RunInfo("größe" * 60, "ifca", tags, params))
+    log.log(RoundRecord(1, {"m" * 250: 1.0}, 1_700_000_000_000))
+    log.finish("FINISHED", {})
+    client, experiment_id = adapter.connect(server.uri, "long" * 60)
+    (run,) = client.search_runs([experiment_id])
+    assert run.info.status == "FINISHED" and run.data.metrics == {"m" * 250: 1.0} and warnings == []
 
 
 def test_values_rounds_times_and_texts(server, tmp_path):
