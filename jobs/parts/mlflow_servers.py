@@ -1,7 +1,9 @@
 """MLflow servers of several kinds: their database, login, and where they keep artifacts."""
 
+import importlib.metadata
 import importlib.util
 import os
+import sqlite3
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +27,16 @@ def mlflow_server(kind: str, folder: Path) -> Iterator[MlflowServer]:
         parts.callback(server.kill)
         server.start()
         yield server
+
+
+def version(kind: str) -> str:
+    """The version of what a kind adds, and of MLflow for any other name, in words."""
+    base, _, more = kind.partition(", ")
+    if more == "S3":
+        return f"moto {importlib.metadata.version('moto')}"
+    if base in servers.DATABASES:
+        return servers.version(base)
+    return f"SQLite {sqlite3.sqlite_version}" if base == "sqlite" else f"MLflow {importlib.metadata.version('mlflow')}"
 
 
 def why_not(kind: str) -> str:

@@ -228,14 +228,20 @@ def outcome(made: Experiment, run_dir: Path, calls: Calls) -> Outcome:
     return Outcome(ended, rounds, end and end.status, watcher.texts)
 
 
-def tried(target: Target, errors: Mapping[str, Callable[[], BaseException]] = ERRORS) -> Iterator[tuple[str, Outcome]]:
-    """Yields what was tried of a target, in words, and what became of the run: each call once, then all calls."""
+def tried(
+    target: Target, errors: Mapping[str, Callable[[], BaseException]] = ERRORS, all_calls: bool = True
+) -> Iterator[tuple[str, Outcome]]:
+    """Yields what was tried of a target, in words, and what became of the run: each call once, then all calls.
+
+    all_calls: False: of the single calls only the first and the last.
+    """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder)
         made = experiment(output, target.tracker)
         counted = Calls(target)
         yield "nothing raises", outcome(made, output / "counted", counted)
-        numbers = [*range(target.after + 1, counted.count + 1), ALWAYS]
+        singles = range(target.after + 1, counted.count + 1)
+        numbers = [*(singles if all_calls else sorted({*singles[:1], *singles[-1:]})), ALWAYS]
         for number, (name, error) in itertools.product(numbers, errors.items()):
             calls = Calls(target, number, error)
             what = f"{name} in {'each call' if number is ALWAYS else f'call {number} of {counted.count}'}"

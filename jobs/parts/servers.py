@@ -31,6 +31,12 @@ def missing(kind: str) -> str:
     return f"{kind} needs {', '.join(lacking)}" if lacking else ""
 
 
+def version(kind: str) -> str:
+    """The version of a database, as its server says it."""
+    words = [_program(_PROGRAMS[kind][0]) or "", "--version"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip().partition(" for ")[0]
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
