@@ -236,16 +236,18 @@ def tried(
     all_calls: False: of the single calls only the first and the last.
     """
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder)
-        made = experiment(output, target.tracker)
+
+        def run(name: str, calls: Calls) -> Outcome:
+            output = Path(folder) / name  # each has its own MLflow, since a process asks a known one less
+            return outcome(experiment(output, target.tracker), output / "run", calls)
+
         counted = Calls(target)
-        yield "nothing raises", outcome(made, output / "counted", counted)
+        yield "nothing raises", run("counted", counted)
         singles = range(target.after + 1, counted.count + 1)
         numbers = [*(singles if all_calls else sorted({*singles[:1], *singles[-1:]})), ALWAYS]
         for number, (name, error) in itertools.product(numbers, errors.items()):
-            calls = Calls(target, number, error)
             what = f"{name} in {'each call' if number is ALWAYS else f'call {number} of {counted.count}'}"
-            yield what, outcome(made, output / f"run-{number}-{name.replace(' ', '-')}", calls)
+            yield what, run(f"{number}-{name.replace(' ', '-')}", Calls(target, number, error))
 
 
 def main() -> int:

@@ -74,14 +74,19 @@ def test_a_run_that_ends(submit, cluster, tmp_path):
 
 def test_time_limit_requeue_and_scancel(submit, cluster, tmp_path):
     """A job of one run: the time limit's signal requeues it, then `scontrol requeue`; each time the run is resumed."""
-    options = ["--time=3", "--signal=B:USR1@120"]  # after a minute: Slurm counts in minutes
-    number = submit("rounds=1000000", options=options, CFL_RAY_REQUEUE="1")
+    number = submit("rounds=1000000", options=["--time=60", "--signal=B:USR1@60"], CFL_RAY_REQUEUE="1")
+
+    def limit(minutes):
+        cluster("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
 
     def ran_again(restarts):
         return cluster.job(number)["Restarts"] == str(restarts) and len(rounds(tmp_path)) > len(before)
 
     wait_for(lambda: rounds(tmp_path), tmp_path)
+    minutes = cluster.job(number)["RunTime"].split(":")[1]
+    limit(int(minutes) + 2)  # the signal comes a minute before
     wait_for(lambda: cluster.job(number)["Restarts"] == "1", tmp_path)
+    limit(60)
     before = rounds(tmp_path)
     assert "the run is ended: time limit" in log(tmp_path)
     wait_for(lambda: ran_again(1), tmp_path)
