@@ -4,6 +4,7 @@ Each is a context manager; `missing` says what a machine lacks for it.
 """
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -34,7 +35,9 @@ def missing(kind: str) -> str:
 def version(kind: str) -> str:
     """The version of a database, as its server says it."""
     words = [_program(_PROGRAMS[kind][0]) or "", "--version"]
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip().partition(" for ")[0]
+    said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    number = re.search(r"\d+(\.\d+)+", said)
+    return f"{kind} {number[0] if number else said.strip()}"
 
 
 def free_port() -> int:
