@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from certificates import certificates
 from commands import call, status_of
 from pyarrow import fs
 
@@ -112,19 +113,6 @@ class TestAClusterOfItsOwn:
         assert found == [(True, False), (False, True), (False, True)]
 
 
-def certificates(folder: Path) -> dict[str, str]:
-    """Ray's variables for TLS, with certificates for 127.0.0.1 that an authority made for this test has signed."""
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    for command in (
-        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -days 2 -subj /CN=authority",
-        "req -newkey rsa:2048 -nodes -keyout tls.key -out tls.csr -subj /CN=node",
-        "x509 -req -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -out tls.crt -days 2 -extfile names",
-    ):
-        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
-    names = {"SERVER_CERT": "tls.crt", "SERVER_KEY": "tls.key", "CA_CERT": "ca.crt"}
-    return {"RAY_USE_TLS": "1"} | {f"RAY_TLS_{name}": str(folder / file) for name, file in names.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
 def test_a_run_with_the_tls_of_ray(tmp_path):
@@ -149,7 +137,7 @@ def test_a_run_with_the_tls_of_ray(tmp_path):
             done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=400)
             answers[name] = (done.returncode, done.stdout + done.stderr)
         assert answers["with"][0] == 0 and "client 5 leaves before round" in answers["with"][1], answers
-        assert answers["without"][0] == 1 and "cannot be reached" in answers["without"][1], answers
+        assert answers["without"][0] == 2 and "uses TLS, and this process does not" in answers["without"][1], answers
 
 
 def test_every_file_that_starts_ray_enables_the_token():

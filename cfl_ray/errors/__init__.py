@@ -115,6 +115,8 @@ def what_is_wrong(problem: Mapping[str, Any]) -> str:
     return what if is_said else f"{what}, got {shown(problem['input'])}"
 
 
+# Of code of users and of libraries, where it must not end a run. Some libraries leave the process on an error.
+FOREIGN = (Exception, SystemExit)
 _MOST_TEXT = 1000  # characters of an error's text in a message
 
 

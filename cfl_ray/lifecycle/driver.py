@@ -245,7 +245,7 @@ class Driver:
             directory, uri = RunDirectory(self.directory).method(label).path, self.uri
             parent = self.directory if self.study is None else self.study.root
         tracking = self.experiment.tracking
-        trackers = new_trackers(tracking, uri, parent)
+        trackers = new_trackers(tracking, uri, parent, self.watcher.warn)  # `prepare` has made them once, or refused
         run_log = RunLog(directory, trackers, self.watcher.warn, patience=tracking.patience)
         run_log.start(self._run_info(label))
         return run_log

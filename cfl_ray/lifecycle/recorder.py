@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from cfl_ray.errors import DataError
+from cfl_ray.errors import FOREIGN, DataError
 from cfl_ray.results.arrow_log import ClientMetrics, DiagnosticsLog, Reassignments
 from cfl_ray.results.results import MethodResult, recovery_metrics
 from cfl_ray.results.trained import TrainedMethod
@@ -158,16 +158,22 @@ def finish_log(
 
 
 def write_figures(
-    directory: Path, records_by_method: Mapping[str, Sequence[RoundRecord]], warn: Callable[[str], None]
+    directory: Path,
+    records_by_method: Mapping[str, Sequence[RoundRecord]],
+    warn: Callable[[str], None],
+    prefix: str = "",
 ) -> None:
-    """Writes the figures of these methods. A failure is only a warning, since the results are saved."""
+    """Writes the figures of these methods. A failure is only a warning, since the results are saved.
+
+    prefix: of the names of the files.
+    """
     for is_last in (False, True):
         try:
             from cfl_ray.report import figures  # imports matplotlib, which takes 0.5 s: not at the start of a run
 
-            figures.write_figures(directory, records_by_method)
+            figures.write_figures(directory, records_by_method, prefix)
             return
-        except Exception as error:
+        except FOREIGN as error:
             # matplotlib fails while a tracker's thread imports IPython, and works afterwards
             if is_last:
                 warn(f"the figures in {directory} were not written: {type(error).__name__}: {error}")

@@ -47,7 +47,7 @@ def explained(part: Any, error: Exception) -> str:
     return f"{class_and_text(error)} ({'' if is_user_file(file) else f'{file}, '}line {line})"
 
 
-def raised_at(part: Any, error: Exception) -> tuple[Path, int] | None:
+def raised_at(part: Any, error: BaseException) -> tuple[Path, int] | None:
     """The file that defines a part, and the file's last line in the error's traceback; None without such a line."""
     file, _ = _definition(_source(part))
     frames = traceback.extract_tb(error.__traceback__)

@@ -14,7 +14,7 @@ from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS
 from cfl_ray.core.reported import Diagnostic
-from cfl_ray.errors import ConfigError, DataError, class_and_text, command
+from cfl_ray.errors import FOREIGN, ConfigError, DataError, class_and_text, command
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import listed
 from cfl_ray.report.ranks import ranks_of
@@ -116,7 +116,7 @@ def report_at_the_end(folder: Path, runs: Callable[[], Sequence[FoundRun]], warn
         found, path = runs(), RunDirectory(folder).report
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, _page(found, *_published_of(folder, found, warn)))
-    except Exception as error:
+    except FOREIGN as error:
         again = command("report", folder)
         warn(f"the report was not written: {class_and_text(error)}; `{again}` tries it again")
 

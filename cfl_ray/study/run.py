@@ -17,6 +17,7 @@ from cfl_ray.config.study import ALL_SETTINGS, Study, SweepConfig, Trial, load_s
 from cfl_ray.errors import ConfigError, Interrupted, RunError, command, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.lifecycle.extension import check_extension
+from cfl_ray.lifecycle.recorder import write_figures
 from cfl_ray.report.ranks import ranks_of, ranks_table
 from cfl_ray.results import comparison
 from cfl_ray.results.kept_code import with_code_of_study
@@ -469,8 +470,6 @@ class _Launch:
 
     def _write_figures(self, folder: Path) -> None:
         """Writes figures that compare the methods of each setting by means over the seeds, for its run in MLflow."""
-        from cfl_ray.report.figures import write_figures  # imports matplotlib
-
         records_of: dict[str, dict[str, list[list[RoundRecord]]]] = {}
         for setting, method, run in run_folders(self.root):
             for end in run.glob(f"*/{RunDirectory.end.name}"):
@@ -479,7 +478,8 @@ class _Launch:
         plain = metric_names(records_of)
         for setting, of_methods in list(records_of.items())[:_DRAWN]:
             prefix = f"{plain[setting]}_" if len(records_of) > 1 else ""
-            write_figures(folder, {method: mean_of_runs(runs) for method, runs in of_methods.items()}, prefix)
+            means = {method: mean_of_runs(runs) for method, runs in of_methods.items()}
+            write_figures(folder, means, self.watcher.warn, prefix)
 
 
 def _check_halving(sweep: SweepConfig | None, runs: Sequence[StudyRun]) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from filelock import FileLock, Timeout
 
-from cfl_ray.errors import RunError, text_of
+from cfl_ray.errors import FOREIGN, RunError, text_of
 from cfl_ray.errors.redaction import redact
 from cfl_ray.plugins.calling import is_user_file, place_of, raised_at
 from cfl_ray.run_directory import RunDirectory
@@ -33,6 +33,7 @@ PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 # after 1, 2, ... failures once the run has written its last record; only the first if the tracker failed before
 PAUSES_AT_END_SECONDS = (0.5, 1.0, 2.0, 4.0)
 _SAID_BUSY = 3  # refusals in a row, each after the pause that the server asks for, after which a line says so
+_T = TypeVar("_T")
 _SAID_WAIT_SECONDS = 10.0  # of `finish` for an open tracker, after which a line says what is left
 
 
@@ -165,7 +166,7 @@ class LiveDelivery:
     ) -> None:
         """finish_seconds: longest wait of `finish` without progress. patience: its longest wait in all, seconds."""
         self.delivery, self.warn, self.finish_seconds, self.patience = delivery, warn, finish_seconds, patience
-        self._uri = str(getattr(delivery.tracker, "uri", ""))  # of MLflow
+        self._uri = str(self._optional(lambda tracker: tracker.uri, ""))  # of MLflow
         self.unrecorded_end: RunEnd | None = None
         self._ends = Flag()  # no record follows: pauses are short from now on
         self._new = Flag()  # records may be undelivered
@@ -207,7 +208,8 @@ class LiveDelivery:
         while not self._done.is_set():
             now = time.monotonic()
             # the import of a tracker's package, also for another log of this process, is progress
-            seen = self.delivery.progress, getattr(self.delivery.tracker, "progress", 0), len(sys.modules)
+            of_tracker = self._optional(lambda tracker: float(tracker.progress), 0.0)
+            seen = self.delivery.progress, of_tracker, len(sys.modules)
             if seen != progress:
                 progress, moved = seen, now
             left = min(moved + self.finish_seconds, began + self.patience) - now
@@ -237,7 +239,7 @@ class LiveDelivery:
     def _deliver_until_done(self) -> None:
         while not self._done.is_set() and not self._attempt():
             self._pause()
-        with suppress(Exception):  # the warning is given already
+        with suppress(*FOREIGN):  # the warning is given already
             self.delivery.give_up(self.unrecorded_end)
         self._done.set()
 
@@ -250,9 +252,9 @@ class LiveDelivery:
         except Timeout:  # another process is delivering this run
             self._new.set()
             return False
-        except Exception as error:  # boundary to user code and services: their errors must not end the training
+        except FOREIGN as error:  # boundary to user code and services: their errors must not end the training
             self._new.set()
-            if getattr(self.delivery.tracker, "is_busy", lambda error: False)(error):
+            if self._is_busy(error):
                 self._refusals += 1
                 if self._refusals == _SAID_BUSY:
                     self.warn(f"{self._title()} asks to come back later (429 or 503); results reach it later")
@@ -271,6 +273,16 @@ class LiveDelivery:
         self._refusals, self._undeliverable = 0, None
         return ends
 
+    def _is_busy(self, error: BaseException) -> bool:
+        return self._optional(lambda tracker: bool(tracker.is_busy(error)), False)
+
+    def _optional(self, read: Callable[[Any], _T], default: _T) -> _T:
+        """A value of the tracker; the default if the tracker does not have it, or fails."""
+        try:
+            return read(self.delivery.tracker)
+        except FOREIGN:
+            return default
+
     def _pause(self) -> None:
         """Waits for the pause after the failures so far, and then until records may be undelivered."""
         if self._refusals:
@@ -281,7 +293,7 @@ class LiveDelivery:
             self._ends.wait(PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS) - 1)])
         self._new.wait()
 
-    def _warn_of(self, error: Exception) -> None:
+    def _warn_of(self, error: BaseException) -> None:
         log = RunDirectory(self.delivery.run_dir).metrics
         place = raised_at(self.delivery.tracker, error)
         line = f" (line {place[1]})" if place and is_user_file(place[0]) else ""

@@ -50,6 +50,9 @@ _SOURCE_TAGS = {"mlflow.source.name": "cfl-ray", "mlflow.source.type": "LOCAL"}
 _NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
 _LATEST = "Latest comparison: "  # first words of our description of an experiment
 MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the request size
+# of the names of a run and of its data, and of a tag's value; SQLite takes longer ones, PostgreSQL and MySQL refuse
+# the run
+MAX_NAME_CHARS, MAX_DATASET_CHARS, MAX_TAG_CHARS = 250, 500, 8000
 CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 _CONNECT_SECONDS = 2.0
 _RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
@@ -420,7 +423,8 @@ def _found_or_created(
         tags["method"] = info.method
     if parent_id := parent():
         tags[PARENT_TAG] = parent_id
-    run = client.create_run(experiment_id, start_time=info.time_ms, tags=tags, run_name=info.name)
+    tags = {name: value[:MAX_TAG_CHARS] for name, value in tags.items()}
+    run = client.create_run(experiment_id, start_time=info.time_ms, tags=tags, run_name=info.name[:MAX_NAME_CHARS])
     if os.environ.get(_RETRIES) != DEFAULTS[_RETRIES]:  # the request may have been repeated after a lost answer
         for other in client.search_runs([experiment_id], same_uid):
             if other.info.run_id != run.info.run_id:
@@ -438,7 +442,8 @@ def _log_dataset(client: "MlflowClient", run_id: str, info: RunInfo) -> None:
     text = json.dumps(section, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     source = json.dumps({"source": info.tags.get("dataset", ""), "partition": info.tags.get("partition", "")})
-    data = Dataset(info.tags.get("dataset", "data"), digest, "cfl_ray", source, profile=text)
+    name = info.tags.get("dataset", "data")[:MAX_DATASET_CHARS]
+    data = Dataset(name, digest, "cfl_ray", source, profile=text)
     client.log_inputs(run_id, [DatasetInput(data)])
 
 

@@ -283,12 +283,17 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def metric_names(names: Iterable[str]) -> dict[str, str]:
-    """Each name in characters that a metric of MLflow or a file may have; names that become equal get a number."""
+    """Each name in characters that a metric of MLflow or a file may have; names that become equal get a number.
+
+    Names that differ in case alone are equal to MySQL, which refuses both together, and to some file systems.
+    """
     plain: dict[str, str] = {}
+    taken: set[str] = set()
     for name in sorted(set(names)):
         first = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
         numbered = (first if number == 1 else f"{first}_{number}" for number in count(1))
-        plain[name] = next(candidate for candidate in numbered if candidate not in plain.values())
+        plain[name] = next(candidate for candidate in numbered if candidate.lower() not in taken)
+        taken.add(plain[name].lower())
     return plain
 
 

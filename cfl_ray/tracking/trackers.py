@@ -2,11 +2,12 @@
 
 import csv
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cfl_ray.config import TrackingConfig
-from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.errors import ConfigError, DataError, UserError, class_and_text
 from cfl_ray.plugins.calling import parse_choice, place_of, reference_of, with_options
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.run_directory import check_inside
@@ -141,11 +142,17 @@ TRACKERS: Registry[Any] = Registry(
 )
 
 
-def new_trackers(tracking: TrackingConfig, uri: str | None = None, parent: Path | None = None) -> dict[str, Tracker]:
+def new_trackers(
+    tracking: TrackingConfig,
+    uri: str | None = None,
+    parent: Path | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> dict[str, Tracker]:
     """New trackers by name.
 
     uri: of MLflow (`resolve_uri`); None: without MLflow. parent: directory of the parent run.
-    Raises ConfigError for an entry that is not a tracker, for unknown options, and for a missing package.
+    warn: receives a line for each tracker that cannot be made, and the others are returned; None: raises ConfigError
+    for an entry that is not a tracker, for unknown options, for an error in it, and for a missing package.
     """
     made: dict[str, Tracker] = {}
     for entry in tracking.trackers if tracking.enabled else ():
@@ -154,7 +161,13 @@ def new_trackers(tracking: TrackingConfig, uri: str | None = None, parent: Path 
         if name in made:
             raise ConfigError(f"tracking.trackers: {name!r} is listed twice; name each once")
         if part != MLFLOW:
-            made[name] = _made(part, options)
+            try:
+                made[name] = _made(part, options)
+            except (UserError, SystemExit) as error:
+                if warn is None:
+                    raise
+                reason = error if isinstance(error, UserError) else f"tracker {name} failed: {class_and_text(error)}"
+                warn(f"{reason}; the run continues without this tracker, and the run directory has its results")
         elif uri is not None:  # its options are keys of the section, not of the entry
             made[name] = Mlflow(uri, tracking.experiment, parent)
     return made

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,9 +19,18 @@ class MlflowServer:
     """`mlflow server` on a free port of this machine, with its whole process group.
 
     database: of its SQLite store. login: whether users have to log in (`mlflow[auth]`); the first is `USER`.
+    store: URI of another database for the store. artifacts: where the server keeps them; None: beside `database`.
+    variables: of its environment.
     """
 
-    def __init__(self, database: Path, login: bool = False):
+    def __init__(
+        self,
+        database: Path,
+        login: bool = False,
+        store: str | None = None,
+        artifacts: str | None = None,
+        variables: Mapping[str, str] | None = None,
+    ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -29,12 +39,12 @@ class MlflowServer:
             "--host": "127.0.0.1",
             "--port": str(self.port),
             "--workers": "1",
-            "--backend-store-uri": f"sqlite:///{database}",
-            "--artifacts-destination": str(database.parent / "artifacts"),
+            "--backend-store-uri": store or f"sqlite:///{database}",
+            "--artifacts-destination": artifacts or str(database.parent / "artifacts"),
         }
         self._command = [sys.executable, "-m", "mlflow", "server", *(word for pair in options.items() for word in pair)]
         self._log = database.with_suffix(".log")
-        self._environment = dict(os.environ)
+        self._environment = {**os.environ, **(variables or {})}
         if login:
             self._command += ["--app-name", "basic-auth"]
             settings = database.with_suffix(".ini")

@@ -1,16 +1,18 @@
-"""A real MLflow server behind a login, a slow line, a rate limit, and a gateway that fails: every record, once."""
+"""Real MLflow servers behind a login, a slow line, a rate limit, and a gateway that fails: every record, once."""
 
-import importlib.util
+import math
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import Mlflow, RoundRecord, RunInfo, RunLog, deliver_pending
 from cfl_ray.tracking import mlflow as adapter
-from jobs.chaos.mlflow_server import USER, MlflowServer
+from jobs.chaos.mlflow_server import USER
 from jobs.parts.line import Line
+from jobs.parts.mlflow_servers import KINDS, mlflow_server, why_not
 
 pytestmark = pytest.mark.slow
 ROUNDS, METRICS = 100, 22
@@ -22,18 +24,25 @@ def environment(monkeypatch):
     for name in ("MLFLOW_TRACKING_URI", *adapter.DEFAULTS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # the server shares a busy machine with other tests
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", USER[0])
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", USER[1])
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["open", "login"])
+@pytest.fixture(scope="module", params=KINDS)
 def server(request, tmp_path_factory):
-    if request.param and importlib.util.find_spec("flask_wtf") is None:
-        pytest.skip("a login needs mlflow[auth]")
-    server = MlflowServer(tmp_path_factory.mktemp("server") / "server.db", login=request.param)
-    server.start()
-    yield server
-    server.kill()
+    if reason := why_not(request.param):
+        pytest.skip(reason)
+    with mlflow_server(request.param, tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture
+def sqlite(server, request):
+    """The same; what does not depend on the database is tried with SQLite alone."""
+    if request.node.callspec.params["server"] not in ("sqlite", "sqlite, login"):
+        pytest.skip("tried with SQLite")
+    return server
 
 
 def record(round):
@@ -95,6 +104,66 @@ def test_a_continued_run_asks_only_for_what_may_have_arrived(server, tmp_path):
     assert delivered(server, "lost") == whole()
 
 
+def test_artifacts_arrive_whole(server, tmp_path):
+    """Through the server, which keeps them in its folder or in a bucket."""
+    contents = {"table.md": b"| method |", "deep/er/größe 1.bin": bytes(range(256)) * 4096, "empty.csv": b""}
+    log = log_of(tmp_path / "run", server.uri, "artifacts")
+    for name, content in contents.items():
+        file = RunDirectory(tmp_path / "run").artifacts / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    log.log(record(0))
+    log.finish("FINISHED", {})
+    client, experiment_id = adapter.connect(server.uri, "artifacts")
+    (run,) = client.search_runs([experiment_id])
+    found = Path(client.download_artifacts(run.info.run_id, "", str(tmp_path)))
+    assert {name: (found / name).read_bytes() for name in contents} == contents
+
+
+LARGEST = 1.7976931348623157e308
+VALUES = {  # of a metric: what it is in MLflow; SQL stores have no infinite numbers
+    math.nan: math.nan,
+    math.inf: LARGEST,
+    -math.inf: -LARGEST,
+    LARGEST: LARGEST,
+    5e-324: 5e-324,
+    -0.0: 0.0,
+    2.0**53: 2.0**53,
+    0.1: 0.1,
+}
+
+
+def test_a_run_with_long_names(server, tmp_path):
+    """SQLite takes all of them, the other databases do not."""
+    log = RunLog(tmp_path, {"mlflow": Mlflow(server.uri, "long" * 60)}, warn=(warnings := []).append)
+    tags, params = {"dataset": "d" * 600, "label": "ü" * 9000}, {"data.x": "ü" * 7000, "p" * 250: ""}
+    log.start(RunInfo("größe" * 60, "ifca", tags, params))
+    log.log(RoundRecord(1, {"m" * 250: 1.0}, 1_700_000_000_000))
+    log.finish("FINISHED", {})
+    client, experiment_id = adapter.connect(server.uri, "long" * 60)
+    (run,) = client.search_runs([experiment_id])
+    assert run.info.status == "FINISHED" and run.data.metrics == {"m" * 250: 1.0} and warnings == []
+
+
+def test_values_rounds_times_and_texts(server, tmp_path):
+    """Valid, and unusual: each value is kept as it was, or as the closest number that SQL has."""
+    future, name = 4_102_444_800_000, "größe/ß metric - 1.0"  # 2100-01-01
+    log = log_of(tmp_path, server.uri, "values", warn=(warnings := []).append)
+    for step, value in enumerate(VALUES):
+        log.log(RoundRecord(step + 1, {"value": value, name: float(step), "x" * 250: 1.0}, future + step))
+    log.log(RoundRecord(2**31 + 7, {"value": 1.0}, future))
+    log.finish("FINISHED", {"end": 2.0})
+    client, experiment_id = adapter.connect(server.uri, "values")
+    (run,) = client.search_runs([experiment_id])
+    history = {entry.step: entry for entry in client.get_metric_history(run.info.run_id, "value")}
+    expected = dict(enumerate(VALUES.values(), 1)) | {2**31 + 7: 1.0}
+    found = {step: repr(abs(entry.value)) for step, entry in history.items()}
+    assert found == {step: repr(abs(value)) for step, value in expected.items()}
+    assert {entry.timestamp for entry in history.values()} == {future + step for step in range(len(VALUES))}
+    assert [entry.value for entry in client.get_metric_history(run.info.run_id, name)] == [*map(float, range(8))]
+    assert warnings == []
+
+
 @pytest.mark.parametrize("seconds", [1, 3])
 def test_a_rate_limit_is_heeded(server, tmp_path, seconds):
     warnings = []
@@ -109,8 +178,8 @@ def test_a_rate_limit_is_heeded(server, tmp_path, seconds):
     assert not any("failed" in text or "lacks" in text for text in warnings)
 
 
-def test_later_commands_make_progress_behind_a_rate_limit(server, tmp_path):
-    with Line(server.uri) as line:
+def test_later_commands_make_progress_behind_a_rate_limit(sqlite, tmp_path):
+    with Line(sqlite.uri) as line:
         line.refuse_every = 2
         for name in ("one", "two"):
             log = log_of(tmp_path / name, line.uri, "later", warn=lambda text: None, finish_seconds=0)
@@ -122,12 +191,12 @@ def test_later_commands_make_progress_behind_a_rate_limit(server, tmp_path):
         while any(thread.name.startswith("mlflow-") for thread in threading.enumerate()):
             time.sleep(0.1)
         deliver_pending(tmp_path, seconds=60)
-    assert delivered(server, "later") == 2 * whole()
+    assert delivered(sqlite, "later") == 2 * whole()
 
 
-def test_a_lost_answer_to_a_creation_behind_a_rate_limit_leaves_one_run(server, tmp_path):
+def test_a_lost_answer_to_a_creation_behind_a_rate_limit_leaves_one_run(sqlite, tmp_path):
     """MLflow's client repeats requests from the first refusal on, so the run is made twice."""
-    with Line(server.uri) as line:
+    with Line(sqlite.uri) as line:
         log_of(tmp_path / "first", line.uri, "twice").close()
         adapter.heed_rate_limit()
         line.cut = lambda line, path: path.endswith("runs/create") and line.requests["runs/create"] == 2
@@ -135,12 +204,12 @@ def test_a_lost_answer_to_a_creation_behind_a_rate_limit_leaves_one_run(server, 
         log.log(record(0))
         log.finish("FINISHED", {})
         assert line.requests["runs/create"] == 3
-    assert [run for run in delivered(server, "twice") if run[1]["m0"]] == whole(1)
-    assert len(delivered(server, "twice")) == 2
+    assert [run for run in delivered(sqlite, "twice") if run[1]["m0"]] == whole(1)
+    assert len(delivered(sqlite, "twice")) == 2
 
 
-def test_an_unavailable_server_receives_the_rounds_afterwards(server, tmp_path):
-    with Line(server.uri) as line:
+def test_an_unavailable_server_receives_the_rounds_afterwards(sqlite, tmp_path):
+    with Line(sqlite.uri) as line:
         log = log_of(tmp_path, line.uri, "unavailable", warn=lambda text: None)
         log.log(record(0))
         line.unavailable = time.monotonic() + 20
@@ -148,12 +217,12 @@ def test_an_unavailable_server_receives_the_rounds_afterwards(server, tmp_path):
             log.log(record(round))
         time.sleep(21)
         log.finish("FINISHED", {})
-    assert delivered(server, "unavailable") == whole()
+    assert delivered(sqlite, "unavailable") == whole()
 
 
-def test_patience_limits_the_wait_for_a_slow_server(server, tmp_path):
+def test_patience_limits_the_wait_for_a_slow_server(sqlite, tmp_path):
     warnings = []
-    with Line(server.uri) as line:
+    with Line(sqlite.uri) as line:
         log_of(tmp_path / "first", line.uri, "patience").close()
         line.delay = 1.0
         log = log_of(tmp_path / "run", line.uri, "patience", warn=warnings.append, patience=3.0)
@@ -166,5 +235,5 @@ def test_patience_limits_the_wait_for_a_slow_server(server, tmp_path):
         while any(thread.name.startswith("mlflow-") for thread in threading.enumerate()):
             time.sleep(0.1)
         deliver_pending(tmp_path, line.uri, seconds=60)
-    assert whole()[0] in delivered(server, "patience")
+    assert whole()[0] in delivered(sqlite, "patience")
     assert not RunDirectory(tmp_path).end.exists()

@@ -214,13 +214,13 @@ def test_a_new_destination_receives_the_whole_run(sqlite, deliver, runs, expecte
 
 
 def test_limits_of_mlflow(sqlite, tmp_path, runs, record):
-    info = RunInfo("large", params={f"key{place}": "v" * 7000 for place in range(150)})
+    info = RunInfo("large" + "x" * 300, params={f"key{place}": "v" * 7000 for place in range(150)})
     log_to(tmp_path, info, (replace(record(round), metrics={"accuracy": 0.5, "ari": 0.1}) for round in range(1200)))
     assert mlflow(tmp_path, sqlite, "large").bring_up_to_date() == 1200
     (run,) = runs(sqlite, "large")
     assert len(run.histories["accuracy"]) == 1200
     assert {len(value) for value in run.data.params.values()} == {6000}
-    assert len(run.data.params) == 150
+    assert len(run.data.params) == 150 and len(run.info.run_name) == 250
 
 
 def test_two_processes_create_the_same_store_at_the_same_time(tmp_path, runs):

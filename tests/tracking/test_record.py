@@ -10,6 +10,7 @@ from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import write_json
 from cfl_ray.tracking import METRICS, RoundRecord, RunInfo, check_metrics, flatten, read_end
+from cfl_ray.tracking.record import metric_names
 
 
 def test_an_unknown_metric_is_an_error_with_the_nearest_name():
@@ -116,3 +117,8 @@ def test_an_end_of_other_types_is_none(tmp_path):
         write_json(file, values | change)
         with pytest.raises(DataError, match="end.json is damaged"):
             read_end(tmp_path)
+
+
+def test_names_of_metrics_are_plain_and_differ_also_without_case():
+    names = metric_names(["k=1", "k 1", "K_1", "ifca", "IFCA", "fedavg"])
+    assert names == {"IFCA": "IFCA", "K_1": "K_1", "fedavg": "fedavg", "ifca": "ifca_2", "k 1": "k_1_2", "k=1": "k_1_3"}

@@ -16,6 +16,7 @@ from cfl_ray.config import Experiment, TrackingConfig
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.tracking import Delivery, RoundRecord, RunInfo, RunLog, delivery, new_trackers, trackers
 from cfl_ray.tracking.trackers import CsvFile
+from jobs.parts import raising
 
 
 class Recording:
@@ -384,3 +385,32 @@ def test_trackers_learn_of_an_end_that_the_disk_has_no_room_for(tmp_path, monkey
     with pytest.raises(OSError, match="No space left"):
         log.finish("FINISHED", {"rounds_to_target": 2.0})
     assert tracker.calls[-2:] == [("log", 1, 0.1), ("close", "FAILED", {"rounds_to_target": 2.0})]
+
+
+class Failing(Recording):
+    """One whose optional attributes fail, too, with what leaves a process."""
+
+    def log(self, record):
+        raise SystemExit(3)
+
+    def is_busy(self, error):
+        raise RuntimeError("closed")
+
+    progress = uri = property(lambda self: sys.exit(4))
+
+
+def test_one_with_errors_everywhere_ends_nothing(tmp_path):
+    warnings = []
+    tracked(tmp_path, Failing(), [1, 2], warn=warnings.append)
+    assert [line.count("SystemExit: 3") for line in warnings] == [1, 0] and "lacks 2 rounds" in warnings[1]
+
+
+@pytest.mark.parametrize("error", ["SystemExit", "ImportError"])
+def test_one_that_cannot_be_made_during_a_run_is_left_out(error, tmp_path):
+    """It is made for the check of the config, for the comparison, and for the method, which fails."""
+    calls = raising.Calls(raising.Target(f"{raising.__name__}:OwnTracker.__init__", "own"), 3, raising.ERRORS[error])
+    tracking = {"report": False, "trackers": [raising.OwnTracker, "csv"]}
+    outcome = raising.outcome(raising.experiment(tmp_path, "own", tracking=tracking), tmp_path / "run", calls)
+    (warning,) = outcome.warnings
+    assert outcome.is_whole and "the run continues without this tracker" in warning and calls.raised == 1
+    assert len((tmp_path / "run/fedavg/metrics.csv").read_text().splitlines()) == 1 + raising.ROUNDS

@@ -18,6 +18,7 @@ from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.on_ray import ray_internals
 from cfl_ray.runtime.on_ray.fork_server import WORKER_PROGRAM, end_unused, fork_server
 from cfl_ray.runtime.on_ray.host_actor import host_environment
+from cfl_ray.runtime.on_ray.tls import SWITCH, check_tls, own_context, uses_tls
 from cfl_ray.system.machine import usable_cpus
 from cfl_ray.system.signals import interrupt_held
 from cfl_ray.system.variables import environment
@@ -47,6 +48,7 @@ def connect(
     address = cluster_address(address)
     if address is None:
         try:
+            own_context()  # else Ray's processes fail one after the other, without a word on the certificate
             with ray_internals.loopback_only():
                 start_cluster(max(hosts or 0, usable_cpus()), instructions, warn=warn)
         except (KeyboardInterrupt, UserError):
@@ -57,6 +59,8 @@ def connect(
             advice = "if it is busy, try again later"
             if isinstance(error, OSError) and Path(str(error.filename)).is_relative_to(os.path.expanduser("~")):
                 advice = "it keeps its token below HOME: set HOME to a folder in which you can write"
+            elif uses_tls():
+                advice += f"; {SWITCH} is set, so the certificate must name {_LOOPBACK}: unset it for one machine"
             raise RunError(f"Ray does not start on this machine ({short_reason(error)}); {advice}") from error
         if not listens_on_loopback():
             mode = os.environ.get("RAY_AUTH_MODE", "not set")
@@ -140,12 +144,19 @@ def listens_on_loopback() -> bool:
 
 
 def join_cluster(address: str, loopback: bool = False) -> None:
-    """Joins a cluster. Raises within seconds (Ray tries for minutes) if there is none or it refuses the token."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    """Joins a cluster.
+
+    Raises within seconds (Ray tries for minutes) if there is none, or if it refuses the token; ConfigError if its TLS
+    is not that of this process.
+    """
     wait = {_WAIT_VARIABLE: os.environ.get(_WAIT_VARIABLE, "1")}  # it would also limit the start of this run's cluster
     with environment(wait), ray_internals.loopback_only() if loopback else nullcontext():
+        is_client = address.startswith("ray://")
+        target = address.removeprefix("ray://") if is_client else ray_internals.resolved(address) or address
+        host, colon, port = target.rpartition(":")
+        if colon and port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+            check_tls(address, host.strip("[]"), int(port))
         ray.init(address=address, **_QUIET)
 
 

@@ -135,6 +135,16 @@ def loopback_only() -> Iterator[None]:
         constants.ENABLE_RAY_CLUSTER = before
 
 
+def resolved(address: str) -> str | None:
+    """HOST:PORT to which Ray connects for an address such as `auto` or localhost:6379; None if Ray does not tell."""
+    try:
+        services: Any = import_module("ray._private.services")
+        found: str | None = services.canonicalize_bootstrap_address_or_die(address)
+    except Exception:  # also of an address that is not valid, which `ray.init` then names
+        return None
+    return found
+
+
 def program_of_worker(arguments: list[str]) -> list[str] | None:
     """The Python program of a worker, with its arguments; None if Ray has to prepare more than that.
 

@@ -1,0 +1,23 @@
+"""Each call of a tracker, a figure and the report raises: the run ends as it should, with its results and a note."""
+
+import itertools
+
+import pytest
+
+from jobs.parts import raising
+
+pytestmark = pytest.mark.slow
+KINDS = itertools.cycle(raising.ERRORS.items())
+CASES = [(target, dict([next(KINDS)])) for target in raising.TARGETS]
+
+
+@pytest.mark.parametrize("target, errors", CASES, ids=lambda given: getattr(given, "place", None) or next(iter(given)))
+def test_a_run_is_whole(target, errors, drawn):
+    (_, counted), *outcomes = raising.tried(target, errors, all_calls=False)
+    assert counted.is_whole and counted.warnings == []
+    for what, outcome in outcomes:
+        assert outcome.is_whole, (what, outcome)
+        # two runs, of the method and of the comparison: that it failed, and what it lacks
+        assert len(outcome.warnings) <= 4, outcome.warnings
+    always = outcomes[-1][1]
+    assert always.warnings or target.is_property, "what failed is said"
