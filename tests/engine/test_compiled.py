@@ -1,4 +1,4 @@
-"""The compiled engine. Its program is carried out operation by operation, except in slow tests, which compile it."""
+"""The compiled engine. Its program is carried out operation by operation (`conftest.py`); a slow test compiles it."""
 
 import subprocess
 import sys
@@ -33,27 +33,10 @@ from cfl_ray.engine.engines import Division
 from cfl_ray.engine.rule import compile_seconds
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.network import Network
-from cfl_ray.nn.recording import RecordedFunction
 
 pytestmark = pytest.mark.cpu
 SGD = LocalSGD(batch_size=4, epochs=2, lr=0.3)
 SIZES = (9, 12, 4, 3)  # the last batch of the first has one sample; the last client fills no batch
-
-
-class Replayed:
-    """A program that carries out the operations that another process would compile."""
-
-    def __init__(self, recording: RecordedFunction):
-        self.recording = RecordedFunction.of(recording.text)
-
-    def run(self, inputs):
-        return self.recording.run(inputs)
-
-
-@pytest.fixture
-def replayed(monkeypatch):
-    monkeypatch.setattr(compiled, "package_of", Replayed)
-    monkeypatch.setattr(compiled, "why_no_package", lambda recording: None)
 
 
 class Mixer(nn.Module):
@@ -115,7 +98,7 @@ class Tokens(nn.Module):
     ],
     ids=["mlp", "dropout", "frozen body", "mixer", "attention", "attention with dropout"],
 )
-def test_it_equals_sequential_for_each_architecture(replayed, factory, shape):
+def test_it_equals_sequential_for_each_architecture(factory, shape):
     network = Network(factory, shape)
     assert_same(network, tasks_of(network, SIZES, SGD), compiled)
 
@@ -130,18 +113,18 @@ def test_it_equals_sequential_for_each_architecture(replayed, factory, shape):
     ],
     ids=["momentum", "clipped", "schedule", "adamw"],
 )
-def test_it_equals_sequential_for_each_kind_of_step(replayed, local):
+def test_it_equals_sequential_for_each_kind_of_step(local):
     network = Network(with_dropout, FLAT)
     assert_same(network, tasks_of(network, SIZES, local, [(0.1, None), (0.05, None, 0.5, 2)]), compiled)
 
 
-def test_it_weights_samples_as_sequential_does(replayed):
+def test_it_weights_samples_as_sequential_does():
     network = Network(mlp, FLAT)
     tasks = [replace(t, held=replace(t.held, weight_n=torch.rand(len(t.y)))) for t in tasks_of(network, SIZES, SGD)]
     assert_same(network, tasks, compiled)
 
 
-def test_it_trains_tokens(replayed):
+def test_it_trains_tokens():
     network = Network(Tokens, (7,), dtype=torch.int64, task=TASKS.builtin["next_token"])
     draw = torch.Generator().manual_seed(0)
     tasks = [
@@ -182,12 +165,12 @@ class Remembers(nn.Module):
         (mlp, FLAT, LocalSGD(batch_size=40), "a client has 9 samples, less than half of a batch of 40"),
     ],
 )
-def test_it_says_what_it_cannot_train(replayed, factory, shape, local, reason):
+def test_it_says_what_it_cannot_train(factory, shape, local, reason):
     network = Network(factory, shape)
     assert reason in compiled.why_not(network, tasks_of(network, [9], local))
 
 
-def test_recurrent_layers_are_left_to_pytorch(replayed):
+def test_recurrent_layers_are_left_to_pytorch():
     network = Network(lambda: nn.Sequential(nn.Flatten(1), nn.Unflatten(1, (6, 1)), Last()), FLAT)
     assert "recurrent" in compiled.why_not(network, tasks_of(network, [9], SGD))
 
@@ -217,7 +200,7 @@ def _chosen(compiling, factory=Attention, shape=IMAGE):
     return choice_of(network, federation, LocalSGD(batch_size=4), Division(2), compiling)
 
 
-def test_auto_compiles_if_manual_cannot_train_the_network_and_the_time_is_saved(replayed):
+def test_auto_compiles_if_manual_cannot_train_the_network_and_the_time_is_saved():
     never = _chosen(Compiling("auto", 10))
     assert never.engine != "compiled" and "compiled: compiling takes about" in never.reason
     assert "and saves 0." in never.reason
@@ -226,12 +209,12 @@ def test_auto_compiles_if_manual_cannot_train_the_network_and_the_time_is_saved(
     assert _chosen(Compiling("never", 10**6)).engine != "compiled"
 
 
-def test_auto_keeps_the_engine_of_networks_that_manual_trains(replayed):
+def test_auto_keeps_the_engine_of_networks_that_manual_trains():
     kept = _chosen(Compiling("auto", 10**9), mlp, FLAT)
     assert kept.engine != "compiled" and "it trains only networks that manual cannot" in kept.reason
 
 
-def test_the_break_even_is_where_the_saved_time_equals_the_time_of_the_compiler(replayed):
+def test_the_break_even_is_where_the_saved_time_equals_the_time_of_the_compiler():
     network, federation = Network(Attention, IMAGE), uneven([40, 40], IMAGE)
     facts = facts_of(network, federation, LocalSGD(batch_size=4), Division(2), Compiling("always"))
     costs = [compiled.rule.sequential(facts, 1), compiled.rule.vectorised(facts, 2), compiled.rule.compiled(facts, 1)]
