@@ -1,7 +1,8 @@
 """The only module that uses PyTorch's compiler and the loader of what it made: `torch._inductor` and `torch._C._aoti`.
 
-PyTorch documents both (AOTInductor), as a prototype, under these private names; there are no public ones from 2.11 to
-2.15, with which this is tried. With a release that lacks them, `why_not` says so, and other engines train.
+PyTorch documents the compiler (AOTInductor) under its private name, as a prototype; no public loader leaves
+the compiler out. Tried with 2.15; with a release that lacks a name that is used here, `why_not` says so, and other
+engines train.
 
 As a program, `python -m cfl_ray.nn.torch_compiler PATH`, it compiles the recording in its standard input: the memory
 of the compiler, 0.9 GB, is gone when the program ends.
@@ -37,8 +38,9 @@ class CompiledProgram(Protocol):
 @cache
 def why_not() -> str | None:
     """Reason why nothing can be compiled here; None if it can."""
-    if not hasattr(torch._C, "_aoti") or find_spec("torch._inductor") is None:
-        return f"PyTorch {torch.__version__} has no ahead-of-time compiler"
+    loader = getattr(getattr(torch._C, "_aoti", None), "AOTIModelPackageLoader", None)
+    if not hasattr(loader, "run") or find_spec("torch._inductor") is None:
+        return f"PyTorch {torch.__version__} has no ahead-of-time compiler with a loader for Python"
     named = os.environ.get("CXX")
     if not any(shutil.which(name) for name in ([named] if named else _COMPILERS)):
         looked = f"CXX={named}" if named else ", ".join(_COMPILERS)

@@ -23,6 +23,7 @@ from training_tasks import (
 )
 
 from cfl_ray import Experiment
+from cfl_ray.core.client_program import ClientProgram
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.optimizers import resolve_optimizer
 from cfl_ray.core.schedules import resolve_schedule
@@ -116,6 +117,20 @@ def test_it_equals_sequential_for_each_architecture(factory, shape):
 def test_it_equals_sequential_for_each_kind_of_step(local):
     network = Network(with_dropout, FLAT)
     assert_same(network, tasks_of(network, SIZES, local, [(0.1, None), (0.05, None, 0.5, 2)]), compiled)
+
+
+class Extrapolated(ClientProgram):
+    """A gradient of the second batch, after a step on the first, and the losses of two steps."""
+
+    batches_per_step = 2
+
+    def step(self, gradient, w, held, number):
+        return gradient(w - 0.1 * gradient(w, 0), 1) + gradient(w, 0)
+
+
+def test_it_computes_the_steps_of_a_program():
+    network = Network(lambda: Attention(0.3), IMAGE)
+    assert_same(network, tasks_of(network, SIZES, SGD, program=Extrapolated(trace=2)), compiled)
 
 
 def test_it_weights_samples_as_sequential_does():
