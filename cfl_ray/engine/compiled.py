@@ -154,6 +154,7 @@ class _Gradient(RowGradient):
         super().__init__(network, task, row_P, row_P[: network.spec.trained])
         self.recorded, self.package = recorded, package
         self.weight_n = task.held.weight_n
+        self.mean_B = torch.full((recorded.batch,), 1 / recorded.batch)
 
     def of_batch(self, batch: int) -> list[Tensor]:
         task, size = self.task, self.recorded.batch
@@ -161,9 +162,10 @@ class _Gradient(RowGradient):
         real_B = np.arange(len(task.y)) if index is None else np.asarray(index)
         if self.network.random_forward and len(real_B) < size:
             size = len(real_B)  # draws of the network would differ from those of a full batch
-        weight_B = torch.zeros(size)
-        weight_B[: len(real_B)] = 1 / len(real_B)
-        index_B = torch.from_numpy(np.pad(real_B, (0, size - len(real_B)), mode="edge"))
+        weight_B, short = self.mean_B[:size] * (self.recorded.batch / len(real_B)), size - len(real_B)
+        if short:
+            weight_B[-short:], real_B = 0, np.pad(real_B, (0, short), mode="edge")
+        index_B = torch.from_numpy(real_B)
         if self.weight_n is not None:
             weight_B *= self.weight_n[index_B]
         inputs = [self.row, task.x[index_B], task.y[index_B], weight_B, *self.masks(batch, size)]
