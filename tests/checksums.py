@@ -17,10 +17,13 @@ from cfl_ray.methods import REGISTRY
 
 EARLY = {  # options that bring every phase into the first rounds
     "autocfl": {"min_rounds": 1, "max_rounds": 2},
+    "clove": {"stable_rounds": 2},
     "cfl": {"eps1": 10.0, "eps2": 0.0, "min_rounds": 1},
     "fedac": {"adapt_after": 1, "adapt_every": 2, "pca_every": 2},
     "fedgroup": {"num_clusters": 3, "alpha": 3, "pretrain_steps": 5},
+    "feroma": {"warmup_rounds": 1},
     "fl_hc": {"cluster_round": 2},
+    "flux": {"cluster_round": 2},
     "cflgp": {"num_clusters": 3, "period": 1, "cluster_rounds": 2},
     "fesem_cam": {"num_clusters": 3},
     "ifca_cam": {"warmup_rounds": 1},

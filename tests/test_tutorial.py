@@ -1,4 +1,4 @@
-"""The tutorial: its blocks run in order, in one folder, and print what the pages show."""
+"""The tutorial and the guide to methods: their blocks run in order, in one folder, and print what the pages show."""
 
 import contextlib
 import functools
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from commands import status_of
 
-PAGES = {page.stem: page for page in (Path(__file__).parents[1] / "docs/tutorial").glob("*.md")}
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = {page.stem: page for page in [*DOCS.glob("tutorial/*.md"), DOCS / "extend/method_steps.md"]}
 BEFORE = {"method": ["data"]}  # pages whose files and runs a page goes on with
 _NUMBER = re.compile(r"-?\d+(\.\d+)?$")
 _BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
@@ -83,7 +84,7 @@ def shown_by():
 
 
 # the page on tables does what the notebook compare_over_seeds does
-@pytest.mark.parametrize("name", ["data", "method", pytest.param("table", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["data", "method", "method_steps", pytest.param("table", marks=pytest.mark.slow)])
 def test_its_blocks_run_and_print_what_is_shown(name, folder, shown_by, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "160")

@@ -1,7 +1,7 @@
 """The contract of methods: results of a wrong type or shape are errors that name the author's line."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,18 +32,19 @@ class CheckedMethod:
         return self._checked(self.method.init, start)
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        return self._checked(self.method.round, state, clients, rng)
+        return self._checked(self.method.round, state, self._keeping(clients), rng)
 
     def serve(self, state: State, clients: Clients) -> Serving:
+        clients = self._keeping(clients)
         serving: Serving = _noting(self.method.serve, state, clients)
         _check_serving(serving, self.method.serve, len(clients), self.columns)
-        return serving
+        return replace(serving, client_state=clients.with_norms(serving.client_state))
 
     def join(self, state: State, clients: Clients) -> State:
-        return self._checked(self.method.join, state, clients)
+        return self._checked(self.method.join, state, self._keeping(clients))
 
     def drift(self, state: State, clients: Clients) -> State:
-        return self._checked(self.method.drift, state, clients)
+        return self._checked(self.method.drift, state, self._keeping(clients))
 
     def leave(self, state: State, ids: np.ndarray) -> State:
         return self._checked(self.method.leave, state, ids)
@@ -55,6 +56,11 @@ class CheckedMethod:
                 f"{place_of(self.method.diagnose)} returned {described(returned)}, expected nothing; "
                 "report diagnostics with clients.record(name, value)"
             )
+
+    def _keeping(self, clients: Clients) -> Clients:
+        """The clients, which keep their normalisation layers if the method's option `norm` says so."""
+        norms = self.method.kept_norms(clients.spec)
+        return clients if norms is None else replace(clients, kept_norms=norms)
 
     def _checked(self, hook: Callable[..., Any], before: Start | State, *arguments: Any) -> State:
         """The state after a step, which has passed the checks."""

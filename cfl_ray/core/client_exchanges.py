@@ -23,6 +23,7 @@ from cfl_ray.core.versions import NotAsynchronous, Received
 from cfl_ray.core.work import (
     Address,
     Averaging,
+    ClientState,
     Losses,
     Outcome,
     Replay,
@@ -65,6 +66,8 @@ class ClientExchanges:
     # returns the scores (M, num_scores) of the clients with the models of a Serving; None: outside of an evaluation
     tester: Callable[[Any, Serving], np.ndarray] | None = field(repr=False, default=None)
     received: Received | None = field(repr=False, default=None)  # of asynchronous rounds; None: a synchronous round
+    # normalisation layers that clients keep beside the columns that the method says (`Method.norm`); None: none
+    kept_norms: Columns | None = None
 
     def __len__(self) -> int:
         return len(self.ids_M)
@@ -74,6 +77,14 @@ class ClientExchanges:
         index_m = np.arange(len(self))[mask_M]
         replay = None if self.replay is None else self.replay.take(index_m)
         return replace(self, ids_M=self.ids_M[index_m], num_samples_M=self.num_samples_M[index_m], replay=replay)
+
+    def with_norms(self, client_state: ClientState | None) -> ClientState | None:
+        """The client state with the normalisation layers that clients keep, which are also averaged."""
+        if self.kept_norms is None:
+            return client_state
+        if client_state is None:
+            return ClientState("norm", self.kept_norms, private=False)
+        return client_state.keeping(self.kept_norms)
 
     def require_readable(self, values: str) -> None:
         """Raises PrivacyError if the server must not read these values of single clients.
@@ -93,7 +104,14 @@ class ClientExchanges:
         return Protection() if self.evaluated else replace(self.protection, examples=self.local.examples)
 
     def _check_permitted(self, how: LocalTraining, features: UpdateFeatures | None) -> None:
-        """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have."""
+        """Raises PrivacyError or NotAsynchronous if the server would get results that this run does not have.
+
+        Raises TypeError if `how` is no LocalTraining.
+        """
+        if not isinstance(how, LocalTraining):
+            program = f"; for a client program write LocalTraining(program={type(how).__name__}(...))"
+            hint = program if isinstance(how, ClientProgram) else ""
+            raise TypeError(f"train: how must be a LocalTraining, got {type(how).__name__}{hint}")
         if how.program.trace:
             self.require_readable("the losses of local steps")
         for name in lengths(how.program, "reports", self.spec):

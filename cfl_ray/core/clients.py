@@ -226,6 +226,7 @@ class Clients(ClientExchanges):
         average_number: identifies this average among those of a round. A server optimiser continues with the moments
             of the same number in the previous round. None: numbered in the order of the calls.
         """
+        client_state = self.with_norms(client_state)
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
         self._check_permitted(how, features)
         keeps = how.mixture is not None or bool(np.any(keep_as_local_model))
@@ -421,7 +422,7 @@ class Clients(ClientExchanges):
             function=CheckedFunction(function),
             anchor=None if anchor is None else tables.rows(anchor),
             sketch=sketch,
-            client_state=client_state,
+            client_state=self.with_norms(client_state),
             local=self.local,
             tables=tables.as_tuple(),
         )

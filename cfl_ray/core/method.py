@@ -30,7 +30,7 @@ from cfl_ray.errors import ConfigError, what_is_wrong
 S = TypeVar("S", bound=State)  # the state of a method
 
 AVERAGING_OPTIONS = ("aggregation", "server_optimizer")  # of every method that averages
-RUN_OPTIONS = ("local", "label")  # of every method in a run
+RUN_OPTIONS = ("norm", "local", "label")  # of every method in a run
 VOTE = "all models vote"  # `Method.placement` of a soft vote
 SHARED_OPTIONS = (*AVERAGING_OPTIONS, *RUN_OPTIONS)
 _REGISTRY: dict[str, type["Method[Any]"]] = {}  # by name
@@ -133,6 +133,15 @@ class Method(ABC, Generic[S]):
         choices=("none", *SERVER_OPTIMIZERS.builtin, "file.py:Class"),
         kw_only=True,
     )
+    norm: str = option(
+        "shared",
+        "normalisation layers: shared, as all others; local: each client trains and predicts with its own (BatchNorm, "
+        "InstanceNorm, with statistics), and clients without any have the mean; local_all: also GroupNorm, LayerNorm "
+        "and RMSNorm",
+        source="FedBN",
+        choices=("shared", "local", "local_all"),
+        kw_only=True,
+    )
     local: dict[str, Any] | None = option(
         None,
         "local training of this method if it differs from the section `local`, e.g. {momentum: 0.9}; "
@@ -222,6 +231,14 @@ class Method(ABC, Generic[S]):
     def shared_columns(self, spec: ParamSpec) -> Columns:
         """The columns that clients upload, of a method whose clients keep the others; all if they keep none."""
         return spec.all
+
+    def kept_norms(self, spec: ParamSpec) -> Columns | None:
+        """The normalisation layers that each client keeps by `norm`; None: it keeps none."""
+        return None if self.norm == "shared" else spec.norms(every=self.norm == "local_all")
+
+    def model_warning(self, spec: ParamSpec) -> str:
+        """A line on a limitation with this model, which `cfl-ray check` and a run show; empty: none."""
+        return ""
 
     def warning(self, clients: int, cohort: int) -> str:
         """A line on a limitation with this many clients in the federation and in a round; empty: none.

@@ -19,6 +19,13 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+# types of normalisation layers; their subclasses, such as lazy layers, are of these types, too
+BATCH_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+OTHER_NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -48,6 +55,16 @@ class Columns:
         cut = ((max(start, first), min(end, stop)) for start, end in self.ranges)
         return Columns(tuple((start, end) for start, end in cut if start < end))
 
+    def joined(self, more: "Columns") -> "Columns":
+        """The columns of this set and of another one."""
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(self.ranges + more.ranges):
+            if joined and start <= joined[-1][1]:
+                joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+            else:
+                joined.append((start, stop))
+        return Columns(tuple(joined))
+
     def others(self, size: int) -> "Columns":
         """All other columns of a row of this size."""
         edges = [0, *(edge for pair in self.ranges for edge in pair), size]
@@ -64,6 +81,9 @@ class ParamSpec:
     num_params: int  # number of trained tensors, which come first
     # float buffers that training does not change, such as statistics of layers that stay in evaluation mode
     constant: frozenset[str] = field(default=frozenset(), compare=False)
+    # tensors of normalisation layers, by the type of their module: parameters, and statistics if the layer keeps them
+    batch_norms: frozenset[str] = field(default=frozenset(), compare=False)
+    other_norms: frozenset[str] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(cls, module: nn.Module) -> "ParamSpec":
@@ -76,7 +96,13 @@ class ParamSpec:
             if b.dtype == torch.float32 and name in persistent
         ]
         tensors = params + buffers if params else []
-        return cls(tuple(name for name, _ in tensors), tuple(shape for _, shape in tensors), len(params))
+        names = tuple(name for name, _ in tensors)
+        batch_norms, other_norms = (
+            frozenset(name for name in names if isinstance(module.get_submodule(name.rpartition(".")[0]), kinds))
+            for kinds in (BATCH_NORMS, OTHER_NORMS)
+        )
+        shapes = tuple(shape for _, shape in tensors)
+        return cls(names, shapes, len(params), batch_norms=batch_norms, other_norms=other_norms)
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -155,6 +181,14 @@ class ParamSpec:
         columns = self.all if columns is None else columns
         constant = self._ranges(lambda name: name in self.constant)
         return columns.count - sum(columns.within(start, stop).count for start, stop in constant.ranges)
+
+    def norms(self, every: bool = False) -> Columns:
+        """The normalisation layers: parameters and statistics of BatchNorm and InstanceNorm.
+
+        every: also those of GroupNorm, LayerNorm and RMSNorm, which keep no statistics.
+        """
+        wanted = self.batch_norms | self.other_norms if every else self.batch_norms
+        return self._ranges(lambda name: name in wanted)
 
     @cached_property
     def linear(self) -> Columns:

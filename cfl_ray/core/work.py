@@ -182,6 +182,12 @@ class ClientState:
     # with `columns` None: the columns that the next training starts from; None: all of them
     resumed: Columns | None = None
 
+    def keeping(self, more: Columns) -> "ClientState":
+        """This state, which also keeps other columns, from which the next training starts."""
+        if self.columns is None:
+            return self if self.resumed is None else replace(self, resumed=self.resumed.joined(more))
+        return replace(self, columns=self.columns.joined(more))
+
 
 @dataclass(frozen=True)
 class UpdateFeatures:

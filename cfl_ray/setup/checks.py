@@ -165,6 +165,12 @@ def try_methods(setup: Setup) -> None:
     network = setup.network()
     for label, method in setup.methods.items():
         method.check_model(network.spec)
+        if (norms := method.kept_norms(network.spec)) is not None and not norms.count:
+            others = " or local_all" if network.spec.other_norms else ""
+            raise ConfigError(
+                f"{label}.norm: {method.norm} keeps normalisation layers with the clients, and of these the model has "
+                f"none; its layers are {', '.join(network.spec.layers)}; set norm: shared{others}"
+            )
         _check_memory(label, method, network.spec.size)
         _check_pairs(setup, label)
         _check_participants(setup, label, network.spec)
@@ -191,6 +197,8 @@ def warnings_of_model(setup: Setup) -> tuple[str, ...]:
     network = setup.network()
     spec, found = network.spec, []
     for label, method in setup.methods.items():
+        if text := method.model_warning(spec):
+            found.append(f"{label}: {text}")
         shared = method.shared_columns(spec)
         trained = shared.within(0, spec.trained).count
         private = ", ".join(spec.layers)

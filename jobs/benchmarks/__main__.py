@@ -10,6 +10,7 @@
     python -m jobs.benchmarks modules           CPU seconds of seven own modules against a plain loop, by engine
     python -m jobs.benchmarks engines           the engine that `auto` chooses beside measured times, by network
     python -m jobs.benchmarks mixtures          CPU seconds of FedEM with three models against FedAvg
+    python -m jobs.benchmarks methods           CPU seconds of every method beside the passes that it makes
     python -m jobs.benchmarks clustering        time and memory of clustering thousands of clients on the server
 
 The workloads are in benchmarks/workloads.py, the bare loop in benchmarks/peers/bare.py; benchmarks/compare.py measures
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "modules": ("modules", ["rounds"]),
     "engines": ("engines", []),
     "mixtures": ("mixtures", ["rounds"]),
+    "methods": ("methods", ["rounds"]),
     "clustering": ("clustering", []),
 }
 

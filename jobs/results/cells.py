@@ -20,8 +20,8 @@ CLOSE = 2.0  # points; percent of a number of rounds or Mbit; counts of clients 
 STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
 SEEDS = 3  # from which on a cell counts as repeated
 PERSONAL = (  # predict with models of single clients
-    "local", "lg_fedavg", "ditto", "fedper", "fedrep", "apfl", "pfedme", "pfedgraph", "fedcac", "fedccfa", "fedas",
-    "fedac", "cgpfl", "per_fedavg",
+    "local", "lg_fedavg", "ditto", "fedper", "fedrep", "apfl", "pfedme", "pfedgraph", "fedamp", "fedcac", "fedccfa",
+    "fedas", "fedac", "cgpfl", "per_fedavg", "fedbabu", "fedbn", "feroma",
 )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 from string import Formatter
@@ -49,6 +48,15 @@ OWN = {  # paper: its own methods
     "fedem": ("fedem",),
     "stocfl": ("stocfl", "stocfl_chain"),
 }
+TITLES = {"fedclust": "FedClust", "fedac": "FedAC", "stocfl": "StoCFL", "autocfl": "AutoCFL", "cam": "CAM"}
+CLAIMS = {  # of the five systems
+    "fedclust": "clusters by the weights of the last layer, made once before training, are more accurate than others",
+    "fedac": "a global and a cluster model in each client are more accurate than clustered and personal models",
+    "stocfl": "clusters that merge by the cosine of gradients at an anchor are more accurate than others",
+    "autocfl": "clusters whose number is found are more accurate than a fixed number, in fewer rounds",
+    "cam": "a global model that is added to the cluster models makes IFCA and FeSEM more accurate",
+}
+RIVALS = {"ifca_cam": "ifca", "fesem_cam": "fesem"}  # whom a claim names; all others: the best other method
 _VALUES: tuple[Callable[[Compared], float], ...] = (  # published, here, here by P-server
     lambda cell: cell.number.mean or 0.0,
     lambda cell: cell.here or 0.0,
@@ -90,6 +98,8 @@ def page(cells: list[Compared]) -> str:
         "## Coverage",
         "",
         *_headline(cells),
+        "",
+        *_in_words(cells),
         "",
         "A published cell is a method in a setting of a table. *Unchanged*: run with all rounds and every value of",
         "the recipe on which its metric depends. *Within*: at most 2 points apart (of percent; rounds and Mbit 2 %,",
@@ -335,6 +345,53 @@ def _count(cells: list[Compared]) -> list[str]:
     return lines[:-1]
 
 
+def _in_words(cells: list[Compared]) -> list[str]:
+    """For each of the five systems: what its paper claims, whether that was repeated, and how much was run."""
+    lines = []
+    for paper, claim in CLAIMS.items():
+        own = [cell for cell in cells if cell.paper == paper and cell.number.unit == "percent"]
+        whole = [cell for cell in own if cell.is_unchanged]
+        close = sum(cell.is_close for cell in whole)
+        ran = f"{len(whole)} of {len(own)} accuracies were run unchanged, of which {close} are within two points"
+        found = [_verdict(method, _pairs(cells, paper, method)) for method in OWN[paper]]
+        text = f"- **{TITLES[paper]}**: {claim}. {' '.join(found)} {ran}."
+        lines += textwrap.wrap(text, 110, subsequent_indent="  ")
+    return lines
+
+
+def _verdict(method: str, against: dict[str, list[_Pair]]) -> str:
+    """Whether a paper's own method is above the rival of its claim here, and how it compares with FedAvg."""
+    claimed = RIVALS.get(method, "the best other")
+    texts, word = [], ""
+    for name in dict.fromkeys((claimed, "fedavg")):
+        gaps = [[of(cell) - max(map(of, rivals)) for of in _VALUES[:2]] for cell, rivals in against.get(name, [])]
+        if not gaps:
+            continue
+        published, here = (sum(gap[at] > 0 for gap in gaps) for at in (0, 1))
+        if name == claimed:
+            kept = sum(gap[0] > 0 and gap[1] > 0 for gap in gaps)
+            word = "Not repeated" if not kept else "Repeated" if kept == published else "Repeated in part"
+        points = fmean(gap[1] for gap in gaps)
+        texts.append(f"above {name} in {here} of {len(gaps)} cells, published {published} ({points:+.1f} points)")
+    if not word:
+        return f"Not tested for {method}: no cell of it has as many rounds as one of another method."
+    return f"{word} for {method}: {', '.join(texts)}."
+
+
+def _pairs(cells: list[Compared], paper: str, own: str) -> dict[str, list[_Pair]]:
+    """The cells of a paper's own method with those of the best other, and of each other method, of the same rounds."""
+    at = {(cell.table, cell.column, cell.row): cell for cell in cells if cell.paper == paper and _is_accuracy(cell)}
+    others = list(dict.fromkeys(row for _, _, row in at if row not in OWN[paper]))
+    found: dict[str, list[_Pair]] = {}
+    for name, rows in [("the best other", others), *((other, [other]) for other in others)]:
+        for (table, column, row), cell in at.items():
+            rivals = [rival for other in rows if (rival := at.get((table, column, other)))]
+            rivals = [rival for rival in rivals if set(rival.runs["rounds"]) == set(cell.runs["rounds"])]
+            if row == own and rivals:
+                found.setdefault(name, []).append((cell, rivals))
+    return found
+
+
 def _conclusions(cells: list[Compared]) -> list[str]:
     """Each paper's own method against every other row: how often and how far it is above, as published and here."""
     lines = [
@@ -352,20 +409,10 @@ def _conclusions(cells: list[Compared]) -> list[str]:
     ]
     head = ["paper", "own method", "against", "cells", "published", "here, as compared", "here, P-server"]
     lead, total = [head], dict[str, list[_Pair]]()
-    for paper, methods in OWN.items():
-        at = {(cell.table, cell.column, cell.row): cell for cell in cells if cell.paper == paper and _is_accuracy(cell)}
-        others = list(dict.fromkeys(row for _, _, row in at if row not in methods))
-        for own, rows in product(methods, [others, *([other] for other in others)]):
-            pairs: list[_Pair] = []
-            for (table, column, row), cell in at.items():
-                rivals = [rival for other in rows if (rival := at.get((table, column, other)))]
-                rivals = [rival for rival in rivals if set(rival.runs["rounds"]) == set(cell.runs["rounds"])]
-                if row == own and rivals:
-                    pairs.append((cell, rivals))
-            if pairs:
-                name = "the best other" if rows is others else rows[0]
-                lead.append([paper, own, name, *_leads(pairs)])
-                total.setdefault(name, []).extend(pairs)
+    for paper, own in ((paper, own) for paper, methods in OWN.items() for own in methods):
+        for name, pairs in _pairs(cells, paper, own).items():
+            lead.append([paper, own, name, *_leads(pairs)])
+            total.setdefault(name, []).extend(pairs)
     lead += [["all", "its own", name, *_leads(pairs)] for name, pairs in total.items() if len(pairs) >= _TESTED]
     return lines + markdown(*lead)[:-1]
 

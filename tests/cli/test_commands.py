@@ -412,7 +412,13 @@ def test_methods_lists_all_and_explains_one(capsys):
     for name in REGISTRY:
         status, printed, _ = call(capsys, "methods", name)
         assert status == 0 and "Deviations" in printed and "A client keeps: " in printed
-        kept = {"fedcac": "a model and a mask", "pfedgraph": "a model", "fedccfa": "a classifier"}.get(name)
+        kept = {
+            "fedamp": "a model",
+            "feroma": "a model and a profile",
+            "fedcac": "a model and a mask",
+            "pfedgraph": "a model",
+            "fedccfa": "a classifier",
+        }.get(name)
         of_clients = re.findall(r"The server keeps for clients: (a [\w ]+) of each that has taken part", printed)
         assert of_clients == [kept] * (kept is not None), name
         assert all(option["name"] in printed for option in REGISTRY[name].options())

@@ -8,6 +8,7 @@ import torch
 from closeness import close
 from torch import nn
 
+from cfl_ray.core.client_program import ClientProgram
 from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Proximal, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns, ParamSpec
@@ -159,6 +160,18 @@ class TestTraining:
         for weights in (torch.ones(2), torch.ones(1, 2), -torch.ones(1, 3), torch.tensor([[1.0, np.nan, 1]])):
             with pytest.raises(ValueError, match=r"average must be weights >= 0, \(M,\) or \(R, M\) with M = 3, got"):
                 cohort.train(cohort.send(MODELS), average=weights)
+
+    @pytest.mark.parametrize(
+        ("how", "message"),
+        [
+            (None, "train: how must be a LocalTraining, got NoneType"),
+            (ClientProgram(), r"got ClientProgram; .* write LocalTraining\(program=ClientProgram\(...\)\)"),
+        ],
+    )
+    def test_a_description_of_another_type_is_rejected(self, how, message):
+        cohort = clients()
+        with pytest.raises(TypeError, match=message):
+            cohort.train(cohort.send(MODELS), how=how)
 
     def test_averages_are_of_the_weight_that_arrived(self):
         """0.6 of the weight of row 0 arrived, and none of row 1, which is the default."""

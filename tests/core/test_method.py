@@ -81,9 +81,13 @@ def test_options_describe_themselves(cls):
         "choices": None,
     }
     assert [item["type"] for item in cls.options()][:4] == ["float", "int", "int | None", "str"]
-    assert [item["name"] for item in cls.options()][4:] == ["aggregation", "server_optimizer", "local", "label"], (
-        "options of all methods come last"
-    )
+    assert [item["name"] for item in cls.options()][4:] == [
+        "aggregation",
+        "server_optimizer",
+        "norm",
+        "local",
+        "label",
+    ], "options of all methods come last"
 
 
 def test_every_method_takes_an_aggregation(cls):

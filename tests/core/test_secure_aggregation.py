@@ -27,7 +27,10 @@ from cfl_ray.methods.fedem import responsibilities
 
 COLUMNS = 53
 SECURE = SecureAggregation(clip=0.5, levels=2**12, bits=24, neighbours=4, threshold=0.5)
-SUMS_ONLY = "apfl ditto fedavg fedavg_plus fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg pfedme"
+SUMS_ONLY = (
+    "apfl ditto fedavg fedavg_plus fedbabu fedbn fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg "
+    "pfedme"
+)
 UPDATES, NUMBERS = "the updates", "further numbers"
 REFUSED = {
     "autocfl": UPDATES,
@@ -35,10 +38,14 @@ REFUSED = {
     "cflgp": UPDATES,
     "cgpfl": UPDATES,
     "fedac": UPDATES,
+    "fedamp": UPDATES,
     "fedas": "the Fisher information",
     "fedcac": UPDATES,
     "fedccfa": "the classifiers",
     "fedclust": UPDATES,
+    "clove": "the losses",
+    "feroma": "the models",
+    "flux": "the losses",
     "feddrift": NUMBERS,
     "fedgroup": UPDATES,
     "fedgwc": "the losses of local steps",

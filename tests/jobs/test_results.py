@@ -1,5 +1,6 @@
 """The page of results: made from the figures of runs and the published numbers, and up to date."""
 
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -118,6 +119,26 @@ def test_conclusions_compare_with_the_best_other_method_of_the_same_rounds(monke
             ("b", "1 of 1, +5.0", "1 of 1, +10.0"),
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("here", "word"),
+    [((0.7, 0.7), "Repeated"), ((0.7, 0.5), "Repeated in part"), ((0.5, 0.5), "Not repeated"), ((), "Not tested")],
+)
+def test_a_claim_is_judged_by_the_cells_in_which_the_paper_has_it(monkeypatch, here, word):
+    """Published: 70 against 65, in each of two settings; here the other method has 60."""
+    monkeypatch.setattr(results_page, "OWN", {"paper": ("own",)})
+    monkeypatch.setattr(results_page, "CLAIMS", {"paper": "it is better"})
+    monkeypatch.setattr(results_page, "TITLES", {"paper": "Own"})
+    cells = []
+    for column, value in enumerate(here or (0.7, 0.7)):
+        for row, mean, accuracy, rounds in (("own", 70.0, value, 9), ("a", 65.0, 0.6, 9 if here else 5)):
+            run = {"accuracy": accuracy, "rounds": rounds, "of_rounds": 9, "changed": ""}
+            cells.append(replace(compared(mean, [run]), row=row, column=str(column)))
+    text = re.sub(r"\s+", " ", " ".join(results_page._in_words(cells)))
+    assert f"it is better. {word} for own: " in text
+    above = sum(value > 0.6 for value in here)
+    assert not here or f"above the best other in {above} of 2 cells, published 2" in text
 
 
 def test_conclusions_have_a_sign_test_over_the_cells_of_all_papers(monkeypatch):

@@ -25,12 +25,14 @@ ARRAYS = {  # method: (options, {name: axes}) in three rounds
     "fedclust": ({}, {"distance": PAIRS, "signatures": ("clients", "components")}),
     "pacfl": ({}, {"distance": PAIRS}),
     "fl_hc": ({"cluster_round": 2}, {"distance": PAIRS, "signatures": ("clients", "components")}),
+    "flux": ({"cluster_round": 1}, {"distance": PAIRS, "signatures": ("clients", "components")}),
     "fedgroup": ({"num_clusters": 2, "alpha": 4}, {"similarity": PAIRS, "signatures": ("clients", "components")}),
     "cfl": (
         {"eps1": 10.0, "eps2": 0.0, "min_rounds": 1},
         {"similarity": PAIRS, "signatures": ("clients", "components")},
     ),
     "fedac": ({"num_clusters": 2}, {"similarity": PAIRS, "signatures": ("clients", "components")}),
+    "clove": ({"num_clusters": 2}, {"losses": ("clients", "clusters")}),
     "ifca": ({"num_clusters": 2}, {"losses": ("clients", "clusters")}),
     "ifca_cam": ({"num_clusters": 2, "warmup_rounds": 1}, {"losses": ("clients", "clusters")}),
     "fedem": ({"num_models": 2}, {"mixture_weights": ("clients", "clusters")}),
@@ -44,6 +46,7 @@ ARRAYS = {  # method: (options, {name: axes}) in three rounds
 }
 NUMBERS = {
     "pfedme": {"global_score"},
+    "fedamp": {"self_weight"},
     "fedcac": {"collaborators"},
     "feddrift": {"pool"},
     "fedccfa": {"label_groups"},

@@ -21,6 +21,8 @@ from cfl_ray.methods.ifca import IFCA
 ROBUST = [name for name in RULES if name != "mean"]
 REFUSED = {
     "local": ROBUST,
+    "fedamp": ROBUST,
+    "feroma": ROBUST,
     "pfedgraph": ROBUST,
     "fedcac": ROBUST,
     "fedccfa": ROBUST,

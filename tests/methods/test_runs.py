@@ -27,6 +27,7 @@ WITH_CLIENT_STATE = {
     "local",
     "fedper",
     "fedrep",
+    "fedbabu",
     "lg_fedavg",
     "cgpfl",
     "fedac",

@@ -13,6 +13,7 @@ P, BASE, HEAD = 23, 15, 8  # MLP 4-3-2
 VECTORS = 3 * 2 * 4  # p vectors of 4 pixels for each of 2 classes
 TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("fedavg", {}, (P, P), (P, P)),
+    ("fedbn", {}, (P, P), (P, P)),  # of a model without norm layers
     ("fedprox", {}, (P, P), (P, P)),
     ("fednova", {}, (P, P + 1), (P, P + 1)),
     ("per_fedavg", {}, (P, P), (P, P)),
@@ -23,6 +24,7 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("fedper", {"private_layers": 2}, (0, 0), (0, 0)),
     ("fedrep", {}, (BASE, BASE), (BASE, BASE)),
     ("fedrep", {"private_layers": 2}, (0, 0), (0, 0)),
+    ("fedbabu", {}, (BASE, BASE), (BASE, BASE)),
     ("apfl", {}, (P, P), (P, P)),
     ("pfedme", {}, (P, P), (P, P)),
     ("fedas", {}, (BASE, P + 1), (BASE, P + 1)),  # F_i
@@ -41,16 +43,26 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("ifca", {"select": "test_accuracy"}, (4 * P, P + 1), (4 * P, P + 1)),
     ("ifca", {"warmup_rounds": 1}, (P, P), (4 * P, P + 1)),
     ("ifca", {"warmup_rounds": 1, "share_base": True}, (P, P), (BASE + 4 * HEAD, P + 1)),
+    ("clove", {"stable_rounds": None}, (P, P), (4 * P, P + 4)),  # a random division, then K losses
+    (
+        "clove",
+        {"num_clusters": None, "max_clusters": 3, "first": "losses", "stable_rounds": None},
+        (3 * P, P + 3),
+        (3 * P, P + 3),
+    ),
     ("cfl", {}, (P, P), (P, P)),
     ("cfl", {"min_rounds": 0, "eps1": 1e9, "eps2": 0.0}, (P, P), (P, P)),  # with splits
     ("feddrift", {}, (P, P), (P, P)),
     ("feddrift", {"step_rounds": 1, "delta": 9.0}, (P, P), (2 * P, P + 1)),  # the pool of one, and its error
     ("fedgwc", {}, (P, P + 7), (P, P + 7)),
     ("fl_hc", {"cluster_round": 2}, (P, P), (P, P)),
+    ("flux", {"cluster_round": 1}, (P, P + 12), (P, P)),  # a descriptor of 2 (2 + 1) means and stds
+    ("feroma", {"warmup_rounds": 1}, (P, P), (P, P + 12)),  # the same descriptor in every round
     ("fesem", {}, (P, P), (P, P)),
     ("cgpfl", {}, (P, P), (P, P)),
     ("cgpfl", {"mode": "simple"}, (P, P), (P, P)),
     ("cflgp", {"cluster_rounds": 1}, (P, P), (P, P)),
+    ("fedamp", {}, (P, P), (P, P)),
     ("pfedgraph", {}, (P, P), (P, P)),
     ("fedcac", {}, (P, P + 1), (2 * P, P + 1)),  # 23 bits
     ("fedgroup", {}, (2 * P, 2 * P), (P, P)),  # w_0 down and an update up for every client of the cold start, here all

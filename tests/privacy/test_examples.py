@@ -20,8 +20,8 @@ dp = pytest.importorskip("dp_accounting")
 
 PRIVATE = {"examples": {"noise_multiplier": 1.0, "clip": 0.5}, "noise": "reproducible"}
 ALLOWED = (
-    "cfl cflgp cgpfl ditto fedac fedavg fedavg_plus fedclust fedgroup fedper fedprox fedprox_plus fesem fesem_cam "
-    "fl_hc lg_fedavg local"
+    "cfl cflgp cgpfl ditto fedac fedamp fedavg fedavg_plus fedbn fedclust fedgroup fedper fedprox fedprox_plus fesem "
+    "fesem_cam fl_hc lg_fedavg local"
 )
 CHOICE, STEPS = "the choice among models", "results of steps of its own, such as steps of several gradients"
 REFUSED = {
@@ -135,7 +135,7 @@ def test_methods_whose_server_reads_more_are_refused(name):
 def test_every_method_is_allowed_or_refused():
     for name in sorted(set(REGISTRY) - set(ALLOWED.split()) - set(REFUSED)):
         with pytest.raises(ConfigError, match=f"{name} cannot protect single samples"):
-            prepare(experiment(methods=[name], cohort={"fraction": 1.0}))
+            prepare(experiment(methods=[name], cohort={"fraction": 1.0}, model={"name": "mlp"}))
 
 
 LATE = [{"cohort": {"fraction": 0.5}}, {"schedule": [{"round": 2, "join": [5]}]}, {"cohort": {"dropout": 0.1}}]

@@ -24,13 +24,20 @@ from cfl_ray.methods import REGISTRY, construct
 from cfl_ray.privacy.noisy_sums import AdaptiveClip, Noise, Privacy, PrivateRun, rounded_norm
 
 NORM, COHORT = 0.05, 4.0
-SUMS_ONLY = "apfl ditto fedavg fedavg_plus fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg pfedme"
+SUMS_ONLY = (
+    "apfl ditto fedavg fedavg_plus fedbabu fedbn fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg "
+    "pfedme"
+)
 READS = "its server reads {} of single clients"
 REFUSED = {
     "autocfl": READS.format("further numbers"),
+    "fedamp": READS.format("the models"),
     "fedas": READS.format("the Fisher information"),
     "fedcac": READS.format("further numbers"),
     "fedccfa": READS.format("the classifiers"),
+    "clove": READS.format("the losses"),
+    "feroma": READS.format("the models"),
+    "flux": READS.format("the losses"),
     "feddrift": READS.format("further numbers"),
     "fedgwc": READS.format("the losses of local steps"),
     "fednova": READS.format("further numbers"),

@@ -100,7 +100,8 @@ def test_a_newcomer_gets_a_model_by_each_rule_or_the_reason(name, results):
         assert result.predict(x, like=newcomer).shape == y.shape
     adapted = result.adapt(x, y)
     accuracy = (result.predict(x, like=adapted) == y.numpy()).mean()
-    assert accuracy > 0.3 or name in ("per_fedavg", "cgpfl"), "it has trained on these samples; these make small steps"
+    small_steps = ("per_fedavg", "fedbabu", "cgpfl")
+    assert accuracy > 0.3 or name in small_steps, "it has trained on these samples; these make small steps"
     assert torch.equal(state.models_KP, before[0]) and np.array_equal(state.assign_N, before[1])
     assert np.array_equal(result.predict(3, x), before[2]), "the trained method is as before"
 

@@ -48,17 +48,20 @@ def test_a_split_of_cfl_is_explained_by_its_record(tmp_path):
 OPTIONS = {
     "autocfl": {"min_rounds": 1, "max_rounds": 2},
     "cfl": {"eps1": 10.0, "eps2": 0.0, "min_rounds": 1},
+    "feroma": {"warmup_rounds": 1},
     "fl_hc": {"cluster_round": 2},
+    "flux": {"cluster_round": 2},
     "fedgroup": {"num_clusters": 2, "pretrain_steps": 5},
     "ifca": {"num_clusters": 2, "warmup_rounds": 2},
     "ifca_cam": {"num_clusters": 2, "warmup_rounds": 1},
+    "clove": {"num_clusters": 2, "stable_rounds": 2},
     "fesem": {"num_clusters": 2},
     "fesem_cam": {"num_clusters": 2},
     "cgpfl": {"num_clusters": 2},
     "cflgp": {"num_clusters": 2, "cluster_rounds": 1},
     "fedac": {"num_clusters": 2},
 }
-ROUNDS_OF_FIRST_PHASE = {"autocfl": 2, "fl_hc": 2, "ifca": 2}  # 1 of the others with two phases
+ROUNDS_OF_FIRST_PHASE = {"autocfl": 2, "clove": 3, "fl_hc": 2, "flux": 2, "ifca": 2}  # 1 of the others with two phases
 
 
 def test_every_method_goes_through_its_phases_and_reports_how_its_clusters_came(notes):

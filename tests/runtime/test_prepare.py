@@ -124,7 +124,7 @@ def test_more_models_than_the_memory_holds_are_refused_before_they_are_made(expe
     [  # of 40 clients, 8 in each of 4 rounds
         *((method, 40, 16) for method in ("fedclust", "fl_hc", "autocfl")),  # all that are reachable
         ("pacfl", 40, 20),
-        ("cfl", 32, 16),  # all that take part
+        *((method, 32, 16) for method in ("cfl", "fedamp", "feroma")),  # all that take part
         ("fedgwc", 32, 48),
         *((method, 8, 16) for method in ("fedcac", "pfedgraph", "fedccfa")),  # a cohort
     ],
@@ -152,7 +152,7 @@ def test_methods_whose_models_of_clients_do_not_fit_on_the_server_are_refused(ex
     prepare(experiment(methods=["pfedgraph"], **changes))
     room[0] -= 1
     prepare(experiment(methods=["fedavg", "ditto"], **changes))
-    for method in ("fedcac", "pfedgraph"):
+    for method in ("fedamp", "fedcac", "feroma", "pfedgraph"):
         message = f"{method} keeps a model.* on the server for each of up to 32 clients: .* enough for 31 clients"
         with pytest.raises(ConfigError, match=message):
             prepare(experiment(methods=[method], **changes))
@@ -166,3 +166,25 @@ def test_the_clients_that_a_method_compares_are_those_that_it_can_reach(experime
     ]
     assert counts[0] == 1000 and 150 < counts[1] < 250
     assert compared_clients(prepare(experiment(methods=["ifca"])), "ifca") == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "norm", "cure"),
+    [("mlp", "local", "shared"), ("resnet9", "local", "shared or local_all"), ("resnet9", "local_all", "")],
+)
+def test_norm_layers_cannot_stay_with_clients_if_there_are_none(experiment, model, norm, cure):
+    """The layers of resnet9 are GroupNorm, which only local_all keeps with the clients."""
+    images = {"source": "synthetic", "synthetic_shape": [3, 32, 32], "synthetic_samples": 3}
+    changes = {"methods": [{"fedavg": {"norm": norm}}, "fedbn"], "model": {"name": model}, "data": images}
+    if cure:
+        message = f"fedavg.norm: {norm} keeps normalisation layers with the clients, .* has none; .* set norm: {cure}$"
+        with pytest.raises(ConfigError, match=message):
+            prepare(experiment(**changes))
+    else:
+        assert (
+            sum(
+                "fedbn: the model has no norm layer of this type" in text
+                for text in prepare(experiment(**changes)).warnings
+            )
+            == 1
+        )

@@ -303,7 +303,7 @@ def test_the_methods_of_asynchronous_rounds():
 
     found = {name: why(REGISTRY[name]()) for name in REGISTRY}
     refused = {"cflgp", "cgpfl", "fedac", "fedcac", "fedem", "fedrc", "fedsoft", "fesem", "fesem_cam", "pfedgraph"}
-    refused |= {"fedccfa"}
+    refused |= {"fedccfa", "fedamp", "feroma"}
     assert {name for name, reason in found.items() if reason} == refused
     alternating = REGISTRY["ifca_cam"](schedule="alternating", warmup_rounds=5)
     assert "models that the server computes within the round" in why(alternating) and not why(alternating, rounds=5)

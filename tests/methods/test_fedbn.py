@@ -1,0 +1,199 @@
+"""FedBN and `norm: local`: norm layers by type, rounds by plain PyTorch, newcomers, and refusals."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from closeness import close
+from federations import Stage, uneven
+from rounds import EnginesAndCheckpoints, floats
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from cfl_ray.core.checked_method import CheckedMethod
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.rng import Draws
+from cfl_ray.methods.ditto import Ditto
+from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.fedbn import FedBN
+from cfl_ray.methods.fedper import FedPer
+from cfl_ray.methods.ifca import IFCA
+
+SIZES, ETA = [12, 8, 6], 0.3
+
+
+class Residual(nn.Module):
+    """A block as torchvision's: one norm layer is named bn1, the other downsample.1; a layer norm before the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.downsample = nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3))
+        self.ln, self.fc = nn.LayerNorm(3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.bn1(self.conv1(x)) + self.downsample(x))
+        return self.fc(self.ln(x.mean((2, 3))))
+
+
+STATISTICS = ("bn1.", "downsample.1.")
+
+
+def stage(engine: str = "sequential", **local) -> Stage:
+    return Stage(uneven(SIZES, (1, 4, 4)), Residual, LocalSGD(**{"steps": 2, "lr": ETA} | local), engine)
+
+
+def play(one: Stage, method, *cohorts):
+    """Rounds as a run plays them, with the option `norm`."""
+    steps = CheckedMethod(method, one.network.spec.size)
+    state = steps.init(one.start())
+    for number, ids in enumerate(cohorts, 1):
+        state = steps.round(state, one.clients(ids, number), Draws(0, number))
+    return steps, state
+
+
+def is_norm(name: str) -> bool:
+    return name.startswith(STATISTICS)
+
+
+def enacted(one: Stage, rounds: int) -> tuple[list[dict], dict]:
+    """(state of each client, shared state) of FedBN by torch.nn and torch.optim alone."""
+    module = Residual()
+    views = one.network.spec.tensors(one.model())
+    module.load_state_dict({name: views[name].clone() for name in views}, strict=False)
+    clients, shared = [copy.deepcopy(module.state_dict()) for _ in SIZES], copy.deepcopy(module.state_dict())
+    for _ in range(rounds):
+        for i, own in enumerate(clients):
+            own.update({name: value.clone() for name, value in shared.items() if not is_norm(name)})
+            module.load_state_dict(own)
+            module.train()
+            optimizer, (x, y) = torch.optim.SGD(module.parameters(), lr=ETA), one.federation.train(i)
+            for _ in range(2):
+                optimizer.zero_grad()
+                cross_entropy(module(x), y).backward()
+                optimizer.step()
+            clients[i] = copy.deepcopy(module.state_dict())
+        for name in shared:
+            if not is_norm(name):
+                shared[name] = torch.stack([own[name].double() for own in clients]).mean(0).float()
+    return clients, shared
+
+
+def test_norm_layers_are_known_by_type():
+    spec = stage().network.spec
+    own = [name for name in spec.names if is_norm(name)]
+    assert len(own) == 2 * 4 and spec.batch_norms == frozenset(own)
+    assert spec.norms().count == sum(spec.tensors(torch.zeros(spec.size))[name].numel() for name in own)
+    assert spec.norms(every=True).count == spec.norms().count + 6
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "manual"])
+@pytest.mark.parametrize("method", [FedBN(), FedBN(newcomers="mean"), FedAvg(norm="local", weights="uniform")], ids=str)
+def test_rounds_are_those_of_plain_pytorch(method, engine):
+    """Three rounds of full batches: all but the norm layers is averaged, and these stay, statistics included."""
+    one = stage(engine)
+    steps, state = play(one, method, None, None, None)
+    clients, shared = enacted(one, 3)
+    spec = one.network.spec
+    found = spec.tensors(state.models_KP[0])
+    for name in spec.names:
+        if not is_norm(name):
+            assert close(found[name], shared[name], 2e-5), name
+    norms = spec.norms()
+    for i, own in enumerate(clients):
+        expected_P = torch.cat([own[name].reshape(-1) for name in spec.names])
+        assert close(one.client_states["norm", i], norms.of(expected_P), 2e-5)
+    assert not close(one.client_states["norm", 0], one.client_states["norm", 1], 1e-2)
+    served = steps.serve(state, one.clients()).client_state
+    assert (served.name, served.columns) == ("norm", norms)
+
+
+def test_norm_layers_are_not_sent():
+    one = stage()
+    size, norms = one.network.spec.size, one.network.spec.norms().count
+    play(one, FedBN(), None)
+    assert floats(one) == (3 * (size - norms), 3 * (size - norms))
+    play(one, FedBN(newcomers="mean"), None)
+    assert floats(one) == (3 * (size - norms), 3 * size)
+
+
+def test_the_server_has_the_first_norm_layers_or_the_mean():
+    one, spec = stage(), stage().network.spec
+    for method, is_first in ((FedBN(), True), (FedBN(newcomers="mean"), False), (FedAvg(norm="local"), False)):
+        _, state = play(one, method, None, None)
+        assert torch.equal(spec.norms().of(state.models_KP[0]), spec.norms().of(one.model())) == is_first
+
+
+@pytest.mark.parametrize("newcomers", ["first", "mean"])
+def test_a_newcomer_has_the_statistics_of_its_own_inputs(newcomers):
+    """Weights and biases of the server, running means of the features of its own data; nothing else is trained."""
+    one, method = stage(), FedBN(newcomers=newcomers)
+    steps, state = play(one, method, [0, 1], [0, 1])
+    assert steps.join(state, one.clients([2], round=3)) is state
+    spec, row_P = one.network.spec, state.models_KP[0].clone()
+    spec.norms().put(row_P, one.client_states["norm", 2])
+    own, server = spec.tensors(row_P), spec.tensors(state.models_KP[0])
+    assert torch.equal(own["bn1.weight"], server["bn1.weight"]) and torch.equal(own["bn1.bias"], server["bn1.bias"])
+    x, _ = one.federation.train(2)
+    features = torch.nn.functional.conv2d(x, server["conv1.weight"], server["conv1.bias"], padding=1)
+    share = 0.9**50 if newcomers == "first" else 0.0  # of the first statistics, 0 and 1
+    assert close(own["bn1.running_mean"], (1 - share) * features.mean((0, 2, 3)), 2e-2)
+    assert close(own["bn1.running_var"], features.var((0, 2, 3)), 2e-2)
+
+
+def test_norms_stay_beside_the_columns_that_a_method_keeps():
+    """Heads of FedPer with the norm layers in one state; Ditto's global model has norm layers of the client as well."""
+    spec = stage().network.spec
+    one = stage()
+    steps, state = play(one, FedPer(norm="local"), None, None)
+    kept = spec.head.joined(spec.norms())
+    assert steps.serve(state, one.clients()).client_state.columns == kept
+    assert {name for name, _ in one.client_states} == {"head"} and len(one.client_states["head", 0]) == kept.count
+    other = stage()
+    play(other, Ditto(norm="local"), None, None)
+    assert {name for name, _ in other.client_states} == {"personal", "norm"}
+    assert len(other.client_states["personal", 0]) == spec.size
+
+
+def test_layer_norms_stay_on_demand():
+    spec = stage().network.spec
+    for method in (FedBN(layers="all"), FedAvg(norm="local_all")):
+        one = stage()
+        play(one, method, None)
+        assert len(one.client_states["norm", 0]) == spec.norms(every=True).count
+
+
+def test_a_model_without_norm_layers_is_fedavg_and_said():
+    one = Stage(uneven(SIZES), lambda: nn.Linear(6, 3), LocalSGD(steps=2, lr=ETA))
+    spec = one.network.spec
+    assert "the model has no norm layer of this type" in FedBN().model_warning(spec) and not FedBN().model_warning(
+        stage().network.spec
+    )
+    found, expected = play(one, FedBN(), None, None)[1], play(one, FedAvg(weights="uniform"), None, None)[1]
+    assert torch.equal(found.models_KP, expected.models_KP) and not one.client_states
+
+
+def test_clients_compare_models_by_the_mean_norm_layers():
+    """IFCA with `norm: local`: the server's models have the mean statistics of their clients, as without the option."""
+    one = stage()
+    steps, state = play(one, IFCA(num_clusters=2, norm="local"), None, None)
+    used = np.unique(state.assign_N)
+    assert not torch.equal(state.models_KP[used[0]], one.model(int(used[0])))
+    assert (one.network.spec.tensors(state.models_KP[used])["bn1.running_mean"].abs().max(1).values > 1e-3).all()
+
+
+class TestAll(EnginesAndCheckpoints):
+    METHOD = FedBN()
+    COHORTS = [[0, 1], [1, 2], [0, 1, 2]]
+
+    def test_engines_agree(self):
+        from rounds import assert_engines_agree
+
+        assert_engines_agree(lambda engine: stage(engine, batch_size=4, steps=None), self.METHOD, self.COHORTS)
+
+    def test_continues_from_a_checkpoint_after_any_round(self, tmp_path):
+        from rounds import assert_survives_an_interruption
+
+        make = lambda: stage(batch_size=4, steps=None, momentum=0.5, persist=True)
+        assert_survives_an_interruption(make, self.METHOD, self.COHORTS, tmp_path)
