@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -202,3 +203,13 @@ def figures():
     from small_runs import figures
 
     return lambda results: {label: figures(method) for label, method in results.methods.items()}
+
+
+@pytest.fixture(autouse=True)
+def replayed(monkeypatch):
+    """The engine `compiled` carries out its operations one by one: compiling them takes up to a minute."""
+    if (compiled := sys.modules.get("cfl_ray.engine.compiled")) is not None:
+        from training_tasks import Replayed
+
+        monkeypatch.setattr(compiled, "package_of", Replayed)
+        monkeypatch.setattr(compiled, "why_no_package", lambda recording: None)

@@ -17,6 +17,7 @@ from cfl_ray.core.work import Address, Proximal
 from cfl_ray.engine import sequential
 from cfl_ray.engine.task import HeldByClient, TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
+from cfl_ray.nn.recording import RecordedFunction
 
 ADDRESS = Address(seed=0, round=3, exchange=1)
 FLAT, LONG, IMAGE = (6,), (36,), (1, 6, 6)  # shapes of a sample
@@ -43,6 +44,16 @@ def with_batch_norm():
 def wide_cnn():
     """32 channels, which the engine keeps channels-last on the CPU."""
     return nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+
+
+class Replayed:
+    """A program of the engine `compiled` that carries out the operations that another process would compile."""
+
+    def __init__(self, recording: RecordedFunction):
+        self.recording = RecordedFunction.of(recording.text)
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return self.recording.run(inputs)
 
 
 def tasks_of(

@@ -1,12 +1,12 @@
 """The section `runtime`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_serializer, field_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from cfl_ray.config.part import BuiltinKind, check_name
 from cfl_ray.config.section import ConfigSection
-from cfl_ray.core.engine_names import ENGINES
+from cfl_ray.core.engine_names import COMPILED, ENGINES
 from cfl_ray.plugins.calling import reference_of
 from cfl_ray.plugins.registry import Registry
 
@@ -50,6 +50,12 @@ class RuntimeConfig(ConfigSection):
         description=f"how a host trains its clients: {' | '.join(f'{name} ({how})' for name, how in ENGINES.items())} "
         "| auto (by a rule from device, network, batch and cohort, the same on every machine). Engines agree up to "
         "rounding; a resumed run keeps its own",
+    )
+    compile: Literal["auto", "never", "always"] = Field(
+        "auto",
+        description="when engine: auto may choose compiled, whose program PyTorch makes once per machine, in "
+        "10 to 60 s: auto (if manual cannot train the network and the rule expects to save more time than that) | "
+        "always (if a step is faster) | never",
     )
     backend: Any = Field(
         "ray",
@@ -126,6 +132,14 @@ class RuntimeConfig(ConfigSection):
         name = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else value
         check_name(name, BACKENDS.kind, BACKENDS.builtin, BACKENDS.group)
         return value
+
+    @model_validator(mode="after")
+    def _check_compile(self) -> Self:
+        if self.compile == "never" and self.engine == COMPILED:
+            raise ValueError(
+                "engine: compiled needs a compiler; set runtime.compile to auto, or another runtime.engine"
+            )
+        return self
 
     @field_serializer("backend")
     def _backend_reference(self, value: Any) -> Any:

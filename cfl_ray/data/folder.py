@@ -80,7 +80,7 @@ class Folder:
                 raise DataError(f"{path} is missing; {PREPARE_AGAIN}")
             check(path, size, sha256 if verify else None)
             return path
-        cached = cache() / f"{sha256}.arrow"
+        cached = files.cache_folder() / f"{sha256}.arrow"
 
         def is_there() -> bool:
             if not cached.is_file() or cached.stat().st_size != size:
@@ -90,7 +90,7 @@ class Folder:
             return True
 
         if not is_there():
-            locks = cache() / "locks"
+            locks = files.cache_folder() / "locks"
             locks.mkdir(parents=True, exist_ok=True)
             with FileLock(locks / sha256):  # other processes of this machine wait while this process fetches
                 if not is_there():
@@ -182,7 +182,7 @@ def make_room(size: int) -> None:
     can read it after its removal.
     """
     limit, kept = _cache_limit(), []
-    for file in cache().glob("*.arrow"):
+    for file in files.cache_folder().glob("*.arrow"):
         with suppress(FileNotFoundError):  # another process has just removed it
             kept.append((file.stat(), file))
     total = size + sum(status.st_size for status, _ in kept)
@@ -200,10 +200,3 @@ def _cache_limit() -> float:
         return float(text) * 1e9
     except ValueError:
         raise DataError(f"the environment variable CFL_RAY_CACHE_GB is {text!r}, expected a number of GB") from None
-
-
-def cache() -> Path:
-    """The folder of fetched files, named by their content: CFL_RAY_CACHE, or cfl_ray in the user's cache."""
-    if named := os.environ.get("CFL_RAY_CACHE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cfl_ray"

@@ -28,7 +28,7 @@ from cfl_ray.data.arrays import data_set_from_arrays, digest, federation_from_ar
 from cfl_ray.data.data_set import Progress, Source
 from cfl_ray.data.decoding import DECODING
 from cfl_ray.data.federation import DataShape, Federation, Scaling, layout_warnings, scale_warnings
-from cfl_ray.data.folder import PREPARE_AGAIN, Folder, cache
+from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.data.plan import FederationPlan, make_plan, with_validation_part
 from cfl_ray.data.raw_files import DigestIndex, RawFiles
 from cfl_ray.data.reading import reading
@@ -42,7 +42,7 @@ from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.plugins.calling import call_plugin, check_options, place_of, reference_of
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.system.collection import paused_collection
-from cfl_ray.system.files import sha256
+from cfl_ray.system.files import cache_folder, sha256
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _written_or_reused(
     Shards of other raw data stay, since earlier runs may need them. converts: whether changed raw data are converted;
     if not, they raise DataError.
     """
-    indices = [DigestIndex(parent.local or cache() / "raw", files.root) for files in raw.files]
+    indices = [DigestIndex(parent.local or cache_folder() / "raw", files.root) for files in raw.files]
     for files, index in zip(raw.files, indices, strict=True):
         files.recall(index)
     folder, said, legacy, recipe = parent.child(name), [], False, {}

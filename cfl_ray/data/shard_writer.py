@@ -16,12 +16,12 @@ from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.arrays import ArrayFederation
 from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.federation import DataShape, Federation, Index, StoredSamples
-from cfl_ray.data.folder import Folder, cache
+from cfl_ray.data.folder import Folder
 from cfl_ray.data.plan import FederationPlan, PlannedClient, TestSet
 from cfl_ray.data.shards import MANIFEST, ShardFile, ShardManifest, index_schema, sample_schema
 from cfl_ray.data.shifts import Variant
 from cfl_ray.errors import DataError
-from cfl_ray.system.files import sha256, sync
+from cfl_ray.system.files import cache_folder, sha256, sync
 
 FILE_BYTES = 64 << 20  # approximate bytes of pixels per file; a client is never split between two files
 
@@ -40,7 +40,7 @@ def write_shards(
     """
     folder = Folder(str(path))
     target = folder.local
-    staging = (target.parent if target is not None else cache()) / f".writing-{uuid.uuid4().hex}"
+    staging = (target.parent if target is not None else cache_folder()) / f".writing-{uuid.uuid4().hex}"
     try:
         try:
             staging.mkdir(parents=True)

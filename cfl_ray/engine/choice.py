@@ -9,7 +9,8 @@ import torch
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine.engines import ENGINES, Division
+from cfl_ray.engine import rule
+from cfl_ray.engine.engines import COMPILED, ENGINES, Division
 from cfl_ray.engine.rule import Facts
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.errors import first_line
@@ -19,6 +20,14 @@ from cfl_ray.nn.operations import Differentiated
 from cfl_ray.nn.passes import passes_of, why_no_passes
 
 _TRIED = 1 << 25  # most numbers of a row with which an engine is tried
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """When PyTorch's compiler may be used, and how often the experiment would use its program."""
+
+    when: str = "auto"  # `runtime.compile`
+    clients: int = 1  # that are trained, all rounds and methods
 
 
 @dataclass(frozen=True)
@@ -49,9 +58,11 @@ def _estimate(name: str, cost: float, facts: Facts) -> str:
     return f"{cost / 1e3:.2g} ms{shared}"
 
 
-def choice_of(network: Network, federation: Federation, local: LocalSGD, division: Division) -> EngineChoice:
+def choice_of(
+    network: Network, federation: Federation, local: LocalSGD, division: Division, compiling: Compiling = Compiling()
+) -> EngineChoice:
     """The engine for these clients by the rule; an engine that may fail on the network's operations is tried first."""
-    facts = facts_of(network, federation, local, division)
+    facts = facts_of(network, federation, local, division, compiling)
     while True:
         choice = choose(facts)
         reason = _trial_error(choice.engine, network, median_task(network, federation, local))
@@ -60,7 +71,38 @@ def choice_of(network: Network, federation: Federation, local: LocalSGD, divisio
         facts = replace(facts, cannot={**facts.cannot, choice.engine: reason})
 
 
-def facts_of(network: Network, federation: Federation, local: LocalSGD, division: Division) -> Facts:
+def why_not_compile(facts: Facts, compiling: Compiling) -> str | None:
+    """Reason why `compiled` is no candidate of the rule; None if it is. facts: `cannot` of the other engines."""
+    if compiling.when == "never":
+        return "runtime.compile is never"
+    if compiling.when == "always":
+        return None
+    if "manual" not in facts.cannot:
+        return "with runtime.compile: auto, it trains only networks that manual cannot"
+    seconds, saved = rule.compile_seconds(facts), _saved(facts, compiling)
+    if saved < seconds:
+        return f"compiling takes about {seconds:.0f} s of CPU, and saves {_seconds(saved)} in this experiment"
+    return None
+
+
+def _saved(facts: Facts, compiling: Compiling) -> float:
+    """CPU seconds that the experiment saves with a compiled gradient, once it is compiled."""
+    others = [
+        engine.cost(facts, facts.together[name])
+        for name, engine in ENGINES.items()
+        if name != COMPILED and name not in facts.cannot
+    ]
+    saved = min(others) - ENGINES[COMPILED].cost(facts, 1)
+    return saved / 1e6 * facts.steps * compiling.clients
+
+
+def _seconds(saved: float) -> str:
+    return "none" if saved <= 0 else f"{saved:.1g} s" if saved < 1 else f"{saved:.0f} s"
+
+
+def facts_of(
+    network: Network, federation: Federation, local: LocalSGD, division: Division, compiling: Compiling = Compiling()
+) -> Facts:
     """The facts of the rule, for the device of the network. No samples are read.
 
     Clients that an engine cannot train although it can train the median client are trained by `sequential`. Batch
@@ -69,11 +111,12 @@ def facts_of(network: Network, federation: Federation, local: LocalSGD, division
     sizes, median = _sizes(federation), median_task(network, federation, local)
     others = sizes[[0, -1]].tolist() if network.batch_statistics else []
     tasks = [median, *(_task_of(network, federation, local, size) for size in others)]
-    cannot = {name: reason for name, engine in ENGINES.items() if (reason := engine.why_not(network, tasks))}
+    others = {name: engine for name, engine in ENGINES.items() if name != COMPILED}
+    cannot = {name: reason for name, engine in others.items() if (reason := engine.why_not(network, tasks))}
     counts, shape = counts_of(network), network.spec.shapes[0]
     written_out = network.device.type == "cpu" and why_no_passes(network) is None
     operations = [step.operation for step in passes_of(network).steps] if written_out else []
-    return Facts(
+    facts = Facts(
         network.device.type,
         counts.calls,
         network.spec.size,
@@ -88,6 +131,10 @@ def facts_of(network: Network, federation: Federation, local: LocalSGD, division
         operations=max(len(operations), 1),
         differentiated=sum(isinstance(operation, Differentiated) for operation in operations),
     )
+    # last, because it records a step
+    if reason := why_not_compile(facts, compiling) or ENGINES[COMPILED].why_not(network, tasks):
+        return replace(facts, cannot={**cannot, COMPILED: reason})
+    return facts
 
 
 def why_not(name: str, network: Network, federation: Federation, local: LocalSGD) -> str | None:

@@ -14,7 +14,7 @@ from cfl_ray.nn.network import Network
 _TOGETHER = 256  # most clients that are counted as trained together if several chunks are
 
 ENGINES: dict[str, Engine] = {name: import_module(f"cfl_ray.engine.{name}").ENGINE for name in names.ENGINES}
-SEQUENTIAL = names.SEQUENTIAL
+SEQUENTIAL, COMPILED = names.SEQUENTIAL, names.COMPILED
 
 
 def chunk_size(num_clients: int, engine: str, one_by_one: bool = False) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -225,6 +226,51 @@ def direction(program: ClientProgram, gradient: Gradient, w: Tensor, held: Held,
             f"{place_of(program)}: step returned {described(step)}, expected a direction of shape {tuple(w.shape)}"
         )
     return step
+
+
+class RowGradient(LocalGradient):
+    """Gradients as a single row, or tensor by tensor for an optimiser that may treat each separately.
+
+    row: the row (P,) that is trained, from the start of the task. trained: its trained columns, which share its memory.
+    """
+
+    def __init__(self, network: Network, task: TrainingTask, row: Tensor, trained: Tensor):
+        super().__init__(network, task)
+        self.row, self.trained, optimizer = row, trained, task.local.optimizer
+        self.by_tensor = optimizer is not None and not optimizer.elementwise
+        self.row.copy_(task.start_P)
+
+    def w_P(self) -> Tensor:
+        return self.trained
+
+    def row_P(self) -> Tensor:
+        return self.row
+
+    def load(self, row_P: Tensor) -> None:
+        self.trained.copy_(row_P)
+
+    def parts_of(self, row_P: Tensor) -> list[Tensor]:
+        return super().parts_of(row_P) if self.by_tensor else [row_P]
+
+
+def train_row(gradient: RowGradient, index: int) -> TrainingResult:
+    """Trains one client on its row, and returns the result of task `index`."""
+    network, task, w_P, velocity = gradient.network, gradient.task, gradient.trained, None
+    local, params = task.local, gradient.parts_of(w_P)
+    if gradient.by_tensor:
+        proximal = [ProximalGradient.of_tensors(network, term, params) for term in task.held.proximal]
+    else:
+        proximal = [ProximalGradient.of_row(network, term, w_P) for term in task.held.proximal]
+    update: LocalUpdate
+    if local.optimizer is not None:
+        update = OptimizerUpdate(local, params)
+    else:
+        kept = task.held.velocity
+        velocity = torch.zeros_like(w_P) if kept is None else kept.clone()
+        update = SGDUpdate(local, [velocity])
+    take_steps(gradient, update, params, proximal)
+    loss = float(np.mean(gradient.losses[-task.tail :]))
+    return gradient.result(index, gradient.row, loss, proximal, velocity if local.persist and local.momentum else None)
 
 
 def take_steps(

@@ -10,20 +10,12 @@ would not fit into the cache. The result equals that of `sequential` up to round
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cfl_ray.core.client_program import Need
 from cfl_ray.engine import rule, sequential
 from cfl_ray.engine.engine import Engine
-from cfl_ray.engine.local_steps import (
-    LocalGradient,
-    LocalUpdate,
-    OptimizerUpdate,
-    ProximalGradient,
-    SGDUpdate,
-    take_steps,
-)
+from cfl_ray.engine.local_steps import RowGradient, train_row
 from cfl_ray.engine.task import TrainingResult, TrainingTask, lacking
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.passes import Passes, passes_of, why_no_passes
@@ -52,55 +44,19 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
         frozen_BC = sequential.frozen_logits(network, task)
         passes = passes_of(network)
         with np.errstate(all="ignore"):  # the worker excludes updates that are not finite
-            result = _train_one(network, passes, index, task, frozen_BC)
+            result = train_row(_Gradient(network, passes, task, frozen_BC), index)
         yield result
 
 
-def _train_one(
-    network: Network, passes: Passes, index: int, task: TrainingTask, frozen_BC: Tensor | None
-) -> TrainingResult:
-    """Trains one client."""
-    passes.row_P.copy_(task.start_P)
-    gradient, local = _Gradient(network, passes, task, frozen_BC), task.local
-    params, velocity = gradient.parts_of(passes.w_P), None
-    if gradient.by_tensor:
-        proximal = [ProximalGradient.of_tensors(network, term, params) for term in task.held.proximal]
-    else:
-        proximal = [ProximalGradient.of_row(network, term, passes.w_P) for term in task.held.proximal]
-    update: LocalUpdate
-    if local.optimizer is not None:
-        update = OptimizerUpdate(local, params)
-    else:
-        kept = task.held.velocity
-        velocity = torch.zeros_like(passes.w_P) if kept is None else kept.clone()
-        update = SGDUpdate(local, [velocity])
-    take_steps(gradient, update, params, proximal)
-    loss = float(np.mean(gradient.losses[-task.tail :]))
-    return gradient.result(index, passes.row_P, loss, proximal, velocity if local.persist and local.momentum else None)
-
-
-class _Gradient(LocalGradient):
-    """Gradients by the written-out passes, as a single row or tensor by tensor."""
+class _Gradient(RowGradient):
+    """Gradients by the written-out passes."""
 
     def __init__(self, network: Network, passes: Passes, task: TrainingTask, frozen_BC: Tensor | None):
-        super().__init__(network, task)
-        self.passes, optimizer = passes, task.local.optimizer
-        self.by_tensor = optimizer is not None and not optimizer.elementwise  # it may treat each tensor separately
+        super().__init__(network, task, passes.row_P, passes.w_P)
+        self.passes = passes
         self.x, self.y = passes.arranged(task.x), task.y.numpy()
         self.frozen = None if frozen_BC is None else frozen_BC.numpy()
         self.weight_n = None if task.held.weight_n is None else task.held.weight_n.numpy()
-
-    def w_P(self) -> Tensor:
-        return self.passes.w_P
-
-    def row_P(self) -> Tensor:
-        return self.passes.row_P
-
-    def load(self, row_P: Tensor) -> None:
-        self.passes.w_P.copy_(row_P)
-
-    def parts_of(self, row_P: Tensor) -> list[Tensor]:
-        return super().parts_of(row_P) if self.by_tensor else [row_P]
 
     def of_batch(self, batch: int) -> list[Tensor]:
         index_B = self.batches[batch]

@@ -49,6 +49,10 @@ _DIFFERENTIATED, _COPIED_NUMBER = 200, 6e-3
 # A call under vmap takes longer, once for all clients; products of many small matrices are slower.
 _VMAP_STEP, _VMAP_CALL, _VMAP_CLIENT, _VMAP_NUMBER = 1300, 130, 20, 3.5e-3
 _VMAP_RECURRENT = 2  # times `sequential`: a recurrent layer is one kernel for one client, and many under vmap
+# A compiled gradient has no calls of PyTorch besides its products, and reads and writes numbers fewer times.
+_COMPILED_STEP, _COMPILED_CALL, _COMPILED_NUMBER = 60, 2, 6e-4
+# Compiling starts PyTorch's compiler in a process, seconds, and takes longer for more calls.
+_COMPILE, _COMPILE_CALL = 12, 0.3
 # The span engine has its own products at the start and end of a chunk, and coefficients beside the written-out passes.
 _SPAN_CHUNK, _SPAN_STEP = 1300, 60
 _PRODUCT = 3e-5  # a multiplication with its addition: 33 billion a second
@@ -78,6 +82,17 @@ def vectorised(facts: Facts, together: int) -> float:
         return _VMAP_RECURRENT * sequential(facts, together)
     shared = (_VMAP_STEP + _VMAP_CALL * facts.calls) / together
     return shared + _VMAP_CLIENT + _VMAP_NUMBER * facts.numbers + facts.products
+
+
+def compiled(facts: Facts, together: int) -> float:
+    """The cost of a gradient that PyTorch's compiler made, without the time of the compiler."""
+    numbers = _COMPILED_NUMBER * facts.numbers
+    return _COMPILED_STEP + _COMPILED_CALL * facts.calls + numbers + facts.products
+
+
+def compile_seconds(facts: Facts) -> float:
+    """The CPU time of the compiler, once for each machine."""
+    return _COMPILE + _COMPILE_CALL * facts.calls
 
 
 def span(facts: Facts, together: int) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from cfl_ray.config import Experiment
-from cfl_ray.engine.choice import EngineChoice, choice_of
+from cfl_ray.engine.choice import Compiling, EngineChoice, choice_of
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.network import Network
 from cfl_ray.setup.setup import Setup
@@ -27,7 +27,10 @@ def engine_choice(setup: Setup, by_rule: Callable[[], EngineChoice], kept: str |
 
 def engine_by_rule(setup: Setup, network: Network) -> EngineChoice:
     """The engine for the experiment by the rule. network: one of the setup, on the device of the hosts."""
-    return choice_of(network, setup.federation, setup.local, setup.division)
+    experiment, division = setup.experiment, setup.division
+    trained = experiment.rounds * division.cohort * len(setup.methods)
+    compiling = Compiling(experiment.runtime.compile, trained)
+    return choice_of(network, setup.federation, setup.local, division, compiling)
 
 
 def compute_device(experiment: Experiment, has_gpu: bool) -> str:

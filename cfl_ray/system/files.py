@@ -21,6 +21,14 @@ PRIVATE, SHARED = 0o600, 0o666  # permission bits; the umask takes bits away fro
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _REPAIR = "restore it, or remove it to start its part afresh"
 
+
+def cache_folder() -> Path:
+    """The folder of what can be fetched or made again: CFL_RAY_CACHE, or cfl_ray in the user's cache."""
+    if named := os.environ.get("CFL_RAY_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cfl_ray"
+
+
 # ---- files that only the user can read
 
 

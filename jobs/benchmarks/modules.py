@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from cfl_ray.system.allocator import keep_freed_memory
 from cfl_ray.system.threads import one_thread
 from jobs.benchmarks.in_process import PlainLoop, compare, cpu_seconds, our_round
 
-ENGINES = ("manual", "sequential")
+ENGINES = ("manual", "sequential", "compiled")
 
 
 class DropoutMLP(nn.Module):
@@ -96,13 +97,45 @@ class Transformer(nn.Module):
         return self.fc(self.encoder(self.embed(x_B.squeeze(1))).mean(1))
 
 
+class ViT(nn.Module):
+    """Three encoder layers of 64 features on patches of 4 x 4."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, activation="gelu", batch_first=True)
+        self.patches = nn.Conv2d(3, 64, 4, 4)
+        self.positions = nn.Parameter(torch.zeros(64, 64))
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.fc = nn.Linear(64, classes)
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, 3, 32, 32)."""
+        patches_BTF = self.patches(x_B).flatten(2).mT + self.positions
+        return self.fc(self.encoder(patches_BTF).mean(1))
+
+
+class MLP(nn.Module):
+    """784-200-10, as a module of one's own."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(784, 200), nn.Linear(200, classes)
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, 1, 28, 28)."""
+        return self.fc2(F.relu(self.fc1(x_B.flatten(1))))
+
+
 OWN: dict[str, Callable[..., nn.Module]] = {
+    "own_mlp": MLP,
     "dropout_mlp": DropoutMLP,
     "resnet8": ResNet8,
     "lstm": LSTM,
     "transformer": Transformer,
+    "vit": ViT,
 }
 CASES = [
+    Workload("MLP 784-200-10", "own_mlp", {}, 10, 10, 600, 10, 1),
     Workload("MLP with dropout", "dropout_mlp", {}, 10, 10, 600, 32, 1),
     Workload("MLP with F.dropout", "dropout_mlp", {"functional": True}, 10, 10, 600, 32, 1),
     Workload("CNN with dropout", "small_cnn", {"channels": 1, "side": 28, "dropout": True}, 62, 5, 100, 20, 1),
@@ -111,6 +144,7 @@ CASES = [
     Workload("LSTM", "lstm", {}, 10, 10, 300, 32, 1),
     Workload("Transformer", "transformer", {"dropout": 0.0}, 10, 5, 200, 32, 1),
     Workload("Transformer with dropout", "transformer", {"dropout": 0.1}, 10, 5, 200, 32, 1),
+    Workload("ViT, 3x32x32", "vit", {}, 10, 5, 200, 32, 1, input=(3, 32, 32)),
 ]
 
 

@@ -26,11 +26,15 @@ def test_are_those_of_the_configuration():
     assert set(ENGINES) == set(get_args(RuntimeConfig.model_fields["engine"].annotation)) - {"auto"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(e, marks=pytest.mark.cpu) if e == "manual" else e for e in ENGINES])
+ON_CPU = "manual", "compiled"
+
+
+@pytest.mark.parametrize("name", [pytest.param(e, marks=pytest.mark.cpu) if e in ON_CPU else e for e in ENGINES])
 def test_train_the_same_rows_in_order(name):
     network, engine = Network(long_mlp, LONG), ENGINES[name]
     assert 1 <= engine.chunk_size(3) <= 3
-    assert_same(network, tasks_of(network, [9, 6, 7], LocalSGD(epochs=3)), engine)
+    local = LocalSGD(epochs=3, batch_size=4 if name == "compiled" else None)
+    assert_same(network, tasks_of(network, [9, 6, 7], local), engine)
 
 
 @pytest.mark.parametrize("name", [name for name, engine in ENGINES.items() if engine.train_sums])
@@ -49,6 +53,7 @@ def test_sums_are_those_of_the_rows(name):
     "engine, factory, local, reason",
     [
         pytest.param("manual", long_mlp, LocalSGD(batch_size=300), "more than 256 samples", marks=pytest.mark.cpu),
+        pytest.param("compiled", long_mlp, LocalSGD(), "a batch has all samples", marks=pytest.mark.cpu),
         ("span", long_mlp, LocalSGD(batch_size=4), "batches are smaller than a client's data"),
         ("vectorised", long_batch_norm, LocalSGD(), "batches of one size and equal steps"),
     ],

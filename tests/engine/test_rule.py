@@ -35,8 +35,8 @@ SMALL = Facts(
     samples=50,
     batch=10,
     steps=5,
-    together={"sequential": 1, "span": 1, "manual": 1, "vectorised": 5},
-    cannot={"span": "batches are smaller than a client's data"},
+    together={"sequential": 1, "span": 1, "manual": 1, "vectorised": 5, "compiled": 1},
+    cannot={"span": "batches are smaller than a client's data", "compiled": "there is no compiler"},
     first=(64, 64),
     operations=5,
 )
@@ -49,13 +49,16 @@ WIDE = Facts(
     50,
     50,
     5,
-    {"sequential": 3, "span": 8, "manual": 3, "vectorised": 30},
-    {},
+    {"sequential": 3, "span": 8, "manual": 3, "vectorised": 30, "compiled": 3},
+    {"compiled": "there is no compiler"},
     (2048, 784),
     operations=6,
 )
 GPU = replace(
-    SMALL, device="cuda", cannot={"manual": "it computes on a CPU only"}, together=SMALL.together | {"vectorised": 20}
+    SMALL,
+    device="cuda",
+    cannot=dict.fromkeys(["manual", "compiled"], "it computes on a CPU only"),
+    together=SMALL.together | {"vectorised": 20},
 )
 
 
@@ -105,9 +108,10 @@ def test_the_table(facts, expected):
 
 def test_the_reason_has_the_estimates_of_the_others_and_says_a_common_cause_once():
     """200 + 40 * 3 + 0.0025 * 6,830 + 0.00006 * 10 * 4,810 microseconds of sequential, and so on."""
-    choice = choose(replace(SMALL, cannot={"span": "its layers", "vectorised": "its layers"}))
+    choice = choose(replace(SMALL, cannot=dict.fromkeys(["span", "vectorised", "compiled"], "its layers")))
     assert choice.reason == (
-        "manual: estimated 0.13 ms for a local step of a client (sequential 0.34 ms); not span, vectorised: its layers"
+        "manual: estimated 0.13 ms for a local step of a client (sequential 0.34 ms); not span, vectorised, compiled: "
+        "its layers"
     )
     assert "vectorised 0.38 ms with 5 clients at once" in choose(SMALL).reason
 
@@ -141,9 +145,12 @@ def test_facts_are_of_the_client_with_the_median_number_of_samples():
     assert (facts.samples, facts.batch, facts.steps) == (9, 4, 2 * 3)
     assert (facts.calls, facts.parameters, facts.activations) == (3, 36 * 8 + 8 + 8 * 10 + 10, 36 + 8 + 8 + 10)
     assert (facts.device, facts.first, facts.differentiated, facts.recurrent) == ("cpu", (8, 36), 0, False)
+    assert facts.cannot.pop("compiled").startswith("with runtime.compile: auto, it trains only networks that manual")
     assert facts.cannot == {"span": "batches are smaller than a client's data"}
     whole = facts_of(network, federation, LocalSGD(epochs=2), Division(5))
-    assert (whole.batch, whole.cannot) == (9, {}), "the client of 300, whom span cannot train, does not decide"
+    assert (whole.batch, whole.cannot.keys()) == (9, {"compiled"}), (
+        "the client of 300, whom span cannot train, does not decide"
+    )
     nobody = facts_of(network, SyntheticFederation(2, input=(36,), samples=0), LocalSGD(), Division(2))
     assert nobody.samples == 1
 
@@ -161,7 +168,7 @@ def test_batch_statistics_need_equal_clients():
 def test_in_bf16_only_sequential_and_vectorised_apply():
     network = Network(mlp(), (36,), precision="bf16")
     cannot = facts_of(network, uneven([9, 9], (36,)), LocalSGD(epochs=3), Division(2)).cannot
-    assert cannot.keys() == {"manual", "span"}
+    assert cannot.keys() == {"manual", "span", "compiled"}
 
 
 class TestTogether:

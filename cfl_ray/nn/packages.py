@@ -1,0 +1,143 @@
+"""Compiled recordings, each made once per machine and kept in the cache folder.
+
+A package is a file KEY.pt2 with its checksum in KEY.sha256. The key is of the operations, PyTorch, the compiler's
+settings and the CPU's instructions, so a package that is found computes what is wanted. It is compiled by a process of
+its own, in a folder of its own, and renamed when it is whole; other processes of the machine wait for it.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+import cfl_ray
+from cfl_ray.errors import DataError
+from cfl_ray.nn import torch_compiler
+from cfl_ray.nn.recording import RecordedFunction
+from cfl_ray.nn.torch_compiler import CompiledProgram
+from cfl_ray.system import files
+from cfl_ray.system.cpu import cpu_info, instruction_set
+
+_FORM = 1  # of the packages; another number makes them anew
+_SECONDS = 1800  # of compiling at most; a Transformer of two layers takes 20 s of CPU
+_LOADED: dict[str, CompiledProgram | str] = {}  # by key: the package, or the reason, a line, why there is none
+
+
+def key_of(recording: RecordedFunction) -> str:
+    """The name of its package."""
+    return hashlib.sha256(repr((recording.digest, _of_machine())).encode()).hexdigest()
+
+
+def package_of(recording: RecordedFunction) -> CompiledProgram | str:
+    """The package of a recording, compiled if this machine has none; the reason, a line, if that fails."""
+    key = key_of(recording)
+    if key not in _LOADED:
+        try:
+            _LOADED[key] = _loaded(key) or _made(recording, key)
+        except (OSError, DataError, RuntimeError, Timeout, subprocess.SubprocessError) as error:
+            _LOADED[key] = _reason(error)
+    return _LOADED[key]
+
+
+def why_not(recording: RecordedFunction) -> str | None:
+    """Reason why there is no package of it and none can be made here; None if there is, or nothing is known yet."""
+    key = key_of(recording)
+    found = _LOADED.get(key)
+    if isinstance(found, str):
+        return found
+    if found is not None or (_folder() / f"{key}.pt2").is_file():
+        return None
+    return torch_compiler.why_not()
+
+
+@cache
+def _of_machine() -> tuple[object, ...]:
+    """Everything besides the operations on which the package depends."""
+    cpu = platform.machine(), instruction_set(), cpu_info("flags") or platform.processor()
+    return _FORM, torch.__version__, tuple(sorted(torch_compiler.SETTINGS.items())), cpu
+
+
+def _folder() -> Path:
+    return files.cache_folder() / "compiled"
+
+
+def _loaded(key: str) -> CompiledProgram | None:
+    """The package in the cache; None if there is none or its file is damaged."""
+    file, folder = _folder() / f"{key}.pt2", _folder()
+    if not file.is_file():
+        return None
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise DataError(f"{folder} has programs, but others than you can write to it: chmod go-w {folder}")
+    content = file.read_bytes()
+    with suppress(OSError, ValueError):
+        if (folder / f"{key}.sha256").read_text() == hashlib.sha256(content).hexdigest():
+            return torch_compiler.load(file)
+    return None
+
+
+def _made(recording: RecordedFunction, key: str) -> CompiledProgram | str:
+    """The package, compiled by one process of this machine while others wait."""
+    if reason := torch_compiler.why_not():
+        return reason
+    folder = _folder()
+    files.private_folder(folder)
+    with FileLock(folder / f"{key}.lock", timeout=2 * _SECONDS, mode=files.PRIVATE):
+        if (package := _loaded(key)) is not None:
+            return package
+        _remove_old(folder)
+        work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=folder))
+        try:
+            _compile(recording, work)
+            content = (work / "package.pt2").read_bytes()
+            (work / "checksum").write_text(hashlib.sha256(content).hexdigest())
+            os.replace(work / "checksum", folder / f"{key}.sha256")
+            os.replace(work / "package.pt2", folder / f"{key}.pt2")
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        return _loaded(key) or f"{folder / key}.pt2 cannot be read"
+
+
+def _compile(recording: RecordedFunction, work: Path) -> None:
+    """Compiles into `work`/package.pt2, in a process that ends. Raises SubprocessError."""
+    parent = str(Path(cfl_ray.__file__).parents[1])
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(work), "TMPDIR": str(work), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, (parent, os.environ.get("PYTHONPATH"))))
+    subprocess.run(
+        [sys.executable, "-m", torch_compiler.__name__, str(work / "package.pt2")],
+        input=recording.text.encode(),
+        env=os.environ | own,
+        cwd=work,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        timeout=_SECONDS,
+        check=True,
+    )
+
+
+def _remove_old(folder: Path) -> None:
+    """Removes what processes left that were killed while they compiled."""
+    for path in folder.glob(".compiling-*"):
+        with suppress(OSError):
+            if path.stat().st_mtime < time.time() - 2 * _SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        return f"PyTorch's compiler failed ({(lines or [f'exit status {error.returncode}'])[-1][:160]})"
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"PyTorch's compiler took more than {_SECONDS} s"
+    return f"its package cannot be used ({' '.join(str(error).split())[:160]})"

@@ -1,0 +1,280 @@
+"""The compiled engine. Its program is carried out operation by operation (`conftest.py`); a slow test compiles it."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from federations import uneven
+from torch import nn
+from training_tasks import (
+    FLAT,
+    IMAGE,
+    assert_same,
+    mlp,
+    results,
+    rows,
+    tasks_of,
+    wide_cnn,
+    with_batch_norm,
+    with_dropout,
+)
+
+from cfl_ray import Experiment
+from cfl_ray.core.client_program import ClientProgram
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.optimizers import resolve_optimizer
+from cfl_ray.core.schedules import resolve_schedule
+from cfl_ray.core.tasks import TASKS
+from cfl_ray.engine import compiled
+from cfl_ray.engine.choice import Compiling, choice_of, facts_of
+from cfl_ray.engine.engines import Division
+from cfl_ray.engine.rule import compile_seconds
+from cfl_ray.errors import ConfigError
+from cfl_ray.nn.network import Network
+
+pytestmark = pytest.mark.cpu
+SGD = LocalSGD(batch_size=4, epochs=2, lr=0.3)
+SIZES = (9, 12, 4, 3)  # the last batch of the first has one sample; the last client fills no batch
+
+
+class Mixer(nn.Module):
+    """Mixes the rows of an image, then its columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.columns, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.LayerNorm(6)
+        self.register_buffer("scale", torch.full((6,), 0.5))
+
+    def forward(self, x_B):
+        x_B = x_B[:, 0] * self.scale
+        x_B = x_B + nn.functional.gelu(self.rows(x_B.mT)).mT
+        return self.norm(x_B + nn.functional.gelu(self.columns(x_B))).mean(1)
+
+
+class Attention(nn.Module):
+    """An encoder layer, with a mask that is no buffer and, with dropout, draws of attention."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.layer, self.fc = nn.TransformerEncoderLayer(6, 2, 8, dropout, batch_first=True), nn.Linear(6, 3)
+        self.causal = nn.Transformer.generate_square_subsequent_mask(6)
+
+    def forward(self, x_B):
+        return self.fc(self.layer(x_B[:, 0], src_mask=self.causal).mean(1))
+
+
+class LoRA(nn.Module):
+    """A frozen layer with a trained change of rank 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.down, self.up, self.fc = nn.Linear(6, 8), nn.Linear(6, 2), nn.Linear(2, 8), nn.Linear(8, 3)
+        self.body.requires_grad_(False)
+
+    def forward(self, x_B):
+        return self.fc(torch.tanh(self.body(x_B) + self.up(self.down(x_B))))
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(5, 6), nn.Linear(6, 5)
+
+    def forward(self, x_B):
+        return self.fc(torch.cumsum(self.embed(x_B), 1))
+
+
+@pytest.mark.parametrize(
+    "factory, shape",
+    [
+        (mlp, FLAT),
+        (with_dropout, FLAT),
+        (LoRA, FLAT),
+        (Mixer, IMAGE),
+        (Attention, IMAGE),
+        (lambda: Attention(0.3), IMAGE),
+    ],
+    ids=["mlp", "dropout", "frozen body", "mixer", "attention", "attention with dropout"],
+)
+def test_it_equals_sequential_for_each_architecture(factory, shape):
+    network = Network(factory, shape)
+    assert_same(network, tasks_of(network, SIZES, SGD), compiled)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        LocalSGD(batch_size=4, epochs=2, momentum=0.9, weight_decay=0.01, persist=True),
+        LocalSGD(batch_size=4, epochs=2, clip_norm=0.1, drop_last=True),
+        LocalSGD(batch_size=4, epochs=2, step_schedule=resolve_schedule("local.step_schedule", "cosine")),
+        LocalSGD(batch_size=4, epochs=2, lr=0.05, optimizer=resolve_optimizer("adamw", {"weight_decay": 0.1})),
+    ],
+    ids=["momentum", "clipped", "schedule", "adamw"],
+)
+def test_it_equals_sequential_for_each_kind_of_step(local):
+    network = Network(with_dropout, FLAT)
+    assert_same(network, tasks_of(network, SIZES, local, [(0.1, None), (0.05, None, 0.5, 2)]), compiled)
+
+
+class Extrapolated(ClientProgram):
+    """A gradient of the second batch, after a step on the first, and the losses of two steps."""
+
+    batches_per_step = 2
+
+    def step(self, gradient, w, held, number):
+        return gradient(w - 0.1 * gradient(w, 0), 1) + gradient(w, 0)
+
+
+def test_it_computes_the_steps_of_a_program():
+    network = Network(lambda: Attention(0.3), IMAGE)
+    assert_same(network, tasks_of(network, SIZES, SGD, program=Extrapolated(trace=2)), compiled)
+
+
+def test_it_weights_samples_as_sequential_does():
+    network = Network(mlp, FLAT)
+    tasks = [replace(t, held=replace(t.held, weight_n=torch.rand(len(t.y)))) for t in tasks_of(network, SIZES, SGD)]
+    assert_same(network, tasks, compiled)
+
+
+def test_it_trains_tokens():
+    network = Network(Tokens, (7,), dtype=torch.int64, task=TASKS.builtin["next_token"])
+    draw = torch.Generator().manual_seed(0)
+    tasks = [
+        replace(task, x=torch.randint(5, (len(task.y), 7), generator=draw), y=torch.randint(5, (len(task.y), 7)))
+        for task in tasks_of(Network(mlp, FLAT), SIZES, SGD)
+    ]
+    tasks = [replace(task, start_P=network.new_model(1, task.client)) for task in tasks]
+    assert_same(network, tasks, compiled)
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x_B):
+        return self.fc(x_B) if x_B.sum() > 1e9 else self.fc(-x_B)
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.seen = nn.Linear(6, 3), torch.zeros(6)
+
+    def forward(self, x_B):
+        self.seen.add_(1)
+        return self.fc(x_B + 0 * self.seen)
+
+
+@pytest.mark.parametrize(
+    "factory, shape, local, reason",
+    [
+        (wide_cnn, IMAGE, SGD, "99% of its multiplications are convolutions"),
+        (with_batch_norm, FLAT, SGD, "batch statistics would include the samples that fill a batch"),
+        (Reads, FLAT, SGD, "its passes read values"),
+        (Remembers, FLAT, SGD, "its passes change tensors that they are given"),
+        (mlp, FLAT, LocalSGD(), "a batch has all samples of a client"),
+        (mlp, FLAT, LocalSGD(batch_size=40), "a client has 9 samples, less than half of a batch of 40"),
+    ],
+)
+def test_it_says_what_it_cannot_train(factory, shape, local, reason):
+    network = Network(factory, shape)
+    assert reason in compiled.why_not(network, tasks_of(network, [9], local))
+
+
+def test_recurrent_layers_are_left_to_pytorch():
+    network = Network(lambda: nn.Sequential(nn.Flatten(1), nn.Unflatten(1, (6, 1)), Last()), FLAT)
+    assert "recurrent" in compiled.why_not(network, tasks_of(network, [9], SGD))
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(1, 3, batch_first=True)
+
+    def forward(self, x_B):
+        return self.lstm(x_B)[0][:, -1]
+
+
+def test_a_network_that_fails_to_compile_is_trained_sequentially(monkeypatch):
+    monkeypatch.setattr(compiled, "package_of", lambda recording: "PyTorch's compiler failed")
+    network = Network(mlp, FLAT)
+    tasks = tasks_of(network, SIZES, SGD)
+    assert torch.equal(rows(compiled, network, tasks), rows(compiled.sequential, network, tasks))
+    assert [result.index for result in results(compiled, network, tasks)] == [0, 1, 2, 3]
+
+
+# ---- the choice
+
+
+def _chosen(compiling, factory=Attention, shape=IMAGE):
+    network, federation = Network(factory, shape), uneven([40, 40], shape)
+    return choice_of(network, federation, LocalSGD(batch_size=4), Division(2), compiling)
+
+
+def test_auto_compiles_if_manual_cannot_train_the_network_and_the_time_is_saved():
+    never = _chosen(Compiling("auto", 10))
+    assert never.engine != "compiled" and "compiled: compiling takes about" in never.reason
+    assert "and saves 0." in never.reason
+    assert _chosen(Compiling("auto", 10**6)).engine == "compiled"
+    assert _chosen(Compiling("always", 1)).engine == "compiled"
+    assert _chosen(Compiling("never", 10**6)).engine != "compiled"
+
+
+def test_auto_keeps_the_engine_of_networks_that_manual_trains():
+    kept = _chosen(Compiling("auto", 10**9), mlp, FLAT)
+    assert kept.engine != "compiled" and "it trains only networks that manual cannot" in kept.reason
+
+
+def test_the_break_even_is_where_the_saved_time_equals_the_time_of_the_compiler():
+    network, federation = Network(Attention, IMAGE), uneven([40, 40], IMAGE)
+    facts = facts_of(network, federation, LocalSGD(batch_size=4), Division(2), Compiling("always"))
+    costs = [compiled.rule.sequential(facts, 1), compiled.rule.vectorised(facts, 2), compiled.rule.compiled(facts, 1)]
+    steps = 10  # of a client: 40 samples in batches of 4
+    least = compile_seconds(facts) * 1e6 / steps / (min(costs[:2]) - costs[2])
+    assert _chosen(Compiling("auto", int(least))).engine != "compiled"
+    assert _chosen(Compiling("auto", int(least) + 1)).engine == "compiled"
+
+
+def test_never_to_compile_and_the_compiled_engine_exclude_each_other():
+    with pytest.raises(ConfigError, match="engine: compiled needs a compiler"):
+        Experiment.model_validate({"runtime": {"engine": "compiled", "compile": "never"}})
+
+
+# ---- compiled
+
+_SCRIPT = """
+import sys
+import torch
+from training_tasks import FLAT, assert_same, rows, tasks_of, with_dropout
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.engine import compiled, sequential
+from cfl_ray.nn.network import Network
+network = Network(with_dropout, FLAT)
+tasks = tasks_of(network, [9, 12, 4, 3], LocalSGD(batch_size=4, epochs=2, lr=0.3))
+trained = rows(compiled, network, tasks)
+print("compiler" if any(name in sys.modules for name in ("torch._dynamo", "torch._inductor")) else "no compiler")
+assert compiled.why_not(network, tasks) is None, "it was trained sequentially"
+assert_same(network, tasks, compiled)
+torch.save(trained, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_program_is_compiled_once_and_later_processes_load_it_without_the_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("CFL_RAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}")
+    trained, made = [], []
+    for number in range(2):
+        file = tmp_path / f"{number}.pt"
+        done = subprocess.run([sys.executable, "-c", _SCRIPT, file], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split("\n")[0] == "no compiler"
+        trained.append(torch.load(file))
+        made.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache/compiled").glob("*.pt2")})
+    assert len(made[0]) == 1 and made[0] == made[1]
+    assert [path.suffix for path in sorted((tmp_path / "cache/compiled").iterdir())] == [".lock", ".pt2", ".sha256"]
+    assert torch.equal(*trained), "the same bits from run to run"
