@@ -9,7 +9,7 @@ from small_runs import PLANTED, Reports, merged
 
 from cfl_ray import Experiment, federation_from_arrays, resume, run, simulate
 from cfl_ray.engine.failure import naming_client
-from cfl_ray.errors import RunError, UserError, class_and_text, notes_of
+from cfl_ray.errors import Interrupted, RunError, UserError, class_and_text, notes_of
 from cfl_ray.plugins.calling import call_plugin
 from cfl_ray.tracking import read_records
 
@@ -371,7 +371,7 @@ def test_an_exception_in_a_round_on_ray_ends_the_run_with_a_sentence(parts, how)
 
 
 def test_an_interrupt_inside_a_part_is_one(parts):
-    with pytest.raises(RunError, match="^stopped"):
+    with pytest.raises(Interrupted, match="^stopped"):
         simulate(experiment(LATE["metric"]), run_dir="run", watcher=Failing("interrupt"))
 
 
