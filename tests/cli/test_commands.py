@@ -266,6 +266,7 @@ def test_ctrl_c_in_a_run_names_the_command_that_goes_on_and_no_exception_handler
         raise KeyboardInterrupt
 
     monkeypatch.setattr("cfl_ray.cli.progress.Display.round", interrupt)
+    monkeypatch.setattr(os, "_exit", sys.exit)  # if tests before have imported Ray
     status, _, message = call(capsys, "run", "--in-process", "--run-dir", "here", *QUICK)
     assert status == 130
     assert message.endswith(f"go on with: cfl-ray resume {shlex.quote(str(Path('here').absolute()))} --in-process\n")
