@@ -317,7 +317,7 @@ def test_check_names_the_engine_and_measures_it_if_asked(capsys):
     status, printed, _ = call(capsys, "check", "--time-engines", *auto)
     assert status == 0 and "\nengine manual: estimated " in printed
     ratios = [float(ratio) for ratio in re.findall(r"^  \w+ \S+ ms, (\S+) of the least$", printed, re.MULTILINE)]
-    assert len(ratios) == 3 and ratios == sorted(ratios) and ratios[0] == 1
+    assert len(ratios) == 4 and ratios == sorted(ratios) and ratios[0] == 1
     assert "\n  span cannot: batches are smaller than a client's data\n" in printed
     Path("study.yaml").write_text("experiment: {rounds: 1}\n")
     status, _, message = call(capsys, "check", "--time-engines", "study.yaml")

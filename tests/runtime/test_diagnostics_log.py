@@ -105,7 +105,7 @@ def test_names_of_diagnostics_are_names_of_metrics(experiment, tmp_path):
     assert "progress_variance" not in first_phase.final
     assert table_of_it["progress_variance"].tolist() == [first_phase.last_numbers["progress_variance"]]
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    (block,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "diagnostics" in text)
     space = {"load_run": load_run, "RUN": tmp_path / "run"}
     exec(block, space)
     assert space["matrix"].axes == ("clusters", "clusters") and len({*space["matrix"].value.shape}) == 1

@@ -18,7 +18,7 @@ from cfl_ray.setup.prepare import prepare
 
 DRAW = np.random.default_rng(0)
 FEDERATION = federation_from_arrays(DRAW.normal(size=(60, 4)).astype("float32"), np.arange(60) % 3, np.arange(60) // 10)
-SEVERAL = {"ifca", "ifca_cam", "fesem_cam", "fedem", "fedrc", "fedsoft", "fedavg_plus", "fedprox_plus"}
+SEVERAL = {"clove", "ifca", "ifca_cam", "fesem_cam", "fedem", "fedrc", "fedsoft", "fedavg_plus", "fedprox_plus"}
 
 
 class Fixed(nn.Linear):
@@ -45,7 +45,7 @@ def experiment(**sections) -> Experiment:
 
 def test_methods_that_need_several_first_models_refuse_equal_ones():
     refusing = set()
-    for name in REGISTRY:
+    for name in REGISTRY.keys() - {"fedbabu"}:  # which refuses the single layer of the model
         try:
             prepare(experiment(methods=[name]))
         except ConfigError as error:
