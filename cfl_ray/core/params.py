@@ -97,8 +97,9 @@ class ParamSpec:
         ]
         tensors = params + buffers if params else []
         names = tuple(name for name, _ in tensors)
+        modules = dict(module.named_modules())
         batch_norms, other_norms = (
-            frozenset(name for name in names if isinstance(module.get_submodule(name.rpartition(".")[0]), kinds))
+            frozenset(name for name in names if _is_of(modules.get(name.rpartition(".")[0]), kinds))
             for kinds in (BATCH_NORMS, OTHER_NORMS)
         )
         shapes = tuple(shape for _, shape in tensors)
@@ -231,3 +232,9 @@ class ParamSpec:
         """A module's trained parameters and float buffers as one float32 row (P,), a copy."""
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         return torch.cat([tensors[name].detach().reshape(-1).float() for name in self.names])
+
+
+def _is_of(module: nn.Module | None, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a module is of one of these types, also as TorchScript."""
+    script = module.original_name if isinstance(module, torch.jit.ScriptModule) else ""
+    return isinstance(module, kinds) or script in {kind.__name__ for kind in kinds}

@@ -278,7 +278,7 @@ class TestOptions:
         cnt = ["adapt_clusters", "adapt_every", "adapt_after", "adaptation", "level", "merge_cosine"]
         cnt += ["rho_low", "rho_high", "max_clusters"]
         training = ["num_clusters", "mu", "lam", "start", "rank", "pca_every", "similarity", "memory", "sketch"]
-        assert names == [*cnt, *training, "weights", "aggregation", "server_optimizer", "local", "label"]
+        assert names == [*cnt, *training, "weights", "aggregation", "server_optimizer", "norm", "local", "label"]
 
 
 def test_a_merge_moves_the_members_and_keeps_the_model_of_the_other_cluster():
