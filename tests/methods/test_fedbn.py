@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from cfl_ray import Experiment, resume, simulate
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.methods.ditto import Ditto
 from cfl_ray.methods.fedavg import FedAvg
@@ -80,6 +81,13 @@ def enacted(one: Stage, rounds: int) -> tuple[list[dict], dict]:
             if not is_norm(name):
                 shared[name] = torch.stack([own[name].double() for own in clients]).mean(0).float()
     return clients, shared
+
+
+@pytest.mark.parametrize("compile", [torch.jit.script, lambda module: torch.jit.trace(module, torch.zeros(2, 4))])
+def test_norm_layers_of_torchscript_are_known_by_type(compile):
+    spec = ParamSpec.of(compile(torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.LayerNorm(4))))
+    assert spec.batch_norms == {"0.weight", "0.bias", "0.running_mean", "0.running_var"}
+    assert spec.other_norms == {"1.weight", "1.bias"}
 
 
 def test_norm_layers_are_known_by_type():
