@@ -393,8 +393,11 @@ class TestOwnRules:
         assert type(method.aggregation_rule).__name__ == "Rule"
 
     def test_are_recorded_by_reference(self):
-        experiment = Experiment(methods=[FedAvg(aggregation=Nearest(3))])
+        experiment, shared = (
+            Experiment(methods=[FedAvg(aggregation=Nearest(3))]),
+            {"norm": "shared", "weights": "samples"},
+        )
         assert experiment.to_dict()["methods"] == [
-            {"fedavg": {"aggregation": {"Nearest": {"keep": 3}}, "server_optimizer": "none", "weights": "samples"}}
+            {"fedavg": {"aggregation": {"Nearest": {"keep": 3}}, "server_optimizer": "none"} | shared}
         ]
         assert experiment.config_hash != Experiment(methods=[FedAvg(aggregation=Nearest(2))]).config_hash

@@ -28,17 +28,21 @@ def test_a_checkpoint_restores_the_state_of_every_method():
             assert type(after) is type(before), name
             assert getattr(after, "dtype", None) == getattr(before, "dtype", None), name
             if isinstance(before, (torch.Tensor, np.ndarray)):
-                assert np.array_equal(after, before), name
+                assert np.array_equal(after, before, equal_nan=np.asarray(before).dtype.kind == "f"), name
             else:
                 assert after == before or (before != before and after != after), name  # NaN is not equal to itself
+
+
+CHANGES = {"sum_KP"}  # of control variates, which are no models
 
 
 def test_every_method_starts_from_the_common_model():
     for cls in REGISTRY.values():
         state = cls().init(START)
         assert state.assign_N.dtype == np.int32 and len(state.assign_N) == 5
-        tensors = state.to_checkpoint()[0].values()
-        tables = [value for value in tensors if value.ndim == 2 and len(value) and value.shape[1] == SPEC.size]
+        tensors = {name: value for name, value in state.to_checkpoint()[0].items() if name not in CHANGES}
+        tables = [value for value in tensors.values() if value.ndim == 2 and len(value)]
+        tables = [value for value in tables if value.shape[1] == SPEC.size]
         if cls.name.endswith("_cam"):  # cluster models are independent; the global model may lack the last layer
             tables = [state.global_KP[:, : SPEC.base.count]]
         assert tables, cls.name
@@ -71,7 +75,10 @@ def test_a_grown_state_is_that_of_more_clients():
         expected = large.to_checkpoint()[0]
         for name, value in grown.to_checkpoint()[0].items():
             if name != "assign_N":
-                assert torch.equal(value, expected[name]) and value.dtype == expected[name].dtype, (cls.name, name)
+                assert value.dtype == expected[name].dtype, (cls.name, name)
+                assert value.shape == expected[name].shape and torch.allclose(
+                    value, expected[name], rtol=0, atol=0, equal_nan=True
+                ), (cls.name, name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -227,7 +227,9 @@ class TestInputs:
         assert build(data, 0, tmp_path / "shards").warnings == []
 
     def test_the_label_is_none(self, tmp_path):
-        with pytest.raises(DataError, match="features names 'kind', which is the label, the client or the group"):
+        with pytest.raises(
+            DataError, match="features names 'kind', which is the label, the client, the group or the time"
+        ):
             read(written(tmp_path, "a,kind\n1,0\n2,1\n"), {"label": "kind", "features": ["a", "kind"]})
 
     @pytest.mark.parametrize(

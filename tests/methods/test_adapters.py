@@ -77,7 +77,9 @@ def test_every_method_trains_rows_without_the_frozen_part(label, results):
     trained = results[label].trained
     assert trained.state.models_KP.shape[1] == COLUMNS
     frozen = sum(tensor.numel() for tensor in Adapted().parameters() if not tensor.requires_grad)
-    for key in list(trained.backend.client_states.keys()):  # with numbers of a client program, such as weights of a head
+    for key in list(
+        trained.backend.client_states.keys()
+    ):  # with numbers of a client program, such as weights of a head
         assert trained.backend.client_states[key].numel() < COLUMNS + frozen
     x = trained.federation.test(0)[0][:4]
     assert trained.outputs(0, x).shape == (4, 10)
