@@ -38,7 +38,7 @@ _ROUND_SECONDS = 0.02
 _PATIENCE_SECONDS = 180.0
 _FAULTS: dict[str, Callable[[Line], None]] = {}  # by name; each prepares a line
 _COLUMNS = ("server", "line", "entries", "lost", "twice", "files", "requests", "delay, %", "end, s")
-_FILES = {"table.md": b"| method |", "deep/er/figure.png": bytes(range(256)) * 2000}
+_FILES = {"methods.md": b"| method |", "deep/er/figure.png": bytes(range(256)) * 2000}
 
 
 def _fault(name: str) -> Callable[[Callable[[Line], None]], Callable[[Line], None]]:
