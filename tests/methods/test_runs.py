@@ -161,27 +161,30 @@ class Undisturbed:
         return CheckpointStore(directory / name, self.run.config_hash).load()
 
 
+def undisturbed_runs(names, folder: Path) -> dict[str, Undisturbed]:
+    """A run of these methods, by name."""
+    run = make_experiment(
+        folder / "out",
+        some_methods(names),
+        schedule=SCHEDULE,
+        cohort={"fraction": 0.75, "availability": 0.9, "dropout": 0.2},
+        runtime={"checkpoint_every": 2},
+    )
+    watcher = Reports()
+    found = cfl_ray.simulate(run, folder / "run", watcher)
+    return {name: Undisturbed(run, folder / "run", found[name], watcher.of[name]) for name in names}
+
+
+@pytest.fixture(scope="module")
+def every_undisturbed(tmp_path_factory):
+    """Every method, in one run."""
+    return undisturbed_runs(REGISTRY, tmp_path_factory.mktemp("every"))
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Returns the undisturbed run of a method; each is made once."""
-    made: dict[str, Undisturbed] = {}
-
-    def of(name: str) -> Undisturbed:
-        if name not in made:
-            directory = tmp_path_factory.mktemp(name)
-            run = make_experiment(
-                directory / "out",
-                [{name: EARLY.get(name, {})}],
-                schedule=SCHEDULE,
-                cohort={"fraction": 0.75, "availability": 0.9, "dropout": 0.2},
-                runtime={"checkpoint_every": 2},
-            )
-            watcher = Reports()
-            result = cfl_ray.simulate(run, directory / "run", watcher)[name]
-            made[name] = Undisturbed(run, directory / "run", result, watcher.reports)
-        return made[name]
-
-    return of
+    return functools.cache(lambda name: undisturbed_runs([name], tmp_path_factory.mktemp(name))[name])
 
 
 def trained_clients(checkpoint) -> list[int]:
@@ -191,17 +194,17 @@ def trained_clients(checkpoint) -> list[int]:
 
 @pytest.mark.parametrize("name", REGISTRY)
 class TestEveryMethod:
-    def test_clients_join_and_leave_before_any_round(self, name, undisturbed):
+    def test_clients_join_and_leave_before_any_round(self, name, every_undisturbed):
         """Before the first and the last round included; metrics are those of clients online."""
-        whole = undisturbed(name)
+        whole = every_undisturbed[name]
         records, kinds = whole.result.records, ("left", "joined", "data changed")
         assert [record.metrics["clients_online"] for record in records] == [7, 8, 7, 9, 8, 9]
         assert all(np.isfinite(value) for record in records for value in record.metrics.values())
         assert "newcomer_accuracy" in whole.result.summary
         assert [[note for note in report.notes if note.startswith(kinds)] for report in whole.reports] == NOTES
 
-    def test_a_client_that_left_has_no_cluster_and_no_state(self, name, undisturbed):
-        whole = undisturbed(name)
+    def test_a_client_that_left_has_no_cluster_and_no_state(self, name, every_undisturbed):
+        whole = every_undisturbed[name]
         last = whole.checkpoint(whole.directory, name)
         assert last.round == 6 and last.tensors["assign_N"][LEAVER] == -1
         trained = trained_clients(last)
