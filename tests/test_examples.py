@@ -165,8 +165,8 @@ def test_a_notebook(name, notebooks):
 
 
 def _kinds(cell) -> list[tuple[str, list[str]]]:
-    """Type and formats of each output, but for warnings of libraries."""
-    outputs = (one for one in cell.get("outputs", []) if one.get("name") != "stderr")
+    """Type and formats of each output, but for warnings of libraries and lines of progress."""
+    outputs = (one for one in cell.get("outputs", []) if one.output_type != "stream")
     return [(one.output_type, sorted(one.get("data", {}))) for one in outputs]
 
 

@@ -120,7 +120,7 @@ def _caption(
     test: str,
     correction: str,
 ) -> str:
-    """What the numbers and marks mean: seeds, test, correction and the number of pairs."""
+    """Returns the meaning of the numbers and marks: seeds, test, correction and the number of pairs."""
     seeds = sorted({len(of_seeds) for of_seeds in run_metrics.values()})
     count = _range(seeds)
     what = escaped(metrics[0]) if len(metrics) == 1 else "Results"
