@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cfl_ray.cli.console import counted, out, say
+from cfl_ray.cli.console import counted, say
 from cfl_ray.errors import command
 
 Folder = Annotated[
@@ -29,15 +29,13 @@ def diff(
 
 def du(folder: Folder = Path("runs")) -> None:
     """Show the disk space of runs and shards: records, checkpoints, logged models, copies of code."""
-    from cfl_ray.cli.printed_tables import folding
-    from cfl_ray.results.disk_use import KINDS, disk_use
+    from cfl_ray.results.disk_use import disk_use
 
     found = disk_use(folder)
-    table = folding("folder", "state", *KINDS, "total")
     for use in sorted(found, key=lambda use: use.total, reverse=True):
-        sizes = (f"{use.bytes[kind] / _MB:.2f}" if kind in use.bytes else "" for kind in KINDS)
-        table.add_row(str(_below(use.path, folder)), use.state, *sizes, f"{use.total / _MB:.2f}")
-    out.print(table)
+        parts = sorted(((size / _MB, kind) for kind, size in use.bytes.items()), reverse=True)
+        sizes = ", ".join(f"{kind} {size:.2f}" for size, kind in parts if size)
+        say(f"{use.total / _MB:8.2f}  {_below(use.path, folder)}: {use.state}; {sizes}")
     total = sum(use.total for use in found) / _MB
     say(f"sizes in MB; {total:.2f} MB in all; what can be dropped: {command('clean', folder)}")
 

@@ -15,7 +15,8 @@ from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import is_held
 
-KINDS = ("records", "figures", RunDirectory.checkpoints.name, "models", "code", "shards")
+_CHECKPOINTS = RunDirectory.checkpoints.name.rstrip("/")
+KINDS = ("records", "figures", _CHECKPOINTS, "models", "code", "shards")
 _FIGURES = (".png", ".svg", ".pdf", ".html")  # of the artifacts; the others are records
 
 
@@ -166,7 +167,7 @@ def _bytes_of(run: Path) -> dict[str, int]:
     directory = RunDirectory(run)
     by_kind = {
         "figures": sum(map(size_of, _figures_of(run))),
-        RunDirectory.checkpoints.name: sum(map(size_of, run.glob(f"*/{RunDirectory.checkpoints.name}"))),
+        _CHECKPOINTS: sum(map(size_of, run.glob(f"*/{RunDirectory.checkpoints.name}"))),
         "models": sum(map(size_of, run.glob(f"*/{RunDirectory.models.name}"))),
         "code": size_of(directory.user_code) if directory.user_code.is_dir() else 0,
     }
