@@ -26,8 +26,6 @@ from cfl_ray.engine.local_steps import RowGradient, train_row
 from cfl_ray.engine.task import TrainingResult, TrainingTask, lacking
 from cfl_ray.errors import first_line
 from cfl_ray.nn.network import Network
-from cfl_ray.nn.packages import package_of
-from cfl_ray.nn.packages import why_not as why_no_package
 from cfl_ray.nn.recording import NotRecordable, RecordedFunction, record
 
 _DOES = frozenset(Need) - {Need.LOSS, Need.BRANCHES, Need.EXAMPLES}
@@ -65,6 +63,23 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         if reason := why_no_package(recorded.recording):
             return reason
     return None
+
+
+# `nn.packages` is imported when it is needed: it needs more than PyTorch and NumPy, which the other engines do not.
+
+
+def package_of(recording: RecordedFunction) -> Any:
+    """As `nn.packages.package_of`."""
+    from cfl_ray.nn import packages
+
+    return packages.package_of(recording)
+
+
+def why_no_package(recording: RecordedFunction) -> str | None:
+    """As `nn.packages.why_not`."""
+    from cfl_ray.nn import packages
+
+    return packages.why_not(recording)
 
 
 def _why_not_network(network: Network) -> str | None:

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 import cfl_ray
 from cfl_ray.errors import DataError
@@ -44,7 +44,7 @@ def package_of(recording: RecordedFunction) -> CompiledProgram | str:
     if key not in _LOADED:
         try:
             _LOADED[key] = _loaded(key) or _made(recording, key)
-        except (OSError, DataError, RuntimeError, Timeout, subprocess.SubprocessError) as error:
+        except (OSError, DataError, RuntimeError, subprocess.SubprocessError) as error:
             _LOADED[key] = _reason(error)
     return _LOADED[key]
 

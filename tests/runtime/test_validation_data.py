@@ -33,10 +33,10 @@ def federation(spoiled: bool):
     return federation_from_arrays(x, y, owner, x_test=x_test, y_test=np.arange(30) % 3, view="label")
 
 
-def assert_no_leak(methods, engine, rounds=2):
+def assert_no_leak(methods, engine, rounds=2, **local):
     """Runs with and without spoiled validation samples: all but the metrics on validation data are equal."""
     schedule = [{"round": 2, "change": [{"clients": [1, 2], "data_of": [2, 1]}, {"clients": [3], "relabel": 1}]}]
-    experiment = SMALL | {
+    experiment = merged(SMALL, {"local": local}) | {
         "rounds": rounds,
         "methods": [{name: EARLY.get(name, {})} for name in methods],
         "schedule": schedule,
@@ -65,7 +65,7 @@ def test_validation_samples_reach_no_model_signature_or_choice():
 def test_validation_samples_reach_no_method_and_no_engine():
     assert_no_leak(list(REGISTRY), "sequential", rounds=3)
     assert_no_leak(["ifca", "ditto"], "vectorised")
-    assert_no_leak(["fedavg", "ifca"], "span")
+    assert_no_leak(["fedavg", "ifca"], "span", batch_size=None, epochs=2)
 
 
 def test_every_metric_of_an_evaluation_is_measured_on_both_parts():
