@@ -193,6 +193,7 @@ def experiment(output: Path, tracker: str, **changes: Any) -> Experiment:
         "report": not tracker,  # it takes most of the time of a run
         "trackers": [{"own": OwnTracker}.get(tracker, tracker or "csv")],
         "uri": f"sqlite:///{output / 'mlflow.db'}",
+        "patience": 5,  # of what raises in each call
     }
     values = {
         "rounds": ROUNDS,

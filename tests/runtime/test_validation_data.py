@@ -21,19 +21,19 @@ SMALL = {
 }
 
 
-def federation(spoiled: bool):
+def federation(spoiled: bool, inputs: int = 4):
     """Clients whose validation samples are 1000 if `spoiled`, in the label view."""
     draw = np.random.default_rng(0)
-    x, y = draw.standard_normal((COUNT * SIZE, 4)).astype(np.float32), draw.integers(0, 3, COUNT * SIZE)
+    x, y = draw.standard_normal((COUNT * SIZE, inputs)).astype(np.float32), draw.integers(0, 3, COUNT * SIZE)
     for client in range(COUNT if spoiled else 0):
         rows = np.arange(client * SIZE, (client + 1) * SIZE)
         x[rows[SHARE.rows(client, y[rows])[1]]] = 1000.0
-    x_test = draw.standard_normal((30, 4)).astype(np.float32)
+    x_test = draw.standard_normal((30, inputs)).astype(np.float32)
     owner = np.repeat(np.arange(COUNT), SIZE)
     return federation_from_arrays(x, y, owner, x_test=x_test, y_test=np.arange(30) % 3, view="label")
 
 
-def assert_no_leak(methods, engine, rounds=2, **local):
+def assert_no_leak(methods, engine, rounds=2, inputs=4, **local):
     """Runs with and without spoiled validation samples: all but the metrics on validation data are equal."""
     schedule = [{"round": 2, "change": [{"clients": [1, 2], "data_of": [2, 1]}, {"clients": [3], "relabel": 1}]}]
     experiment = merged(SMALL, {"local": local}) | {
@@ -44,7 +44,7 @@ def assert_no_leak(methods, engine, rounds=2, **local):
         "evaluation": {"tuned_epochs": 1, "past": True, "verify": False},
     }
     clean, spoiled = (
-        simulate(Experiment(data={"federation": federation(spoiled), "validation": {}}, **experiment))
+        simulate(Experiment(data={"federation": federation(spoiled, inputs), "validation": {}}, **experiment))
         for spoiled in (False, True)
     )
     for label, result in clean.methods.items():
@@ -65,7 +65,7 @@ def test_validation_samples_reach_no_model_signature_or_choice():
 def test_validation_samples_reach_no_method_and_no_engine():
     assert_no_leak(list(REGISTRY), "sequential", rounds=3)
     assert_no_leak(["ifca", "ditto"], "vectorised")
-    assert_no_leak(["fedavg", "ifca"], "span", batch_size=None, epochs=2)
+    assert_no_leak(["fedavg", "ifca"], "span", inputs=64, batch_size=None, epochs=2)
 
 
 def test_every_metric_of_an_evaluation_is_measured_on_both_parts():
