@@ -45,6 +45,8 @@ from cfl_ray.methods.fedccfa import RECEIVED
 from cfl_ray.methods.fedproto import averaged_prototypes, prototypes_of, squared_distances
 from cfl_ray.methods.fedrep import OnlyColumns, training_of
 
+_LEAST_EIGENVALUE = 1e-12  # of the trace
+
 
 @dataclass(frozen=True, kw_only=True)
 class CollaborationState(ClassifiersState):
@@ -170,10 +172,11 @@ def collaboration(v_M: np.ndarray, h_MX: np.ndarray, least: float) -> np.ndarray
     weight_MM = np.empty_like(gram_MM)
     for i, g_M in enumerate(gram_MM):
         q_MM = gram_MM[i, i] - g_M[:, None] - g_M[None] + gram_MM + np.diag(v_M)
-        q_MM += np.eye(len(v_M)) * max(np.trace(q_MM), 1.0) * 1e-12  # v_i is 0 for equal samples of one label
-        lower_MM = np.linalg.cholesky(q_MM / np.trace(q_MM))
-        ones_M = np.ones(len(v_M))
-        b_M = scipy.optimize.nnls(lower_MM.T, scipy.linalg.solve_triangular(lower_MM, ones_M, lower=True))[0]
+        # a is the minimum b >= 0 of b^T q b / 2 - sum of b, scaled: ||f b - f^-T 1||^2 with q = f^T f. Eigenvalues are
+        # 0 or, by rounding, below if v_i is 0, as for equal samples of one label
+        value_M, vector_MM = np.linalg.eigh(q_MM / max(np.trace(q_MM), 1e-300))
+        root_M = np.sqrt(np.maximum(value_M, _LEAST_EIGENVALUE))
+        b_M = scipy.optimize.nnls(root_M[:, None] * vector_MM.T, vector_MM.sum(0) / root_M)[0]
         a_M = np.where(b_M / b_M.sum() < least, 0.0, b_M)
         weight_MM[i] = a_M / a_M.sum()
     return weight_MM

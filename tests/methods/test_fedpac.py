@@ -53,6 +53,17 @@ def test_weights_of_special_cases():
     assert collaboration(np.ones(1), same[:1], 1e-3).tolist() == [[1.0]]
 
 
+def test_weights_of_matrices_that_are_singular_up_to_rounding():
+    """Few statistics of many clients, large ones, and no variance: the weights are still of the simplex."""
+    draw = np.random.default_rng(3)
+    for scale in (1e-6, 1.0, 1e6):
+        h_MX = scale * np.repeat(draw.normal(size=(4, 2)), 5, 0)  # five clients with each statistic
+        weight_MM = collaboration(np.zeros(20), h_MX, 1e-3)
+        assert (weight_MM >= 0).all() and np.allclose(weight_MM.sum(1), 1)
+        error_M = np.linalg.norm(weight_MM @ h_MX - h_MX, axis=1)  # a^T D D^T a = 0 for equal clients alone
+        assert error_M.max() < 1e-2 * np.abs(h_MX).max()
+
+
 def by_torch(one, method, cohorts):
     clients, w, heads, prototypes = Torch(one), one.model(), {}, {}
     for round, cohort in enumerate(cohorts, 1):
