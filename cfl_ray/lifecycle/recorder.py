@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from cfl_ray.errors import FOREIGN, DataError
+from cfl_ray.errors import FOREIGN, DataError, class_and_text
 from cfl_ray.results.arrow_log import ClientMetrics, DiagnosticsLog, Reassignments
 from cfl_ray.results.results import MethodResult, recovery_metrics
 from cfl_ray.results.trained import TrainedMethod
@@ -176,6 +176,6 @@ def write_figures(
         except FOREIGN as error:
             # matplotlib fails while a tracker's thread imports IPython, and works afterwards
             if is_last:
-                warn(f"the figures in {directory} were not written: {type(error).__name__}: {error}")
+                warn(f"the figures in {directory} were not written: {class_and_text(error)}")
             else:
                 time.sleep(_PAUSE_SECONDS)

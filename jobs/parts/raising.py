@@ -236,7 +236,7 @@ def tried(
 
     all_calls: False: of the single calls only the first and the last.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # an attempt may still write
 
         def run(name: str, calls: Calls) -> Outcome:
             output = Path(folder) / name  # each has its own MLflow, since a process asks a known one less
