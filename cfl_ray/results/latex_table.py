@@ -20,8 +20,9 @@ _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textas
     letter: rf"\{letter}" for letter in "&%$#_{}"
 }
 # neither more nor less of them is better, so no value is the best
-_NEUTRAL = re.compile(
-    r"num_clusters|largest_cluster_share|clients_.*|cohort_size|trained_share|staleness|clip_norm|round|rounds_to_stable_.*"
+_UNRANKED = re.compile(
+    "num_clusters|largest_cluster_share|clients_.*|cohort_size|trained_share|staleness|clip_norm|round|"
+    "rounds_to_stable_.*"
 )
 
 
@@ -97,7 +98,7 @@ def _cell(
     number, _, spread = text.partition(" ± ")
     test, bests = tested[metric][key], [other for other, one in tested[metric].items() if one.is_best]
     best = next((_values(run_metrics, other, metric).mean() for other in bests if other[0] == key[0]), math.nan)
-    if _NEUTRAL.fullmatch(metric) is None and _has_rivals(run_metrics, key[0]):
+    if _UNRANKED.fullmatch(metric) is None and _has_rivals(run_metrics, key[0]):
         if mean == best:
             number = rf"\mathbf{{{number}}}"
         elif test.is_alike:

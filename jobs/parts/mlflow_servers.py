@@ -40,7 +40,7 @@ def version(kind: str) -> str:
 
 
 def why_not(kind: str) -> str:
-    """What this machine lacks for a server of a kind; empty: nothing."""
+    """Returns the programs and packages that a server of this kind lacks here, in words; empty if it can start."""
     base, _, more = kind.partition(", ")
     lacks_login = more == "login" and importlib.util.find_spec("flask_wtf") is None
     lacking = [servers.missing(base), servers.missing(servers.S3) if more == "S3" else ""]

@@ -176,7 +176,7 @@ class _Warnings(Watcher):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run."""
+    """The end of a run: its error, recorded rounds, status and warnings."""
 
     ended: str  # empty: as it should; else the error with which it ended
     rounds: list[int]

@@ -26,7 +26,7 @@ _USERS = {POSTGRESQL: "postgres", MARIADB: "mysql"}  # of Debian's packages: the
 
 
 def missing(kind: str) -> str:
-    """What this machine lacks to start a server of this kind; empty: nothing."""
+    """Returns the programs and packages that a server of this kind lacks here, in words; empty if it can start."""
     lacking = [name for name in _PROGRAMS.get(kind, ()) if _program(name) is None]
     lacking += [name for name in _PACKAGES.get(kind, ()) if find_spec(name) is None]
     return f"{kind} needs {', '.join(lacking)}" if lacking else ""

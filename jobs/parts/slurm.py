@@ -48,7 +48,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
 
 
 def missing() -> str:
-    """What this machine lacks to start Slurm; empty: nothing."""
+    """Returns the programs or rights that Slurm lacks here, in words; empty if it can start."""
     lacking = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if lacking:
         return f"Slurm needs {', '.join(lacking)}: packages slurm-wlm and munge"
@@ -67,7 +67,7 @@ class Slurm:
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
 
     def __call__(self, *words: str | Path, folder: Path | None = None, **variables: str) -> str:
-        """What a command prints. Raises RuntimeError if it fails."""
+        """Returns the output of a command. Raises RuntimeError if it fails."""
         environment = self.environment | variables
         done = subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True)
         if done.returncode:
