@@ -91,16 +91,14 @@ def federation_from_arrays(
         "normalize": normalize,
         "sha256": digest(x_, y_, client, group_N, *(test or ()), *(() if owner is None else (owner,))),
     }
-    if vocabulary is not None:
-        recipe["vocabulary"] = vocabulary
-    if targets != "class":
-        recipe["targets"] = targets
-    if classes != num_outputs(None, parts, targets, vocabulary):
-        recipe["num_classes"] = classes
-    if found:
-        recipe["labels"] = list(found)
-    if class_names is not None:
-        recipe["class_names"] = list(names_C)
+    optional = {
+        "vocabulary": vocabulary,
+        "targets": None if targets == "class" else targets,
+        "num_classes": None if classes == num_outputs(None, parts, targets, vocabulary) else classes,
+        "labels": list(found) if found else None,
+        "class_names": None if class_names is None else list(names_C),
+    }
+    recipe |= {key: value for key, value in optional.items() if value is not None}
     validated_N = None  # the validation rows of each client
     if validation is not None:
         validator = np.zeros(0, np.int64)
@@ -109,28 +107,19 @@ def federation_from_arrays(
             validated_N = _rows_by_client(validator, len(names))
         recipe["validation"] = digest(*validation, validator)
     rows_N, labels_NC = _rows_by_client(client, len(names)), None
-    parts_N: list[tuple[np.ndarray, ...]]
-    if view != "holdout":
-        parts_N = [(rows, rows[:0]) for rows in rows_N]
-        if view == "label":
-            labels_NC = np.zeros((len(names), classes), bool)
-            labels_NC[client, y_] = True
-    elif test is not None and owner is not None:
-        own_N = _rows_by_client(owner, len(names))
-        parts_N = [(rows, len(x_) + own) for rows, own in zip(rows_N, own_N, strict=True)]
-        x_, y_, test = np.concatenate([x_, test[0]]), np.concatenate([y_, test[1]]), None
-    elif 0 < holdout < 1:
-        remedy = "leave its sample out, or give x_test and y_test"
-        if order not in ("random", "last"):
-            raise DataError(f"order must be 'random' or 'last', got {order!r}")
-        parts_N = [split_rows(rows, holdout, n, str(names[n]), seed, remedy, order) for n, rows in enumerate(rows_N)]
+    parts_N: list[tuple[np.ndarray, ...]] = [(rows, rows[:0]) for rows in rows_N]
+    if view == "label":
+        labels_NC = np.zeros((len(names), classes), bool)
+        labels_NC[client, y_] = True
+    elif view == "holdout" and test is not None and owner is not None:
+        parts_N = [(rows,) for rows in rows_N]
+        (x_, y_), parts_N = _appended((x_, y_), parts_N, test, _rows_by_client(owner, len(names)))
+        test = None
+    elif view == "holdout":
+        parts_N = _held_out(rows_N, names, holdout, order, seed)
         recipe |= {} if order == "random" else {"order": order}
-    else:
-        raise DataError(f"holdout is a share between 0 and 1, got {holdout}")
     if validation is not None and validated_N is not None:
-        first = len(x_)
-        parts_N = [(*rows, first + own) for rows, own in zip(parts_N, validated_N, strict=True)]
-        x_, y_ = np.concatenate([x_, validation[0]]), np.concatenate([y_, validation[1]])
+        (x_, y_), parts_N = _appended((x_, y_), parts_N, validation, validated_N)
     samples, index = _by_client(x_, y_, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)
     if validation is not None and validated_N is None:
         index = replace(index, validation_set_N=np.zeros(len(names), np.int32))
@@ -144,6 +133,27 @@ def federation_from_arrays(
         federation.validation_samples_of_all = None if own else validation
         federation.validation_sizes = [] if own else [len(validation[1])]
     return federation
+
+
+def _appended(
+    samples: StoredSamples, parts_N: Sequence[tuple[np.ndarray, ...]], more: StoredSamples, own_N: Sequence[np.ndarray]
+) -> tuple[StoredSamples, list[tuple[np.ndarray, ...]]]:
+    """The samples with those of a further part behind them, and the rows of each client with its own in that part."""
+    first, (x, y), (x_more, y_more) = len(samples[0]), samples, more
+    parts = [(*rows, first + own) for rows, own in zip(parts_N, own_N, strict=True)]
+    return (np.concatenate([x, x_more]), np.concatenate([y, y_more])), parts
+
+
+def _held_out(
+    rows_N: Sequence[np.ndarray], names: np.ndarray, holdout: float, order: str, seed: int
+) -> list[tuple[np.ndarray, ...]]:
+    """Rows for training and for the test of each client. Raises DataError for another share or order."""
+    if not 0 < holdout < 1:
+        raise DataError(f"holdout is a share between 0 and 1, got {holdout}")
+    if order not in ("random", "last"):
+        raise DataError(f"order must be 'random' or 'last', got {order!r}")
+    remedy = "leave its sample out, or give x_test and y_test"
+    return [split_rows(rows, holdout, n, str(names[n]), seed, remedy, order) for n, rows in enumerate(rows_N)]
 
 
 def data_set_from_arrays(
