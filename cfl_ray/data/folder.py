@@ -158,9 +158,22 @@ def _read_again(read: Callable[[], _Read]) -> _Read:
     return read()
 
 
+def _in_one_request(uri: str) -> str:
+    """The URI with which pyarrow writes a file of less than 10 MB to S3 by one request instead of three.
+
+    The end of an upload in parts is also what servers of S3's protocol answer differently. pyarrow knows the option
+    in a URI since 21.
+    """
+    address, mark, options = uri.partition("?")
+    known = address.startswith("s3:") and int(pa.__version__.partition(".")[0]) >= 21
+    if not known or "allow_delayed_open" in options:
+        return uri
+    return f"{address}?{options}{'&' if mark else ''}allow_delayed_open=true"
+
+
 @functools.lru_cache
 def _open_uri(uri: str) -> tuple[fs.FileSystem, str]:
-    filesystem, path = fs.FileSystem.from_uri(uri)
+    filesystem, path = fs.FileSystem.from_uri(_in_one_request(uri))
     return filesystem, path.rstrip("/")
 
 

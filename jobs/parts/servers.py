@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +21,8 @@ KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 REGION = "us-east-1"
 BUCKET = "parts"
 _START_SECONDS = 120.0
-_PROGRAMS = {POSTGRESQL: ("postgres", "initdb"), MARIADB: ("mariadbd", "mariadb-install-db"), S3: ("moto_server",)}
-_PACKAGES = {POSTGRESQL: ("psycopg2",), MARIADB: ("pymysql",), S3: ("boto3",)}
+_PROGRAMS = {POSTGRESQL: ("postgres", "initdb"), MARIADB: ("mariadbd", "mariadb-install-db")}
+_PACKAGES = {POSTGRESQL: ("psycopg2",), MARIADB: ("pymysql",), S3: ("moto", "boto3")}
 _USERS = {POSTGRESQL: "postgres", MARIADB: "mysql"}  # of Debian's packages: these servers refuse to run as root
 
 
@@ -98,7 +99,7 @@ def mariadb() -> Iterator[str]:
 @contextmanager
 def s3() -> Iterator[str]:
     """The host and port of a server of S3 (moto) with the bucket `BUCKET`; `s3_variables` has what clients need."""
-    with served("moto_server", "-H", "127.0.0.1", "-p") as port:
+    with served(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p") as port:
         import boto3
 
         store = boto3.client(

@@ -207,3 +207,18 @@ def test_a_file_of_the_cache_that_is_used_stays(remote, cache):
         os.utime(file, (0, 0))
     open_shards(uri).train(0)
     assert all(file.stat().st_atime > 1 for file in cache.glob("*.arrow"))
+
+
+@pytest.mark.parametrize(
+    "uri, opened",
+    [
+        ("s3://bucket/x", "s3://bucket/x?allow_delayed_open=true"),
+        ("s3://bucket/x?region=eu", "s3://bucket/x?region=eu&allow_delayed_open=true"),
+        ("s3://bucket/x?allow_delayed_open=false", "s3://bucket/x?allow_delayed_open=false"),
+        ("gs://bucket/x", "gs://bucket/x"),
+    ],
+)
+def test_small_files_are_written_to_s3_by_one_request(uri, opened):
+    assert folder_module._in_one_request(uri) == opened
+    if uri.startswith("s3:") and "region" in opened:  # without a region, pyarrow asks for it
+        assert fs.FileSystem.from_uri(opened)[1] == "bucket/x", "pyarrow knows the option"

@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 from other_clusters import OtherCluster, cfl_ray, end, rounds_in, served, wait_for_rounds
-from pyarrow.fs import S3FileSystem, copy_files
 
 from cfl_ray import load_run, simulate
+from cfl_ray.data.folder import Folder
+from jobs.parts import servers
 
 pytestmark = pytest.mark.slow
-KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
 @pytest.fixture
@@ -39,21 +39,17 @@ def redis(tmp_path):
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """Returns a function: a local folder -> the URI of its copy in a bucket of an S3 server. None: there is none."""
-    if shutil.which("moto_server") is None:  # package moto[server]
-        yield None
-        return
-    for name in KEYS:
-        monkeypatch.setenv(name, "test")
-    with served("moto_server", "-H", "127.0.0.1", "-p") as port:
-        place = {"endpoint_override": f"127.0.0.1:{port}", "scheme": "http", "region": "us-east-1"}
-        # the server does not complete uploads of several parts as Arrow expects it
-        files = S3FileSystem(**place, allow_bucket_creation=True, allow_delayed_open=True)
-        files.create_dir("bucket")
+    """Returns a function: a local folder -> the URI of its copy in a bucket of an S3 server."""
+    for name in servers.KEYS:
+        monkeypatch.setenv(name, "parts")
+    with servers.s3() as address:
+        options = f"endpoint_override={address}&scheme=http&region={servers.REGION}"
 
         def upload(folder):
-            copy_files(str(folder), "bucket/shards", destination_filesystem=files)
-            return "s3://bucket/shards?" + "&".join(f"{name}={value}" for name, value in place.items())
+            for one in folder.iterdir():
+                uri = f"s3://{servers.BUCKET}/shards/{one.name}?{options}"
+                Folder(uri).put(one, (path.name for path in one.iterdir()))
+            return f"s3://{servers.BUCKET}/shards?{options}"
 
         yield upload
 
@@ -61,7 +57,7 @@ def bucket(monkeypatch):
 def test_resumed_on_another_cluster_after_the_head_died(cluster, bucket, experiment, figures, tmp_path):
     """From another folder, with other measurements of engines there: same engine, shards and figures.
 
-    And a run whose shards are in S3, if there is a server of S3 here.
+    And a run whose shards are in S3.
     """
     for folder in ("here", "there", "stored"):
         (tmp_path / folder).mkdir()
@@ -72,7 +68,7 @@ def test_resumed_on_another_cluster_after_the_head_died(cluster, bucket, experim
         methods = [{f"{Path(__file__).parents[1] / 'gated.py'}:Gated": {"gate": str(gate)}}]
         return experiment(**{"methods": methods, "data": {"source": "digits"}, "local": {"epochs": 1}} | changes)
 
-    expected, uri = figures(simulate(gated(4))), bucket and bucket(tmp_path / "shards")
+    expected, uri = figures(simulate(gated(4))), bucket(tmp_path / "shards")
     shutil.rmtree(tmp_path / "shards")
     first, log, mine = cluster(), (tmp_path / "log").open("a+"), tmp_path / "here/mine.yaml"
     runtime = {"engine": "auto", "hosts": 1, "address": first.address}
@@ -81,11 +77,10 @@ def test_resumed_on_another_cluster_after_the_head_died(cluster, bucket, experim
     run_dir, stored, runs = tmp_path / "here/out/run", tmp_path / "stored/run", []
     runs.append(cfl_ray(first, log, "run", mine.name, "--run-dir", "out/run", folder=mine.parent))
     records = [run_dir / "gated/metrics.jsonl"]
-    if uri:
-        elsewhere = gated(3, data={"source": "digits", "shards": uri}, runtime={"hosts": 1})
-        (tmp_path / "stored/mine.yaml").write_text(elsewhere.to_yaml())
-        runs.append(cfl_ray(first, log, "run", mine.name, "--run-dir", "run", folder=tmp_path / "stored"))
-        records.append(stored / "gated/metrics.jsonl")
+    elsewhere = gated(3, data={"source": "digits", "shards": uri}, runtime={"hosts": 1})
+    (tmp_path / "stored/mine.yaml").write_text(elsewhere.to_yaml())
+    runs.append(cfl_ray(first, log, "run", mine.name, "--run-dir", "run", folder=tmp_path / "stored"))
+    records.append(stored / "gated/metrics.jsonl")
     for run, file in zip(runs, records):
         wait_for_rounds(3, file, run, tmp_path / "log")
     for run in runs:
@@ -99,8 +94,7 @@ def test_resumed_on_another_cluster_after_the_head_died(cluster, bucket, experim
     gate.write_text("4")
     second = cluster()
     runs = [cfl_ray(second, log, "resume", str(run_dir), folder=tmp_path / "there")]
-    if uri:
-        runs.append(cfl_ray(second, log, "resume", str(stored), folder="/"))
+    runs.append(cfl_ray(second, log, "resume", str(stored), folder="/"))
     assert [run.wait(300) for run in runs] == [0] * len(runs), (tmp_path / "log").read_text()
     text = (tmp_path / "log").read_text()
     assert f"engine {engine}: as at the start of the run" in text and "goes on after round" in text
@@ -108,8 +102,7 @@ def test_resumed_on_another_cluster_after_the_head_died(cluster, bucket, experim
     assert list((tmp_path / "there").iterdir()) == [], "nothing is made where it was resumed"
     same_engine = figures(simulate(gated(4, runtime={"engine": engine})))
     assert figures(load_run(run_dir)) == same_engine and [round for round, _ in same_engine["gated"]] == [1, 2, 3, 4]
-    if uri:
-        assert figures(load_run(stored)) == expected
+    assert figures(load_run(stored)) == expected
 
 
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server here")
