@@ -81,7 +81,8 @@ def collect(folder: Path, recipe: Path | None, name: str | None = None) -> Path:
         )
     file = FIGURES / (f"{name}.csv" if name else _csv(record))
     FIGURES.mkdir(exist_ok=True)
-    _add(file, pd.DataFrame(rows))
+    if rows:
+        _add(file, pd.DataFrame(rows))
     return file
 
 
