@@ -29,7 +29,7 @@ PERSONAL = (  # predict with models of single clients
 study_of = cache(load_study)
 _read_yaml = cache(lambda file: yaml.safe_load(file.read_text()))
 _published = cache(load_published)
-_read_runs = cache(lambda file: pd.read_csv(file, dtype=WORDS))
+_read_runs = cache(lambda file, changed_ns: pd.read_csv(file, dtype=WORDS))
 
 
 @cache
@@ -188,7 +188,7 @@ def read_reasons() -> dict[str, Any]:
 def runs_of(study: str) -> pd.DataFrame:
     """The runs of a study that are on record. study: PAPER-NAME."""
     file = FIGURES / f"{study}.csv"
-    return _read_runs(file) if file.is_file() else pd.DataFrame({"setting": []})
+    return _read_runs(file, file.stat().st_mtime_ns) if file.is_file() else pd.DataFrame({"setting": []})
 
 
 def keys_of(changed: str) -> set[str]:

@@ -259,8 +259,8 @@ def _missing() -> list[str]:
         "reached in the runs above, evaluation and all methods included: in runs of the study, else of the paper, else",
         "in all. FEMNIST is counted with the writers at hand. *Done*: with all rounds, and trained as the recipe says.",
         "*One run*: on one core, as the recipe says, also where data are not at hand. Short runs take more than their",
-        "operations, so the recipe's cost is nearer for them. `python -m jobs.experiments --core-hours 6` runs the next",
-        "of those that [an order](../jobs/experiments/order.txt) names, and adds each to this page.",
+        "operations, so the recipe's cost is nearer for them. `python -m jobs.experiments --core-hours 6` runs the",
+        "next of those that [an order](../jobs/experiments/order.txt) names, and adds each to this page.",
         "",
     ]
     shown = [["study", "runs", "done", "not counted: data not at hand", "GFLOP/s", "core hours", "one run"]]
