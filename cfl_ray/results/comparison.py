@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +100,9 @@ def compare_runs(
     round: an element of ROUNDS: the evaluation whose metrics are compared: of the round whose models are kept (the best
         one with `keep: best`, otherwise the last), of the best, or of the last.
     trust, code: as in `load_run`.
-    test: "ttest", or "wilcoxon", the signed-rank test over the clients of all seeds, whose effect is the rank-biserial
-        correlation; NaN for a metric that is not one of clients. correction: "none", or "holm" over the methods.
+    test: "ttest", or "wilcoxon", the signed-rank test over the clients (`ClientScores.pairs`), whose effect is the
+        rank-biserial correlation; NaN for a metric that is not one of clients. correction: "none", or "holm" over
+        the methods.
     Raises ConfigError for a metric that no run has, and for the best round of methods that have none. If `accuracy` is
     in the table, the metric `accuracy_std` has the column `accuracy_std_over_clients`.
     """
@@ -436,12 +437,13 @@ def tests_of(
     tested: dict[tuple[str, str], PairedTest] = {}
     for key, of_seeds in values.items():
         winner = best.get(key[0], key)
-        ours: Mapping[Any, float] = of_seeds
-        theirs: Mapping[Any, float] = values[winner]
+        pairs = ClientPairs(of_seeds, values[winner])
         if how == "wilcoxon":
-            ours, theirs = ({} if scores is None else scores(one, metric) for one in (key, winner))
+            pairs = ClientPairs() if scores is None else scores.pairs(key, winner, metric)
         run = paired_test if how == "ttest" else signed_rank_test
-        tested[key] = PairedTest(*run(ours, theirs), common(ours, theirs), key == winner and key[0] in best)
+        p, effect = run(pairs.ours, pairs.theirs)
+        is_best, count = key == winner and key[0] in best, common(pairs.ours, pairs.theirs)
+        tested[key] = PairedTest(p, effect, count, is_best, pairs.clients, pairs.overlap)
     for experiment in dict.fromkeys(key[0] for key in tested):
         keys = [key for key in tested if key[0] == experiment]
         tested |= zip(keys, corrected([tested[key] for key in keys], correction), strict=True)
@@ -462,6 +464,23 @@ def _best_of(
     return best
 
 
+@dataclass(frozen=True)
+class ClientPairs:
+    """Scores of two methods by pair, a number of a client."""
+
+    ours: Mapping[int, float] = field(default_factory=dict)
+    theirs: Mapping[int, float] = field(default_factory=dict)
+    clients: int = 0  # that the pairs stand for
+    overlap: bool = False  # whether clients of several pairs are tested on the same samples, with other models
+
+
+def _tests_of(scores: pd.DataFrame) -> pd.Series:
+    """A value for each client (index) that is equal for clients with the same rows, in the order of the clients."""
+    bits = np.ascontiguousarray(scores.to_numpy(np.float64)).view(np.int64)  # NaN is equal to itself
+    row = np.unique(bits, axis=0, return_inverse=True)[1]
+    return scores.assign(row=row).groupby(level="client")["row"].agg(tuple)
+
+
 class ClientScores:
     """The scores of clients in one evaluation of each run, read when they are first asked for."""
 
@@ -469,19 +488,40 @@ class ClientScores:
         self.results, self.round = results, round  # as in `compare_runs`
         self._frames: dict[tuple[tuple[str, str], int], pd.DataFrame] = {}
 
-    def __call__(self, key: tuple[str, str], metric: str) -> dict[tuple[int, int], float]:
-        """The values of a metric by (seed, client) of an (experiment, method); empty if it is not one of clients."""
+    def pairs(self, key: tuple[str, str], other: tuple[str, str], metric: str) -> ClientPairs:
+        """The pairs of a metric of two (experiment, method): a client's values are its means over the seeds.
+
+        Clients whose scores, the loss included, are the same with every seed and in both methods are a single pair:
+        they are tested on the same samples with the same models, as the clients of a true group are with a shared test
+        set (`data.test.view`). So the records decide, not the settings. Empty if the metric is not one of clients.
+        """
+        import pandas as pd
+
         column = {"test_loss": "loss"}.get(metric, metric)
-        found: dict[tuple[int, int], float] = {}
-        for seed, result in self.results.get(key, {}).items():
-            if (key, seed) not in self._frames:
-                frame, best = result.client_metrics(), None if self.round == "last" else result.best_round
-                self._frames[key, seed] = frame[frame["round"] == (frame["round"].max() if best is None else best)]
-            frame = self._frames[key, seed]
-            if column in frame.columns:
-                clients, values = frame["client"].tolist(), frame[column].tolist()
-                found |= {(seed, client): value for client, value in zip(clients, values, strict=True)}
-        return found
+        both = []
+        for seed in sorted(self.results.get(key, {}).keys() & self.results.get(other, {}).keys()):
+            ours, theirs = self._frame(key, seed), self._frame(other, seed)
+            if column in ours and column in theirs:
+                both.append(ours.join(theirs, how="inner", lsuffix="/ours", rsuffix="/theirs").assign(seed=seed))
+        if not both:
+            return ClientPairs()
+        scores, compared = pd.concat(both), [f"{column}/ours", f"{column}/theirs"]
+        scores = scores[np.isfinite(scores[compared].to_numpy()).all(1)]
+        means = scores.groupby(level="client")[compared].mean()
+        tests = _tests_of(scores)
+        of_one = [_tests_of(scores.filter(regex=f"/{side}$|^seed$")).nunique() for side in ("ours", "theirs")]
+        is_first = ~tests.duplicated().to_numpy()
+        ours_of, theirs_of = (dict(zip(means.index[is_first], means[name][is_first], strict=True)) for name in compared)
+        return ClientPairs(ours_of, theirs_of, len(tests), min(of_one) < tests.nunique())
+
+    def _frame(self, key: tuple[str, str], seed: int) -> pd.DataFrame:
+        """The scores of the clients, by client."""
+        if (key, seed) not in self._frames:
+            result = self.results[key][seed]
+            frame, best = result.client_metrics(), None if self.round == "last" else result.best_round
+            frame = frame[frame["round"] == (frame["round"].max() if best is None else best)]
+            self._frames[key, seed] = frame.drop(columns="round").set_index("client").astype(np.float64)
+        return self._frames[key, seed]
 
 
 def mean_and_spread(mean: float, std: float) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from cfl_ray.report.drawing import with_spread
 from cfl_ray.results.comparison import ClientScores, RunMetrics, chosen_metrics, tests_of
-from cfl_ray.results.significance import CORRECTIONS, LEVEL, TESTS, PairedTest
+from cfl_ray.results.significance import CORRECTIONS, LEVEL, NEEDED, TESTS, PairedTest, pairs_in_words
 
 _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
     letter: rf"\{letter}" for letter in "&%$#_{}"
@@ -129,17 +129,21 @@ def _caption(
     if not any(_has_rivals(run_metrics, experiment) for experiment, _ in run_metrics):
         return f"{text}."
     text += "; the best of each column in bold" if len(metrics) == 1 else "; the best of each metric in bold"
-    pairs = sorted({one.pairs for of_metric in tested.values() for one in of_metric.values() if not math.isnan(one.p)})
-    if not pairs:
-        needs = "three seeds" if test == "ttest" else "the metrics of single clients"
-        return f"{text}. No test of differences, which needs {needs}."
-    unit = "seeds" if test == "ttest" else "clients, all seeds together"
+    every = [one for of_metric in tested.values() for one in of_metric.values()]
+    if all(math.isnan(one.p) for one in every):
+        return f"{text}. No test of differences, which needs {NEEDED[test]}."
+    pairs = re.sub(r"\bn = (\d+)(?: to (\d+))?", _in_formula, pairs_in_words(test, every))
     untested = [escaped(name) for name in metrics if all(math.isnan(one.p) for one in tested[name].values())]
     without = f", without {', '.join(untested)}" if untested else ""
     return (
-        f"{text}, underlined if not significantly worse than the best ({TESTS[test]}, $n = {_range(pairs)}$ {unit}, "
-        f"level {LEVEL:g}, {CORRECTIONS[correction]}{without})."
+        f"{text}, underlined if not significantly worse than the best ({TESTS[test]}, {pairs}, level {LEVEL:g}, "
+        f"{CORRECTIONS[correction]}{without})."
     )
+
+
+def _in_formula(count: re.Match[str]) -> str:
+    least, most = count.groups()
+    return f"$n = {least}$" if most is None else f"$n = {least}$--${most}$"
 
 
 def _range(counts: Sequence[int]) -> str:

@@ -1,14 +1,16 @@
 """Tests of a method against the best method of its experiment, over seeds or over clients, and their correction.
 
 J. Demsar. Statistical comparisons of classifiers over multiple data sets. JMLR 7, 2006, sections 3.1.3 (Wilcoxon) and
-3.2.2 (Holm).
+3.2.2 (Holm). Its section 3 is the rule of what a pair is: a test set. Repetitions on one test set, such as seeds, are
+averaged, since they are not independent: pseudoreplication, S. H. Hurlbert, Ecological Monographs 54(2), 1984.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,10 @@ LEVEL = 0.05
 TESTS = {
     "ttest": "paired t-test over seeds",
     "wilcoxon": "Wilcoxon signed-rank test over clients",
+}
+NEEDED = {  # for a p-value
+    "ttest": "three seeds",
+    "wilcoxon": "a metric of single clients (accuracy, not accuracy_worst_10), and three of them that differ",
 }
 CORRECTIONS = {"none": "without a correction for several methods", "holm": "Holm's correction over methods"}
 FEWEST_PAIRS = 3  # fewest common seeds or clients for a test of two methods
@@ -29,8 +35,10 @@ class PairedTest:
 
     p: float = math.nan
     effect: float = math.nan  # ttest: Cohen's d of pairs; wilcoxon: rank-biserial correlation
-    pairs: int = 0  # seeds or clients that both methods have
+    pairs: int = 0  # seeds, or clients without duplicates, that both methods have
     is_best: bool = False
+    clients: int = 0  # clients that the pairs stand for, of a test over clients
+    overlap: bool = False  # whether pairs have test samples in common, likewise
 
     @property
     def is_alike(self) -> bool:
@@ -55,6 +63,8 @@ def paired_test(ours: Mapping[int, float], best: Mapping[int, float]) -> tuple[f
 
 def signed_rank_test(ours: Mapping[Any, float], best: Mapping[Any, float]) -> tuple[float, float]:
     """(p, effect size) of Wilcoxon's signed-rank test of values by client, over the clients that both have.
+
+    The pairs are taken as independent: see `ClientScores.pairs`.
 
     Clients with equal values (up to rounding) are left out, as in Wilcoxon's paper; equal differences have mean ranks.
     Effect size: the rank-biserial correlation, the sum of the ranks of clients that are better off minus that of the
@@ -94,7 +104,33 @@ def corrected(tested: Sequence[PairedTest], correction: str) -> list[PairedTest]
     if correction == "none":
         return list(tested)
     adjusted = holm([test.p for test in tested])
-    return [PairedTest(p, test.effect, test.pairs, test.is_best) for p, test in zip(adjusted, tested, strict=True)]
+    return [replace(test, p=p) for p, test in zip(adjusted, tested, strict=True)]
+
+
+def pairs_in_words(how: str, tested: Sequence[PairedTest]) -> str:
+    """The number of pairs of these tests, and what a pair is, e.g. "n = 5 seeds". how: a key of TESTS.
+
+    A test over clients says how many of them are the same test, and when no p can be below LEVEL: 2 / 2^n is the least.
+    """
+    known = [test for test in tested if not math.isnan(test.p)]
+    pairs, clients = ([*map(attrgetter(name), known)] for name in ("pairs", "clients"))
+    if how == "ttest":
+        return f"n = {_range(pairs)} seeds"
+    text = f"n = {_range(pairs)} clients, each with its mean over the seeds"
+    if clients != pairs:
+        text = (
+            f"n = {_range(pairs)} pairs of {_range(clients)} clients: those with the same test samples and models "
+            "count once, with the mean over the seeds"
+        )
+    if any(test.overlap for test in known):
+        text += "; some pairs have their test samples in common, so p is too small"
+    least = 2 / 2 ** max(pairs)
+    return f"{text}; p is at least {least:.3g}" if least >= LEVEL else text
+
+
+def _range(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def common(ours: Mapping[Any, float], best: Mapping[Any, float]) -> int:

@@ -5,9 +5,21 @@ import math
 import pytest
 
 from cfl_ray.errors import ConfigError
+from cfl_ray.results.comparison import ClientPairs, ClientScores
 from cfl_ray.results.latex_table import escaped, latex_table
 
 BEST, NEAR, FAR = [0.90, 0.94, 0.92], [0.89, 0.95, 0.90], [0.10, 0.13, 0.12]
+
+
+class Scores(ClientScores):
+    """Given pairs of any two methods."""
+
+    def __init__(self, pairs_of):
+        super().__init__({})
+        self.pairs_of = pairs_of
+
+    def pairs(self, key, other, metric):
+        return self.pairs_of(key, other)
 
 
 def found(experiment="e", **more):
@@ -61,12 +73,16 @@ def test_experiments_are_columns_of_one_metric_and_blocks_of_several():
 def test_a_test_over_clients():
     """Ten clients that are better off by 1 % to 10 %: p = 2 / 2^10."""
     runs = {("e", name): {0: {"accuracy": value}} for name, value in (("a", 0.9), ("b", 0.845))}
-    scores = {"a": {(0, i): 0.9 for i in range(10)}, "b": {(0, i): 0.9 - 0.01 * (i + 1) for i in range(10)}}
-    text = latex_table(runs, ["accuracy"], "wilcoxon", "holm", lambda key, metric: scores[key[1]])
-    assert "Wilcoxon signed-rank test over clients, $n = 10$ clients" in text and "accuracy of one seed" in text
+    scores = {"a": dict.fromkeys(range(10), 0.9), "b": {i: 0.9 - 0.01 * (i + 1) for i in range(10)}}
+    found = Scores(lambda key, other: ClientPairs(scores[key[1]], scores[other[1]], 10))
+    text = latex_table(runs, ["accuracy"], "wilcoxon", "holm", found)
+    assert "Wilcoxon signed-rank test over clients, $n = 10$ clients, each" in text and "accuracy of one seed" in text
+    shared = Scores(lambda key, other: ClientPairs(scores[key[1]], scores[other[1]], 30, overlap=True))
+    text_of_shared = latex_table(runs, ["accuracy"], "wilcoxon", "holm", shared)
+    assert "$n = 10$ pairs of 30 clients" in text_of_shared and "in common" in text_of_shared
     assert r"a & $\mathbf{0.900}$ \\" in text and r"b & $0.845$ \\" in text
-    without = latex_table(runs, ["accuracy"], "wilcoxon", "holm", lambda key, metric: {})
-    assert "No test of differences, which needs the metrics of single clients" in without
+    without = latex_table(runs, ["accuracy"], "wilcoxon", "holm", Scores(lambda key, other: ClientPairs()))
+    assert "No test of differences, which needs a metric of single clients" in without
     assert "which needs three seeds" in latex_table(runs, ["accuracy"])
 
 
