@@ -18,7 +18,7 @@ from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.errors import duration
 from cfl_ray.errors.redaction import redact
 from cfl_ray.system.nested import leaves_of
-from cfl_ray.tracking.record import primary_of, rejected_updates, validation_metric
+from cfl_ray.tracking.record import BEST_ROUND, primary_of, rejected_updates, validation_metric
 
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.cli.live_client import RunStatus
@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
 _CLUSTERS = {"ari": "ARI", "num_clusters": "clusters"}
 _WRAPPED_NAME = 16  # least width of the column of method names in a table of numbers; a longer name wraps
 SECONDS = (
-    "seconds: training of a round (the median without the first round, which warms up) and of all rounds; "
-    "evaluation and start are not included"
+    "seconds: training of a round (the median without the first round, which warms up) and of all rounds, or those up "
+    "to the best one; evaluation and start are not included"
 )
 
 
@@ -43,6 +43,18 @@ def metrics_line(metrics: Mapping[str, float]) -> str:
     score = primary_of(metrics)
     names = [name for name in (score, validation_metric(score), "num_clusters", "ari") if name in metrics]
     return "  ".join(f"{_CLUSTERS.get(name, name)} {_format(name, metrics[name])}" for name in names)
+
+
+def end_line(last: "RoundRecord | None", kept: "RoundRecord | None") -> str:
+    """Returns the metrics with which a run ended, in a line: those of the kept round, which is named if it is not last.
+
+    last, kept: the records of these rounds; None: no round is recorded.
+    """
+    if last is None or kept is None:
+        return "no evaluation"
+    return metrics_line(kept.metrics) + (
+        f"  best round {kept.round} of {last.round}" if BEST_ROUND in last.metrics else ""
+    )
 
 
 def score_of(results: "Results") -> str:
@@ -94,10 +106,10 @@ def comparison(results: "Results") -> Table:
         "virtual_seconds": "virtual\nseconds",
     }
     shown |= {name: words for name, words in others.items() if any(name in of.final for of in evaluated.values())}
-    headings = (*shown.values(), "Mbit per\nclient", "seconds\na round", "seconds\nin all")
-    title = "results after the last round"
-    if has_best := any(result.best_round is not None for result in evaluated.values()):
-        title, headings = "results after the best round, whose models are kept", ("round", *headings)
+    has_best = any(result.best_round is not None for result in evaluated.values())
+    seconds = "seconds\nuntil then" if has_best else "seconds\nin all"
+    headings = (*["round"] * has_best, *shown.values(), "Mbit per\nclient", "seconds\na round", seconds)
+    title = "results after the best round, whose models are kept" if has_best else "results after the last round"
     table = number_table(title, headings)
     for label, result in evaluated.items():
         final = result.final
@@ -105,7 +117,7 @@ def comparison(results: "Results") -> Table:
         if has_best:
             cells.insert(0, str(result.best_round or result.records[-1].round))
         traffic, each = final["mbit_down"] + final["mbit_up"], seconds_a_round(result.records)
-        table.add_row(escape(label), *cells, f"{traffic:.2f}", f"{each:.3g}", f"{result.seconds:.1f}")
+        table.add_row(escape(label), *cells, f"{traffic:.2f}", f"{each:.3g}", f"{result.seconds_until():.1f}")
     return table
 
 

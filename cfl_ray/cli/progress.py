@@ -35,8 +35,8 @@ from cfl_ray.study.run import StudyResults, StudyWatcher
 from cfl_ray.study.study_plan import StudyRun
 from cfl_ray.study.sweep import RankedTrial
 from cfl_ray.study.worker_pool import Resources, RunOutcome
-from cfl_ray.tracking import RoundRecord, where_to_look
-from cfl_ray.tracking.record import is_evaluated, test_metric, why_early
+from cfl_ray.tracking import RoundRecord, read_records, where_to_look
+from cfl_ray.tracking.record import BEST_ROUND, is_evaluated, test_metric, why_early
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -343,10 +343,9 @@ class StudyDisplay(StudyWatcher):
         self.seconds.append(outcome.seconds)
         runs = self.left + self.later
         left = f"; about {duration(fmean(self.seconds) * runs / self.at_once)} left" if runs else ""
-        last = _last_record(run, self.root)
         self._print(
             f"{run.name}{f' {outcome.reason}' if outcome.status == 'paused' else ''}: "
-            f"{printed_tables.metrics_line(last.metrics) if last else 'no evaluation'}, {took}{left}"
+            f"{printed_tables.end_line(*_last_and_kept(run, self.root))}, {took}{left}"
         )
         if self.whole is not None:
             self.progress.update(self.whole, advance=1, note=left.removeprefix("; "))
@@ -399,6 +398,16 @@ def _last_record(run: StudyRun, root: Path) -> RoundRecord | None:
         if lines:
             return RoundRecord.from_line(lines[-1])
     return None
+
+
+def _last_and_kept(run: StudyRun, root: Path) -> tuple[RoundRecord | None, RoundRecord | None]:
+    """The record of a run's last round, and that of the round whose models are kept."""
+    last = _last_record(run, root)
+    if last is None or BEST_ROUND not in last.metrics:
+        return last, last
+    logs = run.folder(root).glob(f"*/{RunDirectory.metrics.name}")
+    records = (record for log in logs for record in read_records(log.parent))
+    return last, next((record for record in records if record.round == last.metrics[BEST_ROUND]), last)
 
 
 def show_tables(table: "pd.DataFrame", metrics: Sequence[str], console: Console) -> None:

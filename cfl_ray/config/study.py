@@ -127,8 +127,9 @@ class SweepConfig(ConfigSection):
     trials: int | None = Field(None, ge=1, description="number of trials (random, tpe)")
     metric: str | None = Field(
         None,
-        description="metric of the last evaluation that decides which trial is best; null: the first metric of the "
-        "task on the clients' validation data (validation/accuracy), or without such data on their test data",
+        description="metric that decides which trial is best, of the round whose models are kept: the last evaluated "
+        "one, or with keep: best the best one; null: the first metric of the task on the clients' validation data "
+        "(validation/accuracy), or without such data on their test data",
     )
     goal: Literal["maximize", "minimize"] | None = Field(
         None,

@@ -88,11 +88,11 @@ def compare_runs(
 
     Runs that differ only in the seed form an experiment. A study's folder stands for all its runs, and each setting is
     an experiment. Columns: experiment, method, runs (their number), and for each metric METRIC (mean) and
-    METRIC_std (sample standard deviation; NaN for 1 run); mbit (per client, download plus upload), seconds (of all
-    rounds), p (p-value of a paired t-test of the first metric against the best method of the experiment, over common
-    seeds; NaN for the best method and for fewer than 3 common seeds), and effect (size: mean of the differences over
-    their standard deviation). A method that lacks the metric for a seed, or has fewer seeds than another method that
-    has it for all, cannot be the best. Methods without an evaluation are excluded.
+    METRIC_std (sample standard deviation; NaN for 1 run); mbit (per client, download plus upload), seconds (both up to
+    the round that is compared), p (p-value of a paired t-test of the first metric against the best method of the
+    experiment, over common seeds; NaN for the best method and for fewer than 3 common seeds), and effect (size: mean of
+    the differences over their standard deviation). A method that lacks the metric for a seed, or has fewer seeds than
+    another method that has it for all, cannot be the best. Methods without an evaluation are excluded.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or numeric diagnostics (their last
         values); empty: the score of the task, its P-local, that of honest clients and worst decile, macro F1, test
@@ -359,7 +359,7 @@ def _keys_that_count(experiment: Experiment) -> dict[str, str]:
 
 
 def values_of(result: MethodResult, round: str = "kept") -> dict[str, float]:
-    """Metrics of an evaluation and of the whole run, with the total traffic as `mbit`, and `seconds`.
+    """Metrics of an evaluation and of the whole run; traffic as `mbit` and wall time as `seconds`, up to this round.
 
     round: as in `compare_runs`. Raises ConfigError for the best round of a method that has none.
     """
@@ -368,7 +368,7 @@ def values_of(result: MethodResult, round: str = "kept") -> dict[str, float]:
         run = f" of {result.directory.parent}" if result.directory else ""
         raise ConfigError(f"{result.label}{run} has no best round: it keeps the models of the last one (keep)")
     mbit = final.get("mbit_down", np.nan) + final.get("mbit_up", np.nan)
-    return result.numbers_until(round) | final | result.summary | {"mbit": mbit, "seconds": result.seconds}
+    return result.numbers_until(round) | final | result.summary | {"mbit": mbit, "seconds": result.seconds_until(round)}
 
 
 def chosen_metrics(run_metrics: RunMetrics, metrics: Sequence[str]) -> list[str]:

@@ -144,7 +144,13 @@ class MethodResult:
     @property
     def seconds(self) -> float:
         """Wall time of all rounds."""
-        return sum(record.metrics.get("round_seconds", 0.0) for record in self.records)
+        return self.seconds_until("last")
+
+    def seconds_until(self, round: str = "kept") -> float:
+        """Wall time of the rounds up to a round, as of `metrics_of`."""
+        best = None if round == "last" else self.best_round
+        rounds = (record for record in self.records if best is None or record.round <= best)
+        return sum(record.metrics.get("round_seconds", 0.0) for record in rounds)
 
     @property
     def best_round(self) -> int | None:

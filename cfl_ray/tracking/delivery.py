@@ -22,7 +22,17 @@ from cfl_ray.plugins.calling import is_user_file, place_of, raised_at
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import PRIVATE, private_umask, read_json, read_record, sync, write_json
 from cfl_ray.system.signals import Flag
-from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, read_end, read_from, read_info, read_records
+from cfl_ray.tracking.record import (
+    BEST_ROUND,
+    KEPT,
+    RoundRecord,
+    RunEnd,
+    RunInfo,
+    read_end,
+    read_from,
+    read_info,
+    read_records,
+)
 
 MLFLOW = "mlflow"  # the only tracker to which a later command can deliver
 BATCH_ROUNDS = 40
@@ -122,7 +132,7 @@ class Delivery:
                 getattr(self.tracker, "log_wait", lambda text: None)(wait)
                 self.wait = "" if self.wait == wait else self.wait
             if end and cursor.ended_ms != end.time_ms:
-                self.tracker.close(end)
+                self.tracker.close(self._with_kept(end))
                 self.is_closed = True
                 cursor = replace(cursor, ended_ms=end.time_ms)
             self._save(before, cursor)
@@ -135,7 +145,18 @@ class Delivery:
         """
         if self.was_opened and not self.is_closed:
             with self._alone(0):
-                self.tracker.close(end)
+                self.tracker.close(end and self._with_kept(end))
+
+    def _with_kept(self, end: RunEnd) -> RunEnd:
+        """The end with the metrics of the kept round as KEPT/METRIC, if its models are not those of the last round.
+
+        The metrics of a tracker's run end with the last round, and means over runs are of kept rounds.
+        """
+        if not end.kept:
+            return end
+        kept = next((record.metrics for record in read_records(self.run_dir) if record.round == end.kept), {})
+        named = {f"{KEPT}/{name}": value for name, value in kept.items() if name not in (BEST_ROUND, "round_seconds")}
+        return replace(end, summary=replace(end.summary, metrics={**end.summary.metrics, **named}))
 
     def _open(self) -> bool:
         """Opens the tracker unless it is open, and returns whether it opened it."""

@@ -25,6 +25,7 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import first_problem, opened, parse_json, read_record
 from cfl_ray.system.nested import leaves_of
 
+KEPT = "kept"  # before the slash of a tracker's metrics of the round whose models are kept, sent at the end
 BEST_ROUND = "best_round"  # metric of every round with `keep: best`, once there is one
 LABEL_COUNTS = "label_counts"  # diagnostic (clients, classes) of the clients that are in a matrix (clients, clients)
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]

@@ -8,7 +8,14 @@ import pytest
 from rich.console import Console
 
 from cfl_ray.cli.live_client import RunStatus
-from cfl_ray.cli.printed_tables import comparison, metrics_line, print_table, seconds_a_round, show_status
+from cfl_ray.cli.printed_tables import (
+    comparison,
+    end_line,
+    metrics_line,
+    print_table,
+    seconds_a_round,
+    show_status,
+)
 from cfl_ray.cli.progress import MAX_NOTES, Display, Pace
 from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.tracking import RoundRecord
@@ -23,6 +30,12 @@ def test_metrics_line_has_the_metrics_that_apply():
         "accuracy 0.500  clusters 4  ARI 1.000"
     )
     assert metrics_line({"accuracy": 0.5}) == "accuracy 0.500"
+
+
+def test_a_run_ends_with_the_metrics_of_the_round_that_is_kept():
+    first, last = (RoundRecord(round, {"accuracy": value}) for round, value in ((1, 0.9), (2, 0.5)))
+    assert end_line(last, last) == "accuracy 0.500" and end_line(None, None) == "no evaluation"
+    assert end_line(RoundRecord(2, last.metrics | {"best_round": 1.0}), first) == "accuracy 0.900  best round 1 of 2"
 
 
 def rows_of(status: RunStatus) -> dict[str, str]:

@@ -227,7 +227,11 @@ def of_best(best: float | None) -> MethodResult:
     """Accuracy 0.9 in round 1 and 0.5 in round 2, which is the last."""
     kept = {} if best is None else {"best_round": best}
     records = [
-        RoundRecord(round, {"accuracy": accuracy, "accuracy_std": 0.0, "mbit_down": round, "mbit_up": 0.0} | kept)
+        RoundRecord(
+            round,
+            {"accuracy": accuracy, "accuracy_std": 0.0, "mbit_down": round, "mbit_up": 0.0, "round_seconds": 3.0}
+            | kept,
+        )
         for round, accuracy in ((1, 0.9), (2, 0.5))
     ]
     return MethodResult("fedavg", records, {})
@@ -241,6 +245,8 @@ def test_a_row_is_of_the_round_whose_models_are_kept():
     }
     assert values_of(of_best(1.0))["mbit"] == 1 and values_of(of_best(1.0))["best_round"] == 1
     assert values_of(of_best(None))["accuracy"] == 0.5
+    seconds = [values_of(of_best(1.0), round)["seconds"] for round in ROUNDS]
+    assert seconds == [3.0, 3.0, 6.0], "up to the same round as the traffic"
     with pytest.raises(ConfigError, match="fedavg has no best round: it keeps the models of the last one"):
         values_of(of_best(None), "best")
     with pytest.raises(ConfigError, match="round must be one of kept, best, last, got '3'"):

@@ -112,9 +112,12 @@ def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, recor
 def test_the_end_of_a_run_names_its_reason_and_the_kept_round(sqlite, tmp_path, info, runs):
     log = RunLog(tmp_path, {"mlflow": Mlflow(sqlite, "early")}, finish_seconds=120)
     log.start(info)
-    log.log(RoundRecord(4, {"best_round": 3.0}))
+    log.log(RoundRecord(3, {"best_round": 3.0, "accuracy": 0.9, "round_seconds": 1.0}))
+    log.log(RoundRecord(4, {"best_round": 3.0, "accuracy": 0.5, "round_seconds": 1.0}))
     log.finish("FINISHED", {}, "stopped after round 4: for a reason")
     (run,) = runs(sqlite, "early")
+    assert run.data.metrics["accuracy"] == 0.5 and run.data.metrics["kept/accuracy"] == 0.9
+    assert {name for name in run.data.metrics if "/" in name} == {"kept/accuracy"}
     assert run.data.tags["ended"] == "stopped after round 4: for a reason" and run.data.tags["kept_round"] == "3"
 
 
