@@ -25,7 +25,7 @@ from cfl_ray.config.study import ALL_SETTINGS, short_names
 from cfl_ray.errors import Diverged, RunStopped, duration
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.report.drawing import tested_in_words
-from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread
+from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread, rounds_in_words
 from cfl_ray.results.recorded_runs import recorded_run
 from cfl_ray.results.results import Results, divergence
 from cfl_ray.results.study_folder import is_finished
@@ -367,8 +367,10 @@ class StudyDisplay(StudyWatcher):
                 )
             if results.best:
                 self._print(f"each best trial as a config for cfl-ray run: {RunDirectory(results.root).best}")
-        elif results.run_metrics:
+        elif run_metrics := results.run_metrics:
             show_tables(results.table(), results.study.metrics, self.console)
+            if best := rounds_in_words(run_metrics):
+                self._print(f"results are of {best}")
         for kind, names in self.warned.items():
             if len(names) > 1:
                 runs = f"{names[0]} and {counted(len(names) - 1, 'more run')}"

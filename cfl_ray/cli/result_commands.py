@@ -107,6 +107,9 @@ def table(
         str, typer.Option(help="ttest: paired t-test over seeds; wilcoxon: signed-rank test over clients.")
     ] = "ttest",
     correction: Annotated[str, typer.Option(help="none, or holm: Holm's correction over methods.")] = "none",
+    p_values: Annotated[
+        bool, typer.Option("--p-values", help="With --format latex: a column of p-values after each metric.")
+    ] = False,
     trust: Trust = False,
     code: Code = None,
 ) -> None:
@@ -116,11 +119,20 @@ def table(
     --metric, several experiments are columns. p is the p-value of a test against the best method: of a paired t-test,
     with three seeds or more, or of Wilcoxon's signed-rank test over clients. LaTeX tables name the test.
     """
-    from cfl_ray.results.comparison import FORMATS, ROUNDS, by_experiment, collected, format_table, table_of
+    from cfl_ray.results.comparison import (
+        FORMATS,
+        ROUNDS,
+        by_experiment,
+        chosen_metrics,
+        collected,
+        format_table,
+        rounds_in_words,
+        table_of,
+        tests_of,
+    )
     from cfl_ray.results.latex_table import latex_table
-    from cfl_ray.results.significance import CORRECTIONS, TESTS
+    from cfl_ray.results.significance import CORRECTIONS, TESTS, tests_in_words
     from cfl_ray.run_directory import RunDirectory
-    from cfl_ray.tracking.record import BEST_ROUND
 
     for option, value, known in (
         ("--format", style, FORMATS),
@@ -130,6 +142,8 @@ def table(
     ):
         if value not in known:
             raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+    if p_values and style != "latex":
+        raise ConfigError(f"--p-values is an option of --format latex, got --format {style}, which has the column p")
     for run_dir in run_dirs:
         if not RunDirectory(run_dir).is_study:
             trust = may_import(run_dir, trust)
@@ -139,18 +153,21 @@ def table(
         has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
         what = f"no run of {named} is finished" if has_study else f"no method of {named} has been evaluated"
         raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
+    best = "" if of_round == "last" else rounds_in_words(run_metrics)
     if style == "latex":
-        print(latex_table(run_metrics, metric or (), test, correction, scores))
+        print(latex_table(run_metrics, metric or (), test, correction, scores, p_values, bool(best)))
         return
     frame = table_of(run_metrics, metric or (), test, correction, scores)
-    if metric and len(metric) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
-        frame = by_experiment(frame, metric[0])
-    has_best = of_round != "last" and BEST_ROUND in frame and bool(frame[BEST_ROUND].notna().any())
-    print(format_table(frame, style))
-    if has_best and style == "md":
-        print(f"\nOf the best round of each method, whose models are kept (column {BEST_ROUND}).")
-    if style == "md" and (test, correction) != ("ttest", "none") and "p" in frame.columns:
-        say(f"p: {TESTS[test]}, {CORRECTIONS[correction]}", out)
+    first = chosen_metrics(run_metrics, metric or ())[0]
+    tested = tests_of(run_metrics, first, test, correction, scores).values()
+    if is_wide := bool(metric) and len(metric or ()) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
+        frame = by_experiment(frame, str(frame.columns[3]))
+    print(format_table(frame, style, test))
+    notes = [f"Of {best}."] if best else []
+    if (test, correction) != ("ttest", "none") and not is_wide:
+        notes.append(tests_in_words(test, correction, [*tested]))
+    for note in notes if style in ("md", "html") else ():
+        print(f"<p>{note}</p>" if style == "html" else f"\n{note}")
 
 
 def report(

@@ -30,6 +30,8 @@ class Metric:
     higher_is_better: bool = True
     meaning: str = ""
     targets: tuple[str, ...] = ()  # kinds of targets (`core.tasks`) that it is for; empty: any
+    title: str = ""  # in tables of papers, e.g. "Macro F1"; empty: the name in words
+    unit: str = ""  # there, e.g. "m"; "%" for a share, 0..1, which is shown in percent
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
         """The value. Raises RunError, with the author's line, for anything but one number."""
@@ -125,15 +127,27 @@ def ece(outputs: Tensor, targets: Tensor) -> float:
 
 _BINS = 15  # M of the paper
 _BUILTIN = (
-    Metric("accuracy", accuracy, True, "share of the samples whose class is predicted", ("class",)),
-    Metric("macro_f1", macro_f1, True, "mean F1 score of the classes or labels that occur", ("class", "binary")),
-    Metric("micro_f1", micro_f1, True, "F1 score of all labels together", ("class", "binary")),
-    Metric("subset_accuracy", subset_accuracy, True, "share of the samples with every label right", ("binary",)),
-    Metric("ece", ece, False, "expected calibration error", ("class",)),
-    Metric("mse", mse, False, "mean squared error", ("real",)),
-    Metric("mae", mae, False, "mean absolute error", ("real",)),
-    Metric("r2", r2, True, "coefficient of determination", ("real",)),
-    Metric("token_accuracy", token_accuracy, True, "share of the tokens that are predicted", ("tokens",)),
+    Metric("accuracy", accuracy, True, "share of the samples whose class is predicted", ("class",), unit="%"),
+    Metric(
+        "macro_f1",
+        macro_f1,
+        True,
+        "mean F1 score of the classes or labels that occur",
+        ("class", "binary"),
+        title="Macro F1",
+        unit="%",
+    ),
+    Metric(
+        "micro_f1", micro_f1, True, "F1 score of all labels together", ("class", "binary"), title="Micro F1", unit="%"
+    ),
+    Metric(
+        "subset_accuracy", subset_accuracy, True, "share of the samples with every label right", ("binary",), unit="%"
+    ),
+    Metric("ece", ece, False, "expected calibration error", ("class",), title="ECE"),
+    Metric("mse", mse, False, "mean squared error", ("real",), title="MSE"),
+    Metric("mae", mae, False, "mean absolute error", ("real",), title="MAE"),
+    Metric("r2", r2, True, "coefficient of determination", ("real",), title="R²"),
+    Metric("token_accuracy", token_accuracy, True, "share of the tokens that are predicted", ("tokens",), unit="%"),
     Metric("perplexity", perplexity, False, "exp of the mean cross entropy of a token", ("tokens",)),
 )
 METRICS: Registry[Metric | MetricFunction] = Registry(

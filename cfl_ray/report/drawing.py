@@ -132,13 +132,16 @@ def listed(items: Sequence[str], most: int = 6) -> str:
     return ", ".join([*items[:most], *more])
 
 
-def tested_in_words(p: float, effect: float, runs: float, rivals: float) -> str:
+def p_in_words(p: float) -> str:
+    """A p-value with three decimals; below 0.0005, which they would show as 0.000, with two digits."""
+    return f"{p:{'.3f' if p >= 0.0005 else '.2g'}}"
+
+
+def tested_in_words(p: float, effect: float, runs: float, rivals: float, letter: str = "d") -> str:
     """The text of a cell for a paired test: p and effect size, a reason if seeds are missing, else empty.
 
-    A p below 0.0005, which three decimals would show as 0.000, has two digits.
-
-    rivals: number of methods of the experiment.
+    rivals: number of methods of the experiment. letter: of the effect size; d: of a t-test, which needs three seeds.
     """
     if not math.isnan(p):
-        return f"{p:{'.3f' if p >= 0.0005 else '.2g'}} (d {effect:.1f})"
-    return "needs three seeds" if runs < 3 and rivals > 1 else ""
+        return f"{p_in_words(p)} ({letter} {effect:.1f})"
+    return "needs three seeds" if runs < 3 and rivals > 1 and letter == "d" else ""

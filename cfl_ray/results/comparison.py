@@ -35,7 +35,7 @@ from cfl_ray.results.recorded_runs import (
     say_code,
 )
 from cfl_ray.results.results import MethodResult
-from cfl_ray.results.significance import PairedTest, common, corrected, paired_test, signed_rank_test
+from cfl_ray.results.significance import EFFECTS, PairedTest, common, corrected, paired_test, signed_rank_test
 from cfl_ray.results.study_folder import is_finished, run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import METRICS as RECORDED_METRICS
@@ -210,6 +210,15 @@ def _options_of(method: Method[Any]) -> tuple[str, dict[str, Any]]:
     return method.name, {item.name: getattr(method, item.name) for item in fields(method)}
 
 
+def rounds_in_words(run_metrics: RunMetrics) -> str:
+    """The best rounds of the runs that have one, as the end of a sentence; empty if none has."""
+    rounds = [int(values[BEST_ROUND]) for of in run_metrics.values() for values in of.values() if BEST_ROUND in values]
+    if not rounds:
+        return ""
+    least, most = min(rounds), max(rounds)
+    return f"the best round of each run, whose models are kept (round {least}{f' to {most}' * (most > least)})"
+
+
 def metrics_of(run_metrics: RunMetrics) -> list[str]:
     """Names of all metrics of the runs, each once."""
     return list(dict.fromkeys(name for seeds in run_metrics.values() for values in seeds.values() for name in values))
@@ -295,8 +304,11 @@ def by_experiment(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     return wide.reset_index(allow_duplicates=True)  # an experiment may be called "method"
 
 
-def format_table(frame: pd.DataFrame, style: str) -> str:
-    """A frame of `compare_runs` as Markdown (md), CSV (csv, all digits) or HTML (html): mean ± spread in a cell."""
+def format_table(frame: pd.DataFrame, style: str, test: str = "ttest") -> str:
+    """A frame of `compare_runs` as Markdown (md), CSV (csv, all digits) or HTML (html): mean ± spread in a cell.
+
+    test: that of the frame, a key of `significance.TESTS`.
+    """
     if style == "csv":
         return str(frame.to_csv(index=False)).rstrip("\n")
     if frame.columns[0] == "method":  # of `by_experiment`
@@ -307,7 +319,7 @@ def format_table(frame: pd.DataFrame, style: str) -> str:
         shown = shown.drop(columns=f"{name}_std")
     rivals = frame["experiment"].map(frame["experiment"].value_counts())
     cells = zip(frame["p"], frame["effect"], frame["runs"], rivals, strict=True)
-    shown["p"] = [tested_in_words(*cell) for cell in cells]
+    shown["p"] = [tested_in_words(*cell, EFFECTS[test]) for cell in cells]
     shown = shown.drop(columns="effect")
     return _formatted(shown, style)
 

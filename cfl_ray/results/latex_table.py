@@ -8,12 +8,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cfl_ray.report.drawing import with_spread
-from cfl_ray.results.comparison import ClientScores, RunMetrics, chosen_metrics, tests_of
+from cfl_ray.report.drawing import p_in_words, with_spread
+from cfl_ray.results.comparison import (
+    ClientScores,
+    RunMetrics,
+    chosen_metrics,
+    is_less_better,
+    metrics_of,
+    tests_of,
+)
+from cfl_ray.results.metric_titles import PERCENT, Title, title_of
 from cfl_ray.results.significance import CORRECTIONS, LEVEL, NEEDED, TESTS, PairedTest, pairs_in_words
 
 _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
@@ -21,18 +29,19 @@ _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textas
 }
 # neither more nor less of them is better, so no value is the best
 _UNRANKED = re.compile(
-    "num_clusters|largest_cluster_share|clients_.*|cohort_size|trained_share|staleness|clip_norm|round|"
+    "num_clusters|largest_cluster_share|clients_.*|cohort_size|trained_share|staleness|clip_norm|round|best_round|"
     "rounds_to_stable_.*"
 )
 
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of numbers: a metric of an experiment."""
+    """A column of numbers: a metric of an experiment, or the p-values of its tests."""
 
-    title: str
+    title: str  # LaTeX
     metric: str
     experiment: str
+    is_p: bool = False
 
 
 def latex_table(
@@ -41,27 +50,35 @@ def latex_table(
     test: str = "ttest",
     correction: str = "none",
     scores: ClientScores | None = None,
+    p_values: bool = False,
+    of_best: bool = False,
 ) -> str:
     """The methods of some runs as a table of LaTeX, with a caption that names the test, its correction and n.
 
     A row for each method; a column for each metric, or, for a single metric of several experiments, for each of these;
     several metrics of several experiments are blocks of rows. metrics: those asked for, in this order; empty: as
-    `compare_runs`. test, correction: keys of `TESTS` and `CORRECTIONS`.
+    `compare_runs`. test, correction: keys of `TESTS` and `CORRECTIONS`. p_values: whether a column of p-values follows
+    each metric. of_best: whether the metrics are those of the best round of runs that have one.
     """
     shown = list(dict.fromkeys(metrics)) if metrics else chosen_metrics(run_metrics, ())
     chosen_metrics(run_metrics, shown)  # raises ConfigError for an unknown one
     experiments = list(dict.fromkeys(experiment for experiment, _ in run_metrics))
     tested = {metric: tests_of(run_metrics, metric, test, correction, scores) for metric in shown}
     if len(shown) == 1:
-        titles = experiments if len(experiments) > 1 else shown
+        titles = [escaped(name) for name in experiments] if len(experiments) > 1 else [_heading(run_metrics, shown[0])]
         blocks = [[_Column(title, shown[0], name) for title, name in zip(titles, experiments, strict=True)]]
     else:
-        blocks = [[_Column(metric, metric, name) for metric in shown] for name in experiments]
-    titles = [escaped(column.title) for column in blocks[0]]
+        blocks = [[_Column(_heading(run_metrics, name), name, one) for name in shown] for one in experiments]
+    if p_values:
+        blocks = [[each for one in of for each in (one, replace(one, title="$p$", is_p=True))] for of in blocks]
+    titles = [column.title for column in blocks[0]]
+    caption = _caption(run_metrics, shown, tested, test, correction)
+    if of_best:
+        caption += " The numbers are those of each run's best round, whose models are kept."
     lines = [
         r"\begin{table}",
         r"\centering",
-        rf"\caption{{{_caption(run_metrics, shown, tested, test, correction)}}}",
+        rf"\caption{{{caption}}}",
         rf"\begin{{tabular}}{{l{'r' * len(titles)}}}",
         r"\toprule",
         " & ".join(["method", *titles]) + r" \\",
@@ -72,7 +89,7 @@ def latex_table(
             lines.append(rf"\multicolumn{{{len(titles) + 1}}}{{l}}{{{escaped(columns[0].experiment)}}} \\")
         names = {column.experiment for column in columns}
         for method in dict.fromkeys(method for experiment, method in run_metrics if experiment in names):
-            cells = [_cell(run_metrics, (column.experiment, method), column.metric, tested) for column in columns]
+            cells = [_cell(run_metrics, (column.experiment, method), column, tested) for column in columns]
             lines.append(" & ".join([escaped(method), *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"])
 
@@ -82,28 +99,48 @@ def escaped(text: str) -> str:
     return "".join(_SPECIAL.get(letter, letter) for letter in " ".join(str(text).split()))
 
 
+def _heading(run_metrics: RunMetrics, metric: str) -> str:
+    """Title, unit and direction of a metric: up if more of it is better, down if less is, none if neither."""
+    if _UNRANKED.fullmatch(metric):
+        return escaped(str(title_of(metric)))
+    arrow = "down" if is_less_better(metric, metrics_of(run_metrics)) else "up"
+    return rf"{escaped(str(title_of(metric)))} $\{arrow}arrow$"
+
+
 def _cell(
     run_metrics: RunMetrics,
     key: tuple[str, str],
-    metric: str,
+    column: _Column,
     tested: Mapping[str, Mapping[tuple[str, str], PairedTest]],
 ) -> str:
     """Mean and standard deviation of a method; empty if it was not run, or lacks the metric with a seed."""
+    metric = column.metric
     values = _values(run_metrics, key, metric)
     if not len(values) or np.isnan(values).any():
         return ""
-    with np.errstate(invalid="ignore"):  # infinite values have no spread
-        mean, std = float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else math.nan
-    text = with_spread(mean, std).replace("\u00a0", " ").replace(",", r"{,}").replace("inf", r"\infty")
-    number, _, spread = text.partition(" ± ")
     test, bests = tested[metric][key], [other for other, one in tested[metric].items() if one.is_best]
+    if column.is_p:
+        return "" if math.isnan(test.p) else f"${p_in_words(test.p)}$"
     best = next((_values(run_metrics, other, metric).mean() for other in bests if other[0] == key[0]), math.nan)
+    mean = float(values.mean())
+    number, spread = _texts(values, title_of(metric))
     if _UNRANKED.fullmatch(metric) is None and _has_rivals(run_metrics, key[0]):
         if mean == best:
             number = rf"\mathbf{{{number}}}"
         elif test.is_alike:
             number = rf"\underline{{{number}}}"
     return f"${number}$" if not spread else rf"${number} \pm {spread}$"
+
+
+def _texts(values: np.ndarray, title: Title) -> tuple[str, str]:
+    """Mean and standard deviation in the unit of the title, the latter empty for a single value; percent with 0.01."""
+    with np.errstate(invalid="ignore"):  # infinite values have no spread
+        mean, std = float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else math.nan
+    if title.unit == PERCENT and math.isfinite(mean):
+        return f"{title.factor * mean:.2f}", "" if math.isnan(std) else f"{title.factor * std:.2f}"
+    text = with_spread(mean, std).replace("\u00a0", " ").replace(",", r"{,}").replace("inf", r"\infty")
+    number, _, spread = text.partition(" ± ")
+    return number, spread
 
 
 def _has_rivals(run_metrics: RunMetrics, experiment: str) -> bool:
@@ -124,7 +161,7 @@ def _caption(
     """Returns the meaning of the numbers and marks: seeds, test, correction and the number of pairs."""
     seeds = sorted({len(of_seeds) for of_seeds in run_metrics.values()})
     count = _range(seeds)
-    what = escaped(metrics[0]) if len(metrics) == 1 else "Results"
+    what = _heading(run_metrics, metrics[0]) if len(metrics) == 1 else "Results"
     text = f"{what}: mean $\\pm$ standard deviation over {count} seeds" if seeds[-1] > 1 else f"{what} of one seed"
     if not any(_has_rivals(run_metrics, experiment) for experiment, _ in run_metrics):
         return f"{text}."
@@ -133,7 +170,9 @@ def _caption(
     if all(math.isnan(one.p) for one in every):
         return f"{text}. No test of differences, which needs {NEEDED[test]}."
     pairs = re.sub(r"\bn = (\d+)(?: to (\d+))?", _in_formula, pairs_in_words(test, every))
-    untested = [escaped(name) for name in metrics if all(math.isnan(one.p) for one in tested[name].values())]
+    untested = [
+        escaped(title_of(name).text) for name in metrics if all(math.isnan(one.p) for one in tested[name].values())
+    ]
     without = f", without {', '.join(untested)}" if untested else ""
     return (
         f"{text}, underlined if not significantly worse than the best ({TESTS[test]}, {pairs}, level {LEVEL:g}, "

@@ -20,6 +20,7 @@ TESTS = {
     "ttest": "paired t-test over seeds",
     "wilcoxon": "Wilcoxon signed-rank test over clients",
 }
+EFFECTS = {"ttest": "d", "wilcoxon": "r"}  # letters of the effect sizes: Cohen's d, rank-biserial r
 NEEDED = {  # for a p-value
     "ttest": "three seeds",
     "wilcoxon": "a metric of single clients (accuracy, not accuracy_worst_10), and three of them that differ",
@@ -126,6 +127,13 @@ def pairs_in_words(how: str, tested: Sequence[PairedTest]) -> str:
         text += "; some pairs have their test samples in common, so p is too small"
     least = 2 / 2 ** max(pairs)
     return f"{text}; p is at least {least:.3g}" if least >= LEVEL else text
+
+
+def tests_in_words(how: str, correction: str, tested: Sequence[PairedTest]) -> str:
+    """A note on the p-values of a table: test, pairs and correction; or why there are none."""
+    if all(math.isnan(test.p) for test in tested):
+        return f"p: none. The {TESTS[how]} needs {NEEDED[how]}."
+    return f"p: {TESTS[how]}, {pairs_in_words(how, tested)}, {CORRECTIONS[correction]}."
 
 
 def _range(counts: Sequence[int]) -> str:

@@ -438,12 +438,16 @@ class _Launch:
         known = comparison.measured(run_metrics, self.study.metrics)
         if missing := [name for name in self.study.metrics if name not in known]:
             self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
-        table = comparison.table_of(run_metrics, known)
-        metric_of = {name: name for name in table.columns} | {comparison.column_of(name, known): name for name in known}
+        table, present = comparison.table_of(run_metrics, known), comparison.metrics_of(run_metrics)
+        metric_of = {name: name for name in table.columns} | {
+            comparison.column_of(name, present): name for name in known
+        }
         score = metric_of[table.columns[3]]
-        less = comparison.is_less_better(score, comparison.metrics_of(run_metrics))
+        less = comparison.is_less_better(score, present)
         ranks = ranks_of(run_metrics, score, less) if self.study.sweep is None else None
         text = comparison.format_table(table, "md") + ("" if ranks is None else f"\n\n{ranks_table(ranks)}")
+        if best := comparison.rounds_in_words(run_metrics):
+            text += f"\n\nOf {best}."
         write_text(directory.table, text + "\n")
         if self.uri is not None and self.study.sweep is None:
             self._write_figures(directory.artifacts)

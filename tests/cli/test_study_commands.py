@@ -16,6 +16,8 @@ from rich.console import Console
 from studies import InlinePool, small_study
 
 from cfl_ray.cli.progress import StudyDisplay, show_tables, show_trials
+from cfl_ray.results.recorded_runs import recorded_result
+from cfl_ray.results.results import MethodResult
 from cfl_ray.study import run
 from cfl_ray.study.sweep import RankedTrial, best_of
 from cfl_ray.study.worker_pool import RunOutcome
@@ -246,6 +248,36 @@ def test_a_table_of_nothing_says_so(capsys):
         status, printed, error = call(capsys, "table", "runs/small", *metric)
         assert status == 2 and not printed
         assert "no run of runs/small is finished yet; see its progress with: cfl-ray status" in error
+
+
+def test_every_number_is_of_the_best_round_and_every_table_says_so(capsys):
+    keys = {"keep": "best", "data.validation": {"fraction": 0.3}, "local.lr": 30.0, "rounds": 3}
+    file = write(seeds=[0], experiment={"methods": ["fedavg", "local"]})
+    status, printed, _ = call(capsys, "compare", file, *(f"{key}={json.dumps(value)}" for key, value in keys.items()))
+    found = {one.parents[1].name: result for one, result in of_methods("runs/small").items()}
+    rounds = sorted(result.best_round for result in found.values())
+    assert status == 0 and len(found) == 2
+    for label, result in found.items():
+        (line,) = [line for line in printed.splitlines() if f"all, {label}, seed 0:" in line]
+        score = f"accuracy {result.final['accuracy']:.3f} "
+        assert score in line and f"best round {result.best_round} of 3, " in line
+    best = f"the best round of each run, whose models are kept (round {rounds[0]}"
+    assert best in printed and best in Path("runs/small/artifacts/table.md").read_text()
+    assert f"Of {best}" in call(capsys, "table", "runs/small", "--metric", "accuracy")[1]
+    spread = ["--test", "wilcoxon", "--metric", "accuracy_std"]
+    printed = call(capsys, "table", "runs/small", "--round", "last", *spread)[1]
+    assert "p: none. The Wilcoxon signed-rank test over clients needs a metric of single" in printed
+    assert "best round" not in printed
+    printed = call(capsys, "table", "runs/small", "--format", "latex", "--metric", "accuracy", "--p-values")[1]
+    assert "those of each run's best round" in printed and "$p$" in printed
+    assert "--p-values is an option of --format latex" in call(capsys, "table", "runs/small", "--p-values")[2]
+
+
+def of_methods(study: str) -> dict[Path, MethodResult]:
+    return {
+        log.parent: recorded_result(log.parents[2].name, log.parent)
+        for log in Path(study).glob("*/*/*/*/metrics.jsonl")
+    }
 
 
 def test_metrics_of_a_study_are_those_of_its_tables(capsys):

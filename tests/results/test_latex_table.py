@@ -3,8 +3,10 @@
 import math
 
 import pytest
+from scipy.stats import ttest_rel
 
 from cfl_ray.errors import ConfigError
+from cfl_ray.report.drawing import p_in_words
 from cfl_ray.results.comparison import ClientPairs, ClientScores
 from cfl_ray.results.latex_table import escaped, latex_table
 
@@ -35,11 +37,13 @@ def found(experiment="e", **more):
 def test_the_best_is_bold_and_what_is_not_worse_is_underlined():
     text = latex_table(found(), ["accuracy"])
     lines = text.splitlines()
-    # standard deviation of 0.90, 0.94, 0.92: 0.02; of 0.10, 0.13, 0.12: sqrt(7/3)/100 = 0.0153
-    assert r"ifca & $\mathbf{0.920} \pm 0.020$ \\" in lines
-    assert r"cfl & $\underline{0.913} \pm 0.032$ \\" in lines
-    assert r"fed\_avg & $0.117 \pm 0.015$ \\" in lines
-    assert r"method & accuracy \\" in lines and r"\begin{tabular}{lr}" in lines, "only the column asked for"
+    # in percent; standard deviation of 90, 94, 92: 2; of 10, 13, 12: sqrt(7/3) = 1.53
+    assert r"ifca & $\mathbf{92.00} \pm 2.00$ \\" in lines
+    assert r"cfl & $\underline{91.33} \pm 3.21$ \\" in lines
+    assert r"fed\_avg & $11.67 \pm 1.53$ \\" in lines
+    assert r"method & Accuracy (\%) $\uparrow$ \\" in lines and r"\begin{tabular}{lr}" in lines, (
+        "only the column asked for"
+    )
     assert all(rf"\{rule}rule" in lines for rule in ("top", "mid", "bottom"))
     (caption,) = [line for line in lines if line.startswith(r"\caption")]
     assert "mean $\\pm$ standard deviation over 3 seeds" in caption and "paired t-test over seeds, $n = 3$" in caption
@@ -67,7 +71,7 @@ def test_experiments_are_columns_of_one_metric_and_blocks_of_several():
     text = latex_table(both, ["accuracy", "test_loss"])
     assert text.count(r"\midrule") == 2 and r"\multicolumn{3}{l}{a\_1} \\" in text
     del both["b", "cfl"]
-    assert r"cfl & $\underline{0.913} \pm 0.032$ &  \\" in latex_table(both, ["accuracy"])
+    assert r"cfl & $\underline{91.33} \pm 3.21$ &  \\" in latex_table(both, ["accuracy"])
 
 
 def test_a_test_over_clients():
@@ -76,11 +80,14 @@ def test_a_test_over_clients():
     scores = {"a": dict.fromkeys(range(10), 0.9), "b": {i: 0.9 - 0.01 * (i + 1) for i in range(10)}}
     found = Scores(lambda key, other: ClientPairs(scores[key[1]], scores[other[1]], 10))
     text = latex_table(runs, ["accuracy"], "wilcoxon", "holm", found)
-    assert "Wilcoxon signed-rank test over clients, $n = 10$ clients, each" in text and "accuracy of one seed" in text
+    assert (
+        "Wilcoxon signed-rank test over clients, $n = 10$ clients, each" in text
+        and r"Accuracy (\%) $\uparrow$ of one seed" in text
+    )
     shared = Scores(lambda key, other: ClientPairs(scores[key[1]], scores[other[1]], 30, overlap=True))
     text_of_shared = latex_table(runs, ["accuracy"], "wilcoxon", "holm", shared)
     assert "$n = 10$ pairs of 30 clients" in text_of_shared and "in common" in text_of_shared
-    assert r"a & $\mathbf{0.900}$ \\" in text and r"b & $0.845$ \\" in text
+    assert r"a & $\mathbf{90.00}$ \\" in text and r"b & $84.50$ \\" in text
     without = latex_table(runs, ["accuracy"], "wilcoxon", "holm", Scores(lambda key, other: ClientPairs()))
     assert "No test of differences, which needs a metric of single clients" in without
     assert "which needs three seeds" in latex_table(runs, ["accuracy"])
@@ -97,4 +104,20 @@ def test_what_lacks_values_is_empty_and_names_are_escaped():
 
 def test_a_method_without_rivals_is_not_the_best():
     text = latex_table({("e", "m"): {0: {"accuracy": 0.5}}}, ["accuracy"])
-    assert r"m & $0.500$ \\" in text and r"\caption{accuracy of one seed.}" in text
+    assert r"m & $50.00$ \\" in text and r"\caption{Accuracy (\%) $\uparrow$ of one seed.}" in text
+
+
+def test_headings_have_units_and_directions_and_p_values_are_shown_on_request():
+    metrics = ["accuracy", "test_loss", "num_clusters"]
+    plain, text = (latex_table(found(), metrics, p_values=wanted) for wanted in (False, True))
+    assert r"method & Accuracy (\%) $\uparrow$ & Loss $\downarrow$ & Clusters \\" in plain
+    heading = r"method & Accuracy (\%) $\uparrow$ & $p$ & Loss $\downarrow$ & $p$ & Clusters & $p$ \\"
+    assert heading in text and r"\begin{tabular}{lrrrrrr}" in text
+    p = ttest_rel(FAR, BEST).pvalue
+    assert rf"fed\_avg & $11.67 \pm 1.53$ & ${p_in_words(p)}$ & $0.883" in text
+    assert r"ifca & $\mathbf{92.00} \pm 2.00$ &  & $\mathbf{0.080}" in text, "the best is not tested"
+
+
+def test_the_caption_names_the_best_round():
+    assert "best round" not in latex_table(found(), ["accuracy"])
+    assert "those of each run's best round, whose models are kept" in latex_table(found(), ["accuracy"], of_best=True)
