@@ -22,9 +22,9 @@ from cfl_ray.cli.live_client import own_step
 from cfl_ray.config import Experiment
 from cfl_ray.config.section import as_yaml
 from cfl_ray.config.study import ALL_SETTINGS, short_names
-from cfl_ray.errors import Diverged, RunStopped, duration
+from cfl_ray.errors import ConfigError, Diverged, RunStopped, command, duration
 from cfl_ray.lifecycle.driver import Watcher
-from cfl_ray.report.drawing import tested_in_words
+from cfl_ray.report.drawing import listed, tested_in_words
 from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread, rounds_in_words
 from cfl_ray.results.recorded_runs import recorded_run
 from cfl_ray.results.results import Results, divergence
@@ -34,6 +34,7 @@ from cfl_ray.setup.setup import Setup
 from cfl_ray.study.run import StudyResults, StudyWatcher
 from cfl_ray.study.study_plan import StudyRun
 from cfl_ray.study.sweep import RankedTrial
+from cfl_ray.study.winners import at_the_edge, study_of_winners
 from cfl_ray.study.worker_pool import Resources, RunOutcome
 from cfl_ray.tracking import RoundRecord, read_records, where_to_look
 from cfl_ray.tracking.record import BEST_ROUND, is_evaluated, test_metric, why_early
@@ -366,7 +367,7 @@ class StudyDisplay(StudyWatcher):
                     "trained to its end, as the papers do"
                 )
             if results.best:
-                self._print(f"each best trial as a config for cfl-ray run: {RunDirectory(results.root).best}")
+                self._show_winners(results)
         elif run_metrics := results.run_metrics:
             show_tables(results.table(), results.study.metrics, self.console)
             if best := rounds_in_words(run_metrics):
@@ -381,6 +382,19 @@ class StudyDisplay(StudyWatcher):
         self._print(f"results: {results.root} ({', '.join(files)} in {RunDirectory.artifacts.name})")
         if results.tracking:
             self._print(f"MLflow: {where_to_look(results.root, results.tracking)}")
+
+    def _show_winners(self, results: StudyResults) -> None:
+        """Prints which best values are at an edge of those that were tried, and the files of the best trials."""
+        if edges := at_the_edge(results.study, results.best):
+            self._print(f"at the edge of the values that were tried, so others may be better: {listed(edges)}")
+        self._print(f"each best trial as a config for cfl-ray run: {RunDirectory(results.root).best}")
+        try:
+            study_of_winners(results.study, results.best)
+        except ConfigError as error:
+            self._print(f"there is no study of all best trials: {error}")
+        else:
+            again = command("compare", RunDirectory(results.root).best_study)
+            self._print(f"all best trials as a study, for seeds and rounds of your choice: {again}")
 
     def _print(self, text: str) -> None:
         say(f"{time.strftime('%H:%M:%S')} {text}" if self.progress.disable else text, self.console)

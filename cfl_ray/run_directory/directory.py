@@ -117,6 +117,7 @@ class RunDirectory:
     results_table = File("artifacts/results.csv", ("study",), "a row for each run", "study")
     trials_table = File("artifacts/trials.csv", ("study",), "a row for each trial of a sweep", "study")
     best = File("artifacts/best/", ("study",), "the config of each method's best trial in a sweep", "study")
+    best_study = File("artifacts/best_study.yaml", ("study",), "a study of the best trials of a sweep", "study")
     table = File("artifacts/table.md", ("study",), "the table of the study", "study")
 
     def __init__(self, path: str | PathLike[str]) -> None:

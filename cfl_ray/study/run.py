@@ -33,6 +33,7 @@ from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.study.halving import Stage, has_round, mean_at, stages_of, survivors
 from cfl_ray.study.study_plan import ALL, Selection, StudyRun, config_of, metric_of, metric_warnings, plan, scores_of
 from cfl_ray.study.sweep import RankedTrial, Trials, best_of, goal_of, rank, to_frame, trials_of
+from cfl_ray.study.winners import study_of_winners
 from cfl_ray.study.worker_pool import END_SECONDS, Resources, RunOutcome, WorkerPool, check_main, resources_for
 from cfl_ray.system.files import write_text
 from cfl_ray.system.signals import interrupts_noted, sigterm_interrupts
@@ -465,12 +466,23 @@ class _Launch:
         }
 
     def _write_best(self, folder: Path, best: Sequence[RankedTrial]) -> None:
-        """Writes the config of the best trial of each method in each setting, with the first seed of the study."""
+        """Writes the config of the best trial of each method in each setting, with the first seed of the study.
+
+        Also the study that compares these trials, if there is one.
+        """
         folder.mkdir(mode=0o700, exist_ok=True)
         for trial in best:
             place = trial.method if trial.setting == ALL_SETTINGS else f"{trial.setting},{trial.method}"
             values = config_of(self.study, trial.setting, trial.trial, trial.method, min(trial.values))
             write_text(folder / f"{place}.yaml", self.study.config_text(values, trial.in_words))
+        file = RunDirectory(self.root).best_study
+        try:
+            text = study_of_winners(self.study, best).to_yaml(credentials=False)
+        except ConfigError:  # the values of a shared key differ, which the command says at its end
+            file.unlink(missing_ok=True)
+            return
+        found = "\n".join(f"# {trial.in_words}" for trial in best)
+        write_text(file, f"{text.rstrip()}\n\n{found}\n" if best else text)
 
     def _write_figures(self, folder: Path) -> None:
         """Writes figures that compare the methods of each setting by means over the seeds, for its run in MLflow."""

@@ -130,7 +130,7 @@ def _runs_of(study: Study, setting: str, trial: Trial, seed: int) -> list[StudyR
         if trial.method is not None and not _lists(study, setting, trial):
             return []
         values = study.values(setting, trial.parameters)
-        entries = _by_label(values.get("methods", Experiment.model_fields["methods"].default))
+        entries = entries_by_label(values.get("methods", Experiment.model_fields["methods"].default))
         return [
             StudyRun(place, label, seed, _experiment(study, values, entry, seed), setting, trial)
             for label, entry, listed in entries
@@ -147,7 +147,7 @@ def _lists(study: Study, setting: str, trial: Trial) -> bool:
     return not isinstance(entries, list) or trial.method in [listed_name(entry) for entry in entries]
 
 
-def _by_label(entries: Any) -> list[tuple[str, Any, str]]:
+def entries_by_label(entries: Any) -> list[tuple[str, Any, str]]:
     """The entries of `methods` with their labels, and their names as they are listed (`all` for each of `all`)."""
     if not isinstance(entries, list):
         raise ConfigError(f"methods: expected a list, write [{entries}]")
@@ -162,7 +162,7 @@ def _by_label(entries: Any) -> list[tuple[str, Any, str]]:
 def config_of(study: Study, setting: str, trial: Trial, method: str, seed: int) -> dict[str, Any]:
     """The keys of the experiment of a run, as the study has them, without defaults. method: label."""
     values = study.values(setting, trial.parameters)
-    entries = _by_label(values.get("methods", Experiment.model_fields["methods"].default))
+    entries = entries_by_label(values.get("methods", Experiment.model_fields["methods"].default))
     (entry,) = [entry for label, entry, _ in entries if label == method]
     return _values_of_run(study, values, method if isinstance(entry, Method) else entry, seed)
 

@@ -181,6 +181,10 @@ def test_a_sweep_ends_with_overrides_that_can_be_pasted(capsys):
     file = write(seeds=[0], sweep=sweep, experiment=experiment)
     status, printed, _ = call(capsys, "sweep", file)
     assert status == 0 and "best for two: accuracy" in printed and "trials.csv" in printed
+    assert "so others may be better: two local.lr=" in printed
+    again = "cfl-ray compare runs/small/artifacts/best_study.yaml"
+    assert again in printed.replace(f"{Path.cwd()}/", "")
+    assert "1 run; folder" in call(capsys, *again.split()[1:], "--dry-run")[1]
     overrides = shlex.split(printed[printed.index("best for two") :].splitlines()[1])
     assert [one.partition("=")[0] for one in overrides] == list(sweep["parameters"])
     best = pd.read_csv("runs/small/artifacts/trials.csv").iloc[0]
