@@ -31,6 +31,7 @@ from cfl_ray.nn.precision import products_in
 from cfl_ray.population.population import Population, count_of
 from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.privacy_plan import describe
+from cfl_ray.report.drawing import listed
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.participation import awaited_clients, drawn_cohort, wanted_clients
 from cfl_ray.setup.checks import bytes_of_participants, compared_clients, most_participants
@@ -231,7 +232,9 @@ def show(estimate: Estimate, console: Console) -> None:
     """Prints the sizes of the federation and, per method, traffic and memory."""
     experiment, methods = estimate.setup.experiment, estimate.setup.methods
     notes = notes_on(estimate.setup, estimate.network, estimate.federation.samples[2])
-    _show_needs([estimate], {label: (estimate, label) for label in estimate.traffic}, notes, console)
+    for line in _needs_in_words([estimate], notes):
+        say(line, console)
+    print_table(_estimate_table({label: _cells(estimate, label) for label in estimate.traffic}), console)
     for label, plan in estimate.setup.privacy.items():
         for line in describe(plan, label, experiment.rounds):
             say(line, console)
@@ -259,7 +262,8 @@ def show(estimate: Estimate, console: Console) -> None:
     megabytes = {label: sent.deferred * estimate.model_bytes / 1e6 for label, sent in estimate.traffic.items()}
     if deferring := ", ".join(f"{label} {size:.1f} MB" for label, size in megabytes.items() if size):
         say(f"results of a round that stay in the object store until their weights are known: {deferring}", console)
-    _show_seconds(estimate, console)
+    for line in _seconds_in_words(estimate):
+        say(line, console)
 
 
 def show_engine_times(estimate: Estimate, console: Console) -> None:
@@ -280,17 +284,33 @@ def show_engine_times(estimate: Estimate, console: Console) -> None:
 def show_study(
     estimates: Sequence[tuple[StudyRun, Estimate]], study: Study, seeds: int, root: Path, console: Console
 ) -> None:
-    """Prints the sizes of a study: its runs, and for each setting the federation, memory and traffic.
+    """Prints the sizes of a study: its runs, and of its settings the federation, memory and traffic.
 
-    estimates: those of the runs with the first seed. seeds: number of seeds.
+    Of a setting after the first, only what no setting before has. estimates: those of the runs with the first seed.
+    seeds: number of seeds.
     """
+    rows: dict[str, list[str]] = {}  # of the table that is not printed yet
+    shown: set[tuple[str, ...]] = set()
+    like_others = []
     for setting, group in groupby(estimates, lambda estimate: estimate[0].setting):
         of_setting = list(group)
-        say(f"setting {setting}:", console)
-        by_method = {run.method: (estimate, next(iter(estimate.traffic))) for run, estimate in of_setting}
-        _show_needs([estimate for _, estimate in of_setting], by_method, [], console)
-        for _, estimate in of_setting:
-            _show_seconds(estimate, console)
+        lines = _needs_in_words([estimate for _, estimate in of_setting], [])
+        lines += [line for _, estimate in of_setting for line in _seconds_in_words(estimate)]
+        cells = {run.method: _cells(estimate, next(iter(estimate.traffic))) for run, estimate in of_setting}
+        is_first, new = not shown, [line for line in lines if (line,) not in shown]
+        added = {method: row for method, row in cells.items() if (method, *row) not in shown}
+        shown |= {(line,) for line in lines} | {(method, *row) for method, row in cells.items()}
+        if not new and not added:
+            like_others.append(setting)
+        if new:
+            _print_rows(rows, console)
+            say(f"setting {setting}:" if is_first else f"setting {setting}, which differs in:", console)
+            for line in new:
+                say(line, console)
+        rows |= {method if is_first else f"{method}, {setting}": row for method, row in added.items()}
+    _print_rows(rows, console)
+    if like_others:
+        say(f"like these: {counted(len(like_others), 'further setting')} ({listed(like_others)})", console)
     for warning in metric_warnings(study, [run for run, _ in estimates]):
         say(f"warning: {warning}", console)
     runs = len(estimates) * seeds
@@ -305,54 +325,50 @@ def show_study(
     say(f"folder: {root}", console)
 
 
-def _show_needs(
-    estimates: Sequence[Estimate], rows: dict[str, tuple[Estimate, str]], notes: list[str], console: Console
-) -> None:
-    """Prints sizes, warnings, notes and the table (`_estimate_table`) of estimates of the same federation."""
-    _show_sizes(estimates[0], console)
-    for warning in dict.fromkeys(text for estimate in estimates for text in estimate.warnings):
-        say(f"warning: {warning}", console)
-    for note in dict.fromkeys(notes):
-        say(f"note: {note}", console)
-    for reason in dict.fromkeys(estimate.engine for estimate in estimates):
-        say(f"engine {reason}", console)
-    print_table(_estimate_table(rows), console)
+def _print_rows(rows: dict[str, list[str]], console: Console) -> None:
+    """Prints the table of these rows, which are removed."""
+    if rows:
+        print_table(_estimate_table(rows), console)
+    rows.clear()
 
 
-def _show_sizes(estimate: Estimate, console: Console) -> None:
+def _needs_in_words(estimates: Sequence[Estimate], notes: list[str]) -> list[str]:
+    """Sizes, warnings, notes and engines of estimates of the same federation, each a line."""
+    warnings = dict.fromkeys(f"warning: {text}" for estimate in estimates for text in estimate.warnings)
+    engines = dict.fromkeys(f"engine {estimate.engine}" for estimate in estimates)
+    return [*_sizes_in_words(estimates[0]), *warnings, *dict.fromkeys(f"note: {note}" for note in notes), *engines]
+
+
+def _sizes_in_words(estimate: Estimate) -> list[str]:
     federation, network = estimate.federation, estimate.network
     fewest, median, most = federation.samples
     steps = estimate.setup.local.steps_of(np.array([median]))[0]
-    say(
-        f"federation: {federation.clients} clients ({estimate.online} at the start), "
-        f"{fewest} / {median:g} / {most} training samples (fewest / median / most), "
-        f"{federation.groups or 'unknown'} true groups, {federation.shape.targets_in_words}, "
-        f"samples of {'x'.join(map(str, federation.shape.input))}",
-        console,
-    )
-    say(tested_on(federation.view, federation.groups), console)
     frozen, constant = network.frozen.values(), network.spec.size - network.spec.sent()
     number, size = sum(p.numel() for p in frozen), sum(p.nbytes for p in frozen)
-    say(
-        f"shards: {federation.bytes / 1e6:.1f} MB; "
-        f"model: {network.spec.size:,} parameters, {estimate.model_bytes / 1e6:.2f} MB"
-        + (f", {constant:,} of them statistics that training does not change and that are not sent" if constant else "")
-        + (f", and {number:,} frozen, {size / 1e6:.2f} MB once per machine" if frozen else ""),
-        console,
-    )
     rounds = f"{estimate.setup.experiment.rounds} {_step_name(estimate)}s"
     batches = f"about {steps} {'step' if steps == 1 else 'steps'} each"
     if estimate.setup.local.batch_size is None:
         batches += ", with all samples of a client in one batch (local.batch_size: null)"
-    say(f"a {_step_name(estimate)}: {estimate.cohort} clients, {batches}; {rounds}", console)
+    return [
+        f"federation: {federation.clients} clients ({estimate.online} at the start), "
+        f"{fewest} / {median:g} / {most} training samples (fewest / median / most), "
+        f"{federation.groups or 'unknown'} true groups, {federation.shape.targets_in_words}, "
+        f"samples of {'x'.join(map(str, federation.shape.input))}",
+        tested_on(federation.view, federation.groups),
+        f"shards: {federation.bytes / 1e6:.1f} MB; "
+        f"model: {network.spec.size:,} parameters, {estimate.model_bytes / 1e6:.2f} MB"
+        + (f", {constant:,} of them statistics that training does not change and that are not sent" if constant else "")
+        + (f", and {number:,} frozen, {size / 1e6:.2f} MB once per machine" if frozen else ""),
+        f"a {_step_name(estimate)}: {estimate.cohort} clients, {batches}; {rounds}",
+    ]
 
 
 def _step_name(estimate: Estimate) -> str:
     return "server step" if estimate.setup.asynchrony else "round"
 
 
-def _estimate_table(rows: dict[str, tuple[Estimate, str]]) -> Table:
-    """A row for each method: its estimate, and its label there."""
+def _estimate_table(rows: dict[str, list[str]]) -> Table:
+    """A row for each method, of `_cells`."""
     headings = (
         "Mbit down, up\nof a client\nin round 1",
         "\nin a later\nround",
@@ -362,27 +378,32 @@ def _estimate_table(rows: dict[str, tuple[Estimate, str]]) -> Table:
         "a client\nkeeps",
     )
     table = number_table("expected", headings)
-    for name, (estimate, label) in rows.items():
-        sent = estimate.traffic[label]
-        (first_down, first_up), *_, (later_down, later_up) = sent.rounds
-        table.add_row(
-            escape(name),
-            f"{first_down:.3f}, {first_up:.3f}",
-            f"{later_down:.3f}, {later_up:.3f}",
-            f"{sent.total(estimate.setup.experiment.rounds):.1f}",
-            f"{estimate.server_bytes(label, sent) / 1e6:.0f}",
-            f"{estimate.host_bytes(sent) / 1e6:.0f}",
-            decimal(4 * sum(sent.kept.values())) if sent.kept else "-",
-        )
+    for name, cells in rows.items():
+        table.add_row(escape(name), *cells)
     return table
 
 
-def _show_seconds(estimate: Estimate, console: Console) -> None:
-    """Prints the expected virtual time of a round and of all rounds, and the share of late clients, with a clock."""
+def _cells(estimate: Estimate, label: str) -> list[str]:
+    """Traffic and memory of a method. label: in its estimate."""
+    sent = estimate.traffic[label]
+    (first_down, first_up), *_, (later_down, later_up) = sent.rounds
+    return [
+        f"{first_down:.3f}, {first_up:.3f}",
+        f"{later_down:.3f}, {later_up:.3f}",
+        f"{sent.total(estimate.setup.experiment.rounds):.1f}",
+        f"{estimate.server_bytes(label, sent) / 1e6:.0f}",
+        f"{estimate.host_bytes(sent) / 1e6:.0f}",
+        decimal(4 * sum(sent.kept.values())) if sent.kept else "-",
+    ]
+
+
+def _seconds_in_words(estimate: Estimate) -> list[str]:
+    """The expected virtual time of a round and of all rounds, and the share of late clients, with a clock."""
     rounds = estimate.setup.experiment.rounds
     each = ", ".join(f"{label} {s:.4g} s ({s * rounds:.4g} s in all)" for label, s in estimate.seconds.items())
-    if each:
-        say(f"virtual time of a {_step_name(estimate)}, mean of the first {min(rounds, 20)}: {each}", console)
     late = ", ".join(f"{label} {share:.0%}" for label, share in estimate.late.items())
-    if late:
-        say(f"clients of a round that miss clock.deadline, and are not trained: {late}", console)
+    lines = {
+        f"virtual time of a {_step_name(estimate)}, mean of the first {min(rounds, 20)}: {each}": each,
+        f"clients of a round that miss clock.deadline, and are not trained: {late}": late,
+    }
+    return [line for line, has_values in lines.items() if has_values]

@@ -116,8 +116,9 @@ def table(
     """Print a table of the methods of some runs: mean and standard deviation over seeds.
 
     Runs that differ only in the seed form an experiment, as do the runs of a setting of a study. With a single
-    --metric, several experiments are columns. p is the p-value of a test against the best method: of a paired t-test,
-    with three seeds or more, or of Wilcoxon's signed-rank test over clients. LaTeX tables name the test.
+    --metric, several experiments are columns, unless most methods lack most of them. p is the p-value of a test against
+    the best method: of a paired t-test, with three seeds or more, or of Wilcoxon's signed-rank test over clients. LaTeX
+    tables name the test.
     """
     from cfl_ray.results.comparison import (
         FORMATS,
@@ -126,6 +127,7 @@ def table(
         chosen_metrics,
         collected,
         format_table,
+        is_dense,
         rounds_in_words,
         table_of,
         tests_of,
@@ -160,7 +162,8 @@ def table(
     frame = table_of(run_metrics, metric or (), test, correction, scores)
     first = chosen_metrics(run_metrics, metric or ())[0]
     tested = tests_of(run_metrics, first, test, correction, scores).values()
-    if is_wide := bool(metric) and len(metric or ()) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
+    is_wide = bool(metric) and len(metric or ()) == 1 and frame["experiment"].nunique() > 1 and style != "csv"
+    if is_wide := is_wide and is_dense(run_metrics):
         frame = by_experiment(frame, str(frame.columns[3]))
     print(format_table(frame, style, test))
     notes = [f"Of {best}."] if best else []

@@ -304,6 +304,15 @@ def by_experiment(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     return wide.reset_index(allow_duplicates=True)  # an experiment may be called "method"
 
 
+def is_dense(run_metrics: RunMetrics) -> bool:
+    """Whether most methods are in most experiments, so that a table has a column for each experiment.
+
+    The trials of a sweep of several methods' own options are not.
+    """
+    experiments, methods = ({key[place] for key in run_metrics} for place in (0, 1))
+    return 2 * len(run_metrics) > len(experiments) * len(methods)
+
+
 def format_table(frame: pd.DataFrame, style: str, test: str = "ttest") -> str:
     """A frame of `compare_runs` as Markdown (md), CSV (csv, all digits) or HTML (html): mean ± spread in a cell.
 

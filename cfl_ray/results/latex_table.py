@@ -17,6 +17,7 @@ from cfl_ray.results.comparison import (
     ClientScores,
     RunMetrics,
     chosen_metrics,
+    is_dense,
     is_less_better,
     metrics_of,
     tests_of,
@@ -56,15 +57,16 @@ def latex_table(
     """The methods of some runs as a table of LaTeX, with a caption that names the test, its correction and n.
 
     A row for each method; a column for each metric, or, for a single metric of several experiments, for each of these;
-    several metrics of several experiments are blocks of rows. metrics: those asked for, in this order; empty: as
-    `compare_runs`. test, correction: keys of `TESTS` and `CORRECTIONS`. p_values: whether a column of p-values follows
-    each metric. of_best: whether the metrics are those of the best round of runs that have one.
+    several metrics of several experiments, and experiments that most methods lack, are blocks of rows. metrics: those
+    asked for, in this order; empty: as `compare_runs`. test, correction: keys of `TESTS` and `CORRECTIONS`. p_values:
+    whether a column of p-values follows each metric. of_best: whether the metrics are those of the best round of runs
+    that have one.
     """
     shown = list(dict.fromkeys(metrics)) if metrics else chosen_metrics(run_metrics, ())
     chosen_metrics(run_metrics, shown)  # raises ConfigError for an unknown one
     experiments = list(dict.fromkeys(experiment for experiment, _ in run_metrics))
     tested = {metric: tests_of(run_metrics, metric, test, correction, scores) for metric in shown}
-    if len(shown) == 1:
+    if len(shown) == 1 and (is_dense(run_metrics) or len(experiments) == 1):
         titles = [escaped(name) for name in experiments] if len(experiments) > 1 else [_heading(run_metrics, shown[0])]
         blocks = [[_Column(title, shown[0], name) for title, name in zip(titles, experiments, strict=True)]]
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 from cfl_ray.config import Experiment
@@ -86,10 +85,10 @@ def at_the_edge(study: Study, best: Sequence[RankedTrial]) -> list[str]:
 def _edge(tried: list[Any] | RangeConfig, value: Any) -> str:
     """Whether a number is at an end of those that were tried, in words; empty if it is not."""
     if isinstance(tried, RangeConfig):
-        low, high = tried.at(_NEAR), tried.at(1 - _NEAR)
+        low, high = float(tried.at(_NEAR)), float(tried.at(1 - _NEAR))
         ends = (low, high) if low < high else (tried.low, tried.high)
     else:
-        numbers = [one for one in tried if isinstance(one, Real) and not isinstance(one, bool)]
+        numbers = [one for one in tried if type(one) in (int, float)]  # a bool is none
         if len(set(numbers)) < 2 or value not in numbers:
             return ""
         ends = (min(numbers), max(numbers))

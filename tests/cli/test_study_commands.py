@@ -42,6 +42,7 @@ def test_a_study_from_check_to_resume(capsys, drawing):
     file = write(seeds=[0], settings={"a": {}, "b": {"local": {"lr": 0.5}}})
     status, printed, _ = call(capsys, "check", file)
     assert status == 0 and "setting a:" in printed and "4 runs: 4 with each of 1 seed" in printed
+    assert printed.count("federation: ") == 1 and "like these: 1 further setting (b)" in printed, "the same sizes"
     assert printed.splitlines()[-1] == "The study is valid. Run it with: cfl-ray compare study.yaml"
     assert call(capsys, "compare", "--dry-run", file)[1].splitlines()[-1] == f"4 runs; folder: {Path.cwd()}/runs/small"
     assert not Path("runs").exists()

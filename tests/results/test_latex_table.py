@@ -7,7 +7,7 @@ from scipy.stats import ttest_rel
 
 from cfl_ray.errors import ConfigError
 from cfl_ray.report.drawing import p_in_words
-from cfl_ray.results.comparison import ClientPairs, ClientScores
+from cfl_ray.results.comparison import ClientPairs, ClientScores, is_dense
 from cfl_ray.results.latex_table import escaped, latex_table
 
 BEST, NEAR, FAR = [0.90, 0.94, 0.92], [0.89, 0.95, 0.90], [0.10, 0.13, 0.12]
@@ -72,6 +72,16 @@ def test_experiments_are_columns_of_one_metric_and_blocks_of_several():
     assert text.count(r"\midrule") == 2 and r"\multicolumn{3}{l}{a\_1} \\" in text
     del both["b", "cfl"]
     assert r"cfl & $\underline{91.33} \pm 3.21$ &  \\" in latex_table(both, ["accuracy"])
+
+
+def test_trials_that_most_methods_lack_are_rows():
+    """Two methods with two trials each of their own: 4 of 8 cells."""
+    trials = found("mu=1", fed_avg=FAR) | found("mu=2", fed_avg=FAR) | found("k=1") | found("k=2")
+    sparse = {key: values for key, values in trials.items() if ("mu" in key[0]) == (key[1] == "fed_avg")}
+    sparse = {key: values for key, values in sparse.items() if key[1] != "cfl"}
+    assert not is_dense(sparse) and is_dense(found("a") | found("b"))
+    text = latex_table(sparse, ["accuracy"])
+    assert r"\multicolumn{2}{l}{mu=1} \\" in text and text.count("fed\\_avg &") == 2
 
 
 def test_a_test_over_clients():
