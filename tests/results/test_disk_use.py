@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 from commands import status_of
 from small_runs import PLANTED, merged, metrics_of, simulate_until
 
@@ -67,6 +68,24 @@ def test_only_what_no_run_needs_is_dropped_and_only_when_asked(copied, capsys):
     again = load_run(copied / "finished", trust=True)["fedavg"].state_dict(cluster=0)
     assert all((again[name] == model[name]).all() for name in model)
     assert not droppable(copied)
+
+
+def test_the_models_of_the_best_round_stay(tmp_path, monkeypatch):
+    """With and without the checkpoints of client states; the best round is the first of four."""
+    monkeypatch.setenv("CFL_RAY_KEY", "0123456789abcdef")
+    keep = {"which": "best", "metric": "test_loss", "goal": "maximize"}
+    simulate(digits(tmp_path, rounds=4, methods=["fedavg", "ditto"], keep=keep), tmp_path / "run")
+    before = load_run(tmp_path / "run")
+    assert {before[name].best_round for name in ("fedavg", "ditto")} == {1}
+    assert status_of("clean", tmp_path, "--yes") == 0
+    after = load_run(tmp_path / "run")
+    for name in ("fedavg", "ditto"):
+        assert sorted(path.name for path in (tmp_path / "run" / name / "checkpoints").glob("*.json")) == [
+            "000001.json",
+            "000004.json",
+        ]
+        kept = after[name].model(cluster=0).state_dict()
+        assert all(torch.equal(value, kept[key]) for key, value in before[name].model(cluster=0).state_dict().items())
 
 
 def test_models_are_dropped_when_asked_and_records_stay(copied):
