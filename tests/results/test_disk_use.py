@@ -1,5 +1,6 @@
 """The disk space of runs: what no run needs is dropped, and nothing else."""
 
+import re
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from small_runs import PLANTED, merged, metrics_of, simulate_until
 from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.errors import ConfigError
 from cfl_ray.results.difference import differences_of
-from cfl_ray.results.disk_use import KINDS, disk_use, droppable
+from cfl_ray.results.disk_use import KINDS, disk_use, droppable, other_files
 
 
 def small(**changes):
@@ -53,6 +54,17 @@ def test_the_sizes_are_those_of_all_files(copied):
     assert {kind for use in found for kind in use.bytes} == set(KINDS)
     with pytest.raises(ConfigError, match="has no runs and no shards"):
         disk_use(copied / "finished/fedavg")
+
+
+def test_files_beside_runs_and_shards_are_named(copied, capsys):
+    (copied / "notes").mkdir()
+    (copied / "notes/a.txt").write_bytes(b"x" * 3_000_000)
+    (copied / "mlflow.db").write_bytes(b"x" * 9_000_000)
+    found = disk_use(copied)
+    assert other_files(copied, found) == [(copied / "mlflow.db", 9_000_000), (copied / "notes", 3_000_000)]
+    assert other_files(copied / "finished", disk_use(copied / "finished")) == []
+    assert status_of("du", copied) == 0
+    assert re.search(r"\d+\.\d+  other files: mlflow.db \d+\.\d+, notes \d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_only_what_no_run_needs_is_dropped_and_only_when_asked(copied, capsys):
@@ -123,3 +135,15 @@ class TestDifferences:
         assert "fedavg: spread " in printed
         with pytest.raises(ConfigError, match="holds no run"):
             differences_of(tmp_path / "1", tmp_path)
+
+    def test_pair_the_files_of_two_folders(self, tmp_path):
+        """A colleague's copy of the code lies in a folder of another name."""
+        text = "def spread(outputs, targets):\n    return outputs.std()\n"
+        for name, more in (("ours", ""), ("theirs", ""), ("third", "# edited\n")):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "mine.py").write_text(text + more)
+            metric = f"{tmp_path}/{name}/mine.py:spread"
+            simulate(small(rounds=1, evaluation={"metrics": [metric]}), tmp_path / f"run_{name}")
+        assert differences_of(tmp_path / "run_ours", tmp_path / "run_theirs")["code"] == []
+        (line,) = differences_of(tmp_path / "run_ours", tmp_path / "run_third")["code"]
+        assert line.startswith("ours/mine.py -> third/mine.py:") and "+# edited" in line
