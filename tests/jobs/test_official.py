@@ -395,7 +395,9 @@ def test_a_server_of_pfllib_has_our_data_cohorts_and_weights(monkeypatch):
     class Client:
         def __init__(self, args, i):
             self.id, self.model, train = i, copy.deepcopy(args.model), base.read_client_data("", i, is_train=True)
-            assert torch.equal(train[:][0], data.x[i]) and args.batch_size == 6 and args.mu == 0.5
+            assert (
+                torch.equal(torch.stack([x for x, _ in train]), data.x[i]) and args.batch_size == 6 and args.mu == 0.5
+            )
 
         def load_train_data(self, batch_size=None):
             return "theirs"
@@ -417,7 +419,8 @@ def test_a_server_of_pfllib_has_our_data_cohorts_and_weights(monkeypatch):
 
     base.Client = Client
     models = SimpleNamespace(BaseHeadSplit=torch.nn.Sequential)
-    found = [base, SimpleNamespace(read_client_data=None), SimpleNamespace(FedProx=FedProx), models]
+    readers = [SimpleNamespace(read_client_data=None) for _ in range(2)]  # of clients and servers
+    found = [base, *readers, SimpleNamespace(FedProx=FedProx), models]
     monkeypatch.setattr(pfllib, "modules", lambda *_: found)
     monkeypatch.setattr(pfllib, "stand_in", lambda _: None)
     y, seen = torch.arange(18).reshape(3, 6) % 3, []
@@ -476,8 +479,8 @@ def test_the_section_of_fedas_has_no_distance_to_clients_with_the_first_model(li
 def test_the_section_of_pfllib_has_the_distance_of_each_method(lines_of):
     start_P = runs.first_weights(pfllib.MODEL, 10, 0)
     theirs, ours = (course(by, pfllib.KEPT, start_P, pfllib.CLIENTS) for by in (0.0, 0.001))
-    lines = lines_of(pfllib, two_labels=None, theirs=theirs, ours=ours)
-    rows = [line for line in lines if line.endswith("| 0 | 1.0e-03 | 1.0e-03 |")]
+    lines = lines_of(pfllib, two_labels=None, theirs=theirs, ours=ours, accuracy_of=0.5)
+    rows = [line for line in lines if line.endswith("| 0 | 1.0e-03 | 1.0e-03 | 0.5000 | 0.5000 |")]
     assert [row.split("|")[1].strip() for row in rows] == list(pfllib.RUNS)
 
 
@@ -486,6 +489,38 @@ def test_our_runs_beside_pfllib_have_personal_and_global_models(monkeypatch, sou
     data = pacfl.two_labels(0)
     w_NP, v_NP = (pfllib.ours(data, 0, pfllib.RUNS[name]).weights[1] for name in ("Ditto, w", "Ditto, v_i"))
     assert len(w_NP.unique(dim=0)) == 1 and len(v_NP.unique(dim=0)) > 1
+
+
+def test_clients_of_pfllib_have_the_mended_members():
+    """Clients of FedRoD predict with the sum of their heads; those of FedBABU tune a copy from one of two bodies."""
+
+    class Server:
+        def set_clients(self, kind):
+            self.client = kind()
+
+    class Client:
+        learning_rate, train_time_cost = 0.5, {}
+
+        def __init__(self):
+            self.model = torch.nn.Sequential()
+            self.model.base, self.model.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+            self.head = copy.deepcopy(self.model.head)
+
+        def fine_tune(self):
+            self.optimizer.zero_grad()
+            self.model.base.bias.sum().backward()
+            self.optimizer.step()
+
+    made = pfllib.clients_with(summed=property(pfllib.with_both_heads), **pfllib.BABU)(Server)()
+    made.set_clients(Client)
+    client, received = made.client, torch.nn.Linear(2, 2)
+    last = client.model.base.bias.clone()
+    client.set_parameters(received)
+    assert torch.equal(client.summed.head.weight, 2 * client.head.weight)
+    assert torch.equal(client.tuned.base.bias, received.bias - 0.5) and torch.equal(
+        client.model.base.bias, received.bias
+    )
+    assert torch.equal(client.tuned_last.base.bias, last - 0.5)
 
 
 def test_every_second_client_of_fedrc_has_labels_in_the_other_order(monkeypatch):
