@@ -16,6 +16,7 @@ from jobs.official import (
     cfl,
     cflgp,
     fedas,
+    fedbabu,
     fedcac,
     fedccfa,
     feddrift,
@@ -642,3 +643,18 @@ def test_our_run_of_fedsoft_has_own_models_and_centres(monkeypatch, source):
     for centre_P in centre_KP:
         parts = torch.linalg.lstsq(own_NP[drawn].T.double(), centre_P[:, None].double()).solution[:, 0]
         assert np.allclose(sorted(parts)[-fedsoft.DRAWN :], 1 / fedsoft.DRAWN, atol=1e-3), "the mean of its S_k"
+
+
+def test_the_section_of_fedbabu(lines_of):
+    start_P = runs.first_weights(fedbabu.MODEL, 10, 0)
+
+    def run(by: float) -> fedbabu.Models:
+        return fedbabu.Models(*(course(x, fedbabu.KEPT, start_P, fedbabu.CLIENTS) for x in (by, 2 * by)))
+
+    lines = lines_of(fedbabu, two_labels=None, theirs=run(0.0), ours=run(0.001), accuracy_of=0.5)
+    assert "| half | 0 | 5 | 1.0e-03 | 2.0e-03 | 0.5000 | 0.5000 |" in lines
+
+
+def test_their_learning_rate_of_fedbabu_is_divided_after_a_half_and_three_quarters():
+    factors = [fedbabu.decayed(t, 0) for t in range(1, fedbabu.ROUNDS + 1)]
+    assert np.allclose(factors, [1] * 4 + [0.1] * 2 + [0.01] * 2)
