@@ -17,15 +17,19 @@ from jobs.official import (
     cflgp,
     fedas,
     fedbabu,
+    fedbn,
     fedcac,
     fedccfa,
     feddrift,
     fedem,
     fedgwc,
+    fedpac,
+    fedproto,
     fedrc,
     fedrep,
     fedsoft,
     ifca,
+    moon,
     pacfl,
     pfedgraph,
     pfedme,
@@ -658,3 +662,67 @@ def test_the_section_of_fedbabu(lines_of):
 def test_their_learning_rate_of_fedbabu_is_divided_after_a_half_and_three_quarters():
     factors = [fedbabu.decayed(t, 0) for t in range(1, fedbabu.ROUNDS + 1)]
     assert np.allclose(factors, [1] * 4 + [0.1] * 2 + [0.01] * 2)
+
+
+def test_the_section_of_moon(lines_of):
+    start_P = runs.first_weights(moon.MODEL, 10, 0)
+    theirs, ours = (course(by, moon.KEPT, start_P, moon.CLIENTS) for by in (0.0, 0.001))
+    lines = lines_of(moon, images=None, theirs=theirs, ours=ours, accuracy_of=0.5)
+    assert "| 5 | 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 |" in lines
+
+
+def test_accuracies_of_users_follow_from_hits_that_are_counted_on():
+    """Two users with 10 test images: 4 and 9 hits with own last layers, 6 and 1 with prototypes."""
+    own, both = [4 / 10, (4 + 6 + 9) / 30], [(4 + 6) / 20, (4 + 6 + 9 + 1) / 40]
+    found = fedproto.of_each_user(own, both)
+    assert close(torch.tensor(found), torch.tensor([[0.4, 0.9], [0.6, 0.1]]), 1e-6)
+
+
+def test_the_section_of_fedproto(lines_of):
+    start_P = runs.first_weights(fedproto.MODEL, 10, 0)
+
+    def run(by: float) -> fedproto.Prototypes:
+        made, kept = course(by, fedproto.KEPT, start_P, fedproto.CLIENTS), fedproto.KEPT
+        prototype_CF = torch.full((10, 4), 2 + 4 * by)  # a norm of 4, and a distance of 8 by
+        return fedproto.Prototypes(
+            made, dict.fromkeys(kept, prototype_CF), dict.fromkeys(kept, 0.25 + by), dict.fromkeys(kept, (0.125, 0.75))
+        )
+
+    lines = lines_of(fedproto, two_labels=None, theirs=run(0.0), ours=run(0.001), accuracy_of=0.5)
+    numbers = "| 0.5000 | 0.5000 | 0.2500 | 0.2510 | 0.1250 | 0.7500 |"
+    assert f"| the default | 0 | 5 | 1.0e-03 | 2.0e-03 {numbers}" in lines
+
+
+def test_our_run_of_fedproto_has_models_with_their_own_last_layers(monkeypatch, source):
+    monkeypatch.setattr(fedproto, "KEPT", (1,))
+    data = pacfl.two_labels(0)
+    run = fedproto.ours(data, 0, {})
+    body = 784 * fedproto.HIDDEN + fedproto.HIDDEN
+    served_NP = run.own.weights[1]
+    assert len(served_NP.unique(dim=0)) == len(served_NP[:, body:].unique(dim=0)) > 1, "personal_model has one for all"
+    assert run.prototypes[1].shape == (10, fedproto.HIDDEN) and 0 <= run.nearest[1] <= 1
+
+
+def test_the_section_of_fedpac(lines_of):
+    start_P = runs.first_weights(fedpac.MODEL, 10, 0)
+
+    def run(by: float) -> fedpac.Mixed:
+        graph = dict.fromkeys(fedpac.KEPT, np.full((fedpac.CLIENTS, fedpac.CLIENTS), 0.5 - 2 * by))
+        return fedpac.Mixed(course(by, fedpac.KEPT, start_P, fedpac.CLIENTS), graph)
+
+    lines = lines_of(fedpac, images=None, theirs=run(0.0), ours=run(0.001), accuracy_of=0.5)
+    assert "| 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 | 2.0e-03 |" in lines
+
+
+def test_eigenvectors_in_the_form_of_old_pytorch():
+    matrix_MM = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+    value_M2, vector_MM = fedpac.eig(matrix_MM, eigenvectors=True)
+    assert close(value_M2, torch.tensor([[1.0, 0.0], [3.0, 0.0]]), 1e-6)
+    assert close((vector_MM * value_M2[:, 0]) @ vector_MM.T, matrix_MM, 1e-6)
+
+
+def test_the_section_of_fedbn(lines_of):
+    start_P = runs.first_weights({"name": fedbn.with_bn1}, 10, 0)
+    theirs, ours = (course(by, fedbn.KEPT, start_P, fedbn.CLIENTS) for by in (0.0, 0.001))
+    lines = lines_of(fedbn, rotated_mnist=None, theirs=theirs, ours=ours)
+    assert "| downsample | 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 |" in lines
