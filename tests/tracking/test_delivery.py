@@ -118,6 +118,36 @@ def test_the_end_of_a_run_names_its_reason_and_the_kept_round(sqlite, tmp_path, 
     assert run.data.tags["ended"] == "stopped after round 4: for a reason" and run.data.tags["kept_round"] == "3"
 
 
+def test_a_file_that_has_arrived_is_sent_again_only_if_it_changed(sqlite, tmp_path, info, runs, monkeypatch):
+    """An upload fails, and another process goes on."""
+    sent, send = [], adapter.MlflowRun._send
+
+    def failing(run, file, folder):
+        if len(sent) == 2:
+            sent.append("failure")
+            raise ConnectionError
+        sent.append(f"{folder}/{file.name}")
+        send(run, file, folder)
+
+    monkeypatch.setattr(adapter.MlflowRun, "_send", failing)
+    log_to(tmp_path, info, [], "FINISHED")
+    artifacts = RunDirectory(tmp_path).artifacts
+    (artifacts / "deep/er").mkdir(parents=True)
+    for name in ("a", "b", "deep/er/c", "empty"):
+        (artifacts / name).write_text("" if name == "empty" else name)
+    with pytest.raises(ConnectionError):
+        mlflow(tmp_path, sqlite, "files").bring_up_to_date()
+    mlflow(tmp_path, sqlite, "files").bring_up_to_date()
+    assert sent == ["None/a", "None/b", "failure", "deep/er/c", "None/empty"]
+    (artifacts / "b").write_text("new")
+    log_to(tmp_path, info, [], "FINISHED")
+    mlflow(tmp_path, sqlite, "files").bring_up_to_date()
+    assert sent[5:] == ["None/b"]
+    (run,) = runs(sqlite, "files")
+    assert run.files == {"a", "b", "deep", "empty"}
+    assert (tmp_path / "artifacts/b").read_text() == "new"
+
+
 def test_a_description_by_the_user_stays(sqlite, tmp_path):
     client, experiment_id = adapter.connect(sqlite, "described")
     client.set_experiment_tag(experiment_id, "mlflow.note.content", "mine")

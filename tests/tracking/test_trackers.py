@@ -151,6 +151,19 @@ def test_a_busy_tracker_is_tried_again_without_a_failure(tmp_path):
     assert "asks to come back later" in warning
 
 
+def test_an_open_that_succeeds_again_is_no_progress(tmp_path):
+    """One attempt and four more; the end would wait for `tracking.patience` otherwise."""
+
+    class Half(Recording):
+        needs_open = True
+
+    tracker = Half(fails=10**6)
+    log = RunLog(tmp_path, {"mine": tracker}, lambda text: None, finish_seconds=60, patience=60)
+    log.start(RunInfo("run"))
+    log.finish("FINISHED", {})
+    assert 1 < [call[0] for call in tracker.calls].count("open") <= 2 + len(delivery.PAUSES_AT_END_SECONDS)
+
+
 def test_patience_ends_the_wait_for_a_tracker_that_makes_progress(tmp_path):
     class Endless(Recording):
         @property
