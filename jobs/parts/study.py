@@ -15,6 +15,7 @@ from cfl_ray.results.study_folder import run_folders
 from cfl_ray.study.run import run_study
 from cfl_ray.tracking import deliver_pending
 from cfl_ray.tracking.delivery import lacks
+from cfl_ray.tracking.mlflow import connect
 from jobs.parts.line import Line
 from jobs.parts.mlflow_servers import mlflow_server
 
@@ -30,6 +31,7 @@ def main(runs: int, rounds: int) -> int:
     """Runs the study, and prints what the server has of it."""
     with tempfile.TemporaryDirectory() as name, mlflow_server("sqlite, login", Path(name)) as server:
         folder = Path(name) / "runs" / "study"
+        connect(server.uri, "first")  # the first request to a new server takes seconds
         with Line(server.uri, delay=DELAY_SECONDS) as line:
             began = time.monotonic()
             run_study(_study(line.uri, folder.parent, runs, rounds), folder)
