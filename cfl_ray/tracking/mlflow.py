@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
@@ -35,7 +36,7 @@ from cfl_ray.system.files import PRIVATE, private_folder, write_text
 from cfl_ray.system.sqlite_uris import absolute_sqlite, sqlite_path, sqlite_uri
 from cfl_ray.tracking.delivery import Undeliverable
 from cfl_ray.tracking.progress import Counted, ServerProgress
-from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, mbit
+from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, mbit, metric_names
 
 if TYPE_CHECKING:  # importing mlflow takes a second or two, so only a delivering process does it
     from mlflow import MlflowClient
@@ -50,10 +51,12 @@ _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 _SOURCE_TAGS = {"mlflow.source.name": "cfl-ray", "mlflow.source.type": "LOCAL"}
 _NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
 _LATEST = "Latest comparison: "  # first words of our description of an experiment
+_CUT_CHARS = 60  # of the line that stands for rows of a table
 MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the request size
 # of the names of a run and of its data, and of a tag's value; SQLite takes longer ones, PostgreSQL and MySQL refuse
 # the run
 MAX_NAME_CHARS, MAX_DATASET_CHARS, MAX_TAG_CHARS = 250, 500, 8000
+MAX_EXPERIMENT_TAG_CHARS = 5000  # of a value; longer ones are refused, by newer servers beyond 20,000
 CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 _CONNECT_SECONDS = 2.0
 _RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
@@ -116,7 +119,8 @@ class MlflowRun:
                 raise
             # the experiment may have been deleted, and the store may be another one, since this process has used it
             run, is_new = _found_or_created(client, experiment_of(client, uri, experiment), info, parent_id, True)
-        params = [Param(key, value[:MAX_PARAM_CHARS]) for key, value in info.params.items()]
+        names = metric_names(info.params, more=" :")  # as a key with the name of a setting, `settings.lr=0.1.local.lr`
+        params = [Param(names[key], value[:MAX_PARAM_CHARS]) for key, value in info.params.items()]
         client.log_batch(run.info.run_id, params=params)
         _log_dataset(client, run.info.run_id, info)
         return cls(client, uri, info, run, is_new, progress)
@@ -228,11 +232,12 @@ class MlflowRun:
             return {}
         experiment = self._client.get_experiment(run.info.experiment_id)
         page = page_of(experiment.experiment_id, self.run_id)
-        text = "\n\n".join([table, *self._shown(artifacts, page)])
+        more = "\n\n".join(["", *self._shown(artifacts, page)])
         if experiment.tags.get(_NOTE_TAG, _LATEST).startswith(_LATEST):
-            latest = f"{_LATEST}[{run.info.run_name}]({page})\n\n{text}"
+            link = f"{_LATEST}[{run.info.run_name}]({page})\n\n"
+            latest = link + _cut(table, MAX_EXPERIMENT_TAG_CHARS - len(link + more)) + more
             self._client.set_experiment_tag(experiment.experiment_id, _NOTE_TAG, latest)
-        return {_NOTE_TAG: text}
+        return {_NOTE_TAG: _cut(table, MAX_TAG_CHARS - len(more)) + more}
 
     def _shown(self, artifacts: Path, page: str) -> Iterator[str]:
         """The figures of a comparison and a link to its report, as Markdown with URLs of the server."""
@@ -473,6 +478,16 @@ def _table(metrics: Mapping[str, float]) -> str:
     ]
     lines = [["method", *columns], ["---"] * (len(columns) + 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
+
+
+def _cut(table: str, chars: int) -> str:
+    """A table of at most this many characters: its last rows are replaced by their number."""
+    if len(table) <= chars:
+        return table
+    rows = table.splitlines()
+    lengths = accumulate(len(row) + 1 for row in rows)
+    kept = max(2, sum(length <= chars - _CUT_CHARS for length in lengths))
+    return "\n".join([*rows[:kept], "", f"and {len(rows) - kept} more, in the metrics of the run"])
 
 
 # ---- models, written to a folder of the run directory: no server is needed until delivery

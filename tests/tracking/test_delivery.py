@@ -253,6 +253,42 @@ def test_limits_of_mlflow(sqlite, tmp_path, runs, record):
     assert len(run.data.params) == 150 and len(run.info.run_name) == 250
 
 
+def test_keys_that_mlflow_would_refuse_have_other_characters(sqlite, tmp_path, runs):
+    """Such as those with the names of settings of a study, whose runs all wait for their parent."""
+    params = {
+        "settings.lr=0.1,mu+1.local.lr": "0.1",
+        "a.größe": "1",
+        "x" * 300: "2",
+        "a b:c": "3",
+        "k.a": "4",
+        "k.A": "5",
+    }
+    log_to(tmp_path, RunInfo("study", "", params=params), [], "FINISHED", {"mlflow": Mlflow(sqlite, "keys")}, {})
+    (run,) = runs(sqlite, "keys")
+    found = {
+        "settings.lr_0.1_mu_1.local.lr": "0.1",
+        "a.gr__e": "1",
+        "x" * 240: "2",
+        "a b:c": "3",
+        "k.A": "5",
+        "k.a_2": "4",
+    }
+    assert run.info.status == "FINISHED" and run.data.params == found
+
+
+def test_a_long_table_is_cut_at_a_row_and_the_run_ends(sqlite, tmp_path, runs):
+    summary = {f"method_{number:04}/accuracy": 0.5 for number in range(1000)}
+    log_to(tmp_path, RunInfo("wide"), [], "FINISHED", {"mlflow": Mlflow(sqlite, "wide")}, summary)
+    (run,) = runs(sqlite, "wide")
+    client, experiment_id = adapter.connect(sqlite, "wide")
+    notes = [run.data.tags, client.get_experiment(experiment_id).tags]
+    for note, most in zip((tags["mlflow.note.content"] for tags in notes), (8000, 5000), strict=True):
+        rows = re.findall(r"^\| method_(\d+) \| 0.5 \|$", note, re.M)
+        assert most - 200 < len(note) <= most and [*map(int, rows)] == [*range(len(rows))]
+        assert f"and {1000 - len(rows)} more, in the metrics of the run" in note
+    assert run.info.status == "FINISHED" and len(run.data.metrics) == 1000
+
+
 def test_two_processes_create_the_same_store_at_the_same_time(tmp_path, runs):
     script = (
         "import sys; from cfl_ray.tracking import *; uri, name = sys.argv[1:]\n"
