@@ -277,16 +277,16 @@ def test_keys_that_mlflow_would_refuse_have_other_characters(sqlite, tmp_path, r
 
 
 def test_a_long_table_is_cut_at_a_row_and_the_run_ends(sqlite, tmp_path, runs):
-    summary = {f"method_{number:04}/accuracy": 0.5 for number in range(1000)}
+    summary = {f"{'m' * 60}_{number:03}/accuracy": 0.5 for number in range(150)}
     log_to(tmp_path, RunInfo("wide"), [], "FINISHED", {"mlflow": Mlflow(sqlite, "wide")}, summary)
     (run,) = runs(sqlite, "wide")
     client, experiment_id = adapter.connect(sqlite, "wide")
     notes = [run.data.tags, client.get_experiment(experiment_id).tags]
     for note, most in zip((tags["mlflow.note.content"] for tags in notes), (8000, 5000), strict=True):
-        rows = re.findall(r"^\| method_(\d+) \| 0.5 \|$", note, re.M)
+        rows = re.findall(r"^\| m+_(\d+) \| 0.5 \|$", note, re.M)
         assert most - 200 < len(note) <= most and [*map(int, rows)] == [*range(len(rows))]
-        assert f"and {1000 - len(rows)} more, in the metrics of the run" in note
-    assert run.info.status == "FINISHED" and len(run.data.metrics) == 1000
+        assert f"and {150 - len(rows)} more, in the metrics of the run" in note
+    assert run.info.status == "FINISHED" and len(run.data.metrics) == 150
 
 
 def test_two_processes_create_the_same_store_at_the_same_time(tmp_path, runs):
