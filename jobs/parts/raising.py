@@ -1,6 +1,7 @@
 """Runs in which each call of a tracker, of a figure and of the report raises, once or always: each run must be whole.
 
     python -m jobs.parts --raise
+    python -m jobs.parts --raise MlflowClient figures
 
 A `Target` is one place where code that is not ours, or that a run can do without, is called. Its calls of a run without
 an error are counted; then each of them raises, in a run of its own. A run is whole if it ends, with all rounds on
@@ -10,7 +11,7 @@ record and its end; what failed is in its warnings.
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -252,11 +253,13 @@ def tried(
             yield what, run(f"{number}-{name.replace(' ', '-')}", Calls(target, number, error))
 
 
-def main() -> int:
-    """Tries all targets, and prints a line for each."""
+def main(words: Sequence[str] = ()) -> int:
+    """Tries the targets with one of the words in their place, all without words, and prints a line for each."""
     os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
     is_good = True
     for target in TARGETS:
+        if words and not any(word in target.place for word in words):
+            continue
         outcomes = list(tried(target))
         lost = [f"{what}: {end.ended or (end.rounds, end.status)}" for what, end in outcomes if not end.is_whole]
         most = max(len(end.warnings) for _, end in outcomes)
