@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from unittest import mock
 from cfl_ray import Experiment, simulate
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.tracking import delivery, read_end, read_records
+from cfl_ray.tracking.mlflow import client_of
 
 ROUNDS = 2
 ALWAYS = None  # instead of the number of a call
@@ -242,6 +244,9 @@ def tried(
 
         def run(name: str, calls: Calls) -> Outcome:
             output = Path(folder) / name  # each has its own MLflow, since a process asks a known one less
+            if target.tracker == "mlflow" and target.name != "__init__":  # which is called when a store is made
+                output.mkdir()
+                (output / "mlflow.db").write_bytes(_empty_store())
             return outcome(experiment(output, target.tracker), output / "run", calls)
 
         counted = Calls(target)
@@ -251,6 +256,15 @@ def tried(
         for number, (name, error) in itertools.product(numbers, errors.items()):
             what = f"{name} in {'each call' if number is ALWAYS else f'call {number} of {counted.count}'}"
             yield what, run(f"{number}-{name.replace(' ', '-')}", Calls(target, number, error))
+
+
+@cache
+def _empty_store() -> bytes:
+    """A database of MLflow, which takes seconds to make."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "mlflow.db"
+        client_of(f"sqlite:///{file}")
+        return file.read_bytes()
 
 
 def main(words: Sequence[str] = ()) -> int:

@@ -107,7 +107,12 @@ def test_a_continued_run_asks_only_for_what_may_have_arrived(server, tmp_path):
 
 def test_artifacts_arrive_whole(server, tmp_path):
     """Through the server, which keeps them in its folder or in a bucket."""
-    contents = {"table.md": b"| method |", "deep/er/größe 1.bin": bytes(range(256)) * 4096, "empty.csv": b""}
+    contents = {
+        "table.md": b"| method |",
+        "deep/er/größe 1.bin": bytes(range(256)) * 4096,
+        "empty.csv": b"",
+        "a=1+b,c 50%.yaml": b"x",
+    }
     log = log_of(tmp_path / "run", server.uri, "artifacts")
     for name, content in contents.items():
         file = RunDirectory(tmp_path / "run").artifacts / name
