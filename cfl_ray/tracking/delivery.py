@@ -236,11 +236,13 @@ class LiveDelivery:
         return f"{lost}the end of {self.delivery.run_dir}"
 
     def _deliver_until_done(self) -> None:
-        while not self._done.is_set() and not self._attempt():
-            self._pause()
-        with suppress(*FOREIGN):  # the warning is given already
-            self.delivery.give_up(self.unrecorded_end)
-        self._done.set()
+        try:
+            while not self._done.is_set() and not self._attempt():
+                self._pause()
+            with suppress(*FOREIGN):  # the warning is given already
+                self.delivery.give_up(self.unrecorded_end)
+        finally:
+            self._done.set()
 
     def _attempt(self) -> bool:
         """Delivers what the tracker lacks. Returns whether no attempt follows: all is delivered, or it gives up."""
