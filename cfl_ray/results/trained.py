@@ -254,7 +254,8 @@ class TrainedMethod:
     def confusion(self, cluster: int | None = None) -> "pd.DataFrame":
         """Numbers of test samples by true class (rows) and predicted class (columns), with the names of the classes.
 
-        Of the clients of a cluster, each with the model that it predicts with; None: of all clients with a model.
+        Of the clients of a cluster, each with the model that it predicts with; None: of all clients with a model. A
+        sample of a test set that clients share counts once for each of them, as in the mean of their accuracies.
         Raises ConfigError for targets that are not classes, and for a cluster without such clients.
         """
         import pandas as pd

@@ -173,11 +173,11 @@ class RunDirectory:
         names = [name for name in (*names, *self.links()) if name not in known]
         signed = self._signed() if names else []
         if unknown := [name for name in names if name not in signed]:
-            kept = f"; its {self.signature.name} is of another folder, of another key or of an earlier version"
+            kept = f". Its {self.signature.name} is of another folder, of another key or of an earlier version"
             raise UntrustedError(
                 f"{self.path} was not made by you on this machine, and its {record} names {', '.join(unknown)}; what "
-                "it names is imported, read, written or connected to: look at it, and say --trust (trust=True in "
-                "Python) if you trust it, or give the key of the run (CFL_RAY_KEY or CFL_RAY_KEY_FILE) if it is yours"
+                "it names is imported, read, written or connected to. Look at it, and say --trust (trust=True in "
+                "Python) if you trust it. If it is yours, give its key instead: CFL_RAY_KEY or CFL_RAY_KEY_FILE"
                 + (kept if not signed and self.signature.exists() else "")
             )
 
