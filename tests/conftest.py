@@ -33,7 +33,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 # Folders of tests that take longest a file; xdist hands out files in this order, so that the workers end together.
-LONGEST_FIRST = ("tests", "jobs", "on_ray", "study", "runtime", "results", "benchmarks", "cli", "methods", "tracking")
+LONGEST_FIRST = ("real", "checkpoint", "tests", "jobs", "on_ray", "study", "runtime", "results", "benchmarks", "cli")
+LONGEST_FIRST += ("methods", "tracking")
 ON_A_CLUSTER = "tests/runtime/on_ray/"
 
 
