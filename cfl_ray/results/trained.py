@@ -195,7 +195,10 @@ class TrainedMethod:
         It is the model of its cluster with the client's private columns, after local training if the method prescribes
         it, or the mixture of all models. Raises ConfigError for a client that does not exist or has no model yet.
         """
-        serving = self.serve(np.array([self._known(client)]))
+        return self.served_model(client, self.serve(np.array([self._known(client)])))
+
+    def served_model(self, client: int, serving: Serving) -> nn.Module:
+        """The same by what `serve` returned for this client."""
         if serving.weight_MK is not None:
             return self.mixture(serving.models_KP, serving.weight_MK[0])
         row = int(serving.row_M[0])

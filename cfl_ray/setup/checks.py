@@ -1,4 +1,4 @@
-"""Checks of a setup before its run. All raise ConfigError."""
+"""Checks of a setup before its run. All raise ConfigError. `network`, in some, is a network of the setup, only read."""
 
 import copy
 import math
@@ -27,7 +27,7 @@ from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import SEQUENTIAL
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.models import ModelRecipe
-from cfl_ray.nn.network import new_module
+from cfl_ray.nn.network import Network, new_module
 from cfl_ray.population.availability import Availability, OwnAvailability
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds, why_synchronous
@@ -37,11 +37,11 @@ from cfl_ray.setup.setup import Setup
 from cfl_ray.system.machine import available_memory
 
 
-def check_batches(setup: Setup) -> None:
+def check_batches(setup: Setup, network: Network) -> None:
     """Raises ConfigError if clients train on a batch of one sample but the model cannot: BatchNorm needs two."""
-    network, sizes_N = setup.network(), setup.federation.num_samples_N
     if not network.batch_statistics:
         return
+    sizes_N = setup.federation.num_samples_N
     for label, method in setup.methods.items():
         local, backend = setup.local_of(label), DryBackend(network.spec, setup.federation.shape)  # notes the batches
         for _ in dry_rounds(method, 2, 2, local, backend, rounds=max(setup.experiment.rounds, 2), to_last_phase=True):
@@ -65,12 +65,11 @@ def check_batches(setup: Setup) -> None:
             )
 
 
-def check_engine(setup: Setup) -> None:
+def check_engine(setup: Setup, network: Network) -> None:
     """Raises ConfigError for a configured engine that can train the clients of none of the methods."""
     engine = setup.experiment.runtime.engine
     if engine in ("auto", SEQUENTIAL):
         return
-    network = setup.network()
     reasons = [choice.why_not(engine, network, setup.federation, setup.local_of(label)) for label in setup.methods]
     if reason := all(reasons) and reasons[0]:
         raise ConfigError(f"runtime.engine: {engine} cannot train these clients: {reason}; use auto or {SEQUENTIAL}")
@@ -160,9 +159,8 @@ def _check_participants(setup: Setup, label: str, spec: ParamSpec) -> None:
         )
 
 
-def try_methods(setup: Setup) -> None:
+def try_methods(setup: Setup, network: Network) -> None:
     """Raises ConfigError for an option that does not fit the model. Creates and discards every method's first state."""
-    network = setup.network()
     for label, method in setup.methods.items():
         method.check_model(network.spec)
         if (norms := method.kept_norms(network.spec)) is not None and not norms.count:
@@ -178,9 +176,9 @@ def try_methods(setup: Setup) -> None:
         CheckedMethod(method, network.spec.size).init(start)
 
 
-def check_features(setup: Setup) -> None:
+def check_features(setup: Setup, network: Network) -> None:
     """Raises ConfigError for a method that reads the inputs of the model's last layer if no forward pass shows them."""
-    network, rounds = setup.network(), max(setup.experiment.rounds, 2)
+    rounds = max(setup.experiment.rounds, 2)
     try:
         network.check_features()
     except ConfigError as error:
@@ -192,9 +190,8 @@ def check_features(setup: Setup) -> None:
                 raise ConfigError(f"{label}: {error}") from None
 
 
-def warnings_of_model(setup: Setup) -> tuple[str, ...]:
+def warnings_of_model(setup: Setup, network: Network) -> tuple[str, ...]:
     """A line for each method that shares nothing or keeps nothing of this model, and if its head is not its output."""
-    network = setup.network()
     spec, found = network.spec, []
     for label, method in setup.methods.items():
         if text := method.model_warning(spec):
@@ -219,7 +216,7 @@ def warnings_of_model(setup: Setup) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_asynchronous(setup: Setup) -> None:
+def check_asynchronous(setup: Setup, spec: ParamSpec) -> None:
     """Raises ConfigError for methods whose rounds cannot be asynchronous, and numbers of clients that cannot be."""
     if setup.asynchrony is None:
         return
@@ -229,7 +226,6 @@ def check_asynchronous(setup: Setup) -> None:
             f"asynchronous.concurrency: {wanted} clients at work, but the federation has {clients}; at most {clients}"
         )
     check_buffer(setup.asynchrony.buffer, setup.experiment.asynchronous.concurrency or setup.division.cohort)
-    spec = setup.network().spec
     for label, method in setup.methods.items():
         if reason := why_synchronous(
             method, spec, setup.local_of(label), setup.federation.shape, setup.experiment.rounds

@@ -121,13 +121,14 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     )
     checks.check_attackers(setup.attack, federation.num_clients)
     setup = replace(setup, choice=round_choice(setup))
-    checks.try_methods(setup)
-    checks.check_features(setup)
-    setup = protected(replace(setup, of_model=checks.warnings_of_model(setup)))
-    checks.check_asynchronous(setup)
-    checks.check_batches(setup)
+    network = setup.network()
+    checks.try_methods(setup, network)
+    checks.check_features(setup, network)
+    setup = protected(replace(setup, of_model=checks.warnings_of_model(setup, network)), network)
+    checks.check_asynchronous(setup, network.spec)
+    checks.check_batches(setup, network)
     checks.try_plugins(setup)
-    checks.check_engine(setup)
+    checks.check_engine(setup, network)
     return setup
 
 
