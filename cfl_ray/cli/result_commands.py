@@ -107,6 +107,13 @@ def table(
         str, typer.Option(help="ttest: paired t-test over seeds; wilcoxon: signed-rank test over clients.")
     ] = "ttest",
     correction: Annotated[str, typer.Option(help="none, or holm: Holm's correction over methods.")] = "none",
+    classes: Annotated[
+        bool,
+        typer.Option("--classes", help="Print the accuracy of each class, of all clients and of each cluster's."),
+    ] = False,
+    confusion: Annotated[
+        bool, typer.Option("--confusion", help="Print the confusion matrix of all clients and of each cluster's.")
+    ] = False,
     trust: Trust = False,
     code: Code = None,
 ) -> None:
@@ -115,7 +122,10 @@ def table(
     Runs that differ only in the seed form an experiment, as do the runs of a setting of a study. With a single
     --metric, several experiments are columns. p is the p-value of a test against the best method: of a paired t-test,
     with three seeds or more, or of Wilcoxon's signed-rank test over clients. LaTeX tables name the test.
+
+    --classes and --confusion print tables of classes instead, of runs with evaluation.confusion: true.
     """
+    from cfl_ray.results.class_tables import accuracy_tables, confusion_tables, recorded_classes
     from cfl_ray.results.comparison import FORMATS, ROUNDS, by_experiment, collected, format_table, table_of
     from cfl_ray.results.latex_table import latex_table
     from cfl_ray.results.significance import CORRECTIONS, TESTS
@@ -130,6 +140,8 @@ def table(
     ):
         if value not in known:
             raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+    if (classes and confusion) or ((classes or confusion) and metric):
+        raise ConfigError("--classes, --confusion and --metric are different tables; give one of them")
     for run_dir in run_dirs:
         if not RunDirectory(run_dir).is_study:
             trust = may_import(run_dir, trust)
@@ -139,6 +151,10 @@ def table(
         has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
         what = f"no run of {named} is finished" if has_study else f"no method of {named} has been evaluated"
         raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
+    if classes or confusion:
+        tables = accuracy_tables if classes else confusion_tables
+        print(tables(recorded_classes(scores.results, of_round), style))
+        return
     if style == "latex":
         print(latex_table(run_metrics, metric or (), test, correction, scores))
         return

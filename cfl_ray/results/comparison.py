@@ -299,7 +299,7 @@ def format_table(frame: pd.DataFrame, style: str) -> str:
     if style == "csv":
         return str(frame.to_csv(index=False)).rstrip("\n")
     if frame.columns[0] == "method":  # of `by_experiment`
-        return _formatted(frame, style)
+        return formatted(frame, style)
     shown = frame.drop(columns="experiment") if frame["experiment"].nunique() < 2 else frame.copy()
     for name in [name for name in frame.columns if f"{name}_std" in frame.columns]:
         shown[name] = [mean_and_spread(mean, std) for mean, std in zip(frame[name], frame[f"{name}_std"], strict=True)]
@@ -308,10 +308,11 @@ def format_table(frame: pd.DataFrame, style: str) -> str:
     cells = zip(frame["p"], frame["effect"], frame["runs"], rivals, strict=True)
     shown["p"] = [tested_in_words(*cell) for cell in cells]
     shown = shown.drop(columns="effect")
-    return _formatted(shown, style)
+    return formatted(shown, style)
 
 
-def _formatted(shown: pd.DataFrame, style: str) -> str:
+def formatted(shown: pd.DataFrame, style: str) -> str:
+    """A frame of texts as Markdown (md) or HTML (html)."""
     if style == "html":
         return str(shown.to_html(index=False, border=0))
     lines = [shown.columns.tolist(), ["---"] * shown.shape[1], *shown.astype(str).to_numpy().tolist()]
