@@ -3,13 +3,16 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cfl_ray.cli.console import out, say
 from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, may_import
 from cfl_ray.errors import ConfigError, command
+
+if TYPE_CHECKING:
+    from cfl_ray.report.report_data import ReportedExperiment
 
 
 def status(
@@ -216,7 +219,11 @@ def figure(
     style: Annotated[str, typer.Option("--format", help="pdf or svg.")] = "pdf",
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="Metric to draw; can be repeated. Default: the score of the task.", show_default=False),
+        typer.Option(
+            help="Metric to draw; can be repeated. Default: the score of the task, on test data and, if there are any, "
+            "on validation data.",
+            show_default=False,
+        ),
     ] = None,
     x: Annotated[str, typer.Option(help="Axis of the curves: round, mbit or virtual_seconds.")] = "round",
     method: Annotated[
@@ -254,11 +261,21 @@ def figure(
     output.mkdir(parents=True, exist_ok=True)
     for experiment in experiments:
         prefix = f"{experiment.name}_" if len(experiments) > 1 else ""
-        for name in metric or [experiment.score]:
+        for name in metric or _curves_of(experiment):
             say(str(write_curves(output, experiment, name, x, width, style, prefix)))
         clustered = [label for label, runs in experiment.methods.items() if any(run.is_clustered for run in runs)]
         for label in method or clustered:
             say(str(write_matrix(output, experiment, label, width, style, round, prefix)))
+
+
+def _curves_of(experiment: "ReportedExperiment") -> list[str]:
+    """The metrics that are drawn by default."""
+    from cfl_ray.tracking.record import validation_metric
+
+    on_validation = validation_metric(experiment.score)
+    runs = [run for of_seeds in experiment.methods.values() for run in of_seeds]
+    has_validation = any(on_validation in record.metrics for run in runs for record in run.records)
+    return [experiment.score, *([on_validation] if has_validation else [])]
 
 
 def export(

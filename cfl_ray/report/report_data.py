@@ -199,6 +199,7 @@ class MethodRun:
     changed_scores: Mapping[int, float] = field(default_factory=dict)
     # rounds_to_recover and backward_transfer, if they apply
     recovery: Mapping[str, float] = field(default_factory=dict)
+    confusion: RecordedConfusion | None = None  # in the round whose metrics are final; None: not recorded
 
     @property
     def is_clustered(self) -> bool:
