@@ -154,6 +154,8 @@ class Display(Watcher):
         )
         self.tested_on = federation.tested_on
         self._line(self.tested_on)
+        if federation.share is None and federation.validated_on:  # notes have the sizes of a share
+            self._line(federation.validated_on)
         for warning in setup.warnings + setup.federation.warnings:
             self._line(f"warning: {warning}")
         for note in printed_tables.notes_on(setup, network, int(federation.num_samples_N.max())):
