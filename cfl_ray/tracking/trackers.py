@@ -17,6 +17,11 @@ from cfl_ray.tracking.mlflow_tracker import Mlflow
 from cfl_ray.tracking.record import ROUND_METRICS, RoundRecord, RunEnd, RunInfo
 
 
+def _texts_of(end: RunEnd) -> dict[str, str | int]:
+    """Why `stopping` ended the run, and the round whose models are kept, as far as they apply."""
+    return {name: value for name, value in (("ended", end.reason), ("kept_round", end.kept)) if value}
+
+
 class Wandb:
     """Runs of Weights & Biases, offline by default (`mode`); `wandb sync` uploads them."""
 
@@ -52,7 +57,7 @@ class Wandb:
         if self.run is None:
             return
         if end is not None:
-            self.run.summary.update(dict(end.summary.metrics))
+            self.run.summary.update(dict(end.summary.metrics) | _texts_of(end))
         self.run.finish(exit_code=0 if end is not None and end.status == "FINISHED" else 1)
 
 
@@ -83,6 +88,8 @@ class Tensorboard:
             return
         if end is not None:
             self._add(end.summary)
+            for name, text in _texts_of(end).items():
+                self.writer.add_text(name, str(text), end.summary.round, walltime=end.summary.time_ms / 1000)
         self.writer.close()
 
     def _add(self, record: RoundRecord) -> None:
