@@ -110,6 +110,9 @@ def table(
         str, typer.Option(help="ttest: paired t-test over seeds; wilcoxon: signed-rank test over clients.")
     ] = "ttest",
     correction: Annotated[str, typer.Option(help="none, or holm: Holm's correction over methods.")] = "none",
+    best_trials: Annotated[
+        bool, typer.Option("--best-trials", help="Of a sweep: each method with its best trial, as one experiment.")
+    ] = False,
     classes: Annotated[
         bool,
         typer.Option("--classes", help="Print the accuracy of each class, of all clients and of each cluster's."),
@@ -129,7 +132,15 @@ def table(
     --classes and --confusion print tables of classes instead, of runs with evaluation.confusion: true.
     """
     from cfl_ray.results.class_tables import accuracy_tables, confusion_tables, recorded_classes
-    from cfl_ray.results.comparison import FORMATS, ROUNDS, by_experiment, collected, format_table, table_of
+    from cfl_ray.results.comparison import (
+        FORMATS,
+        ROUNDS,
+        by_experiment,
+        collected,
+        format_table,
+        of_best_trials,
+        table_of,
+    )
     from cfl_ray.results.latex_table import latex_table
     from cfl_ray.results.significance import CORRECTIONS, TESTS
     from cfl_ray.run_directory import RunDirectory
@@ -154,11 +165,18 @@ def table(
         has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
         what = f"no run of {named} is finished" if has_study else f"no method of {named} has been evaluated"
         raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
+    tried: dict[tuple[str, str], str] = {}
+    if best_trials:
+        if len(run_dirs) > 1:
+            raise ConfigError("--best-trials is of a single sweep; name one folder")
+        run_metrics, scores, tried = of_best_trials(run_dirs[0], run_metrics, scores)
     if classes or confusion:
         tables = accuracy_tables if classes else confusion_tables
         print(tables(recorded_classes(scores.results, of_round), style))
         return
+    of_trials = [f"{name}: {values}" for (_, name), values in tried.items()]
     if style == "latex":
+        print("".join(f"% {line}\n" for line in of_trials), end="")
         print(latex_table(run_metrics, metric or (), test, correction, scores))
         return
     frame = table_of(run_metrics, metric or (), test, correction, scores)
@@ -168,6 +186,8 @@ def table(
     print(format_table(frame, style))
     if has_best and style == "md":
         print(f"\nOf the best round of each method, whose models are kept (column {BEST_ROUND}).")
+    if tried and style == "md":
+        print("\nThe best trial of each method: " + "; ".join(of_trials))
     if style == "md" and (test, correction) != ("ttest", "none") and "p" in frame.columns:
         say(f"p: {TESTS[test]}, {CORRECTIONS[correction]}", out)
 
