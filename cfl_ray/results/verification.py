@@ -120,12 +120,10 @@ def _scores(
     try:
         if dtype is not None:
             model = deepcopy(model).to(dtype)
-
-        def outputs(samples: Tensor) -> Tensor:
-            batches = samples.split(_BATCH)
-            return torch.cat([model(batch if dtype is None else batch.to(dtype)) for batch in batches]).float()
-
-        return scoring.values(trained.task, outputs, x, y)
+        with torch.no_grad():
+            batches = [batch if dtype is None else batch.to(dtype) for batch in x.split(_BATCH)]
+            outputs = torch.cat([model(batch) for batch in batches]).float()
+        return scoring.values(trained.task, outputs, y)
     except Exception:
         if dtype is None:
             raise

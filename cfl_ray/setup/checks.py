@@ -16,6 +16,7 @@ from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.core.aggregation.apply import try_rule
 from cfl_ray.core.aggregation.rules import RULES, AggregationRule, Mean
 from cfl_ray.core.checked_method import CheckedMethod
+from cfl_ray.core.diagnostics import MOST_VALUES
 from cfl_ray.core.method import Method
 from cfl_ray.core.metrics import METRICS
 from cfl_ray.core.params import ParamSpec
@@ -244,8 +245,18 @@ def check_targets(task: Task, federation: Federation) -> None:
         )
 
 
-def check_classes(task: Task, shape: DataShape) -> None:
-    """Raises ConfigError if the counts of a test, one of each pair of label and prediction, do not fit into memory."""
+def check_classes(task: Task, shape: DataShape, confusion: bool = False) -> None:
+    """Raises ConfigError if the counts of a test, one of each pair of label and prediction, do not fit into memory.
+
+    confusion: whether they are recorded, which needs classes, and so few of them that they fit into a diagnostic.
+    """
+    if confusion and task.targets != "class":
+        raise ConfigError(f"evaluation.confusion needs classes, the targets of the task are {task.targets!r}")
+    if confusion and shape.num_classes > (most := math.isqrt(MOST_VALUES)):
+        raise ConfigError(
+            f"evaluation.confusion: the counts of {shape.num_classes:,} classes are not recorded, at most {most:,} "
+            "classes; leave it out, and ask result.class_accuracy() after the run"
+        )
     needed, free = 8 * shape.num_classes**2, available_memory()
     if task.by_confusion and needed > free:
         raise ConfigError(

@@ -78,7 +78,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     checks.check_labels(methods)
     task, local, own_local = resolve_learning(experiment, methods)
     checks.check_targets(task, federation)
-    checks.check_classes(task, federation.shape)
+    checks.check_classes(task, federation.shape, experiment.evaluation.confusion)
     new_trackers(experiment.tracking)  # called only for the errors that it raises; every method gets its own trackers
     check_schedule(experiment.schedule, federation.num_clients)
     population = population_of(experiment, federation.num_clients)
