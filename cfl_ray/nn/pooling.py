@@ -1,7 +1,8 @@
 """Max pooling of large batches without gradients: on a CPU in a tenth of the time of PyTorch's function.
 
-PyTorch's kernel for images with channels first compares value by value. Maxima of strided views use vector instructions
-and are the same values, so no bit of an output changes.
+PyTorch's kernel for images with channels first compares value by value: in the evaluation of a LeNet-5 it takes more
+time than the convolutions. Maxima of strided views use vector instructions and are the same values, so no bit of an
+output changes.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 _POOLS = (functional.max_pool2d, torch.max_pool2d)
 _LEAST = 10_000  # values; calls for fewer are no faster
+_HALVING = (2, 2)  # kernel and stride that are faster also with channels last
 
 Size = int | Sequence[int]
 
@@ -47,8 +49,9 @@ def max_pool(
     is_plain = _pair(padding) == (0, 0) and _pair(dilation) == (1, 1) and not ceil_mode and not return_indices
     size = _pair(kernel_size)
     step = size if stride is None or stride in ((), []) else _pair(stride)
-    is_large = input.device.type == "cpu" and input.dtype == torch.float32 and input.numel() >= _LEAST
-    if not (is_plain and is_large and input.is_contiguous() and not input.requires_grad):
+    is_large = input.device.type == "cpu" and input.is_floating_point() and input.numel() >= _LEAST
+    is_faster = input.is_contiguous() or size == step == _HALVING
+    if not (is_plain and is_large and is_faster) or input.requires_grad:
         return None
     if size == (1, 1) or any(kernel > length for kernel, length in zip(size, input.shape[-2:], strict=True)):
         return None  # a copy, and an error of PyTorch

@@ -52,8 +52,8 @@ class Passes:
 
 
 def options_of(name: str) -> dict[str, int]:
-    """As many clusters as there are groups, where the method takes a number."""
-    known = {field.name for field in fields(REGISTRY[name])}
+    """As many clusters as there are groups, where the method is told a number."""
+    known = {field.name for field in fields(REGISTRY[name]) if field.default is not None}
     return {key: GROUPS for key in ("num_clusters", "num_models") if key in known}
 
 
