@@ -274,7 +274,7 @@ def test_a_program_is_compiled_once_and_later_processes_load_it_without_the_comp
         assert done.returncode == 0, done.stderr
         assert done.stdout.split("\n")[0] == "no compiler"
         trained.append(torch.load(file))
-        made.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache/compiled").glob("*.pt2")})
+        made.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache/compiled").glob("*.so")})
     assert len(made[0]) == 1 and made[0] == made[1]
-    assert [path.suffix for path in sorted((tmp_path / "cache/compiled").iterdir())] == [".lock", ".pt2", ".sha256"]
+    assert [path.suffix for path in sorted((tmp_path / "cache/compiled").iterdir())] == [".lock", ".so", ".sha256"]
     assert torch.equal(*trained), "the same bits from run to run"

@@ -24,7 +24,7 @@ def compiled(tmp_path, monkeypatch):
 
     def compile_into(recording, work):
         made.append(recording)
-        (work / "package.pt2").write_text(recording.text)
+        (work / "program.so").write_text(recording.text)
 
     monkeypatch.setenv("CFL_RAY_CACHE", str(tmp_path))
     monkeypatch.setattr(packages, "_LOADED", {})
@@ -59,7 +59,7 @@ def test_the_key_is_of_the_operations_and_of_the_machine(compiled, monkeypatch):
 def test_a_damaged_package_is_made_again(compiled, monkeypatch, tmp_path, content):
     package_of(_recording())
     _next_process(monkeypatch)
-    (file,) = (tmp_path / "compiled").glob("*.pt2")
+    (file,) = (tmp_path / "compiled").glob("*.so")
     file.write_bytes(content)
     assert package_of(_recording()).text == _recording().text and len(compiled) == 2
     assert file.read_text() == _recording().text
@@ -67,7 +67,7 @@ def test_a_damaged_package_is_made_again(compiled, monkeypatch, tmp_path, conten
 
 def test_an_interrupted_compiler_leaves_no_package(compiled, monkeypatch, tmp_path):
     def killed(recording, work):
-        (work / "package.pt2").write_text("half")
+        (work / "program.so").write_text("half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
