@@ -12,7 +12,7 @@ unless the network draws by itself: then it is computed without the program. The
 to rounding.
 """
 
-import os
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +22,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cfl_ray.core.client_program import Need
-from cfl_ray.engine import rule, sequential
+from cfl_ray.engine import rule
 from cfl_ray.engine.engine import Engine
 from cfl_ray.engine.local_steps import RowGradient, train_row
 from cfl_ray.engine.task import TrainingResult, TrainingTask, lacking
-from cfl_ray.errors import first_line
+from cfl_ray.errors import DataError, first_line
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.recording import NotRecordable, RecordedFunction, record
 
@@ -38,6 +39,9 @@ _KEPT = 16  # recordings of a network: one for each batch size
 
 # Steps in one program, if each has few multiplications: then calls and the inputs of a step take part of its time.
 _UNROLLED, _FEW_PRODUCTS = 5, 10_000_000
+# Attention is compiled as single operations, unless its matrices have more numbers: then PyTorch's kernel, which does
+# not keep them, is faster.
+_ATTENDED = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,13 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         for recorded in recordings_of(network, task):
             if isinstance(recorded, str):
                 return recorded
-            if reason := why_no_package(recorded.recording):
-                return reason
     return None
+
+
+def why_not_here(network: Network, task: TrainingTask) -> str | None:
+    """Reason why this machine cannot have the programs of a task; None if it has them, or nothing is known yet."""
+    recorded = [one.recording for one in recordings_of(network, task) if isinstance(one, Recorded)]
+    return next((reason for one in recorded if (reason := why_no_package(one))), None)
 
 
 # `nn.packages` is imported when it is needed: it needs more than PyTorch and NumPy, which the other engines do not.
@@ -121,8 +129,6 @@ def _why_not_network(network: Network) -> str | None:
         return "PyTorch's compiler is slower than the kernels of recurrent layers"
     if network.batch_statistics:
         return "batch statistics would include the samples that fill a batch"
-    if os.environ.get("ATEN_CPU_CAPABILITY"):
-        return "compiled programs use all instructions of the CPU, whatever runtime.cpu_capability says"
     return network.side_effect
 
 
@@ -166,7 +172,10 @@ def _recorded(network: Network, task: TrainingTask, batch: int, steps: Steps | N
     network.module.train()
     try:
         with torch.no_grad(), network.draws_from(0):
-            recording, further = record(function, inputs)
+            with sdpa_kernel(SDPBackend.MATH):
+                recording, further = record(function, inputs)
+            if recording.attended > _ATTENDED:
+                recording, further = record(function, inputs)
     except NotRecordable as error:
         return str(error)
     except RuntimeError as error:  # of a forward pass that needs other tensors than those of `functional_call`
@@ -241,21 +250,27 @@ def _by_tensor(
 def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingResult]:
     """Trains each task in turn, from its own start. `why_not` must be None for them.
 
-    If PyTorch's compiler fails, the tasks are trained sequentially.
+    Raises DataError if this machine cannot have a program: another engine would compute other last bits, so the work
+    is left to other machines.
     """
     row_P = torch.empty(network.spec.size)
     for index, task in enumerate(tasks):
-        programs = []
-        for recorded in recordings_of(network, task):
-            assert isinstance(recorded, Recorded)
-            programs.append((recorded, package_of(recorded.recording)))
-        if any(isinstance(package, str) for _, package in programs):
-            (result,) = sequential.train(network, [task])
-            yield replace(result, index=index)
-        elif (steps := Steps.of(network, task)) is None:
+        programs = [_program(recorded) for recorded in recordings_of(network, task)]
+        if (steps := Steps.of(network, task)) is None:
             yield train_row(_Gradient(network, task, row_P, programs[0]), index)
         else:
             yield _Steps(network, task, row_P, steps, programs).result_of(index)
+
+
+def _program(recorded: Recorded | str) -> Program:
+    assert isinstance(recorded, Recorded)
+    package = package_of(recorded.recording)
+    if isinstance(package, str):
+        raise DataError(
+            f"{package}: engine compiled has no program on this machine ({platform.node()}); mend that, leave the "
+            "machine out, or begin a new run with another runtime.engine"
+        )
+    return recorded, package
 
 
 class _Batches(RowGradient):
@@ -347,4 +362,4 @@ class _Steps(_Batches):
         self.losses += losses.tolist()
 
 
-ENGINE = Engine(why_not, train, rule.compiled)
+ENGINE = Engine(why_not, train, rule.compiled, tried_steps=_UNROLLED + 1)

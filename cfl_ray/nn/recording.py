@@ -19,6 +19,7 @@ from torch import Tensor
 from cfl_ray.nn.side_effects import ObservingMode
 
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+_ATTENTION = "aten::_safe_softmax"  # of `scaled_dot_product_attention` by single operations
 _CONVOLUTIONS = {"aten::convolution", "aten::mkldnn_convolution"}
 
 
@@ -75,6 +76,7 @@ class RecordedFunction:
     outputs: tuple[Ref, ...]
     products: int = field(default=0, compare=False)  # multiplications of matrix products
     convolved: int = field(default=0, compare=False)  # and of convolutions
+    attended: int = field(default=0, compare=False)  # numbers of the largest matrices of attention
 
     @cached_property
     def text(self) -> str:
@@ -166,7 +168,7 @@ class _Recorder(ObservingMode):
         self.versions = {id(tensor): tensor._version for tensor in inputs}
         self.further: list[int] = []  # numbers of further inputs
         self.operations: list[RecordedCall] = []
-        self.products, self.convolved = 0, 0
+        self.products, self.convolved, self.attended = 0, 0, 0
 
     def number(self, tensor: Tensor) -> int:
         return self.numbers[id(tensor)]
@@ -204,6 +206,8 @@ class _Recorder(ObservingMode):
             self.convolved += 2 * args[0].numel() * math.prod(args[2].shape[1:])
         elif name in _CONVOLUTIONS:
             self.convolved += result.numel() * math.prod(args[1].shape[1:])
+        elif name == _ATTENTION:
+            self.attended = max(self.attended, result.numel())
         return result
 
     def recording(self, outputs: Sequence[Tensor]) -> tuple[RecordedFunction, tuple[Tensor, ...]]:
@@ -226,7 +230,7 @@ class _Recorder(ObservingMode):
         )
         layouts = tuple(TensorLayout.of(self.tensors[number]) for number in order)
         results = tuple(Ref(renumbered[self.number(output)]) for output in outputs)
-        recording = RecordedFunction(layouts, operations, results, self.products, self.convolved)
+        recording = RecordedFunction(layouts, operations, results, self.products, self.convolved, self.attended)
         _ = recording.text  # raises NotRecordable
         return recording, tuple(tensor.detach() for tensor in further)
 
