@@ -31,7 +31,7 @@ from cfl_ray.engine.local_steps import RowGradient, train_row
 from cfl_ray.engine.task import TrainingResult, TrainingTask, lacking
 from cfl_ray.errors import DataError, first_line
 from cfl_ray.nn.network import Network
-from cfl_ray.nn.recording import NotRecordable, RecordedFunction, record
+from cfl_ray.nn.recording import NotRecordable, RecordedCounts, RecordedFunction, record
 
 _DOES = frozenset(Need) - {Need.LOSS, Need.BRANCHES, Need.EXAMPLES}
 _KEPT = 16  # recordings of a network: one for each batch size
@@ -39,6 +39,10 @@ _KEPT = 16  # recordings of a network: one for each batch size
 
 # Steps in one program, if each has few multiplications: then calls and the inputs of a step take part of its time.
 _UNROLLED, _FEW_PRODUCTS = 5, 10_000_000
+_FEW_SAMPLES = 2  # with which a network is recorded first
+# Microseconds of an operation that is no product, and of a number that it makes; the share of products in the time of a
+# step from which on compiling is not worth while.
+_CALL, _NUMBER, _PRODUCTS_ALONE = 5, 1e-3, 0.8
 # Attention is compiled as single operations, unless its matrices have more numbers: then PyTorch's kernel, which does
 # not keep them, is faster.
 _ATTENDED = 1 << 22
@@ -141,7 +145,7 @@ def recordings_of(network: Network, task: TrainingTask) -> list[Recorded | str]:
     first = _recorded_of(network, task, steps)
     if isinstance(first, str) or steps is None or task.steps < _UNROLLED or network.random_forward:
         return [first]
-    if first.recording.products > _FEW_PRODUCTS:
+    if first.recording.counts.products > _FEW_PRODUCTS:
         return [first]
     return [first, _recorded_of(network, task, replace(steps, count=_UNROLLED))]
 
@@ -154,7 +158,8 @@ def _recorded_of(network: Network, task: TrainingTask, steps: Steps | None) -> R
     if key not in kept:
         if len(kept) >= _KEPT:
             kept.clear()
-        kept[key] = _recorded(network, task, batch, steps)
+        few = _recorded(network, task, min(batch, _FEW_SAMPLES), steps)  # the whole batch may need much memory
+        kept[key] = few if isinstance(few, str) else _recorded(network, task, batch, steps)
     return kept[key]
 
 
@@ -174,16 +179,24 @@ def _recorded(network: Network, task: TrainingTask, batch: int, steps: Steps | N
         with torch.no_grad(), network.draws_from(0):
             with sdpa_kernel(SDPBackend.MATH):
                 recording, further = record(function, inputs)
-            if recording.attended > _ATTENDED:
+            if recording.counts.attended > _ATTENDED:
                 recording, further = record(function, inputs)
     except NotRecordable as error:
         return str(error)
     except RuntimeError as error:  # of a forward pass that needs other tensors than those of `functional_call`
         return first_line(error)[:120]
-    if recording.convolved > recording.products:
-        share = recording.convolved / (recording.convolved + recording.products)
+    return _why_no_gain(recording.counts) or Recorded(function, recording, further, batch)
+
+
+def _why_no_gain(counts: RecordedCounts) -> str | None:
+    if counts.convolved > counts.products:
+        share = counts.convolved / (counts.convolved + counts.products)
         return f"{share:.0%} of its multiplications are convolutions, which take as long compiled"
-    return Recorded(function, recording, further, batch)
+    multiplying = counts.products * rule.PRODUCT
+    share = multiplying / (multiplying + counts.calls * _CALL + counts.written * _NUMBER)
+    if share > _PRODUCTS_ALONE:
+        return f"about {share:.0%} of a step are few large matrix products, which take as long compiled"
+    return None
 
 
 def gradient(

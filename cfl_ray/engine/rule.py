@@ -37,7 +37,7 @@ class Facts:
     @property
     def products(self) -> float:
         """The cost of the products of a batch with the parameters, forward and for the gradients of the parameters."""
-        return 2 * _PRODUCT * self.batch * self.parameters
+        return 2 * PRODUCT * self.batch * self.parameters
 
 
 # A step of `sequential`: PyTorch's calls forward and backward, in which the numbers are read and written.
@@ -55,7 +55,7 @@ _COMPILED_STEP, _COMPILED_CALL, _COMPILED_NUMBER = 60, 2, 6e-4
 _COMPILE, _COMPILE_CALL = 12, 0.3
 # The span engine has its own products at the start and end of a chunk, and coefficients beside the written-out passes.
 _SPAN_CHUNK, _SPAN_STEP = 1300, 60
-_PRODUCT = 3e-5  # a multiplication with its addition: 33 billion a second
+PRODUCT = 3e-5  # a multiplication with its addition: 33 billion a second
 # On a GPU a step is the start of its kernels, which the clients of a vmap batch share: 1.2 ms in W2, 2.2 in W3.
 _GPU_STEP, _GPU_SPAN_STEP = 1500, 1600
 
@@ -103,7 +103,7 @@ def span(facts: Facts, together: int) -> float:
     if facts.device != "cpu":
         return _GPU_SPAN_STEP / together
     outputs, inputs = facts.first
-    pairs = _PRODUCT * facts.samples**2
-    first = outputs * inputs * (_WRITTEN_NUMBER + 2 * _PRODUCT * facts.samples)
+    pairs = PRODUCT * facts.samples**2
+    first = outputs * inputs * (_WRITTEN_NUMBER + 2 * PRODUCT * facts.samples)
     once = _SPAN_CHUNK / together + first + pairs * inputs
     return manual(facts, together) - first + _SPAN_STEP + pairs * outputs + once / facts.steps
