@@ -10,7 +10,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import rule
-from cfl_ray.engine.compiled import why_not_here
+from cfl_ray.engine.compiled import operations_of, why_not_here
 from cfl_ray.engine.engines import COMPILED, ENGINES, Division
 from cfl_ray.engine.rule import Facts
 from cfl_ray.engine.task import TrainingTask
@@ -69,6 +69,8 @@ def choice_of(
         choice = choose(facts)
         task, tried = median_task(network, federation, local), compiling.tried or choice.engine != COMPILED
         reason = _trial_error(choice.engine, network, task) if tried else None
+        if reason is None and choice.engine == COMPILED:
+            return replace(choice, reason=f"{choice.reason}; {_break_even(network, task, facts, compiling)[1]}")
         if reason is None:
             return choice
         facts = replace(facts, cannot={**facts.cannot, choice.engine: reason})
@@ -82,10 +84,17 @@ def why_not_compile(facts: Facts, compiling: Compiling) -> str | None:
         return None
     if "manual" not in facts.cannot:
         return "with runtime.compile: auto, it trains only networks that manual cannot"
-    seconds, saved = rule.compile_seconds(facts), _saved(facts, compiling)
-    if saved < seconds:
-        return f"compiling takes about {seconds:.0f} s of CPU, and saves {_seconds(saved)} in this experiment"
+    least, saved = rule.compile_seconds([0]), _saved(facts, compiling)
+    if saved < least:  # whatever the operations are, which are not recorded yet
+        return f"compiling takes {least:.0f} s of CPU or more, and saves {_seconds(saved)} in this experiment"
     return None
+
+
+def _break_even(network: Network, task: TrainingTask, facts: Facts, compiling: Compiling) -> tuple[bool, str]:
+    """Whether the experiment is expected to save the time of the compiler, and both times as text."""
+    seconds, saved = rule.compile_seconds(operations_of(network, task)), _saved(facts, compiling)
+    text = f"compiling takes about {seconds:.0f} s of CPU, once for each machine, and saves {_seconds(saved)} in this "
+    return saved >= seconds, f"{text}experiment"
 
 
 def _saved(facts: Facts, compiling: Compiling) -> float:
@@ -136,7 +145,10 @@ def facts_of(
     )
     # last, because it records a step
     reason = why_not_compile(facts, compiling) or ENGINES[COMPILED].why_not(network, tasks)
-    if reason := reason or why_not_here(network, median):
+    if not (reason := reason or why_not_here(network, median)) and compiling.when == "auto":
+        worth_while, times = _break_even(network, median, facts, compiling)
+        reason = None if worth_while else times
+    if reason:
         return replace(facts, cannot={**cannot, COMPILED: reason})
     return facts
 

@@ -101,6 +101,11 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
     return None
 
 
+def operations_of(network: Network, task: TrainingTask) -> list[int]:
+    """The numbers of operations of the programs with which a task is trained."""
+    return [len(one.recording.operations) for one in recordings_of(network, task) if isinstance(one, Recorded)]
+
+
 def why_not_here(network: Network, task: TrainingTask) -> str | None:
     """Reason why this machine cannot have the programs of a task; None if it has them, or nothing is known yet."""
     recorded = [one.recording for one in recordings_of(network, task) if isinstance(one, Recorded)]

@@ -6,7 +6,7 @@ Their constants are fitted to times on one core of an AMD EPYC, such as those of
 machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -51,8 +51,8 @@ _VMAP_STEP, _VMAP_CALL, _VMAP_CLIENT, _VMAP_NUMBER = 1300, 130, 20, 3.5e-3
 _VMAP_RECURRENT = 2  # times `sequential`: a recurrent layer is one kernel for one client, and many under vmap
 # A compiled gradient has no calls of PyTorch besides its products, and reads and writes numbers fewer times.
 _COMPILED_STEP, _COMPILED_CALL, _COMPILED_NUMBER = 60, 2, 6e-4
-# Compiling starts PyTorch's compiler in a process, seconds, and takes longer for more calls.
-_COMPILE, _COMPILE_CALL = 12, 0.3
+# Compiling a program starts PyTorch's compiler in a process, seconds, and takes longer for more operations.
+_COMPILE, _COMPILE_OPERATION = 9, 0.018
 # The span engine has its own products at the start and end of a chunk, and coefficients beside the written-out passes.
 _SPAN_CHUNK, _SPAN_STEP = 1300, 60
 PRODUCT = 3e-5  # a multiplication with its addition: 33 billion a second
@@ -90,9 +90,9 @@ def compiled(facts: Facts, together: int) -> float:
     return _COMPILED_STEP + _COMPILED_CALL * facts.calls + numbers + facts.products
 
 
-def compile_seconds(facts: Facts) -> float:
-    """The CPU time of the compiler, once for each machine."""
-    return _COMPILE + _COMPILE_CALL * facts.calls
+def compile_seconds(programs: Sequence[int]) -> float:
+    """The CPU time of the compiler, once for each machine. programs: recorded operations of each."""
+    return sum(_COMPILE + _COMPILE_OPERATION * operations for operations in programs)
 
 
 def span(facts: Facts, together: int) -> float:
