@@ -98,7 +98,7 @@ class Estimate:
         if on_gpu and not here and runtime.engine == "auto":
             return "auto: chosen on the hosts, whose GPUs this machine lacks"
         network = self.setup.network("cuda") if on_gpu and here else self.network
-        return engine_choice(self.setup, lambda: engine_by_rule(self.setup, network)).reason
+        return engine_choice(self.setup, lambda: engine_by_rule(self.setup, network, tried=False)).reason
 
 
 def _unwritable(output: Path) -> list[str]:
