@@ -4,7 +4,9 @@
     pip install --target CHECKOUT/deps cvxpy
     python -m jobs.coming_from pfllib CHECKOUT
     git clone https://github.com/KarhouTam/FL-bench CHECKOUT
+    pip install --target CHECKOUT/deps omegaconf cvxpy
     python -m jobs.coming_from fl_bench CHECKOUT
+    python -m jobs.coming_from scaffold CHECKOUT
     python -m jobs.coming_from rules            needs no checkout
 
 The checkouts are no part of this project and stay as they are; what is not needed is replaced in memory.
@@ -17,7 +19,7 @@ from pathlib import Path
 from jobs.official.page import with_section
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
-SECTIONS = ("pfllib", "fl_bench", "rules")  # modules of this package
+SECTIONS = ("rules", "pfllib", "fl_bench", "scaffold")  # modules of this package
 
 
 def main() -> None:
