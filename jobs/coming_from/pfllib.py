@@ -255,7 +255,8 @@ standard deviation over the seeds; noise: the half-width of the 95 % interval of
 EARLY, EARLY_SHARE = 2, 0.1
 EARLY_HEAD = f"""### The first {EARLY} rounds
 
-All methods, seed 0, each client with {EARLY_SHARE:.0%} of its samples: the accuracy after each round.
+All methods, seed 0, each client with {EARLY_SHARE:.0%} of its samples: the accuracy after each round. pFedMe and
+FedPAC as they are differ from ours; the rows below them mend theirs in memory, one thing after another.
 """
 
 
