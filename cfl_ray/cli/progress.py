@@ -275,9 +275,11 @@ class Display(Watcher):
     def show_table(self, results: Results) -> None:
         """Prints the table of results and warnings about them."""
         printed_tables.print_table(printed_tables.comparison(results), self.console)
+        is_weighted = self.experiment is not None and self.experiment.evaluation.weights == "samples"
+        weights = ", weighted by their test samples" * is_weighted
         self._line(
             f"{printed_tables.score_of(results)}: of the model that the server would give each client next, mean over "
-            "clients (P-server); P-local: of the model that each client holds after its own training"
+            f"clients{weights} (P-server); P-local: of the model that each client holds after its own training"
         )
         self._line(printed_tables.SECONDS)
         if self.tested_on:

@@ -245,6 +245,20 @@ class Federation(ABC):
         keep = self.test_rows(client, y.numpy(), max_samples, seed)
         return (x, y) if len(keep) == len(y) else (x[keep], y[keep])
 
+    def num_test_samples(self, clients: np.ndarray) -> np.ndarray:
+        """int64 (M,): the number of test samples of each of these clients under its view, by reading them."""
+        if self.view == "holdout":
+            return np.array([len(self.holdout(client)[1]) for client in clients.tolist()], np.int64)
+        labels_MC, set_M = self.labels_of(clients), self.test_set_of(clients)
+        num_M = np.zeros(len(clients), np.int64)
+        for test_set in np.unique(set_M):
+            y, same_M = self.test_set(int(test_set))[1], set_M == test_set
+            if labels_MC is None:
+                num_M[same_M] = len(y)
+            else:
+                num_M[same_M] = labels_MC[same_M] @ torch.bincount(y, minlength=labels_MC.shape[1]).numpy()
+        return num_M
+
     def test_rows(self, client: int, y: np.ndarray, max_samples: int | None, seed: int) -> np.ndarray:
         """The rows, ascending, of its shared test set on which the client is tested. y: the set's labels."""
         labels = self.labels_of(np.array([client]))
@@ -324,6 +338,9 @@ class ValidationPart(FederationView):
 
     def holdout(self, client: int) -> TensorSamples:
         return self._base.validation_samples(client)
+
+    def num_test_samples(self, clients: np.ndarray) -> np.ndarray:
+        return self.num_samples_N[clients]
 
     def num_test_sets(self) -> int:
         return 0
@@ -497,6 +514,10 @@ class IndexedFederation(Federation):
         start = self.index.offset_N[client] + self.index.train_N[client]
         rows = slice(start, start + self.index.held_out_N[client])
         return self._tensors(self._file(int(self.index.file_N[client])), rows)
+
+    def num_test_samples(self, clients: np.ndarray) -> np.ndarray:
+        """As in the base class; the number of held-out samples is in the index."""
+        return self.index.held_out_N[clients] if self.view == "holdout" else super().num_test_samples(clients)
 
     def validation_samples(self, client: int) -> TensorSamples:
         assert self.index.validation_N is not None

@@ -103,6 +103,11 @@ class SplitFederation(FederationView):
                 self._labels_of[client] = count_C.numpy() > 0
         return np.array([self._labels_of[client] for client in clients.tolist()])
 
+    def num_test_samples(self, clients: np.ndarray) -> np.ndarray:
+        if self.view == "holdout":
+            return self._base.num_test_samples(clients)
+        return super().num_test_samples(clients)
+
     def test(self, client: int, max_samples: int | None = None, seed: int = 0) -> TensorSamples:
         if self.view == "label":
             return super().test(client, max_samples, seed)

@@ -51,7 +51,7 @@ def explained(part: Any, error: Exception) -> str:
 
 def raised_at(part: Any, error: BaseException) -> tuple[Path, int] | None:
     """The file that defines a part, and the file's last line in the error's traceback; None without such a line."""
-    file = _file(inspect.unwrap(_source(part)))
+    file = _file_of(_source(part))
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if file and Path(frame.filename) == file]
     return (file, lines[-1] or 0) if file and lines else None

@@ -51,6 +51,7 @@ ROUNDS = ("kept", "best", "last")  # whose metrics a table can have
 FORMATS = ("md", "csv", "latex", "html")  # latex: `latex_table`
 # shown after the score of the task, by which methods are compared, if a method has them
 _SHOWN = (
+    "reported",
     "accuracy",
     "accuracy_local",
     "accuracy_p10",

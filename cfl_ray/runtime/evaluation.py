@@ -116,6 +116,15 @@ class Evaluator:
                 tables[part][known_M] = table_mV
         return tables
 
+    def weights(self, part: str, clients: Clients, score_M: np.ndarray) -> np.ndarray | None:
+        """Weights (M,) of the clients in means of these scores, 0 without a score; None: all alike."""
+        if self.settings.weights == "uniform":
+            return None
+        weight_M, tested = np.zeros(len(clients)), ~np.isnan(score_M)
+        if tested.any():
+            weight_M[tested] = self._tested_on(part).num_test_samples(clients.ids_M[tested])
+        return weight_M
+
     def _shares_tests(self, part: str, serving: Serving, clients: Clients) -> bool:
         """Whether clients with the same model share its test on a test set."""
         view = self._tested_on(part).view
@@ -233,35 +242,44 @@ def _frozen_rows(serving: Serving, count: int) -> Rows | None:
 
 @np.errstate(over="ignore", invalid="ignore")  # scores of a user's metric may be infinite
 def score_metrics(
-    table_MV: np.ndarray, task: Task = CLASSIFICATION, over_clients: Sequence[str] = ()
+    table_MV: np.ndarray,
+    task: Task = CLASSIFICATION,
+    over_clients: Sequence[str] = (),
+    weight_M: np.ndarray | None = None,
 ) -> dict[str, float]:
     """Means over the tested clients, and the spread of the first metric; NaN if no client was tested.
 
     table_MV: as `Evaluator.scores` returns it. over_clients: further numbers of the first metric, of `OVER_CLIENTS`.
-    A client whose first metric is undefined counts as not tested; undefined
-    values of other metrics are excluded.
+    weight_M: weights of the clients in the means; None: all alike. A client whose first metric is undefined counts as
+    not tested; undefined values of other metrics are excluded.
     """
     tested = ~np.isnan(table_MV[:, 0])
     table_MV = table_MV[tested] if tested.any() else np.full((1, table_MV.shape[1]), np.nan)
+    weight_M = weight_M[tested] if weight_M is not None and tested.any() else None
     primary, score_M = task.metrics[0], table_MV[:, 0]
     tail = 10 if primary.higher_is_better else 90  # the worst tenth of the clients
     spread = {
-        primary.name: float(score_M.mean()),
+        primary.name: float(np.average(score_M, weights=weight_M)),
         f"{primary.name}_std": float(score_M.std()),
         f"{primary.name}_p{tail}": float(np.percentile(score_M, tail)),
     }
     for name in over_clients:
         spread[f"{primary.name}_{name}"] = OVER_CLIENTS[name](score_M, primary.higher_is_better)
     others = {
-        name: mean_of_defined(values_M) for name, values_M in zip(task.score_names[1:-1], table_MV.T[1:-1], strict=True)
+        name: mean_of_defined(values_M, weight_M)
+        for name, values_M in zip(task.score_names[1:-1], table_MV.T[1:-1], strict=True)
     }
-    return spread | others | {"test_loss": mean_of_defined(table_MV[:, -1])}
+    return spread | others | {"test_loss": mean_of_defined(table_MV[:, -1], weight_M)}
 
 
-def mean_of_defined(values_M: np.ndarray) -> float:
-    """Mean of the values that are not NaN; NaN if all are."""
+def mean_of_defined(values_M: np.ndarray, weight_M: np.ndarray | None = None) -> float:
+    """Mean of the values that are not NaN; NaN if all are. weight_M: their weights; None: all alike."""
     defined = ~np.isnan(values_M)
-    return float(np.nanmean(values_M)) if defined.any() else float("nan")
+    if not defined.any():
+        return float("nan")
+    if weight_M is None:
+        return float(np.nanmean(values_M))
+    return float(np.average(values_M[defined], weights=weight_M[defined]))
 
 
 def cluster_vectors(

@@ -26,7 +26,7 @@ from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.engine import choice
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import SEQUENTIAL
-from cfl_ray.errors import ConfigError, RunError
+from cfl_ray.errors import ConfigError, RunError, did_you_mean
 from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network, new_module
 from cfl_ray.population.availability import Availability, OwnAvailability
@@ -57,12 +57,31 @@ def check_batches(setup: Setup, network: Network) -> None:
             cure = (
                 "leave such clients out (data.partition.min_samples) and set local.batch_size to 2 or more"
                 if whole
-                else "set local.drop_last: true, which leaves that batch out, or another local.batch_size"
+                else "set local.drop_last: true or single, which leave that batch out, or another local.batch_size"
             )
             raise ConfigError(
                 f"{clients_in_words(ids)} would train on a batch of one sample ({label}: {sizes_N[client]} samples in "
                 f"batches of {batch_N[client]}), which the model's BatchNorm refuses ({reason}); {cure}, or use "
                 "GroupNorm"
+            )
+
+
+def check_reported(setup: Setup) -> None:
+    """Raises ConfigError if `evaluation.reported` names no method, or a protocol that is not measured."""
+    settings = setup.experiment.evaluation
+    known = {*setup.methods, *(method.name for method in setup.methods.values()), *Method.registry}
+    if settings.reported is None:
+        return
+    for name in settings.reported:
+        if name not in known:
+            raise ConfigError(f"evaluation.reported: there is no method {name!r}{did_you_mean(name, sorted(known))}")
+    for label, method in setup.methods.items():
+        protocol = settings.protocol_of(label, method.name)
+        is_measured = {"local": settings.local, "tuned": settings.tuned_epochs > 0}
+        if not is_measured.get(protocol, True):
+            change = "evaluation.local: true" if protocol == "local" else "evaluation.tuned_epochs to at least 1"
+            raise ConfigError(
+                f"evaluation.reported: {label} is scored by protocol {protocol}, which is not measured; set {change}"
             )
 
 

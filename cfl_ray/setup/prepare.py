@@ -120,6 +120,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         template=template,
     )
     checks.check_attackers(setup.attack, federation.num_clients)
+    checks.check_reported(setup)
     setup = replace(setup, choice=round_choice(setup))
     network = setup.network()
     checks.try_methods(setup, network)

@@ -91,7 +91,8 @@ def _examples_of(setup: Setup, label: str, config: ExamplesConfig, network: Netw
     if reason := next((reason for reason, holds in obstacles.items() if holds), None):
         raise ConfigError(f"privacy.examples needs gradients of single samples, and the model has none: {reason}")
     if local.drop_last:
-        raise ConfigError(f"privacy.examples draws every sample by itself; {label} has local.drop_last: true")
+        value = str(local.drop_last).lower()
+        raise ConfigError(f"privacy.examples draws every sample by itself; {label} has local.drop_last: {value}")
     sizes_N = setup.federation.num_samples_N
     account = ExampleAccount(config.noise_multiplier, delta_of(config.delta, sizes_N), len(sizes_N))
     batches_N = local.batches_of(sizes_N)

@@ -40,6 +40,7 @@ ROUND_METRICS = {
     "accuracy_local_trained": "P-local over the clients that have trained",
     "trained_share": "share of the clients that have trained",
     "accuracy_tuned": "P-tune(F): the same, of the P-server model after F local epochs",
+    "reported": "the metric of the protocol by which the method is scored, with evaluation.reported",
     "accuracy_past": "the same as accuracy, of clients whose data have changed, on their data before the last change",
     "accuracy_honest": "the same as accuracy over the clients that do not attack, if some do",
     "accuracy_std": "standard deviation over clients of the P-server accuracy",
