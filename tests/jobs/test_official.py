@@ -15,6 +15,7 @@ from jobs.official import (
     apfl,
     cfl,
     cflgp,
+    clove,
     fedas,
     fedbabu,
     fedbn,
@@ -773,3 +774,28 @@ def test_the_section_of_feroma(lines_of):
     theirs, ours = (course(by, feroma.KEPT, start_P, feroma.CLIENTS) for by in (0.0, 0.001))
     lines = lines_of(feroma, rotated_mnist=None, moved=None, theirs=theirs, ours=ours, accuracy_of=0.5)
     assert "| results in one order | 0 | 4 | 1.0e-03 | 0.5000 | 0.5000 | 0.0e+00 |" in lines
+
+
+def test_the_section_of_clove(lines_of):
+    start_P = torch.stack([runs.first_weights(clove.MODEL, 10, 0, k) for k in range(clove.TURNS)]).mean(0)
+
+    def run(by: float, groups: int) -> Course:
+        made = course(by, clove.KEPT, start_P, clove.CLIENTS)
+        made.groups = dict.fromkeys(clove.KEPT, runs.groups_of(i % groups for i in range(clove.CLIENTS)))
+        return made
+
+    theirs, ours = run(0.0, clove.TURNS), run(0.001, 1)
+    lines = lines_of(clove, rotated_mnist=None, theirs=theirs, ours=ours, accuracy_of=0.5, of_a_late_client="late\n")
+    assert "| K = 4 | 0 | 4 | 1.0e-03 | no | 1.00 | 0.00 | 0.5000 | 0.5000 |" in lines and "late" in lines
+
+
+def test_a_late_client_of_clove_stops_theirs_and_joins_its_rotation_in_ours(monkeypatch):
+    def theirs(checkout, data, first, seed, how, cohorts):
+        assert [clove.LATE in cohort for cohort in cohorts].index(True) == clove.LATE_ROUND - 1
+        raise KeyError(clove.LATE)
+
+    made = Course(groups={clove.KEPT[-1]: runs.groups_of(i % clove.TURNS for i in range(clove.CLIENTS))})
+    monkeypatch.setattr(clove, "theirs", theirs)
+    monkeypatch.setattr(clove, "ours", lambda data, seed, how, schedule: made)
+    text = clove.of_a_late_client(Path("checkout"), None, [], 0)
+    assert f"it stops with KeyError: {clove.LATE}. " in text and "a cluster of 2 others,\n2 of them with" in text
