@@ -67,7 +67,10 @@ class CheckpointManifest(BaseModel):
     def read(cls, file: Path, **expected: object) -> Self:
         """The manifest in the file. Raises RunError if there is none, or a field differs from `expected`."""
         try:
-            values = json.loads(read_file(file) or b"")
+            content = read_file(file)
+            if content is None:
+                raise RunError(f"there is no {file}")
+            values = json.loads(content)
         except DataError as error:
             raise RunError(str(error)) from error
         except (ValueError, RecursionError) as error:

@@ -270,16 +270,22 @@ class CheckpointStore:
                     path.unlink()
 
     def not_needed(self) -> list[Path]:
-        """The files that the newest checkpoint does not need; none if it is damaged, so that another may be needed."""
+        """The files that neither the newest checkpoint nor those that it pins need.
+
+        None if one of these is damaged, so that another may be needed.
+        """
         if not (rounds := self.rounds()):
             return []
+        needed = set()
         try:
-            files = self._manifest(rounds[-1]).files
-            for file in files:
-                file.check(self.folder, states=True)
+            for round in [rounds[-1], *self._manifest(rounds[-1]).pinned]:
+                needed.add(f"{round:06d}.json")
+                for file in self._manifest(round).files:
+                    if file.name not in needed:
+                        file.check(self.folder, states=True)
+                        needed.add(file.name)
         except _DAMAGE:
             return []
-        needed = {f"{rounds[-1]:06d}.json", *(file.name for file in files)}
         parts = {path: re.match(r"\d+(-\d+\.safetensors|\.json$)", path.name) for path in self.folder.iterdir()}
         return sorted(path for path, part in parts.items() if part and part[0] not in needed)
 

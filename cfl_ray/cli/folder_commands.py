@@ -11,6 +11,7 @@ from cfl_ray.errors import command
 Folder = Annotated[
     Path, typer.Argument(metavar="[FOLDER]", help="A run, a study, or a folder above them.", show_default=True)
 ]
+_LARGEST = 3  # other files that `du` names
 _MB = 1e6
 
 
@@ -29,14 +30,18 @@ def diff(
 
 def du(folder: Folder = Path("runs")) -> None:
     """Show the disk space of runs and shards: records, checkpoints, logged models, copies of code."""
-    from cfl_ray.results.disk_use import disk_use
+    from cfl_ray.results.disk_use import disk_use, other_files
 
     found = disk_use(folder)
     for use in sorted(found, key=lambda use: use.total, reverse=True):
         parts = sorted(((size / _MB, kind) for kind, size in use.bytes.items()), reverse=True)
         sizes = ", ".join(f"{kind} {size:.2f}" for size, kind in parts if size)
         say(f"{use.total / _MB:8.2f}  {_below(use.path, folder)}: {use.state}; {sizes}")
-    total = sum(use.total for use in found) / _MB
+    others = other_files(folder, found)
+    if others:
+        largest = ", ".join(f"{_below(path, folder)} {size / _MB:.2f}" for path, size in others[:_LARGEST])
+        say(f"{sum(size for _, size in others) / _MB:8.2f}  other files: {largest}{', ...' * (len(others) > _LARGEST)}")
+    total = sum([use.total for use in found] + [size for _, size in others]) / _MB
     say(f"sizes in MB; {total:.2f} MB in all; what can be dropped: {command('clean', folder)}")
 
 

@@ -58,14 +58,24 @@ OnlyMethods = Annotated[list[str] | None, typer.Option("--method", help="Only th
 OnlySeeds = Annotated[list[int] | None, typer.Option("--seed", help="Only this seed; can be repeated.")]
 
 
-def load_experiment(file: str | None, overrides: list[str] | None, trust: bool = False) -> "Experiment":
+def load_experiment(
+    file: str | None,
+    overrides: list[str] | None,
+    trust: bool = False,
+    extend: Path | None = None,
+    code: str | None = None,
+) -> "Experiment":
     """Returns the experiment. A first argument with `=` that is no file is an override of the built-in example.
 
-    trust: whether the user trusts code that is not the user's own.
+    trust: whether the user trusts code that is not the user's own. extend: the run that it goes on from, whose copy of
+    the code takes the place of files that were edited or are gone; so does that of a run whose record `file` is, for
+    files that are gone. code: as in `load_run`.
     """
     from cfl_ray import config
     from cfl_ray.methods import resolve
-    from cfl_ray.results.trust import check_config
+    from cfl_ray.results.kept_code import with_code_of, with_code_of_record
+    from cfl_ray.results.trust import check_config, load_record
+    from cfl_ray.run_directory import RunDirectory
 
     changes = list(overrides or ())
     if file is not None and "=" in file and not is_file(file):
@@ -73,6 +83,11 @@ def load_experiment(file: str | None, overrides: list[str] | None, trust: bool =
         file = None
     experiment = config.load(file, changes)
     check_code(lambda trusts: check_config(file, experiment, changes, trusts), trust)
+    if extend is not None and RunDirectory(extend).is_run:
+        check_code(lambda trusts: load_record(extend, trusts, connects=False), trust)
+        experiment = with_code_of(extend, experiment, code, warn)
+    elif file is not None:
+        experiment = with_code_of_record(Path(file), experiment, code, warn)
     resolve(experiment.methods)
     if (base := output_base()) is not None and not Path(experiment.output).is_absolute():
         experiment = experiment.model_copy(update={"output": str(base / experiment.output)})

@@ -45,12 +45,8 @@ def run(
     with uncollected() if in_process else forkable_imports():
         from cfl_ray.cli.progress import Display
         from cfl_ray.lifecycle import launch
-        from cfl_ray.results.trust import load_record
-        from cfl_ray.run_directory import RunDirectory
 
-    experiment = inputs.load_experiment(file, overrides, trust)
-    if extend is not None and RunDirectory(extend).is_run:
-        inputs.check_code(lambda trusts: load_record(extend, trusts, connects=False), trust)
+    experiment = inputs.load_experiment(file, overrides, trust, extend, code)
     with Display(out, experiment.rounds) as display:
         results = launch.run(experiment, run_dir, display, replay, extend, on_ray=not in_process, code=code)
     display.finish(results)

@@ -133,7 +133,8 @@ def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
     """New by old paths, for the absolute paths of a record that do not exist.
 
     text: of the record; folder: its present folder. A path is replaced if a file exists at the same place relative to
-    the present folder.
+    the present folder, and an `output` that is nowhere by the folder that the run is in: files of a run that was copied
+    are not written where its author had them.
     """
     old, new = _header(text, _RECORDED_IN), folder.absolute()
     if not isinstance(old, str) or Path(old) == new:
@@ -148,6 +149,9 @@ def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
         there = os.path.normpath(new / os.path.relpath(file, old))
         if not os.path.exists(file) and os.path.exists(there):
             moved[value] = f"{there}{name}" if store is None else sqlite_uri(Path(there))
+    output = values.get("output") if isinstance(values, dict) else None
+    if isinstance(output, str) and output.startswith("/") and output not in moved and not os.path.exists(output):
+        moved[output] = str(new.parent)
     return moved
 
 

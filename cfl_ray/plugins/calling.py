@@ -24,7 +24,7 @@ def place_of(part: Any) -> str:
     source = _source(part)
     name: str = getattr(source, "__qualname__", repr(source)).rpartition("<locals>.")[2]
     file, line = _definition(source)
-    return f"{name} ({file}, line {line})" if is_user_file(file) else name
+    return f"{name} ({file}{f', line {line}' if line else ''})" if is_user_file(file) else name
 
 
 def failure_of(part: Any, error: Exception, where: str = "") -> str:
@@ -49,7 +49,7 @@ def explained(part: Any, error: Exception) -> str:
 
 def raised_at(part: Any, error: BaseException) -> tuple[Path, int] | None:
     """The file that defines a part, and the file's last line in the error's traceback; None without such a line."""
-    file, _ = _definition(_source(part))
+    file = _file(inspect.unwrap(_source(part)))
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if file and Path(frame.filename) == file]
     return (file, lines[-1] or 0) if file and lines else None
@@ -82,13 +82,27 @@ def _source(part: Any) -> Any:
 
 
 def _definition(source: Any) -> tuple[Path | None, int]:
-    """File and line of a function or class; (None, 0) if it is written in C or was typed into a console."""
+    """File and line of a function or class; (None, 0) if it is written in C or was typed into a console.
+
+    The line is 0 if it cannot be told now.
+    """
+    source = inspect.unwrap(source)
+    file = _file(source)
     try:
-        source = inspect.unwrap(source)
-        file = inspect.getsourcefile(source)
-        return (Path(file), inspect.getsourcelines(source)[1]) if file else (None, 0)
+        return (file, inspect.getsourcelines(source)[1]) if file else (None, 0)
     except (TypeError, OSError):
         return None, 0
+    except SystemError:  # Python 3.11 parses in one thread at a time, and switches threads while it parses
+        return file, 0
+
+
+def _file(source: Any) -> Path | None:
+    """File of a function or class; None if it is written in C or was typed into a console."""
+    try:
+        file = inspect.getsourcefile(source)
+    except TypeError:
+        return None
+    return Path(file) if file else None
 
 
 def is_user_file(file: Path | None) -> bool:

@@ -1,7 +1,7 @@
 """The differences between two runs: config, code, data, versions, results. Reads files and runs no code of the user."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,16 +53,32 @@ def _of_code(first: Path, second: Path, before: Environment | None, after: Envir
     one, two = kept_code(first), kept_code(second)
     texts = [{} if kept is None else {name: (kept.folder / name) for name in kept.digests} for kept in (one, two)]
     digests = [{} if environment is None else environment.code for environment in (before, after)]
-    for name in dict.fromkeys([*texts[0], *texts[1]]):
-        here, there = texts[0].get(name), texts[1].get(name)
+    for name, other in _pairs(texts[0], texts[1]):
+        here, there = texts[0].get(name), texts[1].get(other)
         if here is None or there is None:
-            yield f"{name}: only in {first if here else second}"
+            yield f"{name if here else other}: only in {first if here else second}"
         elif (old := here.read_text(errors="replace")) != (new := there.read_text(errors="replace")):
-            yield f"{name}:\n{shown_difference(old, new, _LINES)}"
+            names = name if name == other else f"{name} -> {other}"
+            yield f"{names}:\n{shown_difference(old, new, _LINES)}"
     if one is None or two is None:  # of an earlier version, which kept no copy
         for name in sorted(digests[0].keys() & digests[1].keys()):
             if digests[0][name] != digests[1][name]:
                 yield f"{name}: {digests[0][name][:_DIGITS]} -> {digests[1][name][:_DIGITS]} (no copy of both is kept)"
+
+
+def _pairs(one: Collection[str], two: Collection[str]) -> list[tuple[str, str]]:
+    """The names of the same file in two copies; a file that one of them lacks is paired with itself.
+
+    The name of a copy begins with the user's folder, which may have another name for the author of the other run.
+    """
+    pairs = {name: name for name in one}
+    alone = [[name for name in names if name not in others] for names, others in ((one, two), (two, one))]
+    for name in alone[0]:
+        below = name.partition("/")[2]
+        same = [other for other in alone[1] if other.partition("/")[2] == below]
+        if len(same) == 1 and sum(each.partition("/")[2] == below for each in alone[0]) == 1:
+            pairs[name] = same[0]
+    return [*pairs.items(), *((name, name) for name in alone[1] if name not in pairs.values())]
 
 
 def _of_data(before: Environment | None, after: Environment | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,23 @@ def disk_use(folder: Path) -> list[DiskUse]:
     found = [DiskUse(run, _state(run), _bytes_of(run)) for run in runs]
     found += [DiskUse(each, "needed" if each in needed else "not needed", {"shards": size_of(each)}) for each in shards]
     return found
+
+
+def other_files(folder: Path, found: Sequence[DiskUse]) -> list[tuple[Path, int]]:
+    """Files, and folders as a whole, below a folder that are of no run and no shards, with bytes, the largest first."""
+    known = {use.path for use in found}
+    within = {parent for path in known for parent in path.parents}
+
+    def beside(place: Path) -> Iterator[Path]:
+        for path in place.iterdir():
+            if path in within and not path.is_symlink():
+                yield from beside(path)
+            elif path not in known:
+                yield path
+
+    place = folder.absolute()
+    sizes = [] if place in known else [(path, size_of(path)) for path in beside(place)]
+    return sorted(((path, size) for path, size in sizes if size), key=lambda each: -each[1])
 
 
 def droppable(folder: Path, models: bool = False, figures: bool = False) -> list[Droppable]:

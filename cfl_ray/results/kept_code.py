@@ -186,6 +186,27 @@ def with_code_of(run_dir: Path, experiment: Experiment, code: str | None, warn: 
     return experiment.with_code(references)
 
 
+def with_code_of_record(file: Path, experiment: Experiment, code: str | None, warn: Warn) -> Experiment:
+    """An experiment read from `file`; if that is the record of a run, with the run's copy of files that are gone.
+
+    code: "run" takes the copy of all files; None: the copy of all if one is gone, else the present files, which a new
+    run of the record may well have edited.
+    """
+    check_choice(code)
+    run = RunDirectory(file.absolute().parent)
+    if file.name != run.config.name or not run.is_run or (kept := kept_code(run.path)) is None:
+        return experiment
+    changes = kept.changes()
+    if code == "run" or (code is None and any(change.now is None for change in changes)):
+        return with_code_of(run.path, experiment, code, warn)
+    if changes and code is None:
+        warn(
+            f"{file} is the record of a run whose code has changed since; this run uses the present files, and with "
+            f"--code run the copy of that run: " + "\n".join(map(str, changes))
+        )
+    return experiment
+
+
 def with_code_of_study(root: Path, runs: Sequence[Path], study: Study, code: str | None, warn: Warn) -> Study:
     """A study with the code that its runs so far have run, in place of files that were edited or are gone.
 

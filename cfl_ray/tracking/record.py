@@ -96,6 +96,7 @@ _SCORE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DERIVED = ("_local", "_local_trained", "_tuned", "_past", "_honest", "_std", "_p10", "_p90")
 
 
+_NAME_CHARS = 240  # MLflow takes 250; the rest is for a number
 _VALIDATION = "validation/"  # begins the names of metrics on validation data
 VALIDATION_CLIENTS, VALIDATION_SAMPLES = f"{_VALIDATION}clients", f"{_VALIDATION}samples"
 
@@ -282,15 +283,16 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in leaves}
 
 
-def metric_names(names: Iterable[str]) -> dict[str, str]:
+def metric_names(names: Iterable[str], more: str = "") -> dict[str, str]:
     """Each name in characters that a metric of MLflow or a file may have; names that become equal get a number.
 
     Names that differ in case alone are equal to MySQL, which refuses both together, and to some file systems.
+    more: further characters that may stay.
     """
     plain: dict[str, str] = {}
     taken: set[str] = set()
     for name in sorted(set(names)):
-        first = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+        first = re.sub(rf"[^A-Za-z0-9_.{re.escape(more)}-]", "_", name)[:_NAME_CHARS]
         numbered = (first if number == 1 else f"{first}_{number}" for number in count(1))
         plain[name] = next(candidate for candidate in numbered if candidate.lower() not in taken)
         taken.add(plain[name].lower())

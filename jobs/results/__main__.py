@@ -33,7 +33,18 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study.study_plan import StudyRun
 from cfl_ray.tracking import flatten, read_info, read_records
 from jobs.results import heterogeneity
-from jobs.results.cells import FIGURES, ROOT, STUDIES, WORDS, cells_of, compared, keys_of, study_of, trains_as_recipe
+from jobs.results.cells import (
+    FEWEST_ROUNDS,
+    FIGURES,
+    ROOT,
+    STUDIES,
+    WORDS,
+    cells_of,
+    compared,
+    keys_of,
+    study_of,
+    trains_as_recipe,
+)
 from jobs.results.page import FIGURE, page, scatter
 
 PAGE = ROOT / "docs" / "results.md"
@@ -81,7 +92,8 @@ def collect(folder: Path, recipe: Path | None, name: str | None = None) -> Path:
         )
     file = FIGURES / (f"{name}.csv" if name else _csv(record))
     FIGURES.mkdir(exist_ok=True)
-    _add(file, pd.DataFrame(rows))
+    if rows:
+        _add(file, pd.DataFrame(rows))
     return file
 
 
@@ -160,7 +172,7 @@ def share() -> list[str]:
     Only runs as their own recipe says are copied, and only to a cell that has none with all rounds and values of its
     recipe. A run with fewer rounds or another evaluation is copied if nothing else differs, and the cell has no run or
     one that differs in more; in a study with published numbers also instead of a run of no more rounds that trains
-    otherwise.
+    otherwise. It is not copied beside a longer run with another seed, since a cell is the mean of its seeds.
     """
     files = _recipes()
     cells = {file: [(cell, cell.experiment.to_dict()) for cell in cells_of(file)] for file in files}
@@ -177,6 +189,8 @@ def share() -> list[str]:
             for cell, wanted in cells[target] if given else ():
                 if cell.seed != row["seed"] or row["rounds"] > wanted["rounds"]:
                     continue
+                if row["rounds"] < max(FEWEST_ROUNDS * wanted["rounds"], _rounds_of_other_seeds(after, cell)):
+                    continue
                 changed = differences(given, wanted)
                 if _is_better(changed, row["rounds"] if study_of(target).published else 0, after, cell):
                     of = f"{_csv(source).removesuffix('.csv')}, {row['setting']}"
@@ -185,6 +199,13 @@ def share() -> list[str]:
                     _add(after, pd.DataFrame([copy]).dropna(axis=1))
                     copied.append(f"{of}, {row['method']} -> {_csv(target)}: {cell.setting}, {cell.method}")
     return copied
+
+
+def _rounds_of_other_seeds(file: Path, cell: StudyRun) -> int:
+    """The rounds of the longest run of a cell's setting and method with another seed; 0 without one."""
+    rows = pd.read_csv(file, dtype=WORDS)
+    beside = (rows["setting"] == cell.setting) & (rows["method"] == cell.method) & (rows["seed"] != cell.seed)
+    return int(rows["rounds"][beside].max()) if beside.any() else 0
 
 
 def _is_better(changed: str, rounds: int, file: Path, cell: StudyRun) -> bool:

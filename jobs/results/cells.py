@@ -28,7 +28,8 @@ PERSONAL = (  # predict with models of single clients
 # files are read and recipes planned once, which takes longer than what is done with them
 study_of = cache(load_study)
 _read_yaml = cache(lambda file: yaml.safe_load(file.read_text()))
-_read_runs = cache(lambda file: pd.read_csv(file, dtype=WORDS))
+_published = cache(load_published)
+_read_runs = cache(lambda file, changed_ns: pd.read_csv(file, dtype=WORDS))
 
 
 @cache
@@ -136,7 +137,7 @@ def compared(folder: Path = STUDIES) -> list[Compared]:
     reasons = read_reasons()
     cells = []
     for file in sorted((folder / "published").glob("*.yaml")):
-        for name, table in load_published(file).tables.items():
+        for name, table in _published(file).tables.items():
             runs = runs_of(table.study.removesuffix(".yaml").replace("/", "-"))
             of_setting = dict(tuple(runs.groupby("setting")))
             for row, column, number in table.cells():
@@ -149,6 +150,36 @@ def compared(folder: Path = STUDIES) -> list[Compared]:
     return cells
 
 
+def is_whole(study: str, setting: str, method: str, seed: int) -> bool:
+    """Whether a run is on record with its recipe's rounds and every value that its published numbers depend on.
+
+    study: PAPER-NAME. Without a published number, with every value of its training.
+    """
+    runs = runs_of(study)
+    at = runs[(runs["setting"] == setting) & (runs["method"] == method) & (runs["seed"] == seed)] if len(runs) else runs
+    if not len(at):
+        return False
+    if numbers := _numbers_of(study, setting, method):
+        cells = [Compared("", "", method, setting, number, at, Reason(), at) for number in numbers]
+        return all(cell.is_unchanged for cell in cells)
+    is_as_planned = at["changed"].fillna("").map(trains_as_recipe).all()
+    return bool(is_as_planned and (at["rounds"] >= at["of_rounds"]).all())
+
+
+@cache
+def _numbers_of(study: str, setting: str, method: str) -> list[PublishedNumber]:
+    tables = [
+        table for file in sorted((STUDIES / "published").glob("*.yaml")) for table in _published(file).tables.values()
+    ]
+    return [
+        number
+        for table in tables
+        if table.study.removesuffix(".yaml").replace("/", "-") == study
+        for row, column, number in table.cells()
+        if (row, column) == (method, setting)
+    ]
+
+
 def read_reasons() -> dict[str, Any]:
     """Sentences by paper, table and ROW/COLUMN (* for every row or column); of a figure, and on a table as a whole."""
     return _read_yaml(FIGURES / "explanations.yaml") or {}
@@ -157,7 +188,7 @@ def read_reasons() -> dict[str, Any]:
 def runs_of(study: str) -> pd.DataFrame:
     """The runs of a study that are on record. study: PAPER-NAME."""
     file = FIGURES / f"{study}.csv"
-    return _read_runs(file) if file.is_file() else pd.DataFrame({"setting": []})
+    return _read_runs(file, file.stat().st_mtime_ns) if file.is_file() else pd.DataFrame({"setting": []})
 
 
 def keys_of(changed: str) -> set[str]:

@@ -246,13 +246,11 @@ def _mean_and_std(values: pd.Series) -> tuple[float, float]:
 
 def _missing() -> list[str]:
     """The runs that were not made, and the time that they would take at the measured rates."""
-    file = FIGURES / "costs.csv"
-    if not file.is_file():
+    table = read_costs()
+    if not len(table):
         return []
-    table = pd.read_csv(file)
     table["done"] = [_whole(runs_of(a), b) for a, b in zip(table["study"], table["setting"], strict=True)]
-    table["rate"] = table["study"].map(_rates(table))
-    table["hours"] = (table["runs"] - table["done"]) * table["gigaflop"] / table["rate"] / 3600
+    table["hours"] = (table["runs"] - table["done"]) * table["hours_of_one"]
     lines = [
         "## The cost of what was not run",
         "",
@@ -261,7 +259,8 @@ def _missing() -> list[str]:
         "reached in the runs above, evaluation and all methods included: in runs of the study, else of the paper, else",
         "in all. FEMNIST is counted with the writers at hand. *Done*: with all rounds, and trained as the recipe says.",
         "*One run*: on one core, as the recipe says, also where data are not at hand. Short runs take more than their",
-        "operations, so the recipe's cost is nearer for them.",
+        "operations, so the recipe's cost is nearer for them. `python -m jobs.experiments --core-hours 6` runs the",
+        "next of those that [an order](../jobs/experiments/order.txt) names, and adds each to this page.",
         "",
     ]
     shown = [["study", "runs", "done", "not counted: data not at hand", "GFLOP/s", "core hours", "one run"]]
@@ -275,6 +274,20 @@ def _missing() -> list[str]:
     uncounted, hours = left[table["gigaflop"].isna()].sum(), table["hours"].sum()
     shown.append(["all", table["runs"].sum(), table["done"].sum(), uncounted, "", f"{hours:.0f}", ""])
     return lines + markdown(*shown)
+
+
+def read_costs() -> pd.DataFrame:
+    """A row for each setting of each study, with the core hours of one run at the measured rates; empty without any.
+
+    NaN where the data are not at hand.
+    """
+    file = FIGURES / "costs.csv"
+    if not file.is_file():
+        return pd.DataFrame()
+    table = pd.read_csv(file)
+    table["rate"] = table["study"].map(_rates(table))
+    table["hours_of_one"] = table["gigaflop"] / table["rate"] / 3600
+    return table
 
 
 def _cost(recipe: Path) -> str:

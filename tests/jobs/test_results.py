@@ -312,6 +312,10 @@ def test_a_run_is_shared_with_studies_that_plan_the_same_experiment(tmp_path, mo
     assert len(results.share()) == 1, "not the run with more rounds"
     (row,) = pd.read_csv(tmp_path / "paper-table2.csv").to_dict("records")
     assert (row["accuracy"], row["changed"]) == (0.3, "rounds=3 evaluation.choice_samples=256")
+    (tmp_path / "paper-table2.csv").unlink()
+    write("table1", ("here", "fedavg", 1, 4, 5, "rounds=4", 0.4))
+    write("budget", ("three", "fedavg", 0, 3, 3, None, 0.3))
+    assert results.share() == [], "not beside a longer run with another seed"
 
 
 @pytest.mark.parametrize(

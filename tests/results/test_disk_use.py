@@ -1,15 +1,17 @@
 """The disk space of runs: what no run needs is dropped, and nothing else."""
 
+import re
 import shutil
 
 import pytest
+import torch
 from commands import status_of
 from small_runs import PLANTED, merged, metrics_of, simulate_until
 
 from cfl_ray import Experiment, load_run, resume, simulate
 from cfl_ray.errors import ConfigError
 from cfl_ray.results.difference import differences_of
-from cfl_ray.results.disk_use import KINDS, disk_use, droppable
+from cfl_ray.results.disk_use import KINDS, disk_use, droppable, other_files
 
 
 def small(**changes):
@@ -54,6 +56,17 @@ def test_the_sizes_are_those_of_all_files(copied):
         disk_use(copied / "finished/fedavg")
 
 
+def test_files_beside_runs_and_shards_are_named(copied, capsys):
+    (copied / "notes").mkdir()
+    (copied / "notes/a.txt").write_bytes(b"x" * 3_000_000)
+    (copied / "mlflow.db").write_bytes(b"x" * 9_000_000)
+    found = disk_use(copied)
+    assert other_files(copied, found) == [(copied / "mlflow.db", 9_000_000), (copied / "notes", 3_000_000)]
+    assert other_files(copied / "finished", disk_use(copied / "finished")) == []
+    assert status_of("du", copied) == 0
+    assert re.search(r"\d+\.\d+  other files: mlflow.db \d+\.\d+, notes \d+\.\d+\n", capsys.readouterr().out)
+
+
 def test_only_what_no_run_needs_is_dropped_and_only_when_asked(copied, capsys):
     before = sorted(path for path in copied.rglob("*"))
     assert status_of("clean", copied) == 0
@@ -67,6 +80,24 @@ def test_only_what_no_run_needs_is_dropped_and_only_when_asked(copied, capsys):
     again = load_run(copied / "finished", trust=True)["fedavg"].state_dict(cluster=0)
     assert all((again[name] == model[name]).all() for name in model)
     assert not droppable(copied)
+
+
+def test_the_models_of_the_best_round_stay(tmp_path, monkeypatch):
+    """With and without the checkpoints of client states; the best round is the first of four."""
+    monkeypatch.setenv("CFL_RAY_KEY", "0123456789abcdef")
+    keep = {"which": "best", "metric": "test_loss", "goal": "maximize"}
+    simulate(digits(tmp_path, rounds=4, methods=["fedavg", "ditto"], keep=keep), tmp_path / "run")
+    before = load_run(tmp_path / "run")
+    assert {before[name].best_round for name in ("fedavg", "ditto")} == {1}
+    assert status_of("clean", tmp_path, "--yes") == 0
+    after = load_run(tmp_path / "run")
+    for name in ("fedavg", "ditto"):
+        assert sorted(path.name for path in (tmp_path / "run" / name / "checkpoints").glob("*.json")) == [
+            "000001.json",
+            "000004.json",
+        ]
+        kept = after[name].model(cluster=0).state_dict()
+        assert all(torch.equal(value, kept[key]) for key, value in before[name].model(cluster=0).state_dict().items())
 
 
 def test_models_are_dropped_when_asked_and_records_stay(copied):
@@ -104,3 +135,15 @@ class TestDifferences:
         assert "fedavg: spread " in printed
         with pytest.raises(ConfigError, match="holds no run"):
             differences_of(tmp_path / "1", tmp_path)
+
+    def test_pair_the_files_of_two_folders(self, tmp_path):
+        """A colleague's copy of the code lies in a folder of another name."""
+        text = "def spread(outputs, targets):\n    return outputs.std()\n"
+        for name, more in (("ours", ""), ("theirs", ""), ("third", "# edited\n")):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "mine.py").write_text(text + more)
+            metric = f"{tmp_path}/{name}/mine.py:spread"
+            simulate(small(rounds=1, evaluation={"metrics": [metric]}), tmp_path / f"run_{name}")
+        assert differences_of(tmp_path / "run_ours", tmp_path / "run_theirs")["code"] == []
+        (line,) = differences_of(tmp_path / "run_ours", tmp_path / "run_third")["code"]
+        assert line.startswith("ours/mine.py -> third/mine.py:") and "+# edited" in line

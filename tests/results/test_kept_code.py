@@ -177,6 +177,33 @@ def test_commands_take_the_choice(files, capsys):
     assert metrics_of(load_run("longer")["fedavg"])[:2] == metrics_of(load_run("run")["fedavg"])
 
 
+def test_a_copied_run_needs_no_files_of_its_author(files, capsys):
+    """It is extended, and its record run again, where the author's code and folders are gone."""
+    (files / "e.yaml").write_text(json.dumps(small().to_dict() | {"output": "out"}))
+    assert status_of("run", "--in-process", "--run-dir", "out/run", "e.yaml") == 0
+    shutil.copytree("out/run", "colleague/copy")
+    shutil.rmtree("mine")
+    shutil.rmtree("out")
+    capsys.readouterr()
+    begin = ("run", "--in-process", "--trust", "--run-dir")
+    assert status_of(*begin, "longer", "--extend", "colleague/copy", "colleague/copy/config.yaml", "rounds=3") == 0
+    assert status_of(*begin, "again", "colleague/copy/config.yaml") == 0
+    assert f"its copy in {files}/colleague/copy/user_code is used" in capsys.readouterr().err.replace("\n", " ")
+    first = metrics_of(load_run("again")["fedavg"])
+    assert (
+        metrics_of(load_run("longer")["fedavg"])[:2]
+        == first
+        == metrics_of(load_run("colleague/copy", trust=True)["fedavg"])
+    )
+    assert not (files / "out").exists(), "nothing is written where the author had it"
+    write_code(files / "mine", "Tanh")
+    assert status_of(*begin, "edited", "colleague/copy/config.yaml") == 0
+    assert "this run uses the present files, and with --code run" in capsys.readouterr().err.replace("\n", " ")
+    assert metrics_of(load_run("edited")["fedavg"]) != first
+    assert status_of(*begin, "kept", "colleague/copy/config.yaml", "--code", "run") == 0
+    assert metrics_of(load_run("kept")["fedavg"]) == first
+
+
 def test_runs_of_two_versions_in_a_table_are_named(files, caplog):
     simulate(small(), "first")
     write_code(files / "mine", "Tanh")

@@ -4,6 +4,7 @@ import csv
 import errno
 import re
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -151,6 +152,19 @@ def test_a_busy_tracker_is_tried_again_without_a_failure(tmp_path):
     assert "asks to come back later" in warning
 
 
+def test_an_open_that_succeeds_again_is_no_progress(tmp_path):
+    """One attempt and four more; the end would wait for `tracking.patience` otherwise."""
+
+    class Half(Recording):
+        needs_open = True
+
+    tracker = Half(fails=10**6)
+    log = RunLog(tmp_path, {"mine": tracker}, lambda text: None, finish_seconds=60, patience=60)
+    log.start(RunInfo("run"))
+    log.finish("FINISHED", {})
+    assert 1 < [call[0] for call in tracker.calls].count("open") <= 2 + len(delivery.PAUSES_AT_END_SECONDS)
+
+
 def test_patience_ends_the_wait_for_a_tracker_that_makes_progress(tmp_path):
     class Endless(Recording):
         @property
@@ -276,6 +290,23 @@ class TestCsv:
         assert (row["round"], row["accuracy"]) == ("1", "0.1")
 
 
+def test_an_error_of_a_thread_of_tensorboard_is_not_printed_and_others_are(capfd):
+    """The writer raises it again in the tracker."""
+    shown = threading.excepthook
+    threading.excepthook = lambda error: print(error.exc_value, file=sys.stderr)
+    try:
+        for _ in range(2):
+            trackers._hide_tracebacks_of("tensorboard")
+        theirs = type("Thread", (threading.Thread,), {"__module__": "tensorboard.summary.writer.event_file_writer"})
+        for kind, error in ((theirs, "hidden"), (threading.Thread, "shown")):
+            thread = kind(target=lambda error=error: [].remove(error) or None, name=error)
+            thread.start()
+            thread.join()
+    finally:
+        threading.excepthook = shown
+    assert capfd.readouterr().err.splitlines() == ["list.remove(x): x not in list"]
+
+
 def test_tensorboard_has_a_scalar_per_metric_and_round(tmp_path):
     pytest.importorskip("tensorboard", reason="an optional package: pip install 'cfl-ray[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -323,6 +354,17 @@ class TestWandb:
         assert (run.arguments["mode"], run.arguments["project"], run.arguments["resume"]) == ("offline", "p", "allow")
         assert run.logged == [(1, {"accuracy": 0.1}), (2, {"accuracy": 0.2})]
         assert run.summary == {"rounds_to_target": 2.0} and run.code == 0
+
+    def test_a_full_disk_is_said_though_wandb_says_nothing(self, made, tmp_path, monkeypatch):
+        def full(**options):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        (tmp_path / "wandb").mkdir()
+        monkeypatch.setattr(tempfile, "TemporaryFile", full)
+        (tracker,) = new_trackers(TrackingConfig(trackers=["wandb"])).values()
+        warnings = []
+        tracked(tmp_path, tracker, [1], warn=warnings.append)
+        assert "failed: OSError: [Errno 28] No space left on device: " in warnings[0] and "lacks 1 round" in warnings[1]
 
     def test_without_records_there_is_no_run(self, made, tmp_path):
         (tracker,) = new_trackers(TrackingConfig(trackers=["wandb"])).values()

@@ -1,0 +1,1 @@
+"""The published experiments, as studies; `python -m jobs.experiments` runs them one after another."""
