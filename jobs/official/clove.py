@@ -137,8 +137,8 @@ training and {TEST} test images of MNIST, {PER_TURN} for each of {TURNS} rotatio
 {EPOCHS} epochs of full batches of SGD at eta {LR}; the first assignment is by losses. Both start from the same models.
 
 Replaced in memory: the data, the model, FINCH, its metrics, and the one start of k-means by the best of ten, as ours.
-The numbers are of a copy of its functions without the branches that these settings do not take, as a checkout was not at
-hand. With K not known, it finds the number by Ward clustering and the clusters by k-means; with
+The numbers are of a copy of its functions, without branches that these settings do not take: no checkout was at hand.
+With K not known, it finds the number by Ward clustering and the clusters by k-means; with
 `AgglomerativeClustering`, as in the paper and ours, it stops, since that has no `cluster_centers_`.
 
 An error of theirs: of a client's last three assignments it compares the last and the third to last only.
