@@ -35,6 +35,17 @@
     python -m jobs.official pfedgraph CHECKOUT
     git clone https://github.com/ycruan/FedSoft CHECKOUT
     python -m jobs.official fedsoft CHECKOUT
+    git clone https://github.com/jhoon-oh/FedBABU CHECKOUT
+    python -m jobs.official fedbabu CHECKOUT
+    git clone https://github.com/QinbinLi/MOON CHECKOUT
+    python -m jobs.official moon CHECKOUT
+    git clone https://github.com/yuetan031/FedProto CHECKOUT
+    python -m jobs.official fedproto CHECKOUT
+    git clone https://github.com/JianXu95/FedPAC CHECKOUT
+    pip install --target CHECKOUT/deps cvxpy
+    python -m jobs.official fedpac CHECKOUT
+    git clone https://github.com/med-air/FedBN CHECKOUT
+    python -m jobs.official fedbn CHECKOUT
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -48,7 +59,8 @@ from jobs.official.page import PAGE, with_section
 
 METHODS = (  # modules of this package, in the order of the sections
     *("cfl", "ifca", "stocfl", "pacfl", "fedem", "pfedme", "cflgp", "fedccfa", "fedrep", "apfl", "fedcac", "fedas"),
-    *("pfllib", "fedrc", "fedgwc", "feddrift", "pfedgraph", "fedsoft"),
+    *("pfllib", "fedrc", "fedgwc", "feddrift", "pfedgraph", "fedsoft", "fedbabu", "moon"),
+    *("fedproto", "fedpac", "fedbn"),
 )
 
 
