@@ -430,6 +430,11 @@ class TestConfig:
         with pytest.raises(ConfigError, match=message):
             Experiment(tracking={"trackers": trackers})
 
+    @pytest.mark.parametrize("name, least", [("", "at least 1 char"), ("x" * 501, "at most 500 char")])
+    def test_an_experiment_that_no_server_takes_is_refused(self, name, least):
+        with pytest.raises(ConfigError, match=rf"^tracking.experiment: .* {least}"):
+            Experiment(tracking={"experiment": name})
+
     def test_what_is_no_tracker_is_refused(self):
         with pytest.raises(ConfigError, match="is no tracker: expected a class with the methods open"):
             new_trackers(TrackingConfig(trackers=[Path]))
