@@ -22,7 +22,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
 from cfl_ray.core.state import State
 from cfl_ray.data import FederationSummary
-from cfl_ray.data.federation import Federation, tested_on
+from cfl_ray.data.federation import Federation
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine.timing import time_engines
 from cfl_ray.errors import ConfigError
@@ -99,7 +99,7 @@ class Estimate:
         if on_gpu and not here and runtime.engine == "auto":
             return "auto: chosen on the hosts, whose GPUs this machine lacks"
         network = self.setup.network("cuda") if on_gpu and here else self.network
-        return engine_choice(self.setup, lambda: engine_by_rule(self.setup, network)).reason
+        return engine_choice(self.setup, lambda: engine_by_rule(self.setup, network, tried=False)).reason
 
 
 def _unwritable(output: Path) -> list[str]:
@@ -354,7 +354,7 @@ def _sizes_in_words(estimate: Estimate) -> list[str]:
         f"{fewest} / {median:g} / {most} training samples (fewest / median / most), "
         f"{federation.groups or 'unknown'} true groups, {federation.shape.targets_in_words}, "
         f"samples of {'x'.join(map(str, federation.shape.input))}",
-        tested_on(federation.view, federation.groups),
+        *filter(None, (federation.tested_on, federation.validated_on)),
         f"shards: {federation.bytes / 1e6:.1f} MB; "
         f"model: {network.spec.size:,} parameters, {estimate.model_bytes / 1e6:.2f} MB"
         + (f", {constant:,} of them statistics that training does not change and that are not sent" if constant else "")

@@ -12,17 +12,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cfl_ray.report.drawing import p_in_words, with_spread
+from cfl_ray.report.drawing import p_in_words
 from cfl_ray.results.comparison import (
     ClientScores,
     RunMetrics,
     chosen_metrics,
     is_dense,
     is_less_better,
+    mean_and_spread,
     metrics_of,
     tests_of,
 )
-from cfl_ray.results.metric_titles import PERCENT, Title, title_of
+from cfl_ray.results.metric_titles import PERCENT, title_of
 from cfl_ray.results.significance import CORRECTIONS, LEVEL, NEEDED, TESTS, PairedTest, pairs_in_words
 
 _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
@@ -125,7 +126,7 @@ def _cell(
         return "" if math.isnan(test.p) else f"${p_in_words(test.p)}$"
     best = next((_values(run_metrics, other, metric).mean() for other in bests if other[0] == key[0]), math.nan)
     mean = float(values.mean())
-    number, spread = _texts(values, title_of(metric))
+    number, spread = _texts(values, metric)
     if _UNRANKED.fullmatch(metric) is None and _has_rivals(run_metrics, key[0]):
         if mean == best:
             number = rf"\mathbf{{{number}}}"
@@ -134,13 +135,14 @@ def _cell(
     return f"${number}$" if not spread else rf"${number} \pm {spread}$"
 
 
-def _texts(values: np.ndarray, title: Title) -> tuple[str, str]:
-    """Mean and standard deviation in the unit of the title, the latter empty for a single value; percent with 0.01."""
+def _texts(values: np.ndarray, metric: str) -> tuple[str, str]:
+    """Mean and standard deviation in the metric's unit, the latter empty for a single value; percent with 0.01."""
+    title = title_of(metric)
     with np.errstate(invalid="ignore"):  # infinite values have no spread
         mean, std = float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else math.nan
     if title.unit == PERCENT and math.isfinite(mean):
         return f"{title.factor * mean:.2f}", "" if math.isnan(std) else f"{title.factor * std:.2f}"
-    text = with_spread(mean, std).replace("\u00a0", " ").replace(",", r"{,}").replace("inf", r"\infty")
+    text = mean_and_spread(mean, std, metric, r"{,}").replace("inf", r"\infty")
     number, _, spread = text.partition(" ± ")
     return number, spread
 
