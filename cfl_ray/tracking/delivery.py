@@ -94,7 +94,7 @@ class Delivery:
         self.run_dir, self.name, self.tracker = run_dir, name, tracker
         self.was_opened = self.is_closed = False
         self.wait = ""  # reason for the wait of the run, until it is delivered
-        self.progress = 0  # number of successful operations
+        self.progress = 0  # number of operations that need not be repeated
 
     def bring_up_to_date(self, lock_seconds: float = LOCK_SECONDS) -> int:
         """Delivers all records that the tracker lacks, and the end, and returns the number of delivered rounds.
@@ -143,8 +143,8 @@ class Delivery:
             return False
         cursor = read_cursor(self.run_dir, self.name)
         self.tracker.open(self.run_dir, read_info(self.run_dir), cursor.round or 0)
+        self.progress += not self.was_opened  # again after a failure is no progress
         self.was_opened = True
-        self.progress += 1
         return True
 
     def _save(self, before: Cursor, cursor: Cursor) -> Cursor:
@@ -208,8 +208,7 @@ class LiveDelivery:
         while not self._done.is_set():
             now = time.monotonic()
             # the import of a tracker's package, also for another log of this process, is progress
-            of_tracker = self._optional(lambda tracker: float(tracker.progress), 0.0)
-            seen = self.delivery.progress, of_tracker, len(sys.modules)
+            seen = *self._progress(), len(sys.modules)
             if seen != progress:
                 progress, moved = seen, now
             left = min(moved + self.finish_seconds, began + self.patience) - now
@@ -237,16 +236,18 @@ class LiveDelivery:
         return f"{lost}the end of {self.delivery.run_dir}"
 
     def _deliver_until_done(self) -> None:
-        while not self._done.is_set() and not self._attempt():
-            self._pause()
-        with suppress(*FOREIGN):  # the warning is given already
-            self.delivery.give_up(self.unrecorded_end)
-        self._done.set()
+        try:
+            while not self._done.is_set() and not self._attempt():
+                self._pause()
+            with suppress(*FOREIGN):  # the warning is given already
+                self.delivery.give_up(self.unrecorded_end)
+        finally:
+            self._done.set()
 
     def _attempt(self) -> bool:
         """Delivers what the tracker lacks. Returns whether no attempt follows: all is delivered, or it gives up."""
         self._new.clear()
-        ends, progress = self._ends.is_set(), self.delivery.progress
+        ends, progress = self._ends.is_set(), self._progress()
         try:
             self.delivery.bring_up_to_date()
         except Timeout:  # another process is delivering this run
@@ -267,11 +268,15 @@ class LiveDelivery:
             if not ends:
                 self._retries_at_end = 1
                 return False
-            self._failures_at_end = 1 if self.delivery.progress > progress else self._failures_at_end + 1
+            self._failures_at_end = 1 if self._progress() > progress else self._failures_at_end + 1
             return not self.delivery.was_opened or self._failures_at_end > self._retries_at_end
         self._failures, self._retries_at_end = 0, len(PAUSES_AT_END_SECONDS)
         self._refusals, self._undeliverable = 0, None
         return ends
+
+    def _progress(self) -> tuple[int, float]:
+        """Operations that have succeeded, and the progress that the tracker reports within one."""
+        return self.delivery.progress, self._optional(lambda tracker: float(tracker.progress), 0.0)
 
     def _is_busy(self, error: BaseException) -> bool:
         return self._optional(lambda tracker: bool(tracker.is_busy(error)), False)

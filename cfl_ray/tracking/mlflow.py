@@ -5,7 +5,7 @@ repeated:
     creation of a run   searches for its tag `cfl_ray.run_uid` first, unless nothing can have created it
     metrics             carry the time of their record: SQL stores drop an equal entry; for other stores the existing
                         entries are read first, where the latest value can be one of the batch
-    end of a run        sets a status and replaces files
+    end of a run        sets a status and replaces files, of which only those are sent that have not arrived
     models              are searched for by run and name first; a model that is not ready is sent again
 """
 
@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
@@ -34,7 +35,8 @@ from cfl_ray.security.credentials import with_credentials
 from cfl_ray.system.files import PRIVATE, private_folder, write_text
 from cfl_ray.system.sqlite_uris import absolute_sqlite, sqlite_path, sqlite_uri
 from cfl_ray.tracking.delivery import Undeliverable
-from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, mbit
+from cfl_ray.tracking.progress import Counted, ServerProgress
+from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, mbit, metric_names
 
 if TYPE_CHECKING:  # importing mlflow takes a second or two, so only a delivering process does it
     from mlflow import MlflowClient
@@ -49,10 +51,12 @@ _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 _SOURCE_TAGS = {"mlflow.source.name": "cfl-ray", "mlflow.source.type": "LOCAL"}
 _NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
 _LATEST = "Latest comparison: "  # first words of our description of an experiment
+_CUT_CHARS = 60  # of the line that stands for rows of a table
 MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the request size
 # of the names of a run and of its data, and of a tag's value; SQLite takes longer ones, PostgreSQL and MySQL refuse
 # the run
 MAX_NAME_CHARS, MAX_DATASET_CHARS, MAX_TAG_CHARS = 250, 500, 8000
+MAX_EXPERIMENT_TAG_CHARS = 5000  # of a value; longer ones are refused, by newer servers beyond 20,000
 CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 _CONNECT_SECONDS = 2.0
 _RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
@@ -72,11 +76,14 @@ DEFAULTS = {  # environment variables; values of the user take precedence
 class MlflowRun:
     """An existing run in MLflow. Methods raise MLflow's errors; the caller then opens the run again and repeats."""
 
-    def __init__(self, client: "MlflowClient", info: RunInfo, run: "Run", is_new: bool) -> None:
+    def __init__(
+        self, client: "MlflowClient", uri: str, info: RunInfo, run: "Run", is_new: bool, progress: "ServerProgress"
+    ) -> None:
         """run: as MLflow has it. is_new: whether it has no metrics yet."""
         self.run_id, self.experiment_id = run.info.run_id, run.info.experiment_id
         self.phases = info.tags.get(PHASES_TAG, "").split(", ")  # of the method, in order
-        self._client, self._is_comparison, self._status = client, not info.method, run.info.status
+        self._client, self._uri, self._progress = client, uri, progress
+        self._is_comparison, self._status, self._place = not info.method, run.info.status, run.info.artifact_uri
         # Latest values in MLflow, as long as an earlier process may have delivered the next batches; then None.
         self._latest: dict[str, float] | None = None if is_new else dict(run.data.metrics)
 
@@ -89,34 +96,40 @@ class MlflowRun:
         run_id: str | None,
         parent: Callable[[], str | None],
         may_exist: bool = True,
+        progress: ServerProgress | None = None,
     ) -> "MlflowRun":
         """Returns run `run_id` if MLflow has it, otherwise the run of `info`, which is created if it does not exist.
 
         parent: returns the id of the parent run; called if the run is created. may_exist: whether an earlier attempt
-        may have created the run of `info`.
+        may have created the run of `info`. progress: counts the answers of the server.
         """
-        client = client_of(uri)
+        progress = progress or ServerProgress()
+        client = client_of(uri, progress)
         from mlflow.entities import Param
 
         run = None if run_id is None else _existing(client, run_id)
         if run is not None:
-            return cls(client, info, run, is_new=False)
+            _EXPERIMENTS.setdefault((uri, experiment), run.info.experiment_id)  # of its methods, which are next
+            return cls(client, uri, info, run, False, progress)
+        parent_id = parent()  # before the experiment, whose id is that of the parent
         try:
-            run, is_new = _found_or_created(client, experiment_of(client, uri, experiment), info, parent, may_exist)
+            run, is_new = _found_or_created(client, experiment_of(client, uri, experiment), info, parent_id, may_exist)
         except _mlflow_errors() as error:
             if is_refusal(error) or _EXPERIMENTS.pop((uri, experiment), None) is None:
                 raise
             # the experiment may have been deleted, and the store may be another one, since this process has used it
-            run, is_new = _found_or_created(client, experiment_of(client, uri, experiment), info, parent, True)
-        params = [Param(key, value[:MAX_PARAM_CHARS]) for key, value in info.params.items()]
+            run, is_new = _found_or_created(client, experiment_of(client, uri, experiment), info, parent_id, True)
+        names = metric_names(info.params, more=" :")  # as a key with the name of a setting, `settings.lr=0.1.local.lr`
+        params = [Param(names[key], value[:MAX_PARAM_CHARS]) for key, value in info.params.items()]
         client.log_batch(run.info.run_id, params=params)
         _log_dataset(client, run.info.run_id, info)
-        return cls(client, info, run, is_new)
+        return cls(client, uri, info, run, is_new, progress)
 
-    def log(self, records: Sequence[RoundRecord]) -> None:
+    def log(self, records: Sequence[RoundRecord], more: Mapping[str, str] | None = None) -> None:
         """Sends all metrics with the round as step, the phase as its index in the tag `phases`, and the traffic so far.
 
-        The traffic is `mbit`, an axis for charts. Tags: `phase` of the next round, and `last_event` of the clusters.
+        The traffic is `mbit`, an axis for charts. Tags: `phase` of the next round, `last_event` of the clusters, and
+        `more`.
         """
         from mlflow.entities import Metric, RunTag
 
@@ -128,29 +141,47 @@ class MlflowRun:
         tags = [("phase", record.next_phase) for record in records[-1:] if record.phase]
         events = [event for record in records for event in record.events]
         tags += [("last_event", f"round {event.round}: {event.text}") for event in events[-1:]]
+        tags += (more or {}).items()
         if self._latest is not None and metrics:
             metrics = self._missing(metrics, self._latest)
             if metrics:  # batches are sent in order, so those after a batch that lacks an entry were never sent
                 self._latest = None
-        self._client.log_batch(self.run_id, metrics=metrics, tags=[RunTag(name, value) for name, value in tags])
+        cut = [RunTag(name, value[:MAX_TAG_CHARS]) for name, value in tags]
+        self._client.log_batch(self.run_id, metrics=metrics, tags=cut)
 
     def log_wait(self, text: str) -> None:
         """Sets the tag `last_wait`: the reason for the last wait of a round."""
         self._client.set_tag(self.run_id, WAIT_TAG, text)
 
-    def end(self, end: RunEnd, artifacts: Path) -> None:
-        """Sends the metrics of the whole run, its artifacts and its status."""
-        self.log([end.summary])
+    def end(self, end: RunEnd, artifacts: Path, sent: Mapping[str, str], keep: Callable[[str, str], None]) -> None:
+        """Sends the metrics of the whole run, its artifacts and its status.
+
+        sent: files that have arrived, with their digests. keep: called with the name and the digest of each that does.
+        """
         _refuse_links(artifacts)
-        # the metrics of a study were logged before its end
-        if self._is_comparison and (table := _table(end.summary.metrics) or _table(self._run().data.metrics)):
-            self._describe(table, artifacts)
-        for tag, text in (("ended", end.reason), ("kept_round", str(end.kept or ""))):
-            if text:
-                self._client.set_tag(self.run_id, tag, text)
-        if any(artifacts.iterdir()):
-            self._client.log_artifacts(self.run_id, str(artifacts))
+        tags = {"ended": end.reason, "kept_round": str(end.kept or "")}
+        if self._is_comparison:
+            tags |= self._description(end.summary.metrics, artifacts)
+        self.log([end.summary], {name: text for name, text in tags.items() if text})
+        files = {path.relative_to(artifacts).as_posix(): path for path in sorted(artifacts.rglob("*"))}
+        for name, path in files.items():
+            if path.is_file() and (digest := _digest(path)) != sent.get(name):
+                self._send(path, name.rpartition("/")[0] or None)
+                keep(name, digest)
         self._client.set_terminated(self.run_id, end.status, end.time_ms)
+
+    def _send(self, file: Path, folder: str | None) -> None:
+        """Sends a file to a folder of the run's artifacts.
+
+        MLflow's client would ask for the place of the artifacts first, which is known.
+        """
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        with self._progress.sending(file.stat().st_size):
+            if self._uri.startswith("databricks"):  # its places depend on the user's profile
+                self._client.log_artifact(self.run_id, str(file), folder)
+            else:
+                get_artifact_repository(self._place, tracking_uri=self._uri).log_artifact(str(file), folder)
 
     def log_models(self, directory: Path, step: int) -> None:
         """Sends the models in the subfolders of `directory`, under the names of the folders.
@@ -178,7 +209,8 @@ class MlflowRun:
         metadata = Model.load(str(folder))
         metadata.model_id, metadata.run_id = model.model_id, self.run_id
         write_text(folder / MLMODEL_FILE_NAME, metadata.to_yaml())
-        self._client.log_model_artifacts(model.model_id, str(folder))
+        with self._progress.sending(sum(path.stat().st_size for path in folder.rglob("*"))):
+            self._client.log_model_artifacts(model.model_id, str(folder))
         self._client.finalize_logged_model(model.model_id, "READY")
 
     def _metrics_of(self, record: RoundRecord) -> dict[str, float]:
@@ -189,19 +221,23 @@ class MlflowRun:
             metrics["mbit"] = mbit(record)
         return metrics
 
-    def _describe(self, table: str, artifacts: Path) -> None:
-        """Sets the description of a comparison, its table and figures, on its page.
+    def _description(self, summary: Mapping[str, float], artifacts: Path) -> dict[str, str]:
+        """The tag with the description of a comparison, its table and figures; empty without a table.
 
-        Also on the page of the experiment, as the latest comparison, unless a user has described the experiment.
+        Also set on the page of the experiment, as the latest comparison, unless a user has described the experiment.
         """
         run = self._run()
+        table = _table(summary) or _table(run.data.metrics)  # the metrics of a study were logged before its end
+        if not table:
+            return {}
         experiment = self._client.get_experiment(run.info.experiment_id)
         page = page_of(experiment.experiment_id, self.run_id)
-        text = "\n\n".join([table, *self._shown(artifacts, page)])
-        self._client.set_tag(self.run_id, _NOTE_TAG, text)
+        more = "\n\n".join(["", *self._shown(artifacts, page)])
         if experiment.tags.get(_NOTE_TAG, _LATEST).startswith(_LATEST):
-            text = f"{_LATEST}[{run.info.run_name}]({page})\n\n{text}"
-            self._client.set_experiment_tag(experiment.experiment_id, _NOTE_TAG, text)
+            link = f"{_LATEST}[{run.info.run_name}]({page})\n\n"
+            latest = link + _cut(table, MAX_EXPERIMENT_TAG_CHARS - len(link + more)) + more
+            self._client.set_experiment_tag(experiment.experiment_id, _NOTE_TAG, latest)
+        return {_NOTE_TAG: _cut(table, MAX_TAG_CHARS - len(more)) + more}
 
     def _shown(self, artifacts: Path, page: str) -> Iterator[str]:
         """The figures of a comparison and a link to its report, as Markdown with URLs of the server."""
@@ -239,6 +275,11 @@ def page_of(experiment_id: str, run_id: str) -> str:
     return f"#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def _refuse_links(folder: Path) -> None:
     """Raises DataError for a link in a folder, since MLflow would send its target, which is not part of the run."""
     for path in (folder, *folder.rglob("*")):
@@ -252,8 +293,8 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
     return client, experiment_of(client, uri, experiment)
 
 
-def client_of(uri: str) -> "MlflowClient":
-    """Returns a client.
+def client_of(uri: str, progress: ServerProgress | None = None) -> "MlflowClient":
+    """Returns a client. progress: counts its calls that have succeeded.
 
     An SQLite store is created if it does not exist, with its artifacts in the folder `mlartifacts` next to the file.
     """
@@ -269,31 +310,7 @@ def client_of(uri: str) -> "MlflowClient":
     with FileLock(f"{path}.lock", timeout=CREATION_SECONDS, mode=PRIVATE) if path else nullcontext():
         if path:
             _create_store(path)
-        return cast("MlflowClient", _Counted(MlflowClient(uri)))
-
-
-class _Counted:
-    """A client of MLflow whose finished calls are counted, since each is progress of a delivery."""
-
-    finished = 0  # in this process
-
-    def __init__(self, client: "MlflowClient") -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            result = method(*args, **options)
-            _Counted.finished += 1
-            return result
-
-        return call
-
-
-def finished_calls() -> int:
-    """Number of calls of MLflow that have succeeded in this process."""
-    return _Counted.finished
+        return cast("MlflowClient", Counted(MlflowClient(uri), progress or ServerProgress()))
 
 
 def experiment_of(client: "MlflowClient", uri: str, name: str) -> str:
@@ -412,7 +429,7 @@ def _existing(client: "MlflowClient", run_id: str) -> "Run | None":
 
 
 def _found_or_created(
-    client: "MlflowClient", experiment_id: str, info: RunInfo, parent: Callable[[], str | None], may_exist: bool
+    client: "MlflowClient", experiment_id: str, info: RunInfo, parent_id: str | None, may_exist: bool
 ) -> tuple["Run", bool]:
     """Returns the run of `info`, and whether it was created. may_exist: as in `MlflowRun.open`."""
     same_uid = f"tags.`{UID_TAG}` = '{info.uid}'"
@@ -421,7 +438,7 @@ def _found_or_created(
     tags = {UID_TAG: info.uid, **_SOURCE_TAGS, **info.tags}
     if info.method:
         tags["method"] = info.method
-    if parent_id := parent():
+    if parent_id:
         tags[PARENT_TAG] = parent_id
     tags = {name: value[:MAX_TAG_CHARS] for name, value in tags.items()}
     run = client.create_run(experiment_id, start_time=info.time_ms, tags=tags, run_name=info.name[:MAX_NAME_CHARS])
@@ -461,6 +478,16 @@ def _table(metrics: Mapping[str, float]) -> str:
     ]
     lines = [["method", *columns], ["---"] * (len(columns) + 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
+
+
+def _cut(table: str, chars: int) -> str:
+    """A table of at most this many characters: its last rows are replaced by their number."""
+    if len(table) <= chars:
+        return table
+    rows = table.splitlines()
+    lengths = accumulate(len(row) + 1 for row in rows)
+    kept = max(2, sum(length <= chars - _CUT_CHARS for length in lengths))
+    return "\n".join([*rows[:kept], "", f"and {len(rows) - kept} more, in the metrics of the run"])
 
 
 # ---- models, written to a folder of the run directory: no server is needed until delivery

@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os.path import relpath
 from pathlib import Path
+from typing import Any
 
 from filelock import Timeout
 
@@ -27,7 +28,6 @@ from cfl_ray.tracking.delivery import MLFLOW, Delivery, lacks, lock, redacted_re
 from cfl_ray.tracking.mlflow import (
     MlflowRun,
     accepts_connection,
-    finished_calls,
     heed_rate_limit,
     is_refusal,
     is_unavailable,
@@ -35,13 +35,16 @@ from cfl_ray.tracking.mlflow import (
     resolve_uri,
     store_below,
 )
+from cfl_ray.tracking.progress import ServerProgress
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, read_end, read_info
 
 _RUNS = "\0"  # stands for the runs in a text
+# in the cursor of a run that MLflow does not have
+_NOTHING: dict[str, Any] = {"delivered": 0, "round": None, "ended_ms": None, "files": {}}
 _PURPOSE = "destination of a run's results"
 _LOADED_MS = 1000 * time.time()  # a run that began later is a new one, of this process
 _ATTEMPTED: set[str] = set()  # unique ids of the runs that this process has tried to create
-_PARENTS: set[tuple[str, str]] = set()  # parent runs that this process has found in MLflow, by URI and id
+_KNOWN: set[tuple[str, str]] = set()  # runs that this process has found in MLflow, or created there, by URI and id
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Destination:
     parent: str | None = None  # directory of the parent run, relative to this run's directory
     run_id: str | None = None  # None: the run does not exist in MLflow yet
     experiment_id: str | None = None
+    files: dict[str, str] = field(default_factory=dict)  # that have arrived: digests by names
     attempted: bool = True  # whether an earlier attempt may have created the run; False: no
     signature: str | None = None  # for this directory, by the user who chose the destination
 
@@ -80,6 +84,7 @@ class Mlflow:
         self.uri, self.experiment, self.parent = uri, experiment, Path(parent).absolute() if parent else None
         self.is_recorded = is_recorded
         self._run: MlflowRun | None = None
+        self._progress = ServerProgress()
 
     @classmethod
     def of(cls, run_dir: Path, uri: str) -> "Mlflow":
@@ -96,9 +101,9 @@ class Mlflow:
         return cls(uri, recorded.experiment, parent, is_recorded=True)
 
     @property
-    def progress(self) -> int:
-        """Number of calls that have succeeded, of all runs of this process."""
-        return finished_calls()
+    def progress(self) -> float:
+        """Grows with answers that no earlier attempt had, of all runs of this process."""
+        return self._progress.value
 
     @property
     def needs_open(self) -> bool:
@@ -108,6 +113,7 @@ class Mlflow:
     def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
         """Creates the run if MLflow does not have it; sets a resumed run back to RUNNING."""
         self.run_dir, self._run = run_dir, None
+        self._progress.begin()
         run = self._created(run_dir, info)
         if read_end(run_dir) is None:
             run.reopen()
@@ -119,6 +125,7 @@ class Mlflow:
     def log_batch(self, records: Sequence[RoundRecord]) -> None:
         with self._opened() as run:
             run.log(records)
+            self._progress.keep()
 
     def log_wait(self, text: str) -> None:
         with self._opened() as run:
@@ -129,7 +136,14 @@ class Mlflow:
             self._run = None
             return
         with self._opened() as run:
-            run.end(end, RunDirectory(self.run_dir).artifacts)
+            files = Destination.read(self.run_dir).files
+
+            def keep(name: str, digest: str) -> None:
+                files[name] = digest
+                update_cursor(self.run_dir, MLFLOW, files=files)
+                self._progress.keep()
+
+            run.end(end, RunDirectory(self.run_dir).artifacts, files, keep)
             if end.status == "FINISHED":
                 run.log_models(RunDirectory(self.run_dir).models, end.kept or end.summary.round)
 
@@ -138,6 +152,7 @@ class Mlflow:
         """Context with the run; after an error in it, `needs_open` is true, unless a request was refused."""
         run, self._run = self._run, None
         assert run is not None, "open() makes the run"
+        self._progress.begin()
         try:
             yield run
         except Exception as error:
@@ -165,7 +180,7 @@ class Mlflow:
         if recorded is None or not is_same or recorded.parent != parent or not recorded.is_chosen(run_dir):
             signature = sign(_PURPOSE, run_dir, uri)
             attempted = recorded is not None or not is_new
-            anew = {"run_id": None, "delivered": 0, "round": None, "ended_ms": None, "attempted": attempted}
+            anew = {"run_id": None, **_NOTHING, "attempted": attempted}
             anew = {} if is_same else anew
             values = {"uri": uri, "experiment": self.experiment, "parent": parent, "signature": signature}
             update_cursor(run_dir, MLFLOW, **values, **anew)
@@ -181,25 +196,32 @@ class Mlflow:
         if not recorded.attempted:
             update_cursor(run_dir, MLFLOW, attempted=True)
         _ATTEMPTED.add(info.uid)
-        run = MlflowRun.open(self.uri, self.experiment, info, recorded.run_id, self._parent_id, recorded.attempted)
+        run = MlflowRun.open(
+            self.uri, self.experiment, info, recorded.run_id, self._parent_id, recorded.attempted, self._progress
+        )
         if run.run_id != recorded.run_id:
             ids = {"run_id": run.run_id, "experiment_id": run.experiment_id}
-            update_cursor(run_dir, MLFLOW, **ids, delivered=0, round=None, ended_ms=None)
+            update_cursor(run_dir, MLFLOW, **ids, **_NOTHING)
+        _KNOWN.add((self.uri, run.run_id))
         return run
 
     def _parent_id(self) -> str | None:
         """The id of the parent run, which is created if MLflow does not have it; None without a parent."""
         if self.parent is None:
             return None
+        if known := self._known(self.parent):  # without the lock, which the parent has while its files are sent
+            return known
         with lock(self.parent):
             of_parent = Mlflow(self.uri, self.experiment, None, self.is_recorded)
-            known = read_record(RunDirectory(self.parent).mlflow, Destination)
-            is_same = known is not None and (known.uri, known.experiment) == (redact(self.uri), self.experiment)
-            if known is not None and is_same and known.run_id and (self.uri, known.run_id) in _PARENTS:
-                return known.run_id
-            run_id = of_parent._created(self.parent, read_info(self.parent)).run_id
-        _PARENTS.add((self.uri, run_id))
-        return run_id
+            of_parent._progress = self._progress
+            return self._known(self.parent) or of_parent._created(self.parent, read_info(self.parent)).run_id
+
+    def _known(self, parent: Path) -> str | None:
+        """The id of the parent run if this process has found it in MLflow, or created it there."""
+        known = read_record(RunDirectory(parent).mlflow, Destination)
+        if known is None or (known.uri, known.experiment) != (redact(self.uri), self.experiment):
+            return None
+        return known.run_id if known.run_id and (self.uri, known.run_id) in _KNOWN else None
 
 
 def where_to_look(run_dir: Path, uri: str) -> str:

@@ -26,6 +26,7 @@ from cfl_ray.system.files import first_problem, opened, parse_json, read_record
 from cfl_ray.system.nested import leaves_of
 
 BEST_ROUND = "best_round"  # metric of every round with `keep: best`, once there is one
+CONFUSION = "confusion"  # diagnostic (clusters, true, predicted), with `evaluation.confusion`
 LABEL_COUNTS = "label_counts"  # diagnostic (clients, classes) of the clients that are in a matrix (clients, clients)
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 # of a method's run. "running": the round is training; "stopped": ended on request after a round that is saved
@@ -39,6 +40,7 @@ ROUND_METRICS = {
     "accuracy_local_trained": "P-local over the clients that have trained",
     "trained_share": "share of the clients that have trained",
     "accuracy_tuned": "P-tune(F): the same, of the P-server model after F local epochs",
+    "reported": "the metric of the protocol by which the method is scored, with evaluation.reported",
     "accuracy_past": "the same as accuracy, of clients whose data have changed, on their data before the last change",
     "accuracy_honest": "the same as accuracy over the clients that do not attack, if some do",
     "accuracy_std": "standard deviation over clients of the P-server accuracy",
@@ -96,6 +98,7 @@ _SCORE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DERIVED = ("_local", "_local_trained", "_tuned", "_past", "_honest", "_std", "_p10", "_p90")
 
 
+_NAME_CHARS = 240  # MLflow takes 250; the rest is for a number
 _VALIDATION = "validation/"  # begins the names of metrics on validation data
 VALIDATION_CLIENTS, VALIDATION_SAMPLES = f"{_VALIDATION}clients", f"{_VALIDATION}samples"
 
@@ -282,15 +285,16 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in leaves}
 
 
-def metric_names(names: Iterable[str]) -> dict[str, str]:
+def metric_names(names: Iterable[str], more: str = "") -> dict[str, str]:
     """Each name in characters that a metric of MLflow or a file may have; names that become equal get a number.
 
     Names that differ in case alone are equal to MySQL, which refuses both together, and to some file systems.
+    more: further characters that may stay.
     """
     plain: dict[str, str] = {}
     taken: set[str] = set()
     for name in sorted(set(names)):
-        first = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+        first = re.sub(rf"[^A-Za-z0-9_.{re.escape(more)}-]", "_", name)[:_NAME_CHARS]
         numbered = (first if number == 1 else f"{first}_{number}" for number in count(1))
         plain[name] = next(candidate for candidate in numbered if candidate.lower() not in taken)
         taken.add(plain[name].lower())

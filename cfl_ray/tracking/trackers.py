@@ -2,6 +2,8 @@
 
 import csv
 import io
+import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,13 @@ from cfl_ray.system.files import append_line, cut_torn_line, open_private, read_
 from cfl_ray.tracking.delivery import MLFLOW, Tracker
 from cfl_ray.tracking.mlflow_tracker import Mlflow
 from cfl_ray.tracking.record import ROUND_METRICS, RoundRecord, RunEnd, RunInfo
+
+_WANDB_BYTES = 65536  # more than W&B writes at a time
+
+
+def _texts_of(end: RunEnd) -> dict[str, str | int]:
+    """Why `stopping` ended the run, and the round whose models are kept, as far as they apply."""
+    return {name: value for name, value in (("ended", end.reason), ("kept_round", end.kept)) if value}
 
 
 class Wandb:
@@ -47,13 +56,26 @@ class Wandb:
                 reinit="create_new",  # the end of a method overlaps with the start of the next method
             )
         self.run.log(dict(record.metrics), step=record.round)  # W&B ignores a step that it already has
+        self._check_disk()
 
     def close(self, end: RunEnd | None) -> None:
         if self.run is None:
             return
         if end is not None:
-            self.run.summary.update(dict(end.summary.metrics))
+            self._check_disk()
+            self.run.summary.update(dict(end.summary.metrics) | _texts_of(end))
         self.run.finish(exit_code=0 if end is not None and end.status == "FINISHED" else 1)
+
+    def _check_disk(self) -> None:
+        """Raises OSError if the disk of the run is full: W&B writes that to its own log alone."""
+        folder = self.run_dir / "wandb"
+        if not folder.is_dir():
+            return
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(_WANDB_BYTES))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
 class Tensorboard:
@@ -73,6 +95,7 @@ class Tensorboard:
 
     def log(self, record: RoundRecord) -> None:
         if self.writer is None:  # made for the first record, since the parent of a comparison has no records
+            _hide_tracebacks_of("tensorboard")
             # for a resumed run, TensorBoard drops the events after the last delivered round
             self.writer = self.make(str(self.path), purge_step=self.after + 1 if self.after else None)
         self._add(record)
@@ -83,11 +106,27 @@ class Tensorboard:
             return
         if end is not None:
             self._add(end.summary)
+            for name, text in _texts_of(end).items():
+                self.writer.add_text(name, str(text), end.summary.round, walltime=end.summary.time_ms / 1000)
         self.writer.close()
 
     def _add(self, record: RoundRecord) -> None:
         for name, value in record.metrics.items():
             self.writer.add_scalar(name, value, record.round, walltime=record.time_ms / 1000)
+
+
+def _hide_tracebacks_of(package: str) -> None:
+    """From now on, errors that end threads of a package, which reports them to the caller too, are not printed."""
+    shown = threading.excepthook
+    if package in getattr(shown, "hidden", ()):
+        return
+
+    def show(error: threading.ExceptHookArgs) -> None:
+        if type(error.thread).__module__.partition(".")[0] != package:
+            shown(error)
+
+    show.hidden = {package}  # type: ignore[attr-defined]
+    threading.excepthook = show
 
 
 class CsvFile:

@@ -35,6 +35,24 @@
     python -m jobs.official pfedgraph CHECKOUT
     git clone https://github.com/ycruan/FedSoft CHECKOUT
     python -m jobs.official fedsoft CHECKOUT
+    git clone https://github.com/jhoon-oh/FedBABU CHECKOUT
+    python -m jobs.official fedbabu CHECKOUT
+    git clone https://github.com/QinbinLi/MOON CHECKOUT
+    python -m jobs.official moon CHECKOUT
+    git clone https://github.com/yuetan031/FedProto CHECKOUT
+    python -m jobs.official fedproto CHECKOUT
+    git clone https://github.com/JianXu95/FedPAC CHECKOUT
+    pip install --target CHECKOUT/deps cvxpy
+    python -m jobs.official fedpac CHECKOUT
+    git clone https://github.com/med-air/FedBN CHECKOUT
+    python -m jobs.official fedbn CHECKOUT
+    git clone https://github.com/dariofenoglio98/FLUX CHECKOUT
+    pip install --no-deps --target CHECKOUT/deps kneed
+    python -m jobs.official flux CHECKOUT
+    git clone https://github.com/dariofenoglio98/FEROMA CHECKOUT
+    python -m jobs.official feroma CHECKOUT
+    git clone https://github.com/Nokia-Bell-Labs/Loss-Vector-based-Clustered-Federated-Learning CHECKOUT
+    python -m jobs.official clove CHECKOUT
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -48,7 +66,8 @@ from jobs.official.page import PAGE, with_section
 
 METHODS = (  # modules of this package, in the order of the sections
     *("cfl", "ifca", "stocfl", "pacfl", "fedem", "pfedme", "cflgp", "fedccfa", "fedrep", "apfl", "fedcac", "fedas"),
-    *("pfllib", "fedrc", "fedgwc", "feddrift", "pfedgraph", "fedsoft"),
+    *("pfllib", "fedrc", "fedgwc", "feddrift", "pfedgraph", "fedsoft", "fedbabu", "moon"),
+    *("fedproto", "fedpac", "fedbn", "flux", "feroma", "clove"),
 )
 
 

@@ -136,12 +136,18 @@ def main() -> int:
     parser.add_argument("--servers", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--faults", nargs="+", choices=list(_FAULTS), default=list(_FAULTS))
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--raise", dest="raising", action="store_true", help="only runs in which each call raises")
+    parser.add_argument(
+        "--raise",
+        dest="raising",
+        nargs="*",
+        metavar="PLACE",
+        help="only runs in which each call raises; of these places",
+    )
     parser.add_argument("--study", action="store_true", help="only a study on a slow server")
     parser.add_argument("--runs", type=int, default=20, help="of the study")
     given = parser.parse_args()
-    if given.raising:
-        return raising.main()
+    if given.raising is not None:
+        return raising.main(given.raising)
     if given.study:
         return study.main(given.runs, given.rounds)
     table, is_whole = Table(*_COLUMNS, box=box.MARKDOWN), True

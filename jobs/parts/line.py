@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
@@ -17,7 +18,8 @@ class Line:
 
     delay: seconds added to each request. per_second: most requests a second, others are answered with 429 and
     `Retry-After: retry_after`, as are all before that time; None: no limit. refuse_every: likewise each request whose
-    number is a multiple. unavailable: until this time (`time.monotonic`) the answer is 503.
+    number is a multiple. unavailable: until this time (`time.monotonic`) the answer is 503. without: a part of the
+    paths that are always answered with 503; empty: none.
     cut: called after the server has answered; if true, the connection is closed without an answer.
     """
 
@@ -26,6 +28,7 @@ class Line:
         self.delay, self.per_second, self.retry_after = delay, per_second, retry_after
         self.refuse_every: int | None = None
         self.unavailable = 0.0
+        self.without = ""
         self.cut: Fault = lambda line, path: False
         self.requests: Counter[str] = Counter()  # those that the server received, by the end of their path
         self.refused: Counter[int] = Counter()  # by status
@@ -45,14 +48,14 @@ class Line:
         self._httpd.shutdown()
         self._httpd.server_close()
 
-    def refusal(self) -> int | None:
-        """The status with which the next request is refused; None: it is forwarded."""
+    def refusal(self, path: str) -> int | None:
+        """The status with which the next request, of this path, is refused; None: it is forwarded."""
         now = time.monotonic()
         with self._lock:
             self._recent = [at for at in self._recent if now - at < 1.0]
             self._number += 1
             is_turn = self.refuse_every is not None and self._number % self.refuse_every == 0
-            if now < self.unavailable:
+            if now < self.unavailable or (self.without and self.without in path):
                 status = 503
             elif now < self._not_before:
                 self.too_early += 1
@@ -79,7 +82,7 @@ def _handler_of(line: Line) -> type[BaseHTTPRequestHandler]:
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             time.sleep(line.delay)
-            if status := line.refusal():
+            if status := line.refusal(self.path):
                 return self._send(status, [("Retry-After", str(line.retry_after))], b"please wait")
             line.count(self.path)
             server = http.client.HTTPConnection(line.server.hostname or "", line.server.port, timeout=60)
@@ -103,9 +106,10 @@ def _handler_of(line: Line) -> type[BaseHTTPRequestHandler]:
             for name, value in headers:
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
+            with suppress(ConnectionError):  # the client has gone, as after its timeout
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content)
 
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = _answer
 

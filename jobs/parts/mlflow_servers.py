@@ -24,6 +24,7 @@ def mlflow_server(kind: str, folder: Path) -> Iterator[MlflowServer]:
         artifacts = f"s3://{servers.BUCKET}/artifacts" if bucket else None
         server = MlflowServer(folder / "server.db", more == "login", store, artifacts, bucket)
         os.environ |= {"MLFLOW_TRACKING_USERNAME": USER[0], "MLFLOW_TRACKING_PASSWORD": USER[1]}
+        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = "60"  # it may share a busy machine, and has to start
         parts.callback(server.kill)
         server.start()
         yield server

@@ -15,16 +15,24 @@ from jobs.official import (
     apfl,
     cfl,
     cflgp,
+    clove,
     fedas,
+    fedbabu,
+    fedbn,
     fedcac,
     fedccfa,
     feddrift,
     fedem,
     fedgwc,
+    fedpac,
+    fedproto,
     fedrc,
     fedrep,
     fedsoft,
+    feroma,
+    flux,
     ifca,
+    moon,
     pacfl,
     pfedgraph,
     pfedme,
@@ -395,7 +403,9 @@ def test_a_server_of_pfllib_has_our_data_cohorts_and_weights(monkeypatch):
     class Client:
         def __init__(self, args, i):
             self.id, self.model, train = i, copy.deepcopy(args.model), base.read_client_data("", i, is_train=True)
-            assert torch.equal(train[:][0], data.x[i]) and args.batch_size == 6 and args.mu == 0.5
+            assert (
+                torch.equal(torch.stack([x for x, _ in train]), data.x[i]) and args.batch_size == 6 and args.mu == 0.5
+            )
 
         def load_train_data(self, batch_size=None):
             return "theirs"
@@ -417,7 +427,8 @@ def test_a_server_of_pfllib_has_our_data_cohorts_and_weights(monkeypatch):
 
     base.Client = Client
     models = SimpleNamespace(BaseHeadSplit=torch.nn.Sequential)
-    found = [base, SimpleNamespace(read_client_data=None), SimpleNamespace(FedProx=FedProx), models]
+    readers = [SimpleNamespace(read_client_data=None) for _ in range(2)]  # of clients and servers
+    found = [base, *readers, SimpleNamespace(FedProx=FedProx), models]
     monkeypatch.setattr(pfllib, "modules", lambda *_: found)
     monkeypatch.setattr(pfllib, "stand_in", lambda _: None)
     y, seen = torch.arange(18).reshape(3, 6) % 3, []
@@ -476,8 +487,8 @@ def test_the_section_of_fedas_has_no_distance_to_clients_with_the_first_model(li
 def test_the_section_of_pfllib_has_the_distance_of_each_method(lines_of):
     start_P = runs.first_weights(pfllib.MODEL, 10, 0)
     theirs, ours = (course(by, pfllib.KEPT, start_P, pfllib.CLIENTS) for by in (0.0, 0.001))
-    lines = lines_of(pfllib, two_labels=None, theirs=theirs, ours=ours)
-    rows = [line for line in lines if line.endswith("| 0 | 1.0e-03 | 1.0e-03 |")]
+    lines = lines_of(pfllib, two_labels=None, theirs=theirs, ours=ours, accuracy_of=0.5)
+    rows = [line for line in lines if line.endswith("| 0 | 1.0e-03 | 1.0e-03 | 0.5000 | 0.5000 |")]
     assert [row.split("|")[1].strip() for row in rows] == list(pfllib.RUNS)
 
 
@@ -486,6 +497,38 @@ def test_our_runs_beside_pfllib_have_personal_and_global_models(monkeypatch, sou
     data = pacfl.two_labels(0)
     w_NP, v_NP = (pfllib.ours(data, 0, pfllib.RUNS[name]).weights[1] for name in ("Ditto, w", "Ditto, v_i"))
     assert len(w_NP.unique(dim=0)) == 1 and len(v_NP.unique(dim=0)) > 1
+
+
+def test_clients_of_pfllib_have_the_mended_members():
+    """Clients of FedRoD predict with the sum of their heads; those of FedBABU tune a copy from one of two bodies."""
+
+    class Server:
+        def set_clients(self, kind):
+            self.client = kind()
+
+    class Client:
+        learning_rate, train_time_cost = 0.5, {}
+
+        def __init__(self):
+            self.model = torch.nn.Sequential()
+            self.model.base, self.model.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+            self.head = copy.deepcopy(self.model.head)
+
+        def fine_tune(self):
+            self.optimizer.zero_grad()
+            self.model.base.bias.sum().backward()
+            self.optimizer.step()
+
+    made = pfllib.clients_with(summed=property(pfllib.with_both_heads), **pfllib.BABU)(Server)()
+    made.set_clients(Client)
+    client, received = made.client, torch.nn.Linear(2, 2)
+    last = client.model.base.bias.clone()
+    client.set_parameters(received)
+    assert torch.equal(client.summed.head.weight, 2 * client.head.weight)
+    assert torch.equal(client.tuned.base.bias, received.bias - 0.5) and torch.equal(
+        client.model.base.bias, received.bias
+    )
+    assert torch.equal(client.tuned_last.base.bias, last - 0.5)
 
 
 def test_every_second_client_of_fedrc_has_labels_in_the_other_order(monkeypatch):
@@ -607,3 +650,152 @@ def test_our_run_of_fedsoft_has_own_models_and_centres(monkeypatch, source):
     for centre_P in centre_KP:
         parts = torch.linalg.lstsq(own_NP[drawn].T.double(), centre_P[:, None].double()).solution[:, 0]
         assert np.allclose(sorted(parts)[-fedsoft.DRAWN :], 1 / fedsoft.DRAWN, atol=1e-3), "the mean of its S_k"
+
+
+def test_the_section_of_fedbabu(lines_of):
+    start_P = runs.first_weights(fedbabu.MODEL, 10, 0)
+
+    def run(by: float) -> fedbabu.Models:
+        return fedbabu.Models(*(course(x, fedbabu.KEPT, start_P, fedbabu.CLIENTS) for x in (by, 2 * by)))
+
+    lines = lines_of(fedbabu, two_labels=None, theirs=run(0.0), ours=run(0.001), accuracy_of=0.5)
+    assert "| half | 0 | 5 | 1.0e-03 | 2.0e-03 | 0.5000 | 0.5000 |" in lines
+
+
+def test_their_learning_rate_of_fedbabu_is_divided_after_a_half_and_three_quarters():
+    factors = [fedbabu.decayed(t, 0) for t in range(1, fedbabu.ROUNDS + 1)]
+    assert np.allclose(factors, [1] * 4 + [0.1] * 2 + [0.01] * 2)
+
+
+def test_the_section_of_moon(lines_of):
+    start_P = runs.first_weights(moon.MODEL, 10, 0)
+    theirs, ours = (course(by, moon.KEPT, start_P, moon.CLIENTS) for by in (0.0, 0.001))
+    lines = lines_of(moon, images=None, theirs=theirs, ours=ours, accuracy_of=0.5)
+    assert "| 5 | 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 |" in lines
+
+
+def test_accuracies_of_users_follow_from_hits_that_are_counted_on():
+    """Two users with 10 test images: 4 and 9 hits with own last layers, 6 and 1 with prototypes."""
+    own, both = [4 / 10, (4 + 6 + 9) / 30], [(4 + 6) / 20, (4 + 6 + 9 + 1) / 40]
+    found = fedproto.of_each_user(own, both)
+    assert close(torch.tensor(found), torch.tensor([[0.4, 0.9], [0.6, 0.1]]), 1e-6)
+
+
+def test_the_section_of_fedproto(lines_of):
+    start_P = runs.first_weights(fedproto.MODEL, 10, 0)
+
+    def run(by: float) -> fedproto.Prototypes:
+        made, kept = course(by, fedproto.KEPT, start_P, fedproto.CLIENTS), fedproto.KEPT
+        prototype_CF = torch.full((10, 4), 2 + 4 * by)  # a norm of 4, and a distance of 8 by
+        return fedproto.Prototypes(
+            made, dict.fromkeys(kept, prototype_CF), dict.fromkeys(kept, 0.25 + by), dict.fromkeys(kept, (0.125, 0.75))
+        )
+
+    lines = lines_of(fedproto, two_labels=None, theirs=run(0.0), ours=run(0.001), accuracy_of=0.5)
+    numbers = "| 0.5000 | 0.5000 | 0.2500 | 0.2510 | 0.1250 | 0.7500 |"
+    assert f"| the default | 0 | 5 | 1.0e-03 | 2.0e-03 {numbers}" in lines
+
+
+def test_our_run_of_fedproto_has_models_with_their_own_last_layers(monkeypatch, source):
+    monkeypatch.setattr(fedproto, "KEPT", (1,))
+    data = pacfl.two_labels(0)
+    run = fedproto.ours(data, 0, {})
+    body = 784 * fedproto.HIDDEN + fedproto.HIDDEN
+    served_NP = run.own.weights[1]
+    assert len(served_NP.unique(dim=0)) == len(served_NP[:, body:].unique(dim=0)) > 1, "personal_model has one for all"
+    assert run.prototypes[1].shape == (10, fedproto.HIDDEN) and 0 <= run.nearest[1] <= 1
+
+
+def test_the_section_of_fedpac(lines_of):
+    start_P = runs.first_weights(fedpac.MODEL, 10, 0)
+
+    def run(by: float) -> fedpac.Mixed:
+        graph = dict.fromkeys(fedpac.KEPT, np.full((fedpac.CLIENTS, fedpac.CLIENTS), 0.5 - 2 * by))
+        return fedpac.Mixed(course(by, fedpac.KEPT, start_P, fedpac.CLIENTS), graph)
+
+    lines = lines_of(fedpac, images=None, theirs=run(0.0), ours=run(0.001), accuracy_of=0.5)
+    assert "| 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 | 2.0e-03 |" in lines
+
+
+def test_eigenvectors_in_the_form_of_old_pytorch():
+    matrix_MM = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+    value_M2, vector_MM = fedpac.eig(matrix_MM, eigenvectors=True)
+    assert close(value_M2, torch.tensor([[1.0, 0.0], [3.0, 0.0]]), 1e-6)
+    assert close((vector_MM * value_M2[:, 0]) @ vector_MM.T, matrix_MM, 1e-6)
+
+
+def test_the_section_of_fedbn(lines_of):
+    start_P = runs.first_weights({"name": fedbn.with_bn1}, 10, 0)
+    theirs, ours = (course(by, fedbn.KEPT, start_P, fedbn.CLIENTS) for by in (0.0, 0.001))
+    lines = lines_of(fedbn, rotated_mnist=None, theirs=theirs, ours=ours)
+    assert "| downsample | 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 |" in lines
+
+
+def test_the_section_of_flux_has_clusters_and_their_agreement_with_rotations(lines_of):
+    start_P, clients = runs.first_weights(flux.MODEL, 10, 0), len(flux.TURN_N)
+
+    def run(by: float, groups: int) -> Course:
+        made = course(by, flux.KEPT, start_P, clients)
+        made.groups = dict.fromkeys(flux.KEPT, runs.groups_of(i % groups for i in range(clients)))
+        return made
+
+    theirs, ours = run(0.0, flux.TURNS), run(0.001, 1)
+    lines = lines_of(flux, rotated_mnist=None, theirs=theirs, ours=ours, accuracy_of=0.5)
+    cells = "| 1.0e-03 | no | 4 | 1 | 1.00 | 0.00 | 0.5000 | 0.5000 |"
+    assert f"| the projection of ours | 0 | 3 {cells}" in lines and f"| its projection | 0 | 6 {cells}" in lines
+    assert not any(line.startswith("| its projection | 0 | 3") for line in lines)
+
+
+def test_our_projection_stands_in_for_their_pca():
+    made = flux.Projection(10, 3)
+    made.fit(np.zeros((5, flux.HIDDEN)))
+    found = made.transform(np.eye(flux.HIDDEN, dtype=np.float32))
+    assert found.dtype == np.float64 and np.allclose(found.T @ found, np.eye(10))
+
+
+def test_clients_of_feroma_take_over_the_data_of_the_next_one():
+    values = torch.arange(3)[:, None]
+    data = Data(values, values, values, values)
+    found = [feroma.moved(data, t).y_test.flatten().tolist() for t in (1, *feroma.MOVES)]
+    assert found == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
+
+
+def test_our_run_of_feroma_has_the_own_models_after_moves(monkeypatch, source):
+    monkeypatch.setattr(feroma, "KEPT", (4,))
+    monkeypatch.setattr(feroma, "LOCAL", {"steps": 1, "batch_size": None, "lr": 1e-30})
+    data = runs.rotated_mnist(0, [i % feroma.TURNS for i in range(feroma.CLIENTS)], 10, 4)
+    found = feroma.ours(data, 0, feroma.INVERSE)
+    start_P = runs.first_weights(feroma.MODEL, 10, 0)
+    assert found.weights[4].shape == (feroma.CLIENTS, len(start_P)) and close(found.weights[4][5], start_P, 1e-6)
+
+
+def test_the_section_of_feroma(lines_of):
+    start_P = runs.first_weights(feroma.MODEL, 10, 0)
+    theirs, ours = (course(by, feroma.KEPT, start_P, feroma.CLIENTS) for by in (0.0, 0.001))
+    lines = lines_of(feroma, rotated_mnist=None, moved=None, theirs=theirs, ours=ours, accuracy_of=0.5)
+    assert "| results in one order | 0 | 4 | 1.0e-03 | 0.5000 | 0.5000 | 0.0e+00 |" in lines
+
+
+def test_the_section_of_clove(lines_of):
+    start_P = torch.stack([runs.first_weights(clove.MODEL, 10, 0, k) for k in range(clove.TURNS)]).mean(0)
+
+    def run(by: float, groups: int) -> Course:
+        made = course(by, clove.KEPT, start_P, clove.CLIENTS)
+        made.groups = dict.fromkeys(clove.KEPT, runs.groups_of(i % groups for i in range(clove.CLIENTS)))
+        return made
+
+    theirs, ours = run(0.0, clove.TURNS), run(0.001, 1)
+    lines = lines_of(clove, rotated_mnist=None, theirs=theirs, ours=ours, accuracy_of=0.5, of_a_late_client="late\n")
+    assert "| K = 4 | 0 | 4 | 1.0e-03 | no | 1.00 | 0.00 | 0.5000 | 0.5000 |" in lines and "late" in lines
+
+
+def test_a_late_client_of_clove_stops_theirs_and_joins_its_rotation_in_ours(monkeypatch):
+    def theirs(checkout, data, first, seed, how, cohorts):
+        assert [clove.LATE in cohort for cohort in cohorts].index(True) == clove.LATE_ROUND - 1
+        raise KeyError(clove.LATE)
+
+    made = Course(groups={clove.KEPT[-1]: runs.groups_of(i % clove.TURNS for i in range(clove.CLIENTS))})
+    monkeypatch.setattr(clove, "theirs", theirs)
+    monkeypatch.setattr(clove, "ours", lambda data, seed, how, schedule: made)
+    text = clove.of_a_late_client(Path("checkout"), None, [], 0)
+    assert f"it stops with KeyError: {clove.LATE}. " in text and "a cluster of 2 others,\n2 of them with" in text

@@ -46,6 +46,19 @@ def test_places_name_file_and_line():
     assert place_of(Scale()).startswith("Scale (") and place_of(len) == "len"
 
 
+def test_a_place_is_named_while_another_thread_parses(monkeypatch):
+    """Python 3.11 cannot parse in two threads, and the line of a class is found by parsing."""
+
+    def busy(part):
+        raise SystemError("AST constructor recursion depth mismatch (before=33, after=26)")
+
+    monkeypatch.setattr("inspect.getsourcelines", busy)
+    with pytest.raises(ValueError) as error:
+        Scale(-1)
+    assert place_of(Scale()) == f"Scale ({__file__})"
+    assert raised_at(Scale(), error.value)[0] == Path(__file__)
+
+
 def test_parts_of_packages_are_named_without_a_file():
     assert place_of(torch.optim.Adam) == "Adam" and place_of(place_of) == "place_of"
     assert [place_of(rule) for rule in RULES.values()] == [rule.__name__ for rule in RULES.values()]

@@ -37,7 +37,7 @@ def full(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tracker", FOLDERS)
-def test_the_run_is_whole(tracker, full, tmp_path):
+def test_the_run_is_whole(tracker, full, tmp_path, capfd):
     package = {"wandb": "wandb", "tensorboard": "tensorboard"}.get(tracker)
     if package and find_spec(package) is None:
         pytest.skip(f"needs {package}")
@@ -49,6 +49,7 @@ def test_the_run_is_whole(tracker, full, tmp_path):
     outcome = raising.outcome(made, run_dir, nothing)
     assert outcome.ended == "" and read_end(run_dir / "fedavg").status == "FINISHED"
     assert [record.round for record in read_records(run_dir / "fedavg")] == list(range(1, ROUNDS + 1))
+    assert "Traceback" not in capfd.readouterr().err, "as of a thread of TensorBoard"
     failed, lacks = outcome.warnings
     assert failed.startswith(f"tracker {tracker} (") and "No space left on device" in failed
     assert lacks.startswith(f"tracker {tracker} (") and "lacks" in lacks and "metrics.jsonl keeps" in lacks

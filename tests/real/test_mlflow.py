@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,12 @@ def test_a_continued_run_asks_only_for_what_may_have_arrived(server, tmp_path):
 
 def test_artifacts_arrive_whole(server, tmp_path):
     """Through the server, which keeps them in its folder or in a bucket."""
-    contents = {"table.md": b"| method |", "deep/er/größe 1.bin": bytes(range(256)) * 4096, "empty.csv": b""}
+    contents = {
+        "table.md": b"| method |",
+        "deep/er/größe 1.bin": bytes(range(256)) * 4096,
+        "empty.csv": b"",
+        "a=1+b,c 50%.yaml": b"x",
+    }
     log = log_of(tmp_path / "run", server.uri, "artifacts")
     for name, content in contents.items():
         file = RunDirectory(tmp_path / "run").artifacts / name
@@ -218,6 +224,30 @@ def test_an_unavailable_server_receives_the_rounds_afterwards(sqlite, tmp_path):
         time.sleep(21)
         log.finish("FINISHED", {})
     assert delivered(sqlite, "unavailable") == whole()
+
+
+@pytest.mark.parametrize("part", ["artifacts/", "runs/update", "runs/log-batch"])
+def test_a_part_of_a_server_that_is_away_for_ever_is_not_waited_for(sqlite, tmp_path, part):
+    """Each attempt has other requests answered, which is no progress; what has arrived is not sent again."""
+    warnings = []
+    with Line(sqlite.uri) as line:
+        log_of(tmp_path / "first", line.uri, f"away {part}").close()
+        log = log_of(tmp_path / "run", line.uri, f"away {part}", warn=warnings.append, finish_seconds=5, patience=600)
+        log.log(record(0))
+        artifacts = RunDirectory(tmp_path / "run").artifacts
+        for number in range(3):
+            (artifacts / f"{number}.txt").write_text(str(number))
+        line.without = part
+        began = time.monotonic()
+        log.finish("FINISHED", {})
+        assert time.monotonic() - began < 60 and "lacks" in warnings[-1] and "next cfl-ray command" in warnings[-1]
+        line.without = ""
+        while any(thread.name.startswith("mlflow-") for thread in threading.enumerate()):
+            time.sleep(0.1)
+        deliver_pending(tmp_path, line.uri, seconds=60)
+        files = Counter({path: count for path, count in line.requests.items() if path.endswith(".txt")})
+        assert sorted(files.values()) == [1, 1, 1]
+    assert whole(1)[0] in delivered(sqlite, f"away {part}")
 
 
 def test_patience_limits_the_wait_for_a_slow_server(sqlite, tmp_path):

@@ -118,6 +118,36 @@ def test_the_end_of_a_run_names_its_reason_and_the_kept_round(sqlite, tmp_path, 
     assert run.data.tags["ended"] == "stopped after round 4: for a reason" and run.data.tags["kept_round"] == "3"
 
 
+def test_a_file_that_has_arrived_is_sent_again_only_if_it_changed(sqlite, tmp_path, info, runs, monkeypatch):
+    """An upload fails, and another process goes on."""
+    sent, send = [], adapter.MlflowRun._send
+
+    def failing(run, file, folder):
+        if len(sent) == 2:
+            sent.append("failure")
+            raise ConnectionError
+        sent.append(f"{folder}/{file.name}")
+        send(run, file, folder)
+
+    monkeypatch.setattr(adapter.MlflowRun, "_send", failing)
+    log_to(tmp_path, info, [], "FINISHED")
+    artifacts = RunDirectory(tmp_path).artifacts
+    (artifacts / "deep/er").mkdir(parents=True)
+    for name in ("a", "b", "deep/er/c", "empty"):
+        (artifacts / name).write_text("" if name == "empty" else name)
+    with pytest.raises(ConnectionError):
+        mlflow(tmp_path, sqlite, "files").bring_up_to_date()
+    mlflow(tmp_path, sqlite, "files").bring_up_to_date()
+    assert sent == ["None/a", "None/b", "failure", "deep/er/c", "None/empty"]
+    (artifacts / "b").write_text("new")
+    log_to(tmp_path, info, [], "FINISHED")
+    mlflow(tmp_path, sqlite, "files").bring_up_to_date()
+    assert sent[5:] == ["None/b"]
+    (run,) = runs(sqlite, "files")
+    assert run.files == {"a", "b", "deep", "empty"}
+    assert (tmp_path / "artifacts/b").read_text() == "new"
+
+
 def test_a_description_by_the_user_stays(sqlite, tmp_path):
     client, experiment_id = adapter.connect(sqlite, "described")
     client.set_experiment_tag(experiment_id, "mlflow.note.content", "mine")
@@ -221,6 +251,42 @@ def test_limits_of_mlflow(sqlite, tmp_path, runs, record):
     assert len(run.histories["accuracy"]) == 1200
     assert {len(value) for value in run.data.params.values()} == {6000}
     assert len(run.data.params) == 150 and len(run.info.run_name) == 250
+
+
+def test_keys_that_mlflow_would_refuse_have_other_characters(sqlite, tmp_path, runs):
+    """Such as those with the names of settings of a study, whose runs all wait for their parent."""
+    params = {
+        "settings.lr=0.1,mu+1.local.lr": "0.1",
+        "a.größe": "1",
+        "x" * 300: "2",
+        "a b:c": "3",
+        "k.a": "4",
+        "k.A": "5",
+    }
+    log_to(tmp_path, RunInfo("study", "", params=params), [], "FINISHED", {"mlflow": Mlflow(sqlite, "keys")}, {})
+    (run,) = runs(sqlite, "keys")
+    found = {
+        "settings.lr_0.1_mu_1.local.lr": "0.1",
+        "a.gr__e": "1",
+        "x" * 240: "2",
+        "a b:c": "3",
+        "k.A": "5",
+        "k.a_2": "4",
+    }
+    assert run.info.status == "FINISHED" and run.data.params == found
+
+
+def test_a_long_table_is_cut_at_a_row_and_the_run_ends(sqlite, tmp_path, runs):
+    summary = {f"{'m' * 60}_{number:03}/accuracy": 0.5 for number in range(150)}
+    log_to(tmp_path, RunInfo("wide"), [], "FINISHED", {"mlflow": Mlflow(sqlite, "wide")}, summary)
+    (run,) = runs(sqlite, "wide")
+    client, experiment_id = adapter.connect(sqlite, "wide")
+    notes = [run.data.tags, client.get_experiment(experiment_id).tags]
+    for note, most in zip((tags["mlflow.note.content"] for tags in notes), (8000, 5000), strict=True):
+        rows = re.findall(r"^\| m+_(\d+) \| 0.5 \|$", note, re.M)
+        assert most - 200 < len(note) <= most and [*map(int, rows)] == [*range(len(rows))]
+        assert f"and {150 - len(rows)} more, in the metrics of the run" in note
+    assert run.info.status == "FINISHED" and len(run.data.metrics) == 150
 
 
 def test_two_processes_create_the_same_store_at_the_same_time(tmp_path, runs):

@@ -122,3 +122,4 @@ def test_an_end_of_other_types_is_none(tmp_path):
 def test_names_of_metrics_are_plain_and_differ_also_without_case():
     names = metric_names(["k=1", "k 1", "K_1", "ifca", "IFCA", "fedavg"])
     assert names == {"IFCA": "IFCA", "K_1": "K_1", "fedavg": "fedavg", "ifca": "ifca_2", "k 1": "k_1_2", "k=1": "k_1_3"}
+    assert metric_names(["a b:c/d"], more=" :") == {"a b:c/d": "a b:c_d"} and metric_names(["]^"], "]") == {"]^": "]_"}

@@ -4,6 +4,7 @@ import csv
 import errno
 import re
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -151,6 +152,19 @@ def test_a_busy_tracker_is_tried_again_without_a_failure(tmp_path):
     assert "asks to come back later" in warning
 
 
+def test_an_open_that_succeeds_again_is_no_progress(tmp_path):
+    """One attempt and four more; the end would wait for `tracking.patience` otherwise."""
+
+    class Half(Recording):
+        needs_open = True
+
+    tracker = Half(fails=10**6)
+    log = RunLog(tmp_path, {"mine": tracker}, lambda text: None, finish_seconds=60, patience=60)
+    log.start(RunInfo("run"))
+    log.finish("FINISHED", {})
+    assert 1 < [call[0] for call in tracker.calls].count("open") <= 2 + len(delivery.PAUSES_AT_END_SECONDS)
+
+
 def test_patience_ends_the_wait_for_a_tracker_that_makes_progress(tmp_path):
     class Endless(Recording):
         @property
@@ -276,6 +290,23 @@ class TestCsv:
         assert (row["round"], row["accuracy"]) == ("1", "0.1")
 
 
+def test_an_error_of_a_thread_of_tensorboard_is_not_printed_and_others_are(capfd):
+    """The writer raises it again in the tracker."""
+    shown = threading.excepthook
+    threading.excepthook = lambda error: print(error.exc_value, file=sys.stderr)
+    try:
+        for _ in range(2):
+            trackers._hide_tracebacks_of("tensorboard")
+        theirs = type("Thread", (threading.Thread,), {"__module__": "tensorboard.summary.writer.event_file_writer"})
+        for kind, error in ((theirs, "hidden"), (threading.Thread, "shown")):
+            thread = kind(target=lambda error=error: [].remove(error) or None, name=error)
+            thread.start()
+            thread.join()
+    finally:
+        threading.excepthook = shown
+    assert capfd.readouterr().err.splitlines() == ["list.remove(x): x not in list"]
+
+
 def test_tensorboard_has_a_scalar_per_metric_and_round(tmp_path):
     pytest.importorskip("tensorboard", reason="an optional package: pip install 'cfl-ray[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -292,6 +323,44 @@ def test_tensorboard_has_a_scalar_per_metric_and_round(tmp_path):
         (3, 0.3, 3.0),
     ]
     assert [one.step for one in events.Scalars("rounds_to_target")] == [3]
+
+
+def test_validation_stopping_and_the_best_round_reach_every_tracker(tmp_path, sqlite):
+    """A run that stops early, in csv, TensorBoard and MLflow: the values are those of the result."""
+    pytest.importorskip("tensorboard", reason="an optional package: pip install 'cfl-ray[tensorboard]'")
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    experiment = Experiment(
+        name="stops",
+        rounds=9,
+        methods=["fedavg"],
+        data={"partition": {"clients": 3, "samples": 20}, "validation": {"fraction": 0.4}},
+        model={"options": {"hidden": 2}},
+        stopping={"patience": 2, "min_delta": 1.0},
+        keep={"which": "best"},
+        runtime={"engine": "manual"},
+        tracking={"trackers": ["mlflow", "csv", "tensorboard"], "uri": sqlite, "experiment": "stops"},
+    )
+    result = cfl_ray.simulate(experiment, tmp_path / "run")["fedavg"]
+    assert result.ended.startswith("stopped after round 3: validation/accuracy has not risen by more than 1 ")
+    names = ("validation/accuracy", "validation/loss", "validation/accuracy_local", "validation/macro_f1", "best_round")
+    frame = result.to_frame().set_index("round")[list(names)]
+    rows = list(csv.DictReader((result.directory / "metrics.csv").read_text().splitlines()))
+    events = EventAccumulator(str(result.directory / "tensorboard")).Reload()
+    client = MlflowClient(sqlite)
+    (run,) = client.search_runs(
+        [client.get_experiment_by_name("stops").experiment_id],
+        "tags.method = 'fedavg'",
+    )
+    for name in names:
+        wanted = [(1, frame[name][1]), (2, frame[name][2]), (3, frame[name][3])]
+        assert [(int(row["round"]), float(row[name])) for row in rows] == wanted, name
+        assert [(one.step, one.value) for one in events.Scalars(name)] == [(r, pytest.approx(v)) for r, v in wanted]
+        assert [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)] == wanted, name
+    assert run.data.tags["ended"] == result.ended and run.data.tags["kept_round"] == str(result.best_round)
+    texts = {tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert texts == {"ended/text_summary": result.ended, "kept_round/text_summary": str(result.best_round)}
 
 
 class TestWandb:
@@ -324,6 +393,17 @@ class TestWandb:
         assert run.logged == [(1, {"accuracy": 0.1}), (2, {"accuracy": 0.2})]
         assert run.summary == {"rounds_to_target": 2.0} and run.code == 0
 
+    def test_a_full_disk_is_said_though_wandb_says_nothing(self, made, tmp_path, monkeypatch):
+        def full(**options):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        (tmp_path / "wandb").mkdir()
+        monkeypatch.setattr(tempfile, "TemporaryFile", full)
+        (tracker,) = new_trackers(TrackingConfig(trackers=["wandb"])).values()
+        warnings = []
+        tracked(tmp_path, tracker, [1], warn=warnings.append)
+        assert "failed: OSError: [Errno 28] No space left on device: " in warnings[0] and "lacks 1 round" in warnings[1]
+
     def test_without_records_there_is_no_run(self, made, tmp_path):
         (tracker,) = new_trackers(TrackingConfig(trackers=["wandb"])).values()
         tracked(tmp_path, tracker, [])
@@ -349,6 +429,11 @@ class TestConfig:
     def test_entries_are_checked(self, trackers, message):
         with pytest.raises(ConfigError, match=message):
             Experiment(tracking={"trackers": trackers})
+
+    @pytest.mark.parametrize("name, least", [("", "at least 1 char"), ("x" * 501, "at most 500 char")])
+    def test_an_experiment_that_no_server_takes_is_refused(self, name, least):
+        with pytest.raises(ConfigError, match=rf"^tracking.experiment: .* {least}"):
+            Experiment(tracking={"experiment": name})
 
     def test_what_is_no_tracker_is_refused(self):
         with pytest.raises(ConfigError, match="is no tracker: expected a class with the methods open"):

@@ -120,3 +120,24 @@ def test_the_run_goes_on_when_the_heads_store_is_restarted(cluster, redis, exper
     on.head("start_gcs_server")
     assert run.wait(300) == 0, (tmp_path / "log").read_text()
     assert figures(load_run(run_dir)) == figures(simulate(made))
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server here")
+def test_resumed_on_the_head_that_comes_back(cluster, redis, experiment, figures, tmp_path):
+    """The head's node dies with the driver and all hosts; Redis has the state of the head, also of their actors."""
+    log = (tmp_path / "log").open("a+")
+    gate = tmp_path / "gate"
+    gate.write_text("3")
+    methods = [{f"{Path(__file__).parents[1] / 'gated.py'}:Gated": {"gate": str(gate)}}]
+    made = experiment(methods=methods, data={"source": "digits"}, local={"epochs": 1})
+    (tmp_path / "mine.yaml").write_text(made.to_yaml())
+    run_dir, first = tmp_path / "run", cluster(RAY_REDIS_ADDRESS=redis)
+    run = cfl_ray(first, log, "run", "mine.yaml", "--run-dir", "run", folder=tmp_path)
+    wait_for_rounds(3, run_dir / "gated/metrics.jsonl", run, tmp_path / "log")
+    end(psutil.Process(run.pid))
+    first.kill()
+    run.wait()
+    gate.write_text("4")
+    again = cfl_ray(cluster(RAY_REDIS_ADDRESS=redis), log, "resume", "run", folder=tmp_path)
+    assert again.wait(300) == 0, (tmp_path / "log").read_text()
+    assert figures(load_run(run_dir)) == figures(simulate(made))
