@@ -35,7 +35,7 @@ def check(
     Trains nothing, and refuses what `cfl-ray run` refuses, except faults of your own shift or backend, which it does
     not call. It imports the Python files that the config names (file.py:Name), and tries the parts in them on random
     numbers. FILE may be a study: then all its runs are validated, or those that --setting, --method and --seed select,
-    and sizes and traffic are printed for every setting.
+    and sizes and traffic are printed for the first setting, and of the others what differs.
     """
     from cfl_ray.cli import printed_tables
     from cfl_ray.cli.estimate import estimate, show, show_engine_times
