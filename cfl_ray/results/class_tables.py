@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _MOST_COLUMNS, _MOST_SPREADS = 12, 6  # numbers, and means with deviations, side by side in a table
 _MOST_MATRIX = 20  # classes of a confusion matrix; of more, the most frequent confusions are listed
 _MOST_CONFUSIONS = 20
+_COUNTED = "test samples by true class (rows) and predicted class, shared ones once for each client"
 _WORDS = ("method", "clients", "class", "true", "predicted")  # columns of texts
 
 Recorded = dict[tuple[str, str], dict[int, RecordedConfusion]]  # by (experiment, method), then seed
@@ -177,7 +178,7 @@ def confusion_tables(recorded: Recorded, style: str) -> str:
         where = [*([experiment] if several else []), method, part]
         where += [f"seed {seed}"] if len(recorded[experiment, method]) > 1 else []
         if len(one.names) <= _MOST_MATRIX:
-            what, cells = "test samples by true class (rows) and predicted class", _matrix(one.names, counts_CC)
+            what, cells = _COUNTED, _matrix(one.names, counts_CC)
         else:
             what, cells = f"the {_MOST_CONFUSIONS} most frequent confusions", _most_confused(one.names, counts_CC)
         tables.append((f"{', '.join(where)}: {what}", cells))

@@ -58,7 +58,8 @@ def test_a_class_without_samples_has_no_accuracy():
     counts = RecordedConfusion(1, ["a", "b"], [0], np.array([[[2, 2], [0, 0]]]))
     assert "| m | all clients | 4 | 0.500 |  |" in accuracy_tables({("e", "m"): {0: counts}}, "md")
     assert accuracy_tables({("e", "m"): {0: counts}}, "csv").endswith("e,m,0,all clients,b,0,")
-    assert "| a | 2 | 2 |" in confusion_tables({("e", "m"): {0: counts}}, "md")
+    text = confusion_tables({("e", "m"): {0: counts}}, "md")
+    assert "| a | 2 | 2 |" in text and "shared ones once for each client" in text
 
 
 def test_of_many_classes_the_most_frequent_confusions_are_listed():
