@@ -23,6 +23,7 @@ class Workload:
     # False: batches follow the order of the samples, so that systems can be compared number by number
     shuffle: bool = True
     input: tuple[int, int, int] = INPUT  # (C, H, W)
+    tokens: int = 0  # samples are so many tokens of `classes` instead, whose targets are the next tokens; 0: images
 
     @property
     def steps(self) -> int:
@@ -52,9 +53,12 @@ WORKLOADS = {
 
 
 def samples_of(work: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Random inputs (uint8), labels and client ids of all samples."""
+    """Random inputs (uint8; tokens int64), labels and client ids of all samples."""
     draw = np.random.default_rng(0)
     total = work.clients * work.samples
+    if work.tokens:
+        drawn = draw.integers(0, work.classes, (total, work.tokens + 1))
+        return drawn[:, :-1], drawn[:, 1:], np.repeat(np.arange(work.clients), work.samples)
     return (
         draw.integers(0, 256, (total, *work.input), dtype=np.uint8),
         draw.integers(0, work.classes, total),

@@ -342,6 +342,7 @@ def test_every_library_is_explained_and_every_explanation_is_a_dependency():
     assert declared == explained
 
 
+@pytest.mark.slow
 def test_the_main_job(tmp_path):
     """`cfl-ray run` with nothing, as a newcomer types it: on Ray, with MLflow."""
     command = [Path(sys.executable).with_name("cfl-ray"), "run"]

@@ -69,6 +69,11 @@ class EvaluationConfig(ConfigSection):
         description="further numbers of the first metric over the clients: gini, Gini's coefficient | jain, Jain's "
         "index | worst_10, best_10, the mean of the worst and of the best tenth",
     )
+    confusion: bool = Field(
+        False,
+        description="record in each evaluation the number of test samples of each cluster's clients by true and "
+        "predicted class, for the report and cfl-ray table --classes (docs/metrics.md)",
+    )
 
     def protocol_of(self, label: str, name: str) -> str:
         """The protocol of `reported` for the method with this label and name: server, local or tuned."""

@@ -10,6 +10,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import rule
+from cfl_ray.engine.compiled import operations_of, why_not_here
 from cfl_ray.engine.engines import COMPILED, ENGINES, Division
 from cfl_ray.engine.rule import Facts
 from cfl_ray.engine.task import TrainingTask
@@ -28,6 +29,7 @@ class Compiling:
 
     when: str = "auto"  # `runtime.compile`
     clients: int = 1  # that are trained, all rounds and methods
+    tried: bool = True  # whether the program is made before `compiled` is chosen, to see whether it can be
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,10 @@ def choice_of(
     facts = facts_of(network, federation, local, division, compiling)
     while True:
         choice = choose(facts)
-        reason = _trial_error(choice.engine, network, median_task(network, federation, local))
+        task, tried = median_task(network, federation, local), compiling.tried or choice.engine != COMPILED
+        reason = _trial_error(choice.engine, network, task) if tried else None
+        if reason is None and choice.engine == COMPILED:
+            return replace(choice, reason=f"{choice.reason}; {_break_even(network, task, facts, compiling)[1]}")
         if reason is None:
             return choice
         facts = replace(facts, cannot={**facts.cannot, choice.engine: reason})
@@ -79,10 +84,17 @@ def why_not_compile(facts: Facts, compiling: Compiling) -> str | None:
         return None
     if "manual" not in facts.cannot:
         return "with runtime.compile: auto, it trains only networks that manual cannot"
-    seconds, saved = rule.compile_seconds(facts), _saved(facts, compiling)
-    if saved < seconds:
-        return f"compiling takes about {seconds:.0f} s of CPU, and saves {_seconds(saved)} in this experiment"
+    least, saved = rule.compile_seconds([0]), _saved(facts, compiling)
+    if saved < least:  # whatever the operations are, which are not recorded yet
+        return f"compiling takes {least:.0f} s of CPU or more, and saves {_seconds(saved)} in this experiment"
     return None
+
+
+def _break_even(network: Network, task: TrainingTask, facts: Facts, compiling: Compiling) -> tuple[bool, str]:
+    """Whether the experiment is expected to save the time of the compiler, and both times as text."""
+    seconds, saved = rule.compile_seconds(operations_of(network, task)), _saved(facts, compiling)
+    text = f"compiling takes about {seconds:.0f} s of CPU, once for each machine, and saves {_seconds(saved)} in this "
+    return saved >= seconds, f"{text}experiment"
 
 
 def _saved(facts: Facts, compiling: Compiling) -> float:
@@ -132,7 +144,11 @@ def facts_of(
         differentiated=sum(isinstance(operation, Differentiated) for operation in operations),
     )
     # last, because it records a step
-    if reason := why_not_compile(facts, compiling) or ENGINES[COMPILED].why_not(network, tasks):
+    reason = why_not_compile(facts, compiling) or ENGINES[COMPILED].why_not(network, tasks)
+    if not (reason := reason or why_not_here(network, median)) and compiling.when == "auto":
+        worth_while, times = _break_even(network, median, facts, compiling)
+        reason = None if worth_while else times
+    if reason:
         return replace(facts, cannot={**cannot, COMPILED: reason})
     return facts
 
@@ -140,7 +156,9 @@ def facts_of(
 def why_not(name: str, network: Network, federation: Federation, local: LocalSGD) -> str | None:
     """Reason why an engine can train no client; None if it can train the client with the fewest samples."""
     smallest = _task_of(network, federation, local, int(_sizes(federation)[0]))
-    return ENGINES[name].why_not(network, [smallest]) or _trial_error(name, network, smallest)
+    if (reason := ENGINES[name].why_not(network, [smallest])) or name == COMPILED:  # hosts may compile, and not this
+        return reason
+    return _trial_error(name, network, smallest)
 
 
 def median_task(network: Network, federation: Federation, local: LocalSGD) -> TrainingTask:
@@ -164,10 +182,11 @@ def _task_of(network: Network, federation: Federation, local: LocalSGD, size: in
 
 
 def _trial_error(name: str, network: Network, task: TrainingTask) -> str | None:
-    """The error of an engine that is tried, in a step of two clients; None if it trains them."""
-    if not ENGINES[name].is_tried or network.spec.size > _TRIED:
+    """The error of an engine that is tried, in steps of two clients; None if it trains them."""
+    if not ENGINES[name].tried_steps or network.spec.size > _TRIED:
         return None
-    tasks = [replace(task, client=client, steps=1) for client in range(2)]
+    steps = min(task.steps, ENGINES[name].tried_steps)
+    tasks = [replace(task, client=client, steps=steps) for client in range(2)]
     try:
         with warnings.catch_warnings(action="ignore"):  # of functorch, about speed
             list(ENGINES[name].train(network, tasks))

@@ -44,6 +44,7 @@ class Engine:
     # trains clients without computing their models; yields the number of the first client of a batch, and the batch.
     # None: not supported
     train_sums: Callable[[Network, Iterable[TrainingTask]], Iterator[tuple[int, TrainedBatch]]] | None = None
-    # whether it may fail on operations of a network, such as those that vmap does not support, and is tried first
-    is_tried: bool = False
+    # Steps with which it is tried before it is chosen, because it may fail on operations of a network, such as those
+    # that vmap does not support, or on a machine; 0: it does not fail
+    tried_steps: int = 0
     chunk_size: Callable[[int], int] = partial(limited_size, chunks=128, most=8)  # clients of a chunk, for a cohort

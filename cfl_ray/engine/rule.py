@@ -6,7 +6,7 @@ Their constants are fitted to times on one core of an AMD EPYC, such as those of
 machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -37,7 +37,7 @@ class Facts:
     @property
     def products(self) -> float:
         """The cost of the products of a batch with the parameters, forward and for the gradients of the parameters."""
-        return 2 * _PRODUCT * self.batch * self.parameters
+        return 2 * PRODUCT * self.batch * self.parameters
 
 
 # A step of `sequential`: PyTorch's calls forward and backward, in which the numbers are read and written.
@@ -51,11 +51,11 @@ _VMAP_STEP, _VMAP_CALL, _VMAP_CLIENT, _VMAP_NUMBER = 1300, 130, 20, 3.5e-3
 _VMAP_RECURRENT = 2  # times `sequential`: a recurrent layer is one kernel for one client, and many under vmap
 # A compiled gradient has no calls of PyTorch besides its products, and reads and writes numbers fewer times.
 _COMPILED_STEP, _COMPILED_CALL, _COMPILED_NUMBER = 60, 2, 6e-4
-# Compiling starts PyTorch's compiler in a process, seconds, and takes longer for more calls.
-_COMPILE, _COMPILE_CALL = 12, 0.3
+# Compiling a program starts PyTorch's compiler in a process, seconds, and takes longer for more operations.
+_COMPILE, _COMPILE_OPERATION = 9, 0.018
 # The span engine has its own products at the start and end of a chunk, and coefficients beside the written-out passes.
 _SPAN_CHUNK, _SPAN_STEP = 1300, 60
-_PRODUCT = 3e-5  # a multiplication with its addition: 33 billion a second
+PRODUCT = 3e-5  # a multiplication with its addition: 33 billion a second
 # On a GPU a step is the start of its kernels, which the clients of a vmap batch share: 1.2 ms in W2, 2.2 in W3.
 _GPU_STEP, _GPU_SPAN_STEP = 1500, 1600
 
@@ -90,9 +90,9 @@ def compiled(facts: Facts, together: int) -> float:
     return _COMPILED_STEP + _COMPILED_CALL * facts.calls + numbers + facts.products
 
 
-def compile_seconds(facts: Facts) -> float:
-    """The CPU time of the compiler, once for each machine."""
-    return _COMPILE + _COMPILE_CALL * facts.calls
+def compile_seconds(programs: Sequence[int]) -> float:
+    """The CPU time of the compiler, once for each machine. programs: recorded operations of each."""
+    return sum(_COMPILE + _COMPILE_OPERATION * operations for operations in programs)
 
 
 def span(facts: Facts, together: int) -> float:
@@ -103,7 +103,7 @@ def span(facts: Facts, together: int) -> float:
     if facts.device != "cpu":
         return _GPU_SPAN_STEP / together
     outputs, inputs = facts.first
-    pairs = _PRODUCT * facts.samples**2
-    first = outputs * inputs * (_WRITTEN_NUMBER + 2 * _PRODUCT * facts.samples)
+    pairs = PRODUCT * facts.samples**2
+    first = outputs * inputs * (_WRITTEN_NUMBER + 2 * PRODUCT * facts.samples)
     once = _SPAN_CHUNK / together + first + pairs * inputs
     return manual(facts, together) - first + _SPAN_STEP + pairs * outputs + once / facts.steps

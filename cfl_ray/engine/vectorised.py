@@ -125,4 +125,4 @@ def _largest(rows_mP: Tensor, trained: int) -> list[tuple[float, float]]:
     return [(weights, buffers) for weights, buffers in torch.stack(bounds, 1).tolist()]
 
 
-ENGINE = Engine(why_not, train, rule.vectorised, together=True, is_tried=True, chunk_size=chunk_size)
+ENGINE = Engine(why_not, train, rule.vectorised, together=True, tried_steps=1, chunk_size=chunk_size)

@@ -1,6 +1,6 @@
 """Compiled recordings, each made once per machine and kept in the cache folder.
 
-A package is a file KEY.pt2 with its checksum in KEY.sha256. The key is of the operations, PyTorch, the compiler's
+A package is a file KEY.so with its checksum in KEY.sha256. The key is of the operations, PyTorch, the compiler's
 settings and the CPU's instructions, so a package that is found computes what is wanted. It is compiled by a process of
 its own, in a folder of its own, and renamed when it is whole; other processes of the machine wait for it.
 """
@@ -11,14 +11,12 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 import cfl_ray
 from cfl_ray.errors import DataError
@@ -28,7 +26,8 @@ from cfl_ray.nn.torch_compiler import CompiledProgram
 from cfl_ray.system import files
 from cfl_ray.system.cpu import cpu_info, instruction_set
 
-_FORM = 1  # of the packages; another number makes them anew
+_FORM = 2  # of the packages; another number makes them anew
+_WORK = ".compiling-"  # and the key: a folder in which a package is compiled
 _SECONDS = 1800  # of compiling at most; a Transformer of two layers takes 20 s of CPU
 _LOADED: dict[str, CompiledProgram | str] = {}  # by key: the package, or the reason, a line, why there is none
 
@@ -55,7 +54,7 @@ def why_not(recording: RecordedFunction) -> str | None:
     found = _LOADED.get(key)
     if isinstance(found, str):
         return found
-    if found is not None or (_folder() / f"{key}.pt2").is_file():
+    if found is not None or (_folder() / f"{key}.so").is_file():
         return None
     return torch_compiler.why_not()
 
@@ -63,8 +62,10 @@ def why_not(recording: RecordedFunction) -> str | None:
 @cache
 def _of_machine() -> tuple[object, ...]:
     """Everything besides the operations on which the package depends."""
-    cpu = platform.machine(), instruction_set(), cpu_info("flags") or platform.processor()
-    return _FORM, torch.__version__, tuple(sorted(torch_compiler.SETTINGS.items())), cpu
+    settings, cpu = torch_compiler.settings(), [platform.machine(), instruction_set()]
+    if "cpp.march" not in settings:  # then the program has all instructions of the CPU
+        cpu.append(cpu_info("flags") or platform.processor())
+    return _FORM, torch.__version__, tuple(sorted(settings.items())), tuple(cpu)
 
 
 def _folder() -> Path:
@@ -73,7 +74,7 @@ def _folder() -> Path:
 
 def _loaded(key: str) -> CompiledProgram | None:
     """The package in the cache; None if there is none or its file is damaged."""
-    file, folder = _folder() / f"{key}.pt2", _folder()
+    file, folder = _folder() / f"{key}.so", _folder()
     if not file.is_file():
         return None
     status = folder.stat()
@@ -95,27 +96,29 @@ def _made(recording: RecordedFunction, key: str) -> CompiledProgram | str:
     with FileLock(folder / f"{key}.lock", timeout=2 * _SECONDS, mode=files.PRIVATE):
         if (package := _loaded(key)) is not None:
             return package
-        _remove_old(folder)
-        work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=folder))
+        _remove_unfinished(folder)
+        work = folder / f"{_WORK}{key}"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(mode=0o700)
         try:
             _compile(recording, work)
-            content = (work / "package.pt2").read_bytes()
+            content = (work / "program.so").read_bytes()
             (work / "checksum").write_text(hashlib.sha256(content).hexdigest())
             os.replace(work / "checksum", folder / f"{key}.sha256")
-            os.replace(work / "package.pt2", folder / f"{key}.pt2")
+            os.replace(work / "program.so", folder / f"{key}.so")
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        return _loaded(key) or f"{folder / key}.pt2 cannot be read"
+        return _loaded(key) or f"{folder / key}.so cannot be read"
 
 
 def _compile(recording: RecordedFunction, work: Path) -> None:
-    """Compiles into `work`/package.pt2, in a process that ends. Raises SubprocessError."""
+    """Compiles into `work`/program.so, in a process that ends. Raises SubprocessError."""
     parent = str(Path(cfl_ray.__file__).parents[1])
     own = {"TORCHINDUCTOR_CACHE_DIR": str(work), "TMPDIR": str(work), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, (parent, os.environ.get("PYTHONPATH"))))
     subprocess.run(
-        [sys.executable, "-m", torch_compiler.__name__, str(work / "package.pt2")],
+        [sys.executable, "-m", torch_compiler.__name__, str(work / "program.so"), str(os.getpid())],
         input=recording.text.encode(),
         env=os.environ | own,
         cwd=work,
@@ -126,12 +129,11 @@ def _compile(recording: RecordedFunction, work: Path) -> None:
     )
 
 
-def _remove_old(folder: Path) -> None:
-    """Removes what processes left that were killed while they compiled."""
-    for path in folder.glob(".compiling-*"):
-        with suppress(OSError):
-            if path.stat().st_mtime < time.time() - 2 * _SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
+def _remove_unfinished(folder: Path) -> None:
+    """Removes the folders of processes that were killed while they compiled: those whose lock is free."""
+    for path in folder.glob(f"{_WORK}*"):
+        with suppress(Timeout), FileLock(folder / f"{path.name.removeprefix(_WORK)}.lock", timeout=0):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _reason(error: Exception) -> str:

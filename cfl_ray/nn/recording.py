@@ -8,7 +8,7 @@ process.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -19,6 +19,7 @@ from torch import Tensor
 from cfl_ray.nn.side_effects import ObservingMode
 
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+_ATTENTION = "aten::_safe_softmax"  # of `scaled_dot_product_attention` by single operations
 _CONVOLUTIONS = {"aten::convolution", "aten::mkldnn_convolution"}
 
 
@@ -66,6 +67,17 @@ class RecordedCall:
         return getattr(getattr(getattr(torch.ops, namespace), name), self.overload)
 
 
+@dataclass
+class RecordedCounts:
+    """The work of the operations."""
+
+    products: int = 0  # multiplications of matrix products
+    convolved: int = 0  # and of convolutions
+    calls: int = 0  # other operations that make new numbers
+    written: int = 0  # the numbers that they make
+    attended: int = 0  # numbers of the largest matrices of attention
+
+
 @dataclass(frozen=True)
 class RecordedFunction:
     """The operations of a function of tensors with these layouts, and its outputs."""
@@ -73,8 +85,7 @@ class RecordedFunction:
     inputs: tuple[TensorLayout, ...]
     operations: tuple[RecordedCall, ...]
     outputs: tuple[Ref, ...]
-    products: int = field(default=0, compare=False)  # multiplications of matrix products
-    convolved: int = field(default=0, compare=False)  # and of convolutions
+    counts: RecordedCounts = field(default_factory=RecordedCounts, compare=False)
 
     @cached_property
     def text(self) -> str:
@@ -161,12 +172,13 @@ class _Recorder(ObservingMode):
     def __init__(self, inputs: Sequence[Tensor]):
         super().__init__()
         self.inputs = len(inputs)
+        self.varying = {_memory(tensor) for tensor in inputs}  # memory whose values depend on the inputs
         self.tensors: list[Tensor] = list(inputs)
         self.numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
         self.versions = {id(tensor): tensor._version for tensor in inputs}
         self.further: list[int] = []  # numbers of further inputs
         self.operations: list[RecordedCall] = []
-        self.products, self.convolved = 0, 0
+        self.counts = RecordedCounts()
 
     def number(self, tensor: Tensor) -> int:
         return self.numbers[id(tensor)]
@@ -192,19 +204,35 @@ class _Recorder(ObservingMode):
         kwargs = dict(kwargs or {})
         name = function._schema.name
         tags = set(getattr(function, "tags", ()))
-        if torch.Tag.data_dependent_output in tags or _selects(function, tags, args):
+        used = set(map(_memory, _tensors_in((args, tuple(kwargs.values())))))
+        varies = not self.varying.isdisjoint(used)
+        if varies and (torch.Tag.data_dependent_output in tags or _selects(function, tags, args)):
             raise NotRecordable(f"its passes read values ({name}), so other values may need other operations")
         given = self._ref(args, False), tuple((key, self._ref(value, False)) for key, value in kwargs.items())
         result = function(*args, **kwargs)
+        made, writes = set(map(_memory, _tensors_in(result))), function._schema.is_mutable
+        if not made and not writes:  # a value of constants, such as whether a mask is causal
+            return result
+        if varies:
+            self.varying |= made | (used if writes else set())
         self.operations.append(RecordedCall(name, function._overloadname, *given, self._ref(result, True)))
+        self._count(function, args, result)
+        return result
+
+    def _count(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
+        name, counts = function._schema.name, self.counts
         if name in _PRODUCTS:
             left, right = args[-2:] if len(args) < 4 else args[1:3]
-            self.products += left.numel() * right.shape[-1]
+            counts.products += left.numel() * right.shape[-1]
         elif name == "aten::convolution_backward":  # for the gradients of the inputs and of the weights
-            self.convolved += 2 * args[0].numel() * math.prod(args[2].shape[1:])
+            counts.convolved += 2 * args[0].numel() * math.prod(args[2].shape[1:])
         elif name in _CONVOLUTIONS:
-            self.convolved += result.numel() * math.prod(args[1].shape[1:])
-        return result
+            counts.convolved += result.numel() * math.prod(args[1].shape[1:])
+        elif all(returned.alias_info is None for returned in function._schema.returns):  # no view
+            counts.calls += 1
+            counts.written += sum(part.numel() for part in _tensors_in(result))
+        if name == _ATTENTION:
+            counts.attended = max(counts.attended, result.numel())
 
     def recording(self, outputs: Sequence[Tensor]) -> tuple[RecordedFunction, tuple[Tensor, ...]]:
         further = [self.tensors[number] for number in self.further]
@@ -226,9 +254,21 @@ class _Recorder(ObservingMode):
         )
         layouts = tuple(TensorLayout.of(self.tensors[number]) for number in order)
         results = tuple(Ref(renumbered[self.number(output)]) for output in outputs)
-        recording = RecordedFunction(layouts, operations, results, self.products, self.convolved)
+        recording = RecordedFunction(layouts, operations, results, self.counts)
         _ = recording.text  # raises NotRecordable
         return recording, tuple(tensor.detach() for tensor in further)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors_in(part)
 
 
 def _selects(function: Any, tags: set[Any], args: tuple[Any, ...]) -> bool:

@@ -4,28 +4,33 @@ PyTorch documents the compiler (AOTInductor) under its private name, as a protot
 the compiler out. Tried with 2.15; with a release that lacks a name that is used here, `why_not` says so, and other
 engines train.
 
-As a program, `python -m cfl_ray.nn.torch_compiler PATH`, it compiles the recording in its standard input: the memory
-of the compiler, 0.9 GB, is gone when the program ends.
+As a program, `python -m cfl_ray.nn.torch_compiler PATH PARENT`, it compiles the recording in its standard input: the
+memory of the compiler, 0.9 GB, is gone when the program ends. It ends with its parent process, too.
 """
 
 import operator
 import os
+import platform
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor
 
 from cfl_ray.nn.recording import RecordedFunction, Ref
+from cfl_ray.system.cpu import instruction_set
 
 _COMPILERS = ("g++", "clang++", "c++")  # in which PyTorch looks, after CXX
-# One thread, as hosts have; draws from PyTorch's generator, as without the compiler.
-SETTINGS = {"cpp.threads": 1, "fallback_random": True}
+# Instructions of an x86 CPU as PyTorch reports them: the target of the C++ compiler, and the bits of a vector.
+_TARGETS = {"AVX512": ("x86-64-v4", 512), "AVX2": ("x86-64-v3", 256), "DEFAULT": ("x86-64-v2", 1)}
 
 
 class CompiledProgram(Protocol):
@@ -38,8 +43,8 @@ class CompiledProgram(Protocol):
 @cache
 def why_not() -> str | None:
     """Reason why nothing can be compiled here; None if it can."""
-    loader = getattr(getattr(torch._C, "_aoti", None), "AOTIModelPackageLoader", None)
-    if not hasattr(loader, "run") or find_spec("torch._inductor") is None:
+    runner = getattr(getattr(torch._C, "_aoti", None), "AOTIModelContainerRunnerCpu", None)
+    if not hasattr(runner, "run") or find_spec("torch._inductor") is None:
         return f"PyTorch {torch.__version__} has no ahead-of-time compiler with a loader for Python"
     named = os.environ.get("CXX")
     if not any(shutil.which(name) for name in ([named] if named else _COMPILERS)):
@@ -48,18 +53,38 @@ def why_not() -> str | None:
     return None
 
 
+def settings() -> dict[str, object]:
+    """Settings of PyTorch's compiler: one thread, as hosts have, and draws from PyTorch's generator, as without it.
+
+    On an x86 CPU the program has the instructions that PyTorch uses, not all of the CPU, so that machines whose
+    PyTorch computes the same have the same program.
+    """
+    given: dict[str, object] = {"cpp.threads": 1, "fallback_random": True}
+    if platform.machine() in ("x86_64", "AMD64") and (target := _TARGETS.get(instruction_set())):
+        given |= {"cpp.march": target[0], "cpp.simdlen": target[1]}
+    return given
+
+
 def load(path: Path) -> CompiledProgram:
-    """The package in a file. It does not import the compiler. Raises RuntimeError for a file that is none."""
-    loaded: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
+    """The program in a file. It does not import the compiler. Raises RuntimeError for a file that is none.
+
+    PyTorch's loader of whole packages would unpack them into the folder for temporary files, where they stay if the
+    process is killed, as hosts are.
+    """
+    loaded: Any = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
     return loaded
 
 
 def compiled(recording: RecordedFunction, path: Path) -> None:
-    """Compiles a recording into a file, which must end in .pt2."""
+    """Compiles a recording into a file, a shared library; other files are beside it."""
     torch.set_num_threads(1)
     example = tuple(layout.empty() for layout in recording.inputs)
     exported = torch.export.export(_module_of(recording), example, strict=False)
-    torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=dict(SETTINGS))
+    package = str(path.with_suffix(".pt2"))
+    torch._inductor.aoti_compile_and_package(exported, package_path=package, inductor_configs=settings())
+    with ZipFile(package) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".so"))
+        path.write_bytes(archive.read(name))
 
 
 def _module_of(recording: RecordedFunction) -> torch.fx.GraphModule:
@@ -90,5 +115,13 @@ def _unpack(graph: torch.fx.Graph, values: dict[int, Any], results: Any, node: A
                 _unpack(graph, values, part, graph.call_function(operator.getitem, (node, place)))
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process once its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
     compiled(RecordedFunction.of(sys.stdin.read()), Path(sys.argv[1]))

@@ -13,20 +13,28 @@ from cfl_ray.core.backend import Backend
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import ClientData, Clients, RoundStats, Traffic
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MOST_VALUES, Diagnostics, sample_of
-from cfl_ray.core.reported import ReportedDiagnostic
+from cfl_ray.core.reported import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.work import TEST, VALIDATION
 from cfl_ray.data.federation import Federation
 from cfl_ray.nn.network import Network
 from cfl_ray.population.population import Cohort
-from cfl_ray.runtime.evaluation import Evaluator, cluster_metrics, cluster_vectors, mean_of_defined, score_metrics
+from cfl_ray.runtime.evaluation import (
+    ClassCounts,
+    Evaluator,
+    cluster_metrics,
+    cluster_vectors,
+    mean_of_defined,
+    score_metrics,
+)
 from cfl_ray.runtime.participation import Membership
 from cfl_ray.runtime.parts.loop_part import LoopPart
 from cfl_ray.runtime.round_facts import add_exclusions, end_training, record_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import RoundRecord
 from cfl_ray.tracking.record import (
+    CONFUSION,
     LABEL_COUNTS,
     PAST_SCORES,
     VALIDATION_CLIENTS,
@@ -56,6 +64,10 @@ class RoundDiagnostics:
         stats.metrics |= reported.numbers
         stats.numbers += [name for name in reported.numbers if name not in stats.numbers]
         self._deferred |= dict.fromkeys(reported.names, (stats.round, reported))
+
+    def put(self, name: str, round: int, diagnostic: Diagnostic) -> None:
+        """Adds an array that needs no check of its form."""
+        self.arrays[name] = ReportedDiagnostic(name, round, diagnostic)
 
     def resolve(self) -> None:
         """Computes the arrays added since the last call."""
@@ -101,6 +113,7 @@ class RoundEvaluation(LoopPart):
         self.primary, self.attackers = self.task.metrics[0].name, setup.attack.ids
         self.initial_P = network.new_model(self.seed, 0)  # held by clients before their first training
         self.taken = taken_names([metric.name for metric in self.task.metrics])
+        self.taken |= {CONFUSION} if self.settings.confusion else set()
         self.label_counts = LabelCounts(setup.federation.shape.num_classes)
         self.traffic = Traffic()  # of the run so far
         # float32 (N, 2), by part: P-local of every client after its last training, NaN before its first training
@@ -183,7 +196,8 @@ class RoundEvaluation(LoopPart):
             tester=lambda those, serving: self.evaluator.scores(serving, those),
         )
         serving = self.steps.serve(state, clients)
-        tables = self.evaluator.scores_on(self.parts, serving, clients)
+        counts = ClassCounts(state.assign_N) if self.settings.confusion else None
+        tables = self.evaluator.scores_on(self.parts, serving, clients, counts)
         table_MV = tables[TEST]
         stats.scores_MV = np.column_stack([clients.ids_M, table_MV])
         stats.metrics |= self._score_metrics(TEST, table_MV, clients)
@@ -214,6 +228,8 @@ class RoundEvaluation(LoopPart):
                 of_clusters.add(name, _storable(vector_K), (CLUSTERS,), clients.ids_M)
             diagnostics.take(stats, of_clusters)
         diagnostics.resolve()
+        if counts is not None:
+            diagnostics.put(CONFUSION, stats.round, counts.diagnostic())
         if self.task.targets == "class":
             diagnostics.take(stats, self._labels_of_compared(stats.round, tests))
             diagnostics.resolve()

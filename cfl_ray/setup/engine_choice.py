@@ -25,11 +25,14 @@ def engine_choice(setup: Setup, by_rule: Callable[[], EngineChoice], kept: str |
     return by_rule()
 
 
-def engine_by_rule(setup: Setup, network: Network) -> EngineChoice:
-    """The engine for the experiment by the rule. network: one of the setup, on the device of the hosts."""
+def engine_by_rule(setup: Setup, network: Network, tried: bool = True) -> EngineChoice:
+    """The engine for the experiment by the rule.
+
+    network: one of the setup, on the device of the hosts. tried: as `Compiling.tried`.
+    """
     experiment, division = setup.experiment, setup.division
     trained = experiment.rounds * division.cohort * len(setup.methods)
-    compiling = Compiling(experiment.runtime.compile, trained)
+    compiling = Compiling(experiment.runtime.compile, trained, tried)
     return choice_of(network, setup.federation, setup.local, division, compiling)
 
 

@@ -26,6 +26,7 @@ from cfl_ray.system.files import first_problem, opened, parse_json, read_record
 from cfl_ray.system.nested import leaves_of
 
 BEST_ROUND = "best_round"  # metric of every round with `keep: best`, once there is one
+CONFUSION = "confusion"  # diagnostic (clusters, true, predicted), with `evaluation.confusion`
 LABEL_COUNTS = "label_counts"  # diagnostic (clients, classes) of the clients that are in a matrix (clients, clients)
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 # of a method's run. "running": the round is training; "stopped": ended on request after a round that is saved

@@ -21,7 +21,7 @@ class PlainLoop:
 
     def __init__(self, work: Workload, models: int) -> None:
         x, y, _ = samples_of(work)
-        self.x = (torch.from_numpy(x).float() / 255).split(work.samples)
+        self.x = (torch.from_numpy(x) if work.tokens else torch.from_numpy(x).float() / 255).split(work.samples)
         self.y, self.work = torch.from_numpy(y).split(work.samples), work
         self.modules = [module_of(work) for _ in range(models)]
 
@@ -36,7 +36,7 @@ class PlainLoop:
             for module, total, weight_n in zip(self.modules, totals, weight_Kn, strict=True):
                 optimiser = torch.optim.SGD(module.parameters(), lr=self.work.lr)
                 for batch in self.batches(len(y)):
-                    loss_B = cross_entropy(module(x[batch]), y[batch], reduction="none")
+                    loss_B = losses(module(x[batch]), y[batch])
                     optimiser.zero_grad()
                     (loss_B * weight_n[batch]).mean().backward()
                     optimiser.step()
@@ -50,12 +50,18 @@ class PlainLoop:
         """The E step with equal weights of the models: (K, n); ones for a single model."""
         if len(self.modules) == 1:
             return torch.ones(1, len(y))
-        return torch.stack([-cross_entropy(module(x), y, reduction="none") for module in self.modules]).softmax(0)
+        return torch.stack([-losses(module(x), y) for module in self.modules]).softmax(0)
 
     def batches(self, samples: int) -> Iterator[Tensor]:
         """Indices of the batches of all epochs."""
         for _ in range(self.work.epochs):
             yield from torch.randperm(samples).split(self.work.batch or samples)
+
+
+def losses(outputs: Tensor, y: Tensor) -> Tensor:
+    """The cross entropy of each sample; of outputs (B, T, V) for tokens, the mean over the tokens."""
+    loss_B = cross_entropy(outputs.mT if y.ndim == 2 else outputs, y, reduction="none")
+    return loss_B.mean(1) if y.ndim == 2 else loss_B
 
 
 @contextmanager

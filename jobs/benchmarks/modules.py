@@ -114,6 +114,88 @@ class ViT(nn.Module):
         return self.fc(self.encoder(patches_BTF).mean(1))
 
 
+class GPT(nn.Module):
+    """Two causal encoder layers of 64 features on tokens, which predict the next token."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            64, 4, 256, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.embed, self.positions = nn.Embedding(classes, 64), nn.Parameter(torch.zeros(64, 64))
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.norm, self.fc = nn.LayerNorm(64), nn.Linear(64, classes, bias=False)
+        self.causal = nn.Transformer.generate_square_subsequent_mask(64)
+
+    def forward(self, x_BT: Tensor) -> Tensor:
+        """Logits (B, T, classes) of the tokens after tokens (B, T), T at most 64."""
+        length = x_BT.shape[1]
+        inner_BTF = self.embed(x_BT) + self.positions[:length]
+        return self.fc(self.norm(self.encoder(inner_BTF, mask=self.causal[:length, :length])))
+
+
+class Mixer(nn.Module):
+    """Three mixer blocks of 64 features on patches of 4 x 4."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 64, 4, 4)
+        self.tokens = nn.ModuleList(nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 64)) for _ in range(3))
+        self.features = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(6))
+        self.fc = nn.Linear(64, classes)
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, 3, 32, 32)."""
+        inner_BTF = self.patches(x_B).flatten(2).mT
+        for block in range(3):
+            inner_BTF = inner_BTF + self.tokens[block](self.norms[2 * block](inner_BTF).mT).mT
+            inner_BTF = inner_BTF + self.features[block](self.norms[2 * block + 1](inner_BTF))
+        return self.fc(inner_BTF.mean(1))
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained change of rank 8."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.body = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 8, bias=False), nn.Linear(8, outputs, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.up(self.down(x))
+
+
+class LoRAEncoder(nn.Module):
+    """Encoder layers of 768 features on tokens, as those of DistilBERT: frozen, with changes of rank 8."""
+
+    def __init__(self, classes: int, layers: int = 6, features: int = 768) -> None:
+        super().__init__()
+        self.heads = features // 64
+        self.embed = nn.Embedding(1000, features).requires_grad_(False)
+        self.attention = nn.ModuleList(LowRank(features, 3 * features) for _ in range(layers))
+        self.out = nn.ModuleList(nn.Linear(features, features).requires_grad_(False) for _ in range(layers))
+        self.wide = nn.ModuleList(LowRank(features, 4 * features) for _ in range(layers))
+        self.narrow = nn.ModuleList(nn.Linear(4 * features, features).requires_grad_(False) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(features).requires_grad_(False) for _ in range(2 * layers))
+        self.fc = nn.Linear(features, classes)
+
+    def forward(self, x_BT: Tensor) -> Tensor:
+        """Logits (B, classes) of tokens (B, T)."""
+        inner_BTF = self.embed(x_BT)
+        for layer, (attention, out, wide, narrow) in enumerate(
+            zip(self.attention, self.out, self.wide, self.narrow, strict=True)
+        ):
+            parts = (part.unflatten(-1, (self.heads, 64)).transpose(1, 2) for part in attention(inner_BTF).chunk(3, -1))
+            mixed_BTF = F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+            inner_BTF = self.norms[2 * layer](inner_BTF + out(mixed_BTF))
+            inner_BTF = self.norms[2 * layer + 1](inner_BTF + narrow(F.gelu(wide(inner_BTF))))
+        return self.fc(inner_BTF[:, 0])
+
+
 class MLP(nn.Module):
     """784-200-10, as a module of one's own."""
 
@@ -133,6 +215,8 @@ OWN: dict[str, Callable[..., nn.Module]] = {
     "lstm": LSTM,
     "transformer": Transformer,
     "vit": ViT,
+    "gpt": GPT,
+    "mixer": Mixer,
 }
 CASES = [
     Workload("MLP 784-200-10", "own_mlp", {}, 10, 10, 600, 10, 1),
@@ -145,6 +229,8 @@ CASES = [
     Workload("Transformer", "transformer", {"dropout": 0.0}, 10, 5, 200, 32, 1),
     Workload("Transformer with dropout", "transformer", {"dropout": 0.1}, 10, 5, 200, 32, 1),
     Workload("ViT, 3x32x32", "vit", {}, 10, 5, 200, 32, 1, input=(3, 32, 32)),
+    Workload("GPT-like, 64 tokens of 80", "gpt", {}, 80, 5, 100, 10, 1, tokens=64),
+    Workload("Mixer, 3x32x32", "mixer", {}, 10, 5, 200, 32, 1, input=(3, 32, 32)),
 ]
 
 

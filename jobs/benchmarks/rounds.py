@@ -83,7 +83,12 @@ def bare_memory(bare: Bare) -> float:
 def experiment_of(work: Workload, output: str, rounds: int, **changes) -> Experiment:
     """FedAvg on a workload, with its network as an ordinary module and, unless `changes` name others, its data."""
     if "data" not in changes:
-        changes["data"] = federation_from_arrays(*samples_of(work), num_classes=work.classes, holdout=0.001)
+        given = samples_of(work)
+        if work.tokens:
+            data = federation_from_arrays(*given, targets="tokens", vocabulary=work.classes, holdout=0.001)
+        else:
+            data = federation_from_arrays(*given, num_classes=work.classes, holdout=0.001)
+        changes["data"] = data
     values = {
         "name": "benchmark",
         "rounds": rounds,
@@ -95,6 +100,8 @@ def experiment_of(work: Workload, output: str, rounds: int, **changes) -> Experi
         "runtime": {"checkpoint_every": 10_000},
         "output": output,
     }
+    if work.tokens:
+        values["task"] = "next_token"
     return Experiment(**(values | changes))
 
 

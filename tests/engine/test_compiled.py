@@ -12,9 +12,9 @@ from torch import nn
 from training_tasks import (
     FLAT,
     IMAGE,
+    Replayed,
     assert_same,
     mlp,
-    results,
     rows,
     tasks_of,
     wide_cnn,
@@ -26,13 +26,14 @@ from cfl_ray import Experiment
 from cfl_ray.core.client_program import ClientProgram
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.optimizers import resolve_optimizer
+from cfl_ray.core.params import Columns
 from cfl_ray.core.schedules import resolve_schedule
 from cfl_ray.core.tasks import TASKS
 from cfl_ray.engine import compiled
-from cfl_ray.engine.choice import Compiling, choice_of, facts_of
+from cfl_ray.engine.choice import Compiling, choice_of, facts_of, median_task
 from cfl_ray.engine.engines import Division
-from cfl_ray.engine.rule import compile_seconds
-from cfl_ray.errors import ConfigError
+from cfl_ray.engine.failure import may_be_machine
+from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.nn.network import Network
 
 pytestmark = pytest.mark.cpu
@@ -119,6 +120,40 @@ def test_it_equals_sequential_for_each_kind_of_step(local):
     assert_same(network, tasks_of(network, SIZES, local, [(0.1, None), (0.05, None, 0.5, 2)]), compiled)
 
 
+@pytest.mark.parametrize("few", [0, 10**9], ids=["one step", "five steps"])
+def test_it_equals_sequential_for_steps_with_all_terms_of_sgd(few, monkeypatch):
+    monkeypatch.setattr(compiled, "_FEW_PRODUCTS", few)
+    network = Network(with_dropout, FLAT)
+    head = Columns(((network.spec.ends[3], network.spec.trained),))
+    local = replace(SGD, momentum=0.9, weight_decay=0.01, persist=True)
+    local = replace(local, step_schedule=resolve_schedule("local.step_schedule", "cosine"))
+    kept = torch.rand(network.spec.trained)
+    assert_same(network, tasks_of(network, SIZES, local, [(0.1, None), (0.05, head)], velocity=kept), compiled)
+
+
+def test_short_steps_are_taken_five_at_a_time(monkeypatch):
+    network, runs = Network(mlp, FLAT), []
+    monkeypatch.setattr(Replayed, "run", lambda self, inputs: runs.append(len(inputs[1])) or self.recording.run(inputs))
+    rows(compiled, network, tasks_of(network, [14], SGD))
+    assert runs == [5 * 4, 4, 4, 4], "samples of the programs in eight steps"
+    monkeypatch.setattr(
+        compiled, "_FEW_PRODUCTS", 2 * 4 * 6
+    )  # less than those of the first layer, forward and backward
+    rows(compiled, network, tasks_of(network, [14], SGD))
+    assert runs[4:] == [4] * 8
+
+
+def test_large_matrices_of_attention_are_left_to_pytorchs_kernel(monkeypatch):
+    def kernels(limit):
+        monkeypatch.setattr(compiled, "_ATTENDED", limit)
+        network = Network(Attention, IMAGE)
+        (recorded,) = compiled.recordings_of(network, *tasks_of(network, [4], SGD))
+        return [call.name for call in recorded.recording.operations if "flash_attention" in call.name]
+
+    matrices = 4 * 2 * 6 * 6  # samples, heads, rows of an image
+    assert len(kernels(matrices)) == 0 and len(kernels(matrices - 1)) == 2, "forward and backward"
+
+
 class Extrapolated(ClientProgram):
     """A gradient of the second batch, after a step on the first, and the losses of two steps."""
 
@@ -199,12 +234,12 @@ class Last(nn.Module):
         return self.lstm(x_B)[0][:, -1]
 
 
-def test_a_network_that_fails_to_compile_is_trained_sequentially(monkeypatch):
+def test_a_machine_without_the_program_trains_nothing(monkeypatch):
     monkeypatch.setattr(compiled, "package_of", lambda recording: "PyTorch's compiler failed")
     network = Network(mlp, FLAT)
-    tasks = tasks_of(network, SIZES, SGD)
-    assert torch.equal(rows(compiled, network, tasks), rows(compiled.sequential, network, tasks))
-    assert [result.index for result in results(compiled, network, tasks)] == [0, 1, 2, 3]
+    with pytest.raises(DataError, match="compiler failed: engine compiled has no program on this machine") as caught:
+        rows(compiled, network, tasks_of(network, SIZES, SGD))
+    assert may_be_machine(caught.value), "on Ray, the host is left out"
 
 
 # ---- the choice
@@ -217,11 +252,19 @@ def _chosen(compiling, factory=Attention, shape=IMAGE):
 
 def test_auto_compiles_if_manual_cannot_train_the_network_and_the_time_is_saved():
     never = _chosen(Compiling("auto", 10))
-    assert never.engine != "compiled" and "compiled: compiling takes about" in never.reason
-    assert "and saves 0." in never.reason
+    assert never.engine != "compiled" and "compiled: compiling takes 9 s of CPU or more, and saves 0." in never.reason
     assert _chosen(Compiling("auto", 10**6)).engine == "compiled"
     assert _chosen(Compiling("always", 1)).engine == "compiled"
     assert _chosen(Compiling("never", 10**6)).engine != "compiled"
+
+
+def test_a_network_that_fails_to_compile_has_another_engine(monkeypatch):
+    monkeypatch.setattr(compiled, "package_of", lambda recording: "PyTorch's compiler failed")
+    other = _chosen(Compiling("always"))
+    assert other.engine != "compiled" and "not compiled: PyTorch's compiler failed: engine" in other.reason
+    assert _chosen(Compiling("always", tried=False)).engine == "compiled", "check compiles nothing"
+    monkeypatch.setattr("cfl_ray.engine.compiled.why_no_package", lambda recording: "this machine has no compiler")
+    assert "not compiled: this machine has no compiler" in _chosen(Compiling("always", tried=False)).reason
 
 
 def test_auto_keeps_the_engine_of_networks_that_manual_trains():
@@ -234,9 +277,14 @@ def test_the_break_even_is_where_the_saved_time_equals_the_time_of_the_compiler(
     facts = facts_of(network, federation, LocalSGD(batch_size=4), Division(2), Compiling("always"))
     costs = [compiled.rule.sequential(facts, 1), compiled.rule.vectorised(facts, 2), compiled.rule.compiled(facts, 1)]
     steps = 10  # of a client: 40 samples in batches of 4
-    least = compile_seconds(facts) * 1e6 / steps / (min(costs[:2]) - costs[2])
-    assert _chosen(Compiling("auto", int(least))).engine != "compiled"
-    assert _chosen(Compiling("auto", int(least) + 1)).engine == "compiled"
+    task = median_task(network, federation, LocalSGD(batch_size=4))
+    one, five = compiled.operations_of(network, task)
+    seconds = 9 + 0.018 * one + 9 + 0.018 * five
+    least = int(seconds * 1e6 / steps / (min(costs[:2]) - costs[2]))
+    less, more = _chosen(Compiling("auto", least)), _chosen(Compiling("auto", least + 1))
+    assert less.engine != "compiled" and more.engine == "compiled" and five > 4 * one
+    times = f"compiling takes about {seconds:.0f} s of CPU, once for each machine, and saves {seconds:.0f} s in this"
+    assert f"not compiled: {times}" in less.reason and more.reason.endswith(f"; {times} experiment")
 
 
 def test_never_to_compile_and_the_compiled_engine_exclude_each_other():
@@ -274,7 +322,7 @@ def test_a_program_is_compiled_once_and_later_processes_load_it_without_the_comp
         assert done.returncode == 0, done.stderr
         assert done.stdout.split("\n")[0] == "no compiler"
         trained.append(torch.load(file))
-        made.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache/compiled").glob("*.pt2")})
+        made.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache/compiled").glob("*.so")})
     assert len(made[0]) == 1 and made[0] == made[1]
-    assert [path.suffix for path in sorted((tmp_path / "cache/compiled").iterdir())] == [".lock", ".pt2", ".sha256"]
+    assert [path.suffix for path in sorted((tmp_path / "cache/compiled").iterdir())] == [".lock", ".so", ".sha256"]
     assert torch.equal(*trained), "the same bits from run to run"

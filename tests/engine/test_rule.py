@@ -220,7 +220,7 @@ def test_a_network_that_vmap_does_not_support_is_a_reason(error, reason, monkeyp
     assert why_not("vectorised", Network(mlp(), (36,)), federation, LocalSGD(batch_size=4)) is None
     choice = choice_of(network, federation, LocalSGD(batch_size=9), Division(1000))
     assert choice.engine != "vectorised" and reason in choice.reason.partition("not vectorised: ")[2]
-    monkeypatch.setitem(ENGINES, "vectorised", replace(ENGINES["vectorised"], is_tried=False))
+    monkeypatch.setitem(ENGINES, "vectorised", replace(ENGINES["vectorised"], tried_steps=0))
     assert choice_of(network, federation, LocalSGD(batch_size=9), Division(1000)).engine == "vectorised"
 
 

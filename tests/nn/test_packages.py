@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from cfl_ray.nn import packages, torch_compiler
 from cfl_ray.nn.packages import key_of, package_of, why_not
@@ -24,7 +25,7 @@ def compiled(tmp_path, monkeypatch):
 
     def compile_into(recording, work):
         made.append(recording)
-        (work / "package.pt2").write_text(recording.text)
+        (work / "program.so").write_text(recording.text)
 
     monkeypatch.setenv("CFL_RAY_CACHE", str(tmp_path))
     monkeypatch.setattr(packages, "_LOADED", {})
@@ -59,7 +60,7 @@ def test_the_key_is_of_the_operations_and_of_the_machine(compiled, monkeypatch):
 def test_a_damaged_package_is_made_again(compiled, monkeypatch, tmp_path, content):
     package_of(_recording())
     _next_process(monkeypatch)
-    (file,) = (tmp_path / "compiled").glob("*.pt2")
+    (file,) = (tmp_path / "compiled").glob("*.so")
     file.write_bytes(content)
     assert package_of(_recording()).text == _recording().text and len(compiled) == 2
     assert file.read_text() == _recording().text
@@ -67,7 +68,7 @@ def test_a_damaged_package_is_made_again(compiled, monkeypatch, tmp_path, conten
 
 def test_an_interrupted_compiler_leaves_no_package(compiled, monkeypatch, tmp_path):
     def killed(recording, work):
-        (work / "package.pt2").write_text("half")
+        (work / "program.so").write_text("half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -142,6 +143,15 @@ def test_a_recording_computes_the_same_for_other_inputs_also_from_its_text():
     assert [tensor.tolist() for tensor in further] == [[1.0, 2.0, 3.0]], "a constant is an input"
 
 
+def test_values_of_constants_may_be_read():
+    mask = nn.Transformer.generate_square_subsequent_mask(2)
+    layer = nn.TransformerEncoderLayer(2, 1, 2, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)  # which looks whether its mask is causal
+    recording, further = record(lambda x: [encoder(x, mask=mask)], [torch.rand(1, 2, 2)])
+    x = torch.rand(1, 2, 2)
+    torch.testing.assert_close(recording.run([x, *further])[0], encoder(x, mask=mask))
+
+
 @pytest.mark.slow
 def test_the_text_is_equal_in_another_process():
     code = (
@@ -157,6 +167,7 @@ def test_the_text_is_equal_in_another_process():
     [
         (lambda x: [x * x.sum().item()], "read values"),
         (lambda x: [x[x > 0]], "read values"),
+        (lambda x: [x * float(torch.zeros(2).copy_(x)[0])], "read values"),
         (lambda x: [x.add_(1)], "change tensors that they are given"),
         (lambda x: [x + torch.rand(2, generator=torch.Generator())], "argument of Generator"),
     ],

@@ -31,7 +31,7 @@ _HOST_POLL_SECONDS = 1.0  # between two looks at hosts that the run waits for
 _LOST_NODE_SECONDS = 120
 # a run that has waited so long for hosts tells the user (again); hosts start faster if the cluster has room
 _NOTICE_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
-_CHOICE_SECONDS = 600  # limit for a host to choose the engine
+_CHOICE_SECONDS = 3600  # limit for a host to choose the engine, which may compile a program first
 _ANSWER_SECONDS = 1.0  # limit for a host to report the progress of its call
 _ROOM_CHECK_SECONDS = 1.0  # between checks for new room on the cluster, which take about a millisecond
 
