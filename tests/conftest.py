@@ -1,5 +1,6 @@
 """One thread, as on a client host."""
 
+import atexit
 import contextlib
 import gc
 import os
@@ -12,8 +13,6 @@ from pathlib import Path
 
 import pytest
 from waiting import until
-
-from cfl_ray.system.imports import skip_last_collections
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "GITHUB_ACTIONS"):
@@ -34,7 +33,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 # Folders of tests that take longest a file; xdist hands out files in this order, so that the workers end together.
-LONGEST_FIRST = ("tests", "jobs", "on_ray", "study", "runtime", "results", "benchmarks", "cli", "methods", "tracking")
+LONGEST_FIRST = ("real", "checkpoint", "tests", "jobs", "on_ray", "study", "runtime", "results", "benchmarks", "cli")
+LONGEST_FIRST += ("methods", "tracking")
+ON_A_CLUSTER = "tests/runtime/on_ray/"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -43,6 +44,21 @@ def pytest_collection_modifyitems(config, items):
     for item in items if config.getoption("--device") == "cuda" else []:
         if item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip(reason="about what happens on a CPU"))
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_xdist_make_scheduler(config, log):
+    """Files with tests on one Ray cluster are of one worker, since each worker starts a cluster; slow ones are not."""
+    if config.option.dist != "loadfile" or config.option.markexpr == "slow":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesOfACluster(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return ON_A_CLUSTER if file.startswith(ON_A_CLUSTER) else file
+
+    return FilesOfACluster(config, log)
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -63,8 +79,9 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_unconfigure():
-    gc.unfreeze()
-    skip_last_collections()
+    gc.freeze()  # pytest collects twice at its end, for seconds
+    if "triton" in sys.modules:  # which prints what is left
+        atexit.register(gc.unfreeze)
     if OWN_HOME:
         shutil.rmtree(OWN_HOME, ignore_errors=True)
 

@@ -25,6 +25,7 @@ from studies import InlinePool
 from wheels import make_project, make_wheel
 
 from cfl_ray import config, simulate
+from cfl_ray.config import keys
 from cfl_ray.study import run
 from cfl_ray.tracking.record import primary_of
 
@@ -139,6 +140,26 @@ def test_yaml_block_loads():
     Path("mine.yaml").write_text(block)
     experiment = config.load("mine.yaml", ["rounds=10", "local.lr=0.1"])
     assert (experiment.rounds, experiment.local.lr, experiment.data.source) == (10, 0.1, "mnist")
+
+
+def test_the_example_of_the_page_on_other_libraries_runs(capsys):
+    """On digits of three clients, for one round; the keys of the protocol that it leaves alone are in use."""
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    ((name, content),) = re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```", page, re.S)
+    Path(name).write_text(content)
+    whole = config.load(name)
+    assert (whole.data.test.pool, whole.local.batch_size, whole.model.name) == (True, 10, "leaf_cnn")
+    small = ["rounds=1", "data.source=digits", "data.normalize=null", "data.partition.clients=3", "model=digits_cnn"]
+    printed = command(["check", name, *small], capsys)
+    assert "data.partition.clients 3 (20)" in " ".join(printed.split())
+    result = simulate(config.load(name, [*small, "tracking.enabled=false"]))
+    metrics = {label: method.final for label, method in result.methods.items()}
+    assert len(metrics) == 6 and metrics["apfl"]["reported"] == metrics["apfl"]["accuracy_local"]
+    assert all(of["reported"] == of["accuracy"] for label, of in metrics.items() if label != "apfl")
+    mapped = set(re.findall(r"`((?:local|data|cohort|evaluation)\.[a-z_.]+)`", page))
+    for key in mapped:
+        keys.find(config.Experiment, key)  # raises ConfigError for a key that does not exist
+    assert len(mapped) > 20
 
 
 def test_published_tables_of_the_report_page_load():
@@ -321,6 +342,7 @@ def test_every_library_is_explained_and_every_explanation_is_a_dependency():
     assert declared == explained
 
 
+@pytest.mark.slow
 def test_the_main_job(tmp_path):
     """`cfl-ray run` with nothing, as a newcomer types it: on Ray, with MLflow."""
     command = [Path(sys.executable).with_name("cfl-ray"), "run"]

@@ -22,7 +22,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
 from cfl_ray.core.state import State
 from cfl_ray.data import FederationSummary
-from cfl_ray.data.federation import Federation, tested_on
+from cfl_ray.data.federation import Federation
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine.timing import time_engines
 from cfl_ray.errors import ConfigError
@@ -330,7 +330,8 @@ def _show_sizes(estimate: Estimate, console: Console) -> None:
         f"samples of {'x'.join(map(str, federation.shape.input))}",
         console,
     )
-    say(tested_on(federation.view, federation.groups), console)
+    for sentence in filter(None, (federation.tested_on, federation.validated_on)):
+        say(sentence, console)
     frozen, constant = network.frozen.values(), network.spec.size - network.spec.sent()
     number, size = sum(p.numel() for p in frozen), sum(p.nbytes for p in frozen)
     say(

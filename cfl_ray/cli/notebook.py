@@ -21,6 +21,7 @@ from cfl_ray.study import run as study_run
 from cfl_ray.study.run import StudyResults
 
 _WIDTH = 120  # characters of a line
+_LEAST = 10.0  # seconds from a line to the next
 
 
 def _console() -> Console:
@@ -40,7 +41,8 @@ def _shown(function: Callable[..., Results]) -> Callable[..., Results]:
         if experiment is None and function is launch.resume:
             experiment = load_record(Path(given["run_dir"]), given.get("trust", False))
         experiment = experiment or config.load()
-        with Display(_console(), getattr(experiment, "rounds", 1)) as display:  # other objects are refused with advice
+        rounds = getattr(experiment, "rounds", 1)  # other objects are refused with advice
+        with Display(_console(), rounds, _LEAST) as display:
             results = function(**given | {"watcher": display})
         if display.experiment is not None:  # it has started
             display.show_table(results)

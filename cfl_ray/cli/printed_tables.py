@@ -88,6 +88,7 @@ def comparison(results: "Results") -> Table:
     evaluated = {label: result for label, result in results.methods.items() if result.final}
     shown = {score: score, f"{score}_local": "P-local", **_CLUSTERS}
     others = {
+        "reported": "reported",
         validation_metric(score): "validation",
         f"{score}_honest": "of honest\nclients",
         "epsilon": "epsilon",
@@ -151,10 +152,13 @@ def notes_on(setup: "Setup", network: "Network", most: int) -> list[str]:
 
     most: number of training samples of the largest client.
     """
+    from cfl_ray.config.protocol import exceptions_in_words
     from cfl_ray.setup.scheduled_changes import ignored_events
 
-    notes = ignored_events(setup.experiment) + setup.federation.notes
-    if network.batch_statistics and network.spec.sent() > network.spec.trained:
+    exceptions = exceptions_in_words(setup.experiment.to_dict())
+    notes = [*filter(None, [exceptions]), *ignored_events(setup.experiment), *setup.federation.notes]
+    averaged = any(method.kept_norms(network.spec) is None for method in setup.methods.values())
+    if network.batch_statistics and averaged and network.spec.sent() > network.spec.trained:
         notes.append(
             "BatchNorm: the running means and variances of clients are averaged like weights, without the variance "
             "between clients (docs/extend/model.md); GroupNorm has no such statistics"
@@ -241,13 +245,17 @@ def range_text(option: Mapping[str, Any]) -> str:
 def show_differences(experiment: "Experiment", console: Console) -> None:
     """Prints a table of the keys whose values are not the defaults."""
     from cfl_ray.config import Experiment
+    from cfl_ray.config.protocol import compared_with_protocol
 
     ours, defaults = leaves_of(experiment.to_dict()), leaves_of(Experiment().to_dict())
-    table = folding("key", "value", "default", title="settings that differ from the defaults")
+    protocol = {key: theirs for key, _, theirs in compared_with_protocol(experiment.to_dict()) if key in ours}
+    heading = "settings that differ from the defaults" + (", and those of the protocol" if protocol else "")
+    table = folding("key", "value", "default", *([experiment.protocol] if experiment.protocol else []), title=heading)
     for key, value in ours.items():
-        if key not in defaults or value != defaults[key]:
-            default = as_yaml(defaults[key]) if key in defaults else ""
-            table.add_row(escape(key), escape(redact(as_yaml(value))), escape(default))
+        if key not in defaults or value != defaults[key] or key in protocol:
+            row = [redact(as_yaml(value)), as_yaml(defaults[key]) if key in defaults else ""]
+            row += [as_yaml(protocol[key]) if key in protocol else ""] if experiment.protocol else []
+            table.add_row(*map(escape, [key, *row]))
     console.print(table if table.rows else "All settings have their defaults.")
     say("all settings: cfl-ray check --yaml; their meaning: cfl-ray config", console)
 

@@ -81,6 +81,21 @@ class Pace:
         return left + waiting * self.rounds * fmean(paces)
 
 
+class Rate:
+    """A limit of lines by time: `least` seconds from one to the next, and a tenth of the time so far."""
+
+    def __init__(self, least: float) -> None:
+        self.least, self.began, self.last = least, time.monotonic(), -math.inf
+
+    def is_due(self, always: bool = False) -> bool:
+        """Returns whether a line is due now, or wanted in any case; then it counts as the last one."""
+        now = time.monotonic()
+        if not always and now - self.last < max(self.least, (now - self.began) / 10):
+            return False
+        self.last = now
+        return True
+
+
 def progress_bars(console: Console, field: str, width: int) -> Progress:
     """Returns bars of a width, each with the task's `field` as text beside it; without a terminal nothing is shown."""
     columns = [
@@ -94,9 +109,12 @@ def progress_bars(console: Console, field: str, width: int) -> Progress:
 
 
 class Display(Watcher):
-    """Progress bars on a terminal; otherwise plain lines, about ten per method. A context manager."""
+    """Progress bars on a terminal; otherwise plain lines, about ten per method. A context manager.
 
-    def __init__(self, console: Console, rounds: int) -> None:
+    least: seconds between plain lines, which are then printed by time (`Rate`); notes of rounds in between are counted.
+    """
+
+    def __init__(self, console: Console, rounds: int, least: float | None = None) -> None:
         self.console, self.rounds, self.began = console, rounds, time.monotonic()
         self.live = console.is_terminal
         self.progress = progress_bars(console, "metrics", 24 if console.width >= 120 else 10)
@@ -111,6 +129,8 @@ class Display(Watcher):
         self.left: dict[str, str] = {}  # time left, by method
         self.ended = threading.Event()
         self.pace = Pace(rounds)
+        self.rates = None if least is None else {"rounds": Rate(least), "notes": Rate(least)}
+        self.hidden = 0  # notes that were not printed
 
     def __enter__(self) -> "Display":
         self.progress.start()
@@ -154,6 +174,8 @@ class Display(Watcher):
         )
         self.tested_on = federation.tested_on
         self._line(self.tested_on)
+        if federation.share is None and federation.validated_on:  # notes have the sizes of a share
+            self._line(federation.validated_on)
         for warning in setup.warnings + setup.federation.warnings:
             self._line(f"warning: {warning}")
         for note in printed_tables.notes_on(setup, network, int(federation.num_samples_N.max())):
@@ -181,9 +203,16 @@ class Display(Watcher):
             total = record.round if record.finished else self.rounds
             self.progress.update(self.bars[label], completed=record.round, total=total)
             self._show(label)
-        elif evaluated and (record.round % max(1, self.rounds // 10) == 0 or record.finished):
+        elif evaluated and self._is_due(record):
             line = f"{label} round {record.round}/{self.rounds}  {printed_tables.metrics_line(record.metrics)}"
-            self._line(f"{line}  {left}" if left else line)
+            hidden, self.hidden = f"({self.hidden} notes and events are not shown)" if self.hidden else "", 0
+            self._line("  ".join(filter(None, [line, left, hidden])))
+
+    def _is_due(self, record: RoundRecord) -> bool:
+        """Returns whether an evaluated round has a line."""
+        if self.rates is not None:
+            return self.rates["rounds"].is_due(record.finished)
+        return record.round % max(1, self.rounds // 10) == 0 or record.finished
 
     def _show(self, label: str, *more: str) -> None:
         """Writes metrics and time left, and `more`, next to the bar of a method."""
@@ -222,6 +251,10 @@ class Display(Watcher):
 
     def _notes(self, label: str, record: RoundRecord) -> None:
         events = [event.text for event in record.events]
+        count = len(record.notes) + len(events)
+        if self.rates is not None and count and not self.rates["notes"].is_due():
+            self.hidden += count
+            return
         # in the order of the round: clients join and leave before the training, in which clusters change
         for what, notes in (("notes", record.notes), ("events of clusters", events)):
             more = [f"and {len(notes) - MAX_NOTES} more {what}"] if len(notes) > MAX_NOTES else []
@@ -242,9 +275,11 @@ class Display(Watcher):
     def show_table(self, results: Results) -> None:
         """Prints the table of results and warnings about them."""
         printed_tables.print_table(printed_tables.comparison(results), self.console)
+        is_weighted = self.experiment is not None and self.experiment.evaluation.weights == "samples"
+        weights = ", weighted by their test samples" * is_weighted
         self._line(
             f"{printed_tables.score_of(results)}: of the model that the server would give each client next, mean over "
-            "clients (P-server); P-local: of the model that each client holds after its own training"
+            f"clients{weights} (P-server); P-local: of the model that each client holds after its own training"
         )
         self._line(printed_tables.SECONDS)
         if self.tested_on:

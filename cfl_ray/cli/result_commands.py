@@ -3,13 +3,16 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cfl_ray.cli.console import out, say
 from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, may_import
 from cfl_ray.errors import ConfigError, command
+
+if TYPE_CHECKING:
+    from cfl_ray.report.report_data import ReportedExperiment
 
 
 def status(
@@ -107,6 +110,16 @@ def table(
         str, typer.Option(help="ttest: paired t-test over seeds; wilcoxon: signed-rank test over clients.")
     ] = "ttest",
     correction: Annotated[str, typer.Option(help="none, or holm: Holm's correction over methods.")] = "none",
+    best_trials: Annotated[
+        bool, typer.Option("--best-trials", help="Of a sweep: each method with its best trial, as one experiment.")
+    ] = False,
+    classes: Annotated[
+        bool,
+        typer.Option("--classes", help="Print the accuracy of each class, of all clients and of each cluster's."),
+    ] = False,
+    confusion: Annotated[
+        bool, typer.Option("--confusion", help="Print the confusion matrix of all clients and of each cluster's.")
+    ] = False,
     trust: Trust = False,
     code: Code = None,
 ) -> None:
@@ -115,8 +128,19 @@ def table(
     Runs that differ only in the seed form an experiment, as do the runs of a setting of a study. With a single
     --metric, several experiments are columns. p is the p-value of a test against the best method: of a paired t-test,
     with three seeds or more, or of Wilcoxon's signed-rank test over clients. LaTeX tables name the test.
+
+    --classes and --confusion print tables of classes instead, of runs with evaluation.confusion: true.
     """
-    from cfl_ray.results.comparison import FORMATS, ROUNDS, by_experiment, collected, format_table, table_of
+    from cfl_ray.results.class_tables import accuracy_tables, confusion_tables, recorded_classes
+    from cfl_ray.results.comparison import (
+        FORMATS,
+        ROUNDS,
+        by_experiment,
+        collected,
+        format_table,
+        of_best_trials,
+        table_of,
+    )
     from cfl_ray.results.latex_table import latex_table
     from cfl_ray.results.significance import CORRECTIONS, TESTS
     from cfl_ray.run_directory import RunDirectory
@@ -130,6 +154,8 @@ def table(
     ):
         if value not in known:
             raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+    if (classes and confusion) or ((classes or confusion) and metric):
+        raise ConfigError("--classes, --confusion and --metric are different tables; give one of them")
     for run_dir in run_dirs:
         if not RunDirectory(run_dir).is_study:
             trust = may_import(run_dir, trust)
@@ -139,7 +165,18 @@ def table(
         has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
         what = f"no run of {named} is finished" if has_study else f"no method of {named} has been evaluated"
         raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
+    tried: dict[tuple[str, str], str] = {}
+    if best_trials:
+        if len(run_dirs) > 1:
+            raise ConfigError("--best-trials is of a single sweep; name one folder")
+        run_metrics, scores, tried = of_best_trials(run_dirs[0], run_metrics, scores)
+    if classes or confusion:
+        tables = accuracy_tables if classes else confusion_tables
+        print(tables(recorded_classes(scores.results, of_round), style))
+        return
+    of_trials = [f"{name}: {values}" for (_, name), values in tried.items()]
     if style == "latex":
+        print("".join(f"% {line}\n" for line in of_trials), end="")
         print(latex_table(run_metrics, metric or (), test, correction, scores))
         return
     frame = table_of(run_metrics, metric or (), test, correction, scores)
@@ -149,6 +186,8 @@ def table(
     print(format_table(frame, style))
     if has_best and style == "md":
         print(f"\nOf the best round of each method, whose models are kept (column {BEST_ROUND}).")
+    if tried and style == "md":
+        print("\nThe best trial of each method: " + "; ".join(of_trials))
     if style == "md" and (test, correction) != ("ttest", "none") and "p" in frame.columns:
         say(f"p: {TESTS[test]}, {CORRECTIONS[correction]}", out)
 
@@ -200,7 +239,11 @@ def figure(
     style: Annotated[str, typer.Option("--format", help="pdf or svg.")] = "pdf",
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="Metric to draw; can be repeated. Default: the score of the task.", show_default=False),
+        typer.Option(
+            help="Metric to draw; can be repeated. Default: the score of the task, on test data and, if there are any, "
+            "on validation data.",
+            show_default=False,
+        ),
     ] = None,
     x: Annotated[str, typer.Option(help="Axis of the curves: round, mbit or virtual_seconds.")] = "round",
     method: Annotated[
@@ -238,11 +281,21 @@ def figure(
     output.mkdir(parents=True, exist_ok=True)
     for experiment in experiments:
         prefix = f"{experiment.name}_" if len(experiments) > 1 else ""
-        for name in metric or [experiment.score]:
+        for name in metric or _curves_of(experiment):
             say(str(write_curves(output, experiment, name, x, width, style, prefix)))
         clustered = [label for label, runs in experiment.methods.items() if any(run.is_clustered for run in runs)]
         for label in method or clustered:
             say(str(write_matrix(output, experiment, label, width, style, round, prefix)))
+
+
+def _curves_of(experiment: "ReportedExperiment") -> list[str]:
+    """The metrics that are drawn by default."""
+    from cfl_ray.tracking.record import validation_metric
+
+    on_validation = validation_metric(experiment.score)
+    runs = [run for of_seeds in experiment.methods.values() for run in of_seeds]
+    has_validation = any(on_validation in record.metrics for run in runs for record in run.records)
+    return [experiment.score, *([on_validation] if has_validation else [])]
 
 
 def export(

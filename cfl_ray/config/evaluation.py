@@ -16,6 +16,16 @@ class EvaluationConfig(ConfigSection):
     clients: int | None = Field(
         None, ge=1, description="number of clients evaluated, the same random sample in all rounds; null: all clients"
     )
+    weights: Literal["uniform", "samples"] = Field(
+        "uniform",
+        description="weight of a client in the means over clients: uniform | samples: its number of test samples, so "
+        "that accuracy is the share of all test samples",
+    )
+    reported: dict[str, Literal["server", "local", "tuned"]] | None = Field(
+        None,
+        description="the protocol by which a method is scored in the metric `reported`, by label or name, e.g. {apfl: "
+        "local}: server | local | tuned; methods that are not named: server. null: there is no such metric",
+    )
     local: bool = Field(True, description="also measure P-local: each client's model right after its own training")
     local_samples: int = Field(
         500,
@@ -59,3 +69,13 @@ class EvaluationConfig(ConfigSection):
         description="further numbers of the first metric over the clients: gini, Gini's coefficient | jain, Jain's "
         "index | worst_10, best_10, the mean of the worst and of the best tenth",
     )
+    confusion: bool = Field(
+        False,
+        description="record in each evaluation the number of test samples of each cluster's clients by true and "
+        "predicted class, for the report and cfl-ray table --classes (docs/metrics.md)",
+    )
+
+    def protocol_of(self, label: str, name: str) -> str:
+        """The protocol of `reported` for the method with this label and name: server, local or tuned."""
+        reported = self.reported or {}
+        return reported.get(label, reported.get(name, "server"))

@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from cfl_ray.config.asynchronous import AsynchronousConfig
 from cfl_ray.config.attack import ATTACK_KINDS, AttackConfig
@@ -24,6 +24,7 @@ from cfl_ray.config.local import LocalConfig
 from cfl_ray.config.model import ModelConfig
 from cfl_ray.config.paths import to_record, with_replaced
 from cfl_ray.config.privacy import PrivacyConfig
+from cfl_ray.config.protocol import described, with_protocol
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.section import check_path, replaced_in
@@ -42,7 +43,7 @@ from cfl_ray.system.nested import texts_of
 # They are not hashed: `auto` is resolved only when hosts have started, and the clients that a deadline excludes depend
 # on the clock, not on its value. `results/environment.py` records these for a run. `precision` changes results on
 # purpose and is hashed.
-NOT_HASHED = {"runtime", "tracking", "output", "name"}
+NOT_HASHED = {"runtime", "tracking", "output", "name", "protocol"}
 _FORMAT = 2  # of the config hash; a new number for a changed default
 
 
@@ -72,6 +73,11 @@ class Experiment(WholeConfig):
         "path/to/file.py:Name | {loss: ..., targets: ..., metrics: [...]} with a loss cross_entropy | "
         "token_cross_entropy | mse | mae | huber | bce | file.py:function, targets class | real | binary | tokens, "
         "and metrics as in evaluation.metrics",
+    )
+    protocol: Literal["pfllib", "fl_bench"] | None = Field(
+        None,
+        description="preset of another library, whose keys are filled in if they are not given (docs/coming_from.md); "
+        f"null: none. {described()}",
     )
     data: Annotated[DataConfig, SOURCE_KINDS] = OfficialDataConfig()
     model: ModelConfig = ModelConfig()
@@ -140,6 +146,13 @@ class Experiment(WholeConfig):
     def events(self) -> list[EventConfig]:
         """The schedule as single events, in which processes of drift are expanded."""
         return [single for event in self.schedule for single in event.single_events(self.seed)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_protocol(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return with_protocol(values, cls.model_fields["methods"].default)
 
     @field_validator("model", mode="before")
     @classmethod

@@ -1,6 +1,6 @@
 """The section `local`."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,10 +17,10 @@ class LocalConfig(ConfigSection):
     batch_size: int | None = Field(
         None, ge=1, description="B, samples per batch; null: all samples of the client in one batch"
     )
-    drop_last: bool = Field(
+    drop_last: bool | Literal["single"] = Field(
         False,
-        description="true: the samples of an epoch that fill no batch are left out, others in each epoch; "
-        "BatchNorm cannot train on a last batch of one sample. false: the last batch may be smaller",
+        description="true: the samples of an epoch that fill no batch are left out, others in each epoch | single: a "
+        "last batch of one sample is left out, on which BatchNorm cannot train | false: the last batch may be smaller",
     )
     lr: float = Field(0.1, gt=0, le=100, description="eta, learning rate")
     momentum: float = Field(0.0, ge=0, lt=1, description="rho, momentum of SGD; 0: none")

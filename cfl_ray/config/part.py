@@ -1,8 +1,8 @@
 """Parts of an experiment whose kind decides which keys they have: each kind is a section with exactly its keys."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, cast
 
@@ -110,20 +110,24 @@ class Kinds(Registry[Any], Generic[Section]):
         return kind if isinstance(kind, str) and kind in self.builtin else PLUGIN
 
 
-def keys_of(section: type[ConfigSection]) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+@cache
+def keys_of(section: type[ConfigSection]) -> Sequence[tuple[tuple[str, ...], FieldInfo]]:
     """Every key of a section and of the sections in it, those of all kinds of a part, each with its path."""
+    keys = list[tuple[tuple[str, ...], FieldInfo]]()
     for name, info in section.model_fields.items():
-        yield (name,), info
+        keys.append(((name,), info))
         kinds = kinds_of(info)
         inner: Iterable[Any] = (
             [info.annotation] if kinds is None else dict.fromkeys(kind.section for kind in kinds.all.values())
         )
         for nested in inner:
             if isinstance(nested, type) and issubclass(nested, ConfigSection):
-                yield from (((name, *path), inside) for path, inside in keys_of(nested))
+                keys += [((name, *path), inside) for path, inside in keys_of(nested)]
+    return keys
 
 
-def present_names(section: type[ConfigSection]) -> dict[str, str]:
+@cache
+def present_names(section: type[ConfigSection]) -> Mapping[str, str]:
     """The dotted keys by the names that they had before (`section.former`)."""
     known = [(path, info.serialization_alias) for path, info in keys_of(section)]
     return {".".join([*path[:-1], alias]): ".".join(path) for path, alias in known if alias not in (None, path[-1])}

@@ -16,7 +16,12 @@ class TrackingConfig(ConfigSection):
     uri: str | None = Field(
         None, description="MLflow tracking URI; null: MLFLOW_TRACKING_URI, or an SQLite store below `output`"
     )
-    experiment: str = Field("cfl_ray", description="name of the MLflow experiment")
+    experiment: str = Field(
+        "cfl_ray",
+        min_length=1,
+        max_length=500,
+        description="name of the MLflow experiment; a server on PostgreSQL or MySQL takes 256 characters",
+    )
     enabled: bool = Field(True, description="use the trackers; false: only write the files of the run directory")
     log_models: bool = Field(
         False,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Literal
 
 import numpy as np
 
@@ -34,7 +35,8 @@ class LocalSGD:
     schedule: RateSchedule | None = None  # factor of lr in each round (`in_round`); None: 1
     step_schedule: RateSchedule | None = None  # factor of lr in each local step; None: 1
     clip_norm: float | None = None  # largest norm of a step's gradient, proximal terms included; None: no limit
-    drop_last: bool = False  # the samples of an epoch that fill no batch are left out
+    # True: the samples of an epoch that fill no batch are left out; "single": a last batch of one sample is
+    drop_last: bool | Literal["single"] = False
     examples: ExampleNoise | None = None  # privacy of single samples; None: none
 
     @property
@@ -64,9 +66,15 @@ class LocalSGD:
         return np.where(-(-size // batch) < batches_per_step, even, batch)
 
     def batches_of(self, size: int | np.ndarray, batches_per_step: int = 1) -> int | np.ndarray:
-        """Batches of one epoch of a client with `size` samples: n / B, rounded up, or with `drop_last` down."""
+        """Batches of one epoch of a client with `size` samples, at least 1: n / B, rounded up.
+
+        With `drop_last`, rounded down; "single": rounded down if one sample would be left.
+        """
         batch = self.batch_of(size, batches_per_step)
-        return np.maximum(size // batch, 1) if self.drop_last else -(-size // batch)
+        if not self.drop_last:
+            return -(-size // batch)
+        smallest = 2 if self.drop_last == "single" else batch  # of a last batch that is not left out
+        return np.maximum(size // batch + (size % batch >= smallest), 1)
 
     def steps_of(
         self, num_samples_M: np.ndarray, epochs: float | np.ndarray | None = None, batches_per_step: int = 1
@@ -89,7 +97,7 @@ class LocalSGD:
     ) -> Iterator[np.ndarray | None]:
         """Yields the sample indices of `count` batches; None stands for all samples.
 
-        The samples are shuffled anew in every epoch, and the last batch of an epoch may be smaller, unless `drop_last`.
+        The samples are shuffled anew in every epoch, and the last batch of an epoch may be smaller (`drop_last`).
         A batch of all samples needs no draw. With privacy of single samples, every sample is in a batch by itself with
         the same chance, so that batches may be empty.
         """

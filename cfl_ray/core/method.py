@@ -137,9 +137,9 @@ class Method(ABC, Generic[S]):
         "shared",
         "normalisation layers: shared, as all others; local: each client trains and predicts with its own (BatchNorm, "
         "InstanceNorm, with statistics), and clients without any have the mean; local_all: also GroupNorm, LayerNorm "
-        "and RMSNorm",
-        source="FedBN",
-        choices=("shared", "local", "local_all"),
+        "and RMSNorm; local_statistics: running means and variances alone, if the model has any",
+        source="FedBN; local_statistics: SiloBN",
+        choices=("shared", "local", "local_all", "local_statistics"),
         kw_only=True,
     )
     local: dict[str, Any] | None = option(
@@ -233,8 +233,13 @@ class Method(ABC, Generic[S]):
         return spec.all
 
     def kept_norms(self, spec: ParamSpec) -> Columns | None:
-        """The normalisation layers that each client keeps by `norm`; None: it keeps none."""
-        return None if self.norm == "shared" else spec.norms(every=self.norm == "local_all")
+        """The normalisation layers, or statistics, that each client keeps by `norm`; None: it keeps none."""
+        if self.norm == "shared":
+            return None
+        if self.norm == "local_statistics":
+            statistics = spec.norms().within(spec.trained, spec.size)
+            return statistics if statistics.count else None
+        return spec.norms(every=self.norm == "local_all")
 
     def model_warning(self, spec: ParamSpec) -> str:
         """A line on a limitation with this model, which `cfl-ray check` and a run show; empty: none."""

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+OTHER_CLUSTERS = -2  # label, on an axis of clusters, of the sum over those that are not listed
+
 
 @dataclass(frozen=True, eq=False)
 class Diagnostic:
     """A reported value."""
 
-    value: np.ndarray  # float64 () of a number, float32 (A,) or (A, B) of an array; NaN: not defined
+    value: np.ndarray  # float64 () of a number, float32 (A,), (A, B) or (A, B, C) of an array; NaN: not defined
     axes: tuple[str, ...] = ()  # of each axis "clients", "clusters" or another word
     labels: tuple[np.ndarray, ...] = ()  # int64, of each axis: client ids, numbers of clusters, or 0, 1, 2 ..
 

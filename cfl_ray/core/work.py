@@ -605,6 +605,7 @@ class Evaluate(Work):
     # weights of the K rows of table 0 in the mean of their class probabilities; None: clients predict with `start`
     weight_MK: np.ndarray | None = field(default=None, metadata=PER_CLIENT)
     num_scores: int = 3  # of a client: the metrics of the task, then the loss
+    counts: bool = False  # whether to return the numbers of test samples by true and predicted class (M, C, C)
 
     def rows(self) -> list[Rows]:
         own = self.start if self.weight_MK is None else Rows(0, np.arange(self.weight_MK.shape[1]))
@@ -621,14 +622,16 @@ class EvaluateClients(Evaluate):
     steps_M: np.ndarray | None = field(default=None, metadata=PER_CLIENT)  # local steps of that training
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
-        return {scores_name(part): np.full((len(self.ids_M), self.num_scores), np.nan) for part in self.parts}
+        size = len(self.ids_M)
+        arrays = {scores_name(part): np.full((size, self.num_scores), np.nan) for part in self.parts}
+        return arrays | ({"confusion": np.zeros((size, num_classes, num_classes), np.int32)} if self.counts else {})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateShared(Evaluate):
     """Test of models on shared test sets `ids_M`: confusion matrices (M, C, C) and losses by true class (M, C).
 
-    For metrics that need more than the confusion matrix, the scores (M, num_scores) instead.
+    For metrics that need more than the confusion matrix, the scores (M, num_scores) instead, and with `counts` both.
     """
 
     is_per_client = False
@@ -637,12 +640,10 @@ class EvaluateShared(Evaluate):
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         size = len(self.ids_M)
+        confusion = {"confusion": np.zeros((size, num_classes, num_classes), np.int64)}
         if not self.by_confusion:
-            return {"scores": np.full((size, self.num_scores), np.nan)}
-        return {
-            "confusion": np.zeros((size, num_classes, num_classes), np.int64),
-            "loss": np.zeros((size, num_classes)),
-        }
+            return {"scores": np.full((size, self.num_scores), np.nan)} | (confusion if self.counts else {})
+        return confusion | {"loss": np.zeros((size, num_classes))}
 
 
 # ---- results

@@ -10,7 +10,7 @@ import torch
 
 from cfl_ray.core.tasks import IGNORED, TARGETS
 from cfl_ray.data.data_set import DataSet
-from cfl_ray.data.federation import DataShape, Federation, Index, IndexedFederation, Scaling, StoredSamples
+from cfl_ray.data.federation import DataShape, Federation, Index, IndexedFederation, Scaling, StoredSamples, tested_on
 from cfl_ray.data.plan import split_rows
 from cfl_ray.data.reading import reading
 from cfl_ray.errors import DataError, did_you_mean
@@ -284,7 +284,7 @@ class ArrayFederation(IndexedFederation):
     def tested_on(self) -> str:
         if self.has_test_samples:
             return "each client is tested on its own samples of x_test (test_clients)"
-        return super().tested_on
+        return tested_on(self.view, self.num_test_sets())
 
     @property
     def warnings(self) -> list[str]:
@@ -664,14 +664,21 @@ def federation_from_dataset(
     view: str | None = None,
     normalize: list[list[float]] | None = None,
     targets: str = "class",
+    labels: str = "given",
+    order: str = "random",
+    validation: PairDataset | None = None,
+    validation_clients: Array | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> Federation:
     """A federation in which sample dataset[r] belongs to client clients[r]; every sample is read once.
 
-    An input is a tensor, an array or a PIL image. Other arguments: as in `federation_from_arrays`.
+    An input is a tensor, an array or a PIL image. test, validation: in place of x_test and y_test, and of x_validation
+    and y_validation. Other arguments: as in `federation_from_arrays`.
     Raises DataError naming the sample that does not fit.
     """
     x, y = _arrays(dataset, "dataset", targets)
     x_test, y_test = (None, None) if test is None else _arrays(test, "test", targets)
+    x_validation, y_validation = (None, None) if validation is None else _arrays(validation, "validation", targets)
     return federation_from_arrays(
         x,
         y,
@@ -687,6 +694,12 @@ def federation_from_dataset(
         view=view,
         normalize=normalize,
         targets=targets,
+        labels=labels,
+        order=order,
+        x_validation=x_validation,
+        y_validation=y_validation,
+        validation_clients=validation_clients,
+        class_names=class_names,
     )
 
 

@@ -66,16 +66,27 @@ class GroupTransform(NamedTuple):
     offset: int = 0  # s in y -> (y + s) mod C
 
 
-def tested_on(view: str, groups: int) -> str:
-    """A sentence on which data a client is tested under a view. groups: number of true groups, 0 if unknown."""
+def tested_on(view: str, test_sets: int, most: int | None = None) -> str:
+    """A sentence on which data a client is tested. test_sets: those that clients share. most: samples of each."""
     if view == "holdout":
         return "each client is tested on its own samples that are held out from training (data.test.view holdout)"
-    if view == "all":
-        return "each client is tested on all images of the test set, shifted like its group (data.test.view all)"
-    whole = "the test set of its true group" if groups > 1 else "the whole test set"
+    return f"each client is tested on {_of_shared(view, test_sets, 'test set', most)} (data.test.view {view})"
+
+
+def validated_on(view: str, sets: int, most: int | None = None) -> str:
+    """A sentence on which validation data of the source a client has, as `tested_on`."""
+    what = "its own samples of the validation part"
+    if view != "holdout":
+        what = _of_shared(view, sets, "validation set", most)
+    return f"validation: each client is measured on {what}"
+
+
+def _of_shared(view: str, sets: int, name: str, most: int | None) -> str:
+    limited = "" if most is None else f"at most {most} samples of "
+    whole = limited + (f"the {name} of its true group" if sets > 1 else f"the {name if limited else f'whole {name}'}")
     if view == "label":
-        return f"each client is tested on the images of its own labels in {whole} (data.test.view label)"
-    return f"each client is tested on {whole} (data.test.view cluster)"
+        return f"the samples of its own labels in {whole}"
+    return f"{whole}, also with labels that the group does not have" if view == "all" and sets > 1 else whole
 
 
 class Federation(ABC):
@@ -144,7 +155,18 @@ class Federation(ABC):
     @property
     def tested_on(self) -> str:
         """A sentence on which data a client is tested."""
-        return tested_on(self.view, self.num_groups)
+        if self.view == "holdout":  # `holdout` of a subclass returns any samples
+            return "each client is tested on test samples of its own"
+        return tested_on(self.view, self.num_test_sets())
+
+    @property
+    def validated_on(self) -> str:
+        """A sentence on which validation data a client has; empty without validation data."""
+        if self.share is not None:
+            return self.share.in_words
+        if (part := self.validation) is None:
+            return ""
+        return validated_on(part.view, part.num_test_sets())
 
     def client_name(self, client: int) -> str:
         """The client's name in the data, e.g. a FEMNIST writer; the id itself if the data have no names."""
@@ -223,6 +245,20 @@ class Federation(ABC):
         keep = self.test_rows(client, y.numpy(), max_samples, seed)
         return (x, y) if len(keep) == len(y) else (x[keep], y[keep])
 
+    def num_test_samples(self, clients: np.ndarray) -> np.ndarray:
+        """int64 (M,): the number of test samples of each of these clients under its view, by reading them."""
+        if self.view == "holdout":
+            return np.array([len(self.holdout(client)[1]) for client in clients.tolist()], np.int64)
+        labels_MC, set_M = self.labels_of(clients), self.test_set_of(clients)
+        num_M = np.zeros(len(clients), np.int64)
+        for test_set in np.unique(set_M):
+            y, same_M = self.test_set(int(test_set))[1], set_M == test_set
+            if labels_MC is None:
+                num_M[same_M] = len(y)
+            else:
+                num_M[same_M] = labels_MC[same_M] @ torch.bincount(y, minlength=labels_MC.shape[1]).numpy()
+        return num_M
+
     def test_rows(self, client: int, y: np.ndarray, max_samples: int | None, seed: int) -> np.ndarray:
         """The rows, ascending, of its shared test set on which the client is tested. y: the set's labels."""
         labels = self.labels_of(np.array([client]))
@@ -255,6 +291,14 @@ class FederationView(Federation):
     @property
     def warnings(self) -> list[str]:
         return self._base.warnings
+
+    @property
+    def tested_on(self) -> str:
+        return self._base.tested_on
+
+    @property
+    def validated_on(self) -> str:
+        return self._base.validated_on if self.share is None else self.share.in_words
 
     def client_name(self, client: int) -> str:
         return self._base.client_name(client)
@@ -294,6 +338,9 @@ class ValidationPart(FederationView):
 
     def holdout(self, client: int) -> TensorSamples:
         return self._base.validation_samples(client)
+
+    def num_test_samples(self, clients: np.ndarray) -> np.ndarray:
+        return self.num_samples_N[clients]
 
     def num_test_sets(self) -> int:
         return 0
@@ -420,8 +467,21 @@ class IndexedFederation(Federation):
         """All rows of a shared validation set."""
         raise IndexError(f"validation set {number} of 0")
 
+    max_test_samples: int | None = None  # to which shared sets of test and validation samples were cut; None: not cut
     validation_view: str | None = None  # of validation data of the source; None: there are none
     validation_sizes: Sequence[int] = ()  # samples of each shared validation set
+
+    @property
+    def tested_on(self) -> str:
+        if self.view == "holdout" and self.recipe.get("source") == "arrays":  # shards of arrays do not tell how
+            return super().tested_on
+        return tested_on(self.view, self.num_test_sets(), self.max_test_samples)
+
+    @property
+    def validated_on(self) -> str:
+        if self.validation_view is None:
+            return super().validated_on
+        return validated_on(self.validation_view, len(self.validation_sizes), self.max_test_samples)
 
     @cached_property
     def validation(self) -> Federation | None:
@@ -454,6 +514,10 @@ class IndexedFederation(Federation):
         start = self.index.offset_N[client] + self.index.train_N[client]
         rows = slice(start, start + self.index.held_out_N[client])
         return self._tensors(self._file(int(self.index.file_N[client])), rows)
+
+    def num_test_samples(self, clients: np.ndarray) -> np.ndarray:
+        """As in the base class; the number of held-out samples is in the index."""
+        return self.index.held_out_N[clients] if self.view == "holdout" else super().num_test_samples(clients)
 
     def validation_samples(self, client: int) -> TensorSamples:
         assert self.index.validation_N is not None

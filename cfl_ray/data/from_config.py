@@ -27,7 +27,15 @@ from cfl_ray.core import global_generators
 from cfl_ray.data.arrays import data_set_from_arrays, digest, federation_from_arrays
 from cfl_ray.data.data_set import Progress, Source
 from cfl_ray.data.decoding import DECODING
-from cfl_ray.data.federation import DataShape, Federation, Scaling, layout_warnings, scale_warnings
+from cfl_ray.data.federation import (
+    DataShape,
+    Federation,
+    Scaling,
+    layout_warnings,
+    scale_warnings,
+    tested_on,
+    validated_on,
+)
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.data.plan import FederationPlan, make_plan, with_validation_part
 from cfl_ray.data.raw_files import DigestIndex, RawFiles
@@ -55,6 +63,8 @@ class FederationSummary:
     shape: DataShape
     test_sets: int  # shared test sets; 0 if the view is hold-out
     view: str  # the data on which clients are tested (`data.test.view`)
+    tested_on: str  # a sentence on these data
+    validated_on: str  # a sentence on the validation data; empty: there are none
     bytes: int  # bytes of the shards; 0 for data that are generated or kept in memory
     # training samples of each client, with a share of them that is held out for validation
     num_samples_N: np.ndarray = field(repr=False, compare=False)
@@ -260,6 +270,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         num_samples_N, shape, view = loaded.num_samples_N, loaded.shape, loaded.view
         groups, test_sets, size = loaded.num_groups, loaded.num_test_sets(), 0
         warnings, own_validation = loaded.warnings, loaded.validation is not None
+        on_test, on_validation = loaded.tested_on, loaded.validated_on
     else:
         plan = _plan(data, seed, _sources(data, loaded, targets), pixels=False, progress=None)
         num_samples_N = np.array([len(client.train) for client in plan.clients])
@@ -268,11 +279,16 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         test_sets, size = len(plan.test_sets), shard_bytes(plan)
         scaling = Scaling(plan.data_set.scale, data.normalize, plan.data_set.vocabulary is not None)
         own_validation = plan.validation_view is not None
+        on_test, on_validation = tested_on(view, test_sets, data.test.max_samples), ""
+        if plan.validation_view is not None:
+            sets = len(plan.validation_sets)
+            on_validation = validated_on(plan.validation_view, sets, data.test.max_samples)
         warnings = [*plan.data_set.warnings, *layout_warnings(shape.input)]
         warnings += scale_warnings(scaling.to_tensor(plan.data_set.train_x[plan.clients[0].train]))
     trained_N = num_samples_N
     if (share := data.validation) is not None and not own_validation:
-        trained_N = num_samples_N - ValidationShare(share.fraction, share.order, seed).counts(num_samples_N)
+        of_training = ValidationShare(share.fraction, share.order, seed)
+        trained_N, on_validation = num_samples_N - of_training.counts(num_samples_N), of_training.in_words
     samples = int(trained_N.min()), float(np.median(trained_N)), int(trained_N.max())
     return FederationSummary(
         clients=len(num_samples_N),
@@ -281,6 +297,8 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         shape=shape,
         test_sets=test_sets,
         view=view,
+        tested_on=on_test,
+        validated_on=on_validation,
         bytes=size,
         num_samples_N=num_samples_N,
         own_validation=own_validation,
@@ -435,8 +453,8 @@ def _check_called(data: DataConfig) -> None:
 def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
     """The federation of the .npz file `data.root`; `data.partition` has no effect.
 
-    The file has the arrays x, y, clients, and optionally groups, x_test, y_test, test_clients, and the numbers
-    num_classes and vocabulary.
+    The file has the arrays x, y, clients, and optionally groups, x_test, y_test, test_clients, the same three for
+    validation, class_names, and the numbers num_classes and vocabulary.
     """
     _check_called(data)
     if data.shift.kind != "none":
@@ -452,14 +470,15 @@ def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
             f"data.root: there is no file {file.absolute()}; source arrays reads an .npz file (numpy.savez)"
         )
     required, needs = ("x", "y", "clients"), "it needs x, y and clients"
-    optional = ("groups", "x_test", "y_test", "test_clients", "num_classes", "vocabulary", *_OF_VALIDATION)
+    optional = ("groups", "x_test", "y_test", "test_clients", *_NUMBERS, *_OF_VALIDATION)
     with reading(str(file), "an .npz file of plain arrays", "write it again with numpy.savez"):
         arrays: dict[str, Any] = read_npz(file, required, optional, needs)
     if data.test.view == "holdout" and "test_clients" not in arrays:
         arrays = {name: array for name, array in arrays.items() if not name.endswith("_test")}
     numbers = {name: arrays.pop(name).squeeze().tolist() for name in ("num_classes", "vocabulary") if name in arrays}
+    names = {name: arrays.pop(name).tolist() for name in ("class_names",) if name in arrays}
     try:
-        return federation_of(arrays | numbers, data, seed, targets)
+        return federation_of(arrays | numbers | names, data, seed, targets)
     except DataError as error:
         raise DataError(f"{file}: {error}") from None
 

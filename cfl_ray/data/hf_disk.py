@@ -5,6 +5,7 @@ may lie beside them. Formats (`set_format`) are views, which leave the columns a
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,9 +117,16 @@ def _features_in(file: Path) -> dict[str, Any]:
     """The features that datasets recorded in the schema of an Arrow file; empty without a record."""
     try:
         with pa.memory_map(str(file)) as source:
-            recorded = (pa.ipc.open_stream(source).schema.metadata or {}).get(b"huggingface", b"{}")
-        features = json.loads(recorded).get("info", {}).get("features")
-    except (pa.ArrowException, OSError, ValueError, AttributeError):
+            return _features_of(pa.ipc.open_stream(source).schema)
+    except (pa.ArrowException, OSError):
+        return {}
+
+
+def _features_of(schema: pa.Schema) -> dict[str, Any]:
+    """The features that datasets recorded in a schema, of an Arrow or Parquet file; empty without a record."""
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features")
+    except (ValueError, AttributeError):
         return {}
     return features if isinstance(features, dict) else {}
 
@@ -129,6 +137,27 @@ def _stream(file: Path) -> pa.Table:
             return pa.ipc.open_stream(source).read_all()
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file} is not a readable Arrow stream file: {error}") from error
+
+
+def check_class_names(schemas: Mapping[Path, pa.Schema], column: str) -> None:
+    """Raises DataError if equal codes of a label column are different classes in two of these files.
+
+    Datasets records the names of classes in Parquet files too. A file without names may have the codes of the others;
+    but names that are integers in another order, as `class_encode_column` gives them ("0", "1", "10", "2"), say that
+    the codes are not the labels that such a file has.
+    """
+    parts = [SavedDataset(file, [file], _features_of(schema)) for file, schema in schemas.items()]
+    if not (named := [part for part in parts if part.class_names(column)]):
+        return
+    names = common_class_names(named, column)
+    others = [part for part in parts if not part.class_names(column)]
+    if others and set(names) == set(map(str, range(len(names)))) and names != tuple(map(str, range(len(names)))):
+        code = next(code for code, name in enumerate(names) if name != str(code))
+        raise DataError(
+            f"{named[0].folder}: code {code} of column {column!r} is the class named {names[code]!r}, for labels were "
+            f"numbered in the order of their text (class_encode_column), and {others[0].folder} names no classes, so "
+            f"its {code} may be another class; encode both, or neither"
+        )
 
 
 def common_class_names(parts: list[SavedDataset], column: str) -> tuple[str, ...]:

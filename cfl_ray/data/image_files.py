@@ -14,6 +14,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from cfl_ray.config import ColumnsConfig
+from cfl_ray.data import hf_disk
 from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.decoding import Decoder, Encoded, suffixes
 from cfl_ray.data.raw_files import FileState, RawFiles
@@ -49,9 +50,12 @@ def read_parquet(
     """
     test, labels = [*test, *validation], label_names(columns.label)
     others = [name for name in (columns.client, columns.group, columns.time) if name]
+    schemas = {file: _open(file, labels).schema_arrow for file in (*train, *test)}
+    for name in labels:
+        hf_disk.check_class_names(schemas, name)
     parts = [_columns_of(train, [*labels, *others])]
     if test:
-        known = [_open(file, labels).schema_arrow.names for file in test]
+        known = [schemas[file].names for file in test]
         ids = [name for name in (columns.group, columns.client if validation else None) if name]
         parts.append(_columns_of(test, [*labels, *(name for name in ids if all(name in has for has in known))]))
     decoder = Decoder(transparency).first(*next(_encoded(train, columns.image))[:2])  # a training part has a row

@@ -83,6 +83,14 @@ class ShardManifest(BaseModel):
         return shape
 
 
+def _limit_of(recipe: dict[str, Any]) -> int | None:
+    """`data.test.max_samples` in a recipe; None: there is no limit."""
+    data = recipe.get("data")
+    test = data.get("test") if isinstance(data, dict) else None
+    limit = test.get("max_images") if isinstance(test, dict) else None
+    return limit if isinstance(limit, int) else None
+
+
 def sample_schema(shape: DataShape, dtype: str) -> pa.Schema:
     """The columns of train and test files. dtype: type of the stored inputs."""
     target = pa.from_numpy_dtype(TARGETS[shape.targets].stored)
@@ -156,6 +164,7 @@ class ShardFederation(IndexedFederation):
         self._names, index = _map_index(self._folder, manifest)
         scaling = Scaling(manifest.scale, manifest.normalize, manifest.vocabulary is not None)
         super().__init__(manifest.shape, manifest.view, manifest.recipe, index, scaling.check(manifest.shape.input))
+        self.max_test_samples = _limit_of(manifest.recipe)
         self.validation_view = manifest.validation_view
         self.validation_sizes = [file.rows for file in manifest.validation]
 

@@ -51,12 +51,8 @@ class SplitFederation(FederationView):
     @property
     def notes(self) -> list[str]:
         """Those of `base`, and the sizes of the share."""
-        held_N, share = self.num_validation_N, self.share
-        how = "the last ones" if share.order == "last" else "drawn per class"
-        line = (
-            f"validation: {share.fraction:.4g} of each client's training samples are held out ({how}), "
-            f"{held_N.sum()} in all"
-        )
+        held_N = self.num_validation_N
+        line = f"{self.share.in_words}, {held_N.sum()} in all"
         if too_small := int((held_N == 0).sum()):
             line += f"; {too_small} of {len(held_N)} clients are too small for a share and have none"
         return [*super().notes, line]
@@ -106,6 +102,11 @@ class SplitFederation(FederationView):
                 count_C = torch.bincount(self.train_targets(client), minlength=self.shape.num_classes)
                 self._labels_of[client] = count_C.numpy() > 0
         return np.array([self._labels_of[client] for client in clients.tolist()])
+
+    def num_test_samples(self, clients: np.ndarray) -> np.ndarray:
+        if self.view == "holdout":
+            return self._base.num_test_samples(clients)
+        return super().num_test_samples(clients)
 
     def test(self, client: int, max_samples: int | None = None, seed: int = 0) -> TensorSamples:
         if self.view == "label":

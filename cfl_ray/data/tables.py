@@ -229,6 +229,8 @@ def read_csv(
     as_text = labels if targets == "class" else []
     times = [] if columns.time is None else [columns.time]
     tables = {file: read_rows(file, csv, ids, as_text) for file in (*train, *test)}
+    for name in as_text:
+        hf_disk.check_class_names({file: table.schema for file, table in tables.items()}, name)
     given = {*labels, *ids, *times, *(columns.features or ())}
     left_out = {name for table in tables.values() for name in index_columns(table)} - given
     parts = []

@@ -15,6 +15,12 @@ class ValidationShare:
     order: str
     seed: int
 
+    @property
+    def in_words(self) -> str:
+        """A sentence on the share."""
+        how = "the last ones" if self.order == "last" else "drawn per class"
+        return f"validation: {self.fraction:.4g} of each client's training samples are held out ({how})"
+
     def counts(self, num_samples_N: np.ndarray) -> np.ndarray:
         """int64 (N,): validation samples of clients with so many samples: the rounded share, never all of them."""
         return np.minimum(np.rint(self.fraction * num_samples_N), num_samples_N - 1).astype(np.int64).clip(min=0)

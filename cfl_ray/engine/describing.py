@@ -20,6 +20,7 @@ from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import ANY_POWER, invalid_value_reason
 from cfl_ray.nn.network import Network
+from cfl_ray.nn.pooling import FastPooling
 
 
 @torch.no_grad()
@@ -133,7 +134,7 @@ class ClientView:
     @torch.no_grad()
     def _features(self, batch: int) -> Tensor:
         self.network.module.eval()
-        with self.network.kept_features() as features:
+        with self.network.kept_features() as features, FastPooling():
             for x_B in self.x.split(batch):
                 self.network.module(self.network.input(x_B))
         return torch.cat(features).float().cpu()

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.work import EvaluateClients, EvaluateShared, Train, scores_name
+from cfl_ray.core.work import TEST, EvaluateClients, EvaluateShared, Train, scores_name
 from cfl_ray.engine import scoring
 from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.describing import ClientView
@@ -31,7 +31,8 @@ def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
             row_P = chunk.train_one(task).row_P
         logits = predictors.of(index, row_P)
         for part in work.parts:
-            scores, reason = client_scores(chunk, index, logits, work.max_test_samples, part)
+            counts_CC = arrays["confusion"][index] if work.counts and part == TEST else None
+            scores, reason = client_scores(chunk, index, logits, work.max_test_samples, part, counts_CC)
             arrays[scores_name(part)][index] = scores
             if reason:
                 chunk.exclude(index, f"its {part} data have {reason}")
@@ -49,13 +50,18 @@ def evaluate_shared(chunk: OpenChunk[EvaluateShared]) -> Arrays:
             chunk.exclude(index, f"its {work.part} set {test_set} has {samples}")
             continue
         x, y = samples[0], samples[1].cpu()  # the outputs are compared on the CPU
+        if not len(y):
+            continue
         logits = predictors.of(index, chunk.on_device(work.start, index), test_set)
-        if work.by_confusion:
-            counts = scoring.confusion(logits(x).cpu(), y, chunk.data.shape.num_classes)
-            arrays["confusion"][index], arrays["loss"][index] = counts
-        else:
-            with naming_client(test_set, "testing", f"{work.part} set"):
-                arrays["scores"][index] = scoring.values(chunk.network.task, logits, x, y) if len(y) else np.nan
+        with naming_client(test_set, "testing", f"{work.part} set"):
+            outputs = logits(x).cpu()
+            if work.by_confusion or work.counts:
+                counts_CC, loss_C = scoring.confusion(outputs, y, chunk.data.shape.num_classes)
+                arrays["confusion"][index] = counts_CC
+            if work.by_confusion:
+                arrays["loss"][index] = loss_C
+            else:
+                arrays["scores"][index] = scoring.values(chunk.network.task, outputs, y)
     return arrays
 
 
@@ -65,8 +71,12 @@ def client_scores(
     logits: scoring.Logits,
     max_samples: int | None,
     part: str,
+    counts_CC: np.ndarray | None = None,
 ) -> tuple[np.ndarray | Sequence[float], str | None]:
-    """Metrics and mean loss on this part of one client's data; NaN, with the reason, for invalid data."""
+    """Metrics and mean loss on this part of one client's data; NaN, with the reason, for invalid data.
+
+    counts_CC: filled with the numbers of samples by true and predicted class; None: they are not wanted.
+    """
     task, client, data = chunk.network.task, chunk.client(index), chunk.tested_on(part)
     max_samples = None if data.view == "holdout" else max_samples  # which limits shared test sets
     undefined = np.full(len(task.score_names), np.nan)
@@ -76,9 +86,15 @@ def client_scores(
         if isinstance(samples, str):
             return undefined, samples
         x, y = samples[0], samples[1].cpu()  # the outputs are compared on the CPU
+        if not len(y):
+            return undefined, None
+        outputs = logits(x).cpu()
+        if task.by_confusion or counts_CC is not None:
+            confusion_CC, loss_C = scoring.confusion(outputs, y, chunk.data.shape.num_classes)
+            if counts_CC is not None:
+                counts_CC[:] = confusion_CC
         if not task.by_confusion:
-            return scoring.values(task, logits, x, y) if len(y) else undefined, None
-        confusion_CC, loss_C = scoring.confusion(logits(x).cpu(), y, chunk.data.shape.num_classes)
+            return scoring.values(task, outputs, y), None
     return scoring.scores(confusion_CC, loss_C), None
 
 

@@ -159,7 +159,8 @@ class ReusingBackend:
         bounds = np.cumsum(np.bincount(group_M.reshape(-1)))[:-1]
         limit = work.max_test_samples if isinstance(work, EvaluateClients) else None
         parts = work.parts if isinstance(work, EvaluateClients) else (work.part,)
-        name = " ".join([type(work).__name__, *parts, *([] if state is None else [state.name])])
+        more = [*(["counts"] if work.counts else []), *([] if state is None else [state.name])]
+        name = " ".join([type(work).__name__, *parts, *more])
         for (row, added_row), index_m in zip(pairs.tolist(), np.split(order, bounds), strict=True):
             if work.weight_MK is None:
                 models = self._checksum(work.tables[work.start.table], row)
@@ -258,5 +259,7 @@ def _is_reusable(work: Work) -> bool:
         is_shared = frozen is None or (frozen.table > 0 and len(np.unique(frozen.row_M)) == 1)
         return is_shared and work.client_state is None
     if not isinstance(work, Evaluate) or getattr(work, "tune", None) is not None:
+        return False
+    if isinstance(work, EvaluateClients) and work.counts:  # those of all clients take too much memory
         return False
     return work.weight_MK is None or bool((work.weight_MK == 1 / work.weight_MK.shape[1]).all())  # a vote

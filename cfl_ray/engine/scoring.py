@@ -41,9 +41,11 @@ def mixed(log_p: Tensor, weight_K: Tensor | np.ndarray) -> Tensor:
 
 
 @torch.no_grad()
-def values(task: Task, predict: Logits, x: Tensor, y: Tensor) -> np.ndarray:
-    """The metrics of a task on at least one sample, and the mean loss, float64 (`len(task.score_names)`,)."""
-    logits = predict(x).cpu()
+def values(task: Task, logits: Tensor, y: Tensor) -> np.ndarray:
+    """The metrics of a task on at least one sample, and the mean loss, float64 (`len(task.score_names)`,).
+
+    logits: outputs, on the CPU as the targets y.
+    """
     if task.is_classification:
         *_, loss = scores(*confusion(logits, y, logits.shape[1]))
     else:

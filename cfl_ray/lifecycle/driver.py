@@ -286,7 +286,7 @@ def params_of(experiment: Experiment) -> dict[str, str]:
     the section tracking, places of data and results, and of evaluation and runtime the keys that have their defaults.
     `content.KEY` is a checksum of the file that KEY names.
     """
-    values, defaults = flatten(experiment.to_dict()), flatten(Experiment().to_dict())
+    values, defaults = flatten(experiment.to_dict()), _defaults()
     of_data = {f"data.{key}" for key in (*NOT_IN_RECIPE, *experiment.data.later_defaults)}
     without = {"name", "output", *of_data, *unused_keys(experiment)}
     return {
@@ -298,6 +298,11 @@ def params_of(experiment: Experiment) -> dict[str, str]:
         and not key.startswith("tracking.")
         and not (key.startswith(("evaluation.", "runtime.")) and value == defaults.get(key))
     } | content_params(experiment)
+
+
+@cache
+def _defaults() -> Mapping[str, str]:
+    return flatten(Experiment().to_dict())
 
 
 def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:

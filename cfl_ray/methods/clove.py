@@ -16,9 +16,11 @@ vector. It receives the models with which these vectors were computed, and then 
 
 Deviations: the official code (Nokia-Bell-Labs/Loss-Vector-based-Clustered-Federated-Learning, b602090) raises KeyError
 for a client that arrives after clusters are fixed, and its branch for such clients, which cannot run, compares losses
-on TEST data. It fixes no clusters in the experiments of its tables (`stable_rounds: null`). Its second way to find K,
-FINCH, is not implemented. Models without clients stay, as there. A loss that is not finite counts as the largest finite
-one. A cohort of at most K clients makes a cluster of each client.
+on TEST data. It fixes no clusters in the experiments of its tables (`stable_rounds: null`), and else compares the last
+assignment of a client with the third to last alone. It averages gradients within a cluster. If K is not known, K is of
+Ward's method and the clusters are of k-means. Its second way to find K, FINCH, is not implemented. Models without
+clients stay, as there. A loss that is not finite counts as the largest finite one. A cohort of at most K clients makes
+a cluster of each client.
 """
 
 from dataclasses import dataclass, replace

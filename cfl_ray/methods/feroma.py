@@ -11,11 +11,11 @@ Parents j further than `threshold` are left out; a client without a parent start
 the latest round. The server keeps p_j, theta_j and n_j by the ids of the clients. Clients, newcomers among them,
 predict with the model of the nearest last profile, by the part of it that needs no labels, of their present data.
 
-Deviations: distances are between profiles scaled in blocks, as in FLUX, and profiles are of all training samples, in
-every round (official code, dariofenoglio98/FEROMA, 8109aca: of random halves of validation data). That code has weights
-of the inverse distance, without threshold (`weighting: inverse`), with which a client whose data stay keeps to its own
-model. It stores parents in the order in which results arrived and multiplies them with the results of the next round,
-so that weights belong to other clients unless the order repeats.
+Deviations: distances are between profiles scaled in blocks, as in FLUX (`blocks`), and profiles are of all training
+samples, in every round (official code, dariofenoglio98/FEROMA, 8109aca: of random halves of validation data). That code
+has weights of the inverse distance, without threshold (`weighting: inverse`), with which a client whose data stay keeps
+to its own model. It stores parents in the order in which results arrived and multiplies them with the results of the
+next round, so that weights belong to other clients unless the order repeats.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import OwnModelsState
 from cfl_ray.core.weights import averages_of
 from cfl_ray.methods.fedas import check_classifier
-from cfl_ray.methods.flux import Descriptor, scaled, scales
+from cfl_ray.methods.flux import Descriptor, blocks_option, scaled, scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ class Feroma(Method[FeromaState], name="feroma"):
     threshold: float | None = option(
         None, "tau: largest distance of a parent, of scaled profiles; null: no limit", source="paper", low=0
     )
+    blocks: str = blocks_option()
     weights: str = weights_option()  # of the global model
 
     def check_model(self, spec: ParamSpec) -> None:
@@ -98,7 +99,7 @@ class Feroma(Method[FeromaState], name="feroma"):
         # c_i <- profile of client i's present data
         if len(state.seen_S):  # in the first of these rounds the extractor is the global model, which all receive
             clients.select(state.positions(clients.ids_M) < 0).count_download(clients.spec.sent())
-        descriptor = Descriptor(Classifier.of(clients.spec).num_classes, clients.seed)
+        descriptor = Descriptor(Classifier.of(clients.spec).num_classes, clients.seed, blocks=self.blocks)
         profile_MF, valid_M = clients.describe(descriptor, clients.known_models(state.extractor_KP))
         clients, profile_MF = clients.select(valid_M), profile_MF[torch.from_numpy(valid_M)]
         if not len(clients):

@@ -14,15 +14,17 @@ that of its cluster. All clients that can be reached are described, and the coho
 
 Deviations: z are inputs of the last layer (official code: the flattened output of the convolutions), and the projection
 is a random orthonormal one, drawn from the run's seed (official code, dariofenoglio98/FLUX, 43aadbe: a PCA fitted to
-200 uniform random points, which is one in effect). The accuracy is of training samples (paper: of a validation part,
-and at 80 % of the rounds at the latest). If the sorted distances have no knee, as when all are equal, eps is the
-largest (there: an error). Noise comes with a private run (`privacy.signatures`), for which `cluster_round` is needed;
-in the official code noise is drawn with one seed, so that it is the same for all clients and hides nothing.
+200 uniform random points, which is one in effect). That code scales the values of each label on their own (`blocks:
+labels`). The accuracy is of training samples (paper: of a validation part, and at 80 % of the rounds at the latest). If
+the sorted distances have no knee, as when all are equal, eps is the largest (there: an error); that code finds it by
+Kneedle (`knee: kneedle`). Noise comes with a
+private run (`privacy.signatures`), for which `cluster_round` is needed; in the official code noise is drawn with one
+seed, so that it is the same for all clients and hides nothing.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import scipy
@@ -55,14 +57,20 @@ class Descriptor:
     num_classes: int  # C; L = min(C, F)
     seed: int  # of the run: the projection is the same in all rounds
     by_label: bool = True
+    blocks: str = "kinds"  # see `blocks_option`
     reads_features: ClassVar[bool] = True
 
     def floats(self, inputs: int, classes: int) -> int:
         return 2 * self.num_classes * (1 + self.by_label * self.num_classes)
 
     def edges(self, length: int) -> list[int]:
-        """Edges of the blocks of a descriptor of this length: mean z, std z and, by label, means and stds."""
+        """Edges of the blocks of a descriptor of this length: mean z, std z and, by label, means and stds.
+
+        These are two blocks, or with `blocks: labels` two for each label.
+        """
         dimensions = length // (2 * (1 + self.by_label * self.num_classes))  # L
+        if self.blocks == "labels":
+            return list(range(0, length + 1, dimensions))
         edges = [0, dimensions, 2 * dimensions]
         return [*edges, (length + edges[-1]) // 2, length] if self.by_label else edges
 
@@ -77,6 +85,15 @@ class Descriptor:
             square_CL = label_nC.T @ (z_nL - mean_CL[y_n]) ** 2 / count_C1.clamp(min=1)
             parts += [torch.where(count_C1 > 1, part, MISSING).reshape(-1) for part in (mean_CL, square_CL.sqrt())]
         return torch.cat(parts)
+
+
+def blocks_option() -> Any:
+    """The option `blocks`, of the scaling of descriptors."""
+    doc = (
+        "blocks in which descriptors are scaled: kinds: mean z, std z, the means and the stds of all labels; labels: "
+        "mean z, std z, and the mean and the std of each label on their own"
+    )
+    return option("kinds", doc, source="ours; official code: labels", choices=("kinds", "labels"))
 
 
 @lru_cache(maxsize=4)
@@ -121,6 +138,14 @@ class Flux(Method[FluxState], name="flux"):
         8, "round in which they are described at the latest", source="official code: 80 % of 10 rounds", low=1
     )
     eps: float | None = option(None, "eps of DBSCAN, of scaled descriptors; null: the knee", source="paper", low=0)
+    knee: str = option(
+        "furthest",
+        "which sorted distance is the knee: the one that is furthest below the line from the first to the last, or the "
+        "first one of Kneedle, from the largest down",
+        source="ours; official code: kneedle",
+        choices=("furthest", "kneedle"),
+    )
+    blocks: str = blocks_option()
     weights: str = weights_option()
 
     def check_model(self, spec: ParamSpec) -> None:
@@ -165,7 +190,7 @@ class Flux(Method[FluxState], name="flux"):
 
     def clustered(self, state: FluxState, clients: Clients) -> FluxState:
         """The state with the clusters of these clients; unchanged if none of them has valid data."""
-        descriptor = Descriptor(Classifier.of(clients.spec).num_classes, clients.seed)
+        descriptor = Descriptor(Classifier.of(clients.spec).num_classes, clients.seed, blocks=self.blocks)
         d_MF, valid_M = clients.describe(descriptor, clients.known_models(state.models_KP))
         if not valid_M.any():
             return state
@@ -176,8 +201,9 @@ class Flux(Method[FluxState], name="flux"):
         distance = distances(scaled_MF, "l2")
         record_signatures(clients, ids_M, scaled_MF)
         record_distance(clients, ids_M, scaled_MF)
-        eps = knee(scipy.spatial.distance.squareform(distance)) if self.eps is None else self.eps
-        cluster_M = dbscan(scipy.spatial.distance.squareform(distance), eps)
+        distance_MM = scipy.spatial.distance.squareform(distance)
+        eps = knee(distance_MM, self.knee) if self.eps is None else self.eps
+        cluster_M = dbscan(distance_MM, eps)
         count, unlabelled = int(cluster_M.max()) + 1, edges[2]
         centre_KF = torch.stack(
             [scaled_MF[torch.from_numpy(cluster_M == k), :unlabelled].mean(0) for k in range(count)]
@@ -235,10 +261,10 @@ def scaled(d_MF: Tensor, edges: list[int], scale_B2: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def knee(distance_MM: np.ndarray) -> float:
+def knee(distance_MM: np.ndarray, rule: str = "furthest") -> float:
     """The sorted distance to the nearest neighbour that is furthest below the line from the first to the last.
 
-    The largest one if all are equal; 0 for a single client.
+    The largest one if all are equal; 0 for a single client. rule: "kneedle": that of `kneedle`.
     """
     if len(distance_MM) < 2:
         return 0.0
@@ -247,4 +273,25 @@ def knee(distance_MM: np.ndarray) -> float:
     if not span > 1e-9 * nearest_M[-1]:
         return float(nearest_M[-1])
     below_M = np.linspace(0, 1, len(nearest_M)) - (nearest_M - nearest_M[0]) / span
-    return float(nearest_M[below_M.argmax()])
+    at = kneedle(nearest_M) if rule == "kneedle" else None
+    return float(nearest_M[below_M.argmax() if at is None else at])
+
+
+def kneedle(nearest_M: np.ndarray) -> int | None:
+    """The place of the first knee from the end by Kneedle (V. Satopaa et al., 2011) with S = 1; None without one.
+
+    nearest_M: sorted, not all equal. Two clients are often each other's neighbours, and if their distance is the
+    largest one, the next point is at the threshold: the order of operations, that of kneed 0.9, decides.
+    """
+    x_M = np.flip(1 - np.arange(len(nearest_M)) / (len(nearest_M) - 1))
+    y_M = (nearest_M - nearest_M[0]) / (nearest_M[-1] - nearest_M[0])
+    rise_M = np.flip(y_M.max() - y_M) - x_M
+    around_M, at = np.pad(rise_M, 1, mode="edge"), None
+    is_maximum_M = rise_M >= np.maximum(around_M[:-2], around_M[2:])
+    is_minimum_M = rise_M <= np.minimum(around_M[:-2], around_M[2:])
+    for i in range(len(x_M) - 1):
+        at = i if is_maximum_M[i] else at
+        at = None if is_minimum_M[i] else at  # until the next maximum
+        if at is not None and rise_M[i + 1] < rise_M[at] - np.diff(x_M).mean():
+            return len(x_M) - 1 - at
+    return None

@@ -3,14 +3,18 @@
 from torch import nn
 
 
-def _two_convolutions(input_shape: tuple[int, ...], first: int, second: int) -> tuple[list[nn.Module], int]:
+def _two_convolutions(
+    input_shape: tuple[int, ...], first: int, second: int, batch_norm: bool = False
+) -> tuple[list[nn.Module], int]:
     """Two 5x5 convolutions without padding, each with ReLU and pooling, and flattening; the size of the output."""
     channels, height, width = input_shape
     layers = [
         nn.Conv2d(channels, first, 5),
+        *([nn.BatchNorm2d(first)] if batch_norm else []),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Conv2d(first, second, 5),
+        *([nn.BatchNorm2d(second)] if batch_norm else []),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
@@ -19,12 +23,13 @@ def _two_convolutions(input_shape: tuple[int, ...], first: int, second: int) -> 
     return layers, second * sides[0] * sides[1]
 
 
-def lenet5(input_shape: tuple[int, ...], num_classes: int, projection: int = 0) -> nn.Module:
+def lenet5(input_shape: tuple[int, ...], num_classes: int, projection: int = 0, batch_norm: bool = False) -> nn.Module:
     """LeNet-5 without padding: 62,006 parameters on 3x32x32 and 44,426 on 1x28x28 (FedClust, PACFL).
 
     projection: outputs of a projection head before the last layer (MOON: 256); 0: none.
+    batch_norm: BatchNorm after each convolution (FL-bench).
     """
-    convolutions, size = _two_convolutions(input_shape, 6, 16)
+    convolutions, size = _two_convolutions(input_shape, 6, 16, batch_norm)
     head = [nn.Linear(84, 84), nn.ReLU(), nn.Linear(84, projection)] if projection else []
     return nn.Sequential(
         *convolutions,

@@ -1,4 +1,4 @@
-"""Replacements for layers of PyTorch: dropout with random draws by key, and faster max pooling on a CPU."""
+"""Replacements for layers of PyTorch: dropout with random draws by key."""
 
 from collections.abc import Collection
 from math import prod
@@ -73,27 +73,8 @@ class AddressedDropout(nn.Module):
         return mask.view(len(keys), batch, *shape)
 
 
-class HalvingMaxPool(nn.MaxPool2d):
-    """Max pooling with kernel and stride 2: in inference on a CPU, two elementwise maxima instead of PyTorch's kernel.
-
-    The output is equal bit for bit. PyTorch's CPU kernel handles one element at a time: in the evaluation of a LeNet-5
-    it takes more time than the convolutions, and 6 to 9 times as long as two maxima. With gradients, and on other
-    devices, PyTorch's kernel is used.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training or x.requires_grad or x.device.type != "cpu":
-            return super().forward(x)
-        rows, columns = (size // 2 * 2 for size in x.shape[-2:])
-        x = torch.maximum(x[..., 0:rows:2, :], x[..., 1:rows:2, :])
-        return torch.maximum(x[..., 0:columns:2], x[..., 1:columns:2])
-
-
 def replace_layers(module: nn.Module, keep: Collection[str] = (), path: str = "") -> None:
-    """Replaces dropout and 2 x 2 max pooling in the whole tree under `module`, in place.
+    """Replaces dropout in the whole tree under `module`, in place.
 
     keep: full names of layers that stay as they are. path: full name of `module`, with a dot at its end.
     """
@@ -105,13 +86,5 @@ def replace_layers(module: nn.Module, keep: Collection[str] = (), path: str = ""
         if isinstance(child, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
             dropout = AddressedDropout(child.p, whole_channels=not isinstance(child, nn.Dropout))
             setattr(module, name, dropout if child.p else nn.Identity())
-        elif type(child) is nn.MaxPool2d and _halves(child):
-            setattr(module, name, HalvingMaxPool())
         else:
             replace_layers(child, keep, f"{path}{name}.")
-
-
-def _halves(pool: nn.MaxPool2d) -> bool:
-    """Whether `HalvingMaxPool` computes the same as this pooling layer."""
-    pairs = ((pool.kernel_size, 2), (pool.stride, 2), (pool.padding, 0), (pool.dilation, 1))
-    return all(value in (want, (want, want)) for value, want in pairs) and not (pool.ceil_mode or pool.return_indices)

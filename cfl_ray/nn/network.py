@@ -22,6 +22,7 @@ from cfl_ray.nn.layer_order import LayerOrder
 from cfl_ray.nn.layers import AddressedDropout, replace_layers
 from cfl_ray.nn.layout import inexact_functions
 from cfl_ray.nn.plain import DenseGradients, plain
+from cfl_ray.nn.pooling import FastPooling
 from cfl_ray.nn.precision import autocast
 from cfl_ray.nn.shared import FrozenParameter
 from cfl_ray.nn.side_effects import SideEffects
@@ -561,7 +562,8 @@ class Network:
         self.module.eval()
 
         def outputs(batch: int) -> Tensor:
-            return torch.cat([self.module(self.input(part)) for part in x.split(batch)])
+            with FastPooling():
+                return torch.cat([self.module(self.input(part)) for part in x.split(batch)])
 
         batch = _TEST_BATCH_CPU if self.device.type == "cpu" else _TEST_BATCH
         return self.memory.in_batches_of("test", batch, outputs)

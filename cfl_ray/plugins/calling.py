@@ -23,6 +23,8 @@ def place_of(part: Any) -> str:
     """The name of a function, method, class or object, for messages; with file and line if it is in a user's file."""
     source = _source(part)
     name: str = getattr(source, "__qualname__", repr(source)).rpartition("<locals>.")[2]
+    if not is_user_file(_file_of(source)):  # without its line, for which the file would be parsed
+        return name
     file, line = _definition(source)
     return f"{name} ({file}{f', line {line}' if line else ''})" if is_user_file(file) else name
 
@@ -49,7 +51,7 @@ def explained(part: Any, error: Exception) -> str:
 
 def raised_at(part: Any, error: BaseException) -> tuple[Path, int] | None:
     """The file that defines a part, and the file's last line in the error's traceback; None without such a line."""
-    file = _file(inspect.unwrap(_source(part)))
+    file = _file_of(_source(part))
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if file and Path(frame.filename) == file]
     return (file, lines[-1] or 0) if file and lines else None
@@ -81,28 +83,27 @@ def _source(part: Any) -> Any:
     return source if inspect.isroutine(source) or inspect.isclass(source) else type(source)
 
 
+def _file_of(source: Any) -> Path | None:
+    """File of a function or class; None if it is written in C."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(source))
+    except (TypeError, OSError):
+        return None
+    return Path(file) if file else None
+
+
 def _definition(source: Any) -> tuple[Path | None, int]:
     """File and line of a function or class; (None, 0) if it is written in C or was typed into a console.
 
     The line is 0 if it cannot be told now.
     """
-    source = inspect.unwrap(source)
-    file = _file(source)
+    file = _file_of(source)
     try:
-        return (file, inspect.getsourcelines(source)[1]) if file else (None, 0)
+        return (file, inspect.getsourcelines(inspect.unwrap(source))[1]) if file else (None, 0)
     except (TypeError, OSError):
         return None, 0
     except SystemError:  # Python 3.11 parses in one thread at a time, and switches threads while it parses
         return file, 0
-
-
-def _file(source: Any) -> Path | None:
-    """File of a function or class; None if it is written in C or was typed into a console."""
-    try:
-        file = inspect.getsourcefile(source)
-    except TypeError:
-        return None
-    return Path(file) if file else None
 
 
 def is_user_file(file: Path | None) -> bool:

@@ -185,17 +185,14 @@ def _compiled_anew(folder: Path) -> Iterator[None]:
             raise ImportError(f"{path} is not below {folder}")
         return finder_of(path)
 
-    def forget() -> None:
-        for path in [path for path in sys.path_importer_cache if Path(path).resolve().is_relative_to(folder)]:
-            del sys.path_importer_cache[path]
-
+    # All finders are forgotten, as resolving the paths of those of the folder takes longer than making them anew.
     sys.path_hooks.insert(0, hook)
-    forget()
+    sys.path_importer_cache.clear()
     try:
         yield
     finally:
         sys.path_hooks.remove(hook)
-        forget()
+        sys.path_importer_cache.clear()
 
 
 def _imported_from(folder: Path, before: set[str]) -> list[str]:

@@ -23,7 +23,14 @@ from cfl_ray.report.drawing import (
     with_spread,
 )
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment, evenly
-from cfl_ray.tracking.record import RoundRecord, mbit, virtual_seconds
+from cfl_ray.tracking.record import (
+    BEST_ROUND,
+    RoundRecord,
+    is_of_validation,
+    mbit,
+    validation_metric,
+    virtual_seconds,
+)
 
 MOST_POINTS = 250  # most points of a line
 MOST_CHANGES = 30  # most changes of data that are drawn
@@ -71,6 +78,8 @@ def curves(experiment: ReportedExperiment) -> list[PageFigure]:
         f"{score}_local": f"{words.capitalize()}, P-local: the model that a client holds",
         f"{score}_tuned": f"{words.capitalize()}, P-tune: after further local epochs",
     }
+    for metric, protocol in ((score, "P-server"), (f"{score}_local", "P-local"), (f"{score}_tuned", "P-tune")):
+        titles[validation_metric(metric)] = f"{words.capitalize()} on validation data, {protocol}"
     figures = [_scores(experiment, metric, title) for metric, title in titles.items()]
     figures += [_recovery(experiment), *_by_costs(experiment)]
     figures += [make(experiment) for make in (_agreement, _clusters, _largest, _events)]
@@ -196,7 +205,18 @@ def _scores(experiment: ReportedExperiment, metric: str, title: str) -> PageFigu
         caption += f", {order[-1]} {'worst with' if len(order) > 2 else 'with'} {scores[order[-1]].last}"
     seeds = len(experiment.seeds)
     spread = f"Mean and standard deviation over {seeds} seeds." if seeds > 1 else "One seed."
+    if is_of_validation(metric) and (kept := _best_rounds(experiment)):
+        spread += f" Models are kept of the best round: {kept}."
     return PageFigure(title, f"{caption}. {spread}", _over_rounds(experiment, scores, metric.replace("_", " ")))
+
+
+def _best_rounds(experiment: ReportedExperiment) -> str:
+    """The round of each method whose models are kept, of each seed, with `keep: best`; otherwise empty."""
+    rounds = {
+        label: [str(int(run.records[-1].metrics[BEST_ROUND])) for run in runs if BEST_ROUND in run.records[-1].metrics]
+        for label, runs in experiment.methods.items()
+    }
+    return "; ".join(f"{label} {', '.join(of_seeds)}" for label, of_seeds in rounds.items() if of_seeds)
 
 
 def _recovery(experiment: ReportedExperiment) -> PageFigure | None:

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from cfl_ray.report.drawing import COLOURS
 from cfl_ray.system.files import drafted, private_folder
-from cfl_ray.tracking.record import RoundRecord, is_evaluated, mbit, primary_of, virtual_seconds
+from cfl_ray.tracking.record import RoundRecord, is_evaluated, mbit, primary_of, validation_metric, virtual_seconds
 
 STYLES = ("-", "--", ":")
 DPI = 100  # 750 pixels: as wide as the description of a run in MLflow, which cuts wider ones off
@@ -52,6 +52,9 @@ def write_figures(directory: str | Path, records_by_method: Mapping[str, Records
         f"{score}_by_{name}.png": [Panel(score, f"mean client {score.replace('_', ' ')}", x_of)]
         for name, x_of in (("round", round_of), ("mbit", mbit), ("virtual_seconds", virtual_seconds))
     }
+    figures[f"{score}_by_round.png"].append(
+        Panel(validation_metric(score), f"mean client {score.replace('_', ' ')} on validation data", round_of)
+    )
     clusters = [Panel("num_clusters", "clusters", round_of), Panel("ari", "adjusted Rand index", round_of)]
     figures["clusters_by_round.png"] = clusters
     written = (_write(directory / f"{prefix}{name}", panels, records_by_method) for name, panels in figures.items())

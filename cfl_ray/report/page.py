@@ -17,12 +17,14 @@ from importlib import metadata, resources
 import jinja2
 
 from cfl_ray.report.against import against_figures
+from cfl_ray.report.classes import class_figures
 from cfl_ray.report.clusters import client_figures, cluster_figures, mixture_figures
 from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import PageFigure, as_json, tested_in_words, with_spread
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.ranks import rank_diagram
 from cfl_ray.report.report_data import Comparison, Report, ReportedExperiment
+from cfl_ray.tracking.record import is_of_validation, test_metric
 
 _HEADINGS = {  # column of the table -> its heading
     "ari": "ARI",
@@ -116,6 +118,7 @@ def _parts(experiment: ReportedExperiment, numbers: Iterator[int]) -> list[tuple
     parts = {
         "Learning": curves(experiment),
         "Clients": client_figures(experiment),
+        "Classes": class_figures(experiment),
         "Clusters": [*cluster_figures(experiment), *mixture_figures(experiment)],
         "Similarity and signatures": matrix_figures(experiment),
     }
@@ -140,10 +143,11 @@ def _table_headings(report: Report) -> list[TableHeading]:
 
 
 def _heading(name: str, scores: Collection[str]) -> TableHeading:
+    part, of_test = ("validation " if is_of_validation(name) else ""), test_metric(name)
     for score, (ending, protocol) in itertools.product(scores, _PROTOCOLS.items()):
-        if name == f"{score}{ending}":
-            return TableHeading(f"{score.replace('_', ' ')} {protocol}", f"{name} (docs/metrics.md)")
-    return TableHeading(_HEADINGS.get(name, name.replace("_", " ")), f"{name} (docs/metrics.md)")
+        if of_test == f"{score}{ending}":
+            return TableHeading(f"{part}{score.replace('_', ' ')} {protocol}", f"{name} (docs/metrics.md)")
+    return TableHeading(part + _HEADINGS.get(of_test, of_test.replace("_", " ")), f"{name} (docs/metrics.md)")
 
 
 def _is_compared(report: Report) -> bool:

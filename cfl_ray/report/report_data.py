@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.core.reassigned import Reassigned
+from cfl_ray.core.reported import OTHER_CLUSTERS
 from cfl_ray.report.ranks import Ranks
 from cfl_ray.tracking.record import RoundRecord
 
@@ -27,6 +28,40 @@ class RecordedMatrix:
     of_pairs: bool  # whether the values are similarities or distances of pairs of clients
     # each client's number of training samples of each class; NaN: not recorded for the client; None: not recorded
     label_counts_SC: np.ndarray | None = None
+
+
+ALL_CLIENTS = "all clients"
+
+
+@dataclass(frozen=True)
+class RecordedConfusion:
+    """Numbers of test samples by cluster, true class and predicted class, in the evaluation of a round."""
+
+    round: int
+    names: Sequence[str]  # of the C classes
+    clusters: Sequence[int]  # -1: clients in no cluster; OTHER_CLUSTERS: those of the clusters that are not listed
+    counts_KCC: np.ndarray  # int64
+
+    @property
+    def parts(self) -> dict[str, np.ndarray]:
+        """The counts (C, C) of all clients and, if there are several clusters, of the clients of each, by its name."""
+        whole = {ALL_CLIENTS: self.counts_KCC.sum(0)}
+        if len(self.clusters) < 2:
+            return whole
+        return whole | dict(zip(map(_cluster_name, self.clusters), self.counts_KCC, strict=True))
+
+
+def _cluster_name(cluster: int) -> str:
+    return {-1: "no cluster", OTHER_CLUSTERS: "other clusters"}.get(cluster, f"cluster {cluster}")
+
+
+def accuracy_of_classes(counts_CC: np.ndarray) -> np.ndarray:
+    """The share of each true class that is predicted, float64 (C,), from counts by true and predicted class.
+
+    NaN for a class without samples.
+    """
+    total_C = counts_CC.sum(1)
+    return np.divide(np.diag(counts_CC), total_C, out=np.full(len(total_C), np.nan), where=total_C > 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +199,7 @@ class MethodRun:
     changed_scores: Mapping[int, float] = field(default_factory=dict)
     # rounds_to_recover and backward_transfer, if they apply
     recovery: Mapping[str, float] = field(default_factory=dict)
+    confusion: RecordedConfusion | None = None  # in the round whose metrics are final; None: not recorded
 
     @property
     def is_clustered(self) -> bool:

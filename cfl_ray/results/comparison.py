@@ -51,6 +51,7 @@ ROUNDS = ("kept", "best", "last")  # whose metrics a table can have
 FORMATS = ("md", "csv", "latex", "html")  # latex: `latex_table`
 # shown after the score of the task, by which methods are compared, if a method has them
 _SHOWN = (
+    "reported",
     "accuracy",
     "accuracy_local",
     "accuracy_p10",
@@ -67,6 +68,7 @@ _LESS = (  # metrics of which lower values are better
     *("rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local"),
     "rounds_to_recover",
 )
+_WHOLE = re.compile(f"num_clusters|correct_clients|cohort_size|clients_.*|updates_.*|rounds_to_.*|{BEST_ROUND}")
 _SHOWN_KEYS, _SHOWN_LETTERS = 3, 40  # in the name of an experiment: number of keys, length of a value
 
 
@@ -140,6 +142,33 @@ def collected(
         experiment, label = both[0]
         raise ConfigError(f"a study and a run both have method {label} in experiment {experiment!r}; name one of them")
     return run_metrics | metrics_by_run(of_plain, round), ClientScores(results | of_plain, round)
+
+
+def of_best_trials(
+    study: Path, run_metrics: RunMetrics, scores: ClientScores
+) -> tuple[RunMetrics, ClientScores, dict[tuple[str, str], str]]:
+    """The metrics and scores of the best trial of each method in each setting of a sweep, and its values as text.
+
+    The trials of a setting are one experiment, so that methods are compared, each with its own best trial. Raises
+    ConfigError for a folder that has no ranked trials.
+    """
+    import pandas as pd
+
+    file = RunDirectory(study).trials_table
+    trials = pd.read_csv(file, dtype=object, keep_default_na=False) if file.is_file() else pd.DataFrame()
+    if "folder" not in trials:
+        raise ConfigError(f"{study} has no best trials: it is the folder of no sweep, or of one that has not ended")
+    chosen: dict[tuple[str, str], tuple[str, str]] = {}
+    values: dict[tuple[str, str], str] = {}
+    for row in trials.astype(str).to_dict("records"):
+        key, of_runs = (row["setting"], row["method"]), (row["folder"], row["method"])
+        if row["place"] == "1" and key not in chosen and of_runs in run_metrics:
+            chosen[key] = of_runs
+            # a column of whole numbers with gaps is written as 4.0
+            named = ((str(name), value.removesuffix(".0")) for name, value in row.items())
+            values[key] = " ".join(f"{name}={value}" for name, value in named if "." in name and value)
+    results = {key: scores.results[of_runs] for key, of_runs in chosen.items()}
+    return {key: run_metrics[of] for key, of in chosen.items()}, ClientScores(results, scores.round), values
 
 
 def metrics_by_run(results: RunResults, round: str = "kept") -> RunMetrics:
@@ -286,7 +315,9 @@ def _results_in(
 def by_experiment(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     """A metric of a frame of `compare_runs`, mean ± spread: a row for each method, a column for each experiment."""
     cells = frame[["experiment", "method"]].assign(
-        cell=[mean_and_spread(mean, std) for mean, std in zip(frame[metric], frame[f"{metric}_std"], strict=True)]
+        cell=[
+            mean_and_spread(mean, std, metric) for mean, std in zip(frame[metric], frame[f"{metric}_std"], strict=True)
+        ]
     )
     wide = cells.pivot(index="method", columns="experiment", values="cell").fillna("")
     wide = wide.reindex(index=frame["method"].unique(), columns=frame["experiment"].unique())
@@ -299,19 +330,21 @@ def format_table(frame: pd.DataFrame, style: str) -> str:
     if style == "csv":
         return str(frame.to_csv(index=False)).rstrip("\n")
     if frame.columns[0] == "method":  # of `by_experiment`
-        return _formatted(frame, style)
+        return formatted(frame, style)
     shown = frame.drop(columns="experiment") if frame["experiment"].nunique() < 2 else frame.copy()
     for name in [name for name in frame.columns if f"{name}_std" in frame.columns]:
-        shown[name] = [mean_and_spread(mean, std) for mean, std in zip(frame[name], frame[f"{name}_std"], strict=True)]
+        spreads = zip(frame[name], frame[f"{name}_std"], strict=True)
+        shown[name] = [mean_and_spread(mean, std, name) for mean, std in spreads]
         shown = shown.drop(columns=f"{name}_std")
     rivals = frame["experiment"].map(frame["experiment"].value_counts())
     cells = zip(frame["p"], frame["effect"], frame["runs"], rivals, strict=True)
     shown["p"] = [tested_in_words(*cell) for cell in cells]
     shown = shown.drop(columns="effect")
-    return _formatted(shown, style)
+    return formatted(shown, style)
 
 
-def _formatted(shown: pd.DataFrame, style: str) -> str:
+def formatted(shown: pd.DataFrame, style: str) -> str:
+    """A frame of texts as Markdown (md) or HTML (html)."""
     if style == "html":
         return str(shown.to_html(index=False, border=0))
     lines = [shown.columns.tolist(), ["---"] * shown.shape[1], *shown.astype(str).to_numpy().tolist()]
@@ -484,9 +517,18 @@ class ClientScores:
         return found
 
 
-def mean_and_spread(mean: float, std: float) -> str:
-    """Mean and spread as text, e.g. 0.912 ± 0.004; the mean alone for a single run, empty without a mean."""
-    return "" if np.isnan(mean) else with_spread(mean, std).replace("\u00a0", " ").replace(",", "")
+def mean_and_spread(mean: float, std: float, metric: str = "", thousands: str = "") -> str:
+    """Mean and spread as text, e.g. 0.912 ± 0.004; the mean alone for a single run, empty without a mean.
+
+    A metric of whole numbers, such as num_clusters, has a decimal, or none for a single run. thousands: separator.
+    """
+    if np.isnan(mean):
+        return ""
+    if _WHOLE.fullmatch(metric) and math.isfinite(mean):
+        if math.isnan(std):
+            return f"{mean:.0f}" if mean == round(mean) else f"{mean:.1f}"
+        return f"{mean:.1f} ± {std:.1f}"
+    return with_spread(mean, std).replace("\u00a0", " ").replace(",", thousands)
 
 
 # ---- published tables

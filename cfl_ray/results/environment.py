@@ -42,10 +42,13 @@ class Environment:
     engine_reason: str = ""  # why this engine was chosen, a line; empty: not known
     data: str = ""  # digest of the federation (`Federation.content`); empty: not known
     code: dict[str, str] = field(default_factory=dict)  # digests of the user's files (`code_of`)
+    # by label, with `evaluation.confusion`, so that its readers need no data; empty: the data have no names
+    class_names: list[str] = field(default_factory=list)
 
     def with_inputs(self, experiment: Experiment, federation: Federation) -> "Environment":
         """This environment with the data and the code of an experiment whose parts are loaded."""
-        return replace(self, data=federation.content, code=code_of(experiment))
+        names = list(federation.shape.class_names) if experiment.evaluation.confusion else []
+        return replace(self, data=federation.content, code=code_of(experiment), class_names=names)
 
     def check_data(self, federation: Federation, run_dir: Path) -> None:
         """Raises DataError if a run began with other data than this federation. run_dir: of the run."""
@@ -116,7 +119,10 @@ def read_environment(run_dir: Path | None) -> Environment | None:
 
 def write_environment(run_dir: Path, environment: Environment) -> None:
     """Writes the environment at the start of a run."""
-    write_json(RunDirectory(run_dir).environment, asdict(environment))
+    values = asdict(environment)
+    if not environment.class_names:
+        values.pop("class_names")
+    write_json(RunDirectory(run_dir).environment, values)
 
 
 def add_fallbacks(run_dir: Path, label: str, reasons: Iterable[str]) -> None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cfl_ray.report.drawing import with_spread
-from cfl_ray.results.comparison import ClientScores, RunMetrics, chosen_metrics, tests_of
+from cfl_ray.results.comparison import ClientScores, RunMetrics, chosen_metrics, mean_and_spread, tests_of
 from cfl_ray.results.significance import CORRECTIONS, LEVEL, TESTS, PairedTest
 
 _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
@@ -94,7 +93,7 @@ def _cell(
         return ""
     with np.errstate(invalid="ignore"):  # infinite values have no spread
         mean, std = float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else math.nan
-    text = with_spread(mean, std).replace("\u00a0", " ").replace(",", r"{,}").replace("inf", r"\infty")
+    text = mean_and_spread(mean, std, metric, r"{,}").replace("inf", r"\infty")
     number, _, spread = text.partition(" ± ")
     test, bests = tested[metric][key], [other for other, one in tested[metric].items() if one.is_best]
     best = next((_values(run_metrics, other, metric).mean() for other in bests if other[0] == key[0]), math.nan)

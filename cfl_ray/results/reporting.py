@@ -33,6 +33,8 @@ from cfl_ray.tracking.record import (
     BEST_ROUND,
     LABEL_COUNTS,
     METRICS,
+    NEUTRAL,
+    OFF,
     is_evaluated,
     primary_of,
     score_metrics_of,
@@ -278,6 +280,7 @@ def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodR
         scores=_scores_after(RunDirectory(result.directory).client_metrics, result),
         matrices=_matrices(result) if with_matrices else {},
         mixtures=[(round, weights.labels[0], weights.value) for round, weights in sorted(mixtures.items())],
+        confusion=result.recorded_confusion() if with_matrices else None,
     )
 
 
@@ -345,9 +348,14 @@ def run_info(runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]
     experiment = first.experiment
     settings, defaults = _shared_settings(runs), flatten(Experiment().to_dict())
 
+    def is_set(key: str) -> bool:
+        """Whether a key has a value other than its default; in a section that is null by default, than nothing."""
+        value = settings[key]
+        return value != defaults.get(key) and not (value == "null" or (key not in defaults and value in OFF | NEUTRAL))
+
     def section(prefix: str, always: Sequence[str] = (), without: Sequence[str] = ()) -> str:
         keys = [key for key in settings if key.startswith(prefix) and not key.startswith(tuple(without))]
-        chosen = [key for key in keys if key in always or settings[key] != defaults.get(key)]
+        chosen = [key for key in keys if key in always or is_set(key)]
         chosen.sort(key=lambda key: (key not in always, keys.index(key)))
         return ", ".join(f"{key.removeprefix(prefix)} {settings[key]}" for key in chosen)
 

@@ -17,11 +17,13 @@ from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.reported import Diagnostic, ReportedDiagnostic
 from cfl_ray.data.federation import TensorSamples
 from cfl_ray.errors import ConfigError
+from cfl_ray.report.report_data import RecordedConfusion
 from cfl_ray.results.arrow_log import ClientMetrics, by_name, read_client_metrics, read_diagnostics
+from cfl_ray.results.environment import read_environment
 from cfl_ray.results.trained import Newcomer, TrainedMethod, adapt, place
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
-from cfl_ray.tracking.record import BEST_ROUND, PAST_SCORES, is_evaluated, why_diverged
+from cfl_ray.tracking.record import BEST_ROUND, CONFUSION, PAST_SCORES, is_evaluated, why_diverged
 
 if TYPE_CHECKING:  # pandas is imported when a frame is made
     import pandas as pd
@@ -224,6 +226,21 @@ class MethodResult:
         """A row per round: `round`, then a column for each numeric diagnostic; NaN if it was not reported."""
         return self.to_frame().reindex(columns=["round", *self.last_numbers])
 
+    def recorded_confusion(self, round: str = "kept") -> RecordedConfusion | None:
+        """Test samples by cluster, true and predicted class in an evaluation, as of `metrics_of`, read from the files.
+
+        None: without `evaluation.confusion`.
+        """
+        best = None if round == "last" else self.best_round
+        by_round = self.diagnostics.get(CONFUSION, {})
+        rounds = [reported for reported in by_round if best is None or reported <= best]
+        if not rounds:
+            return None
+        last = by_round[max(rounds)]
+        names = self.class_names if self.directory is None else _recorded_names(self.directory)
+        numbers = tuple(map(str, range(last.value.shape[1])))
+        return RecordedConfusion(max(rounds), names or numbers, last.labels[0].tolist(), last.value.astype(np.int64))
+
     @property
     def last_numbers(self) -> dict[str, float]:
         """The last value of each numeric diagnostic."""
@@ -299,7 +316,8 @@ class MethodResult:
     @property
     def class_names(self) -> tuple[str, ...]:
         """The names of the classes by label, if the data set has them (words of a CSV file, folders of images)."""
-        return self.trained.federation.shape.class_names
+        recorded = () if self.directory is None else _recorded_names(self.directory)
+        return recorded or self.trained.federation.shape.class_names
 
     def confusion(self, cluster: int | None = None) -> pd.DataFrame:
         """Numbers of test samples by true and predicted class of a cluster's clients; see `TrainedMethod.confusion`."""
@@ -312,6 +330,12 @@ class MethodResult:
     def assignments(self) -> pd.DataFrame:
         """A row per client: client, name, cluster, group, served_by, why; see `TrainedMethod.assignments`."""
         return self.trained.assignments()
+
+
+def _recorded_names(directory: Path) -> tuple[str, ...]:
+    """The names of the classes as recorded with `evaluation.confusion`, which needs no data; empty: they have none."""
+    environment = read_environment(directory.parent)
+    return () if environment is None else tuple(environment.class_names)
 
 
 def divergence(results: Results) -> str | None:

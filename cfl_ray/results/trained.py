@@ -31,6 +31,7 @@ from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError, DataError, shown
 from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import new_module
+from cfl_ray.report.report_data import accuracy_of_classes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -195,7 +196,10 @@ class TrainedMethod:
         It is the model of its cluster with the client's private columns, after local training if the method prescribes
         it, or the mixture of all models. Raises ConfigError for a client that does not exist or has no model yet.
         """
-        serving = self.serve(np.array([self._known(client)]))
+        return self.served_model(client, self.serve(np.array([self._known(client)])))
+
+    def served_model(self, client: int, serving: Serving) -> nn.Module:
+        """The same by what `serve` returned for this client."""
         if serving.weight_MK is not None:
             return self.mixture(serving.models_KP, serving.weight_MK[0])
         row = int(serving.row_M[0])
@@ -292,8 +296,7 @@ class TrainedMethod:
         rows = {}
         for cluster in clusters:
             counts = self.confusion(cluster)
-            total_C = counts.to_numpy().sum(1)
-            rows[cluster] = np.divide(np.diag(counts), total_C, out=np.full(len(total_C), np.nan), where=total_C > 0)
+            rows[cluster] = accuracy_of_classes(counts.to_numpy())
         names = self.federation.shape.class_names or range(self.federation.shape.num_classes)
         return pd.DataFrame.from_dict(rows, orient="index", columns=list(names)).rename_axis("cluster")
 

@@ -253,6 +253,8 @@ def _files_in(values: Any) -> list[Path]:
 
 def _file_of(reference: str) -> Path | None:
     """The file of a value `FILE:Name`, which may be deleted: then the error says so, and trust is no question."""
+    if ":" not in reference:
+        return None
     path = Path(reference.rpartition(":")[0])
     try:
         return path.resolve() if path.suffix == ".py" or path.is_file() else None

@@ -48,11 +48,11 @@ def verify(trained: TrainedMethod, result: MethodResult, experiment: Experiment,
         return
     recorded_MV = _recorded(result, trained.round)
     task, wrong, tested = trained.task, list[str](), 0
-    for client, recorded_V, (x, y) in _chosen(trained, recorded_MV, experiment.evaluation.local_samples):
-        serving, tested = trained.serve(np.array([client])), tested + 1
+    for client, recorded_V, serving, (x, y) in _chosen(trained, recorded_MV, experiment.evaluation.local_samples):
+        tested += 1
         is_fine = serving.tune is None and experiment.runtime.precision == "float32"
         relative = _RELATIVE if is_fine else _COARSE
-        model = trained.personal_model(client)
+        model = trained.served_model(client, serving)
         found_V = _scores(trained, model, x, y)
         if _agree(found_V, recorded_V, len(y), relative):
             continue
@@ -92,8 +92,8 @@ def _recorded(result: MethodResult, round: int) -> np.ndarray:
 
 def _chosen(
     trained: TrainedMethod, recorded_MV: np.ndarray, local_samples: int
-) -> Iterator[tuple[int, np.ndarray, TensorSamples]]:
-    """Clients with their recorded scores and test samples: first one of each cluster, then others."""
+) -> Iterator[tuple[int, np.ndarray, Serving, TensorSamples]]:
+    """Clients with their recorded scores, models and test samples: first one of each cluster, then others."""
     recorded_MV = recorded_MV[~np.isnan(recorded_MV[:, -1])]  # the others were not tested
     ids_M = recorded_MV[:, 0].astype(np.int64)
     cluster_M = trained.state.assign_N[ids_M]
@@ -102,13 +102,13 @@ def _chosen(
         place_M[cluster_M == cluster] = np.arange((cluster_M == cluster).sum())
     federation, samples = trained.present(), 0
     for at in np.argsort(place_M, kind="stable")[:_MOST_CLIENTS].tolist():
-        client = int(ids_M[at])
-        is_limited = federation.view != "holdout" and trained.serve(ids_M[at : at + 1]).is_personal
+        client, serving = int(ids_M[at]), trained.serve(ids_M[at : at + 1])
+        is_limited = federation.view != "holdout" and serving.is_personal
         x, y = federation.test(client, local_samples if is_limited else None)
         samples += len(y)
         if at and samples > _MOST_SAMPLES:
             return
-        yield client, recorded_MV[at, 1:], (x, y)
+        yield client, recorded_MV[at, 1:], serving, (x, y)
 
 
 def _scores(
@@ -120,12 +120,10 @@ def _scores(
     try:
         if dtype is not None:
             model = deepcopy(model).to(dtype)
-
-        def outputs(samples: Tensor) -> Tensor:
-            batches = samples.split(_BATCH)
-            return torch.cat([model(batch if dtype is None else batch.to(dtype)) for batch in batches]).float()
-
-        return scoring.values(trained.task, outputs, x, y)
+        with torch.no_grad():
+            batches = [batch if dtype is None else batch.to(dtype) for batch in x.split(_BATCH)]
+            outputs = torch.cat([model(batch) for batch in batches]).float()
+        return scoring.values(trained.task, outputs, y)
     except Exception:
         if dtype is None:
             raise

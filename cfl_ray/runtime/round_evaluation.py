@@ -13,20 +13,28 @@ from cfl_ray.core.backend import Backend
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import ClientData, Clients, RoundStats, Traffic
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MOST_VALUES, Diagnostics, sample_of
-from cfl_ray.core.reported import ReportedDiagnostic
+from cfl_ray.core.reported import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.work import TEST, VALIDATION
 from cfl_ray.data.federation import Federation
 from cfl_ray.nn.network import Network
 from cfl_ray.population.population import Cohort
-from cfl_ray.runtime.evaluation import Evaluator, cluster_metrics, cluster_vectors, mean_of_defined, score_metrics
+from cfl_ray.runtime.evaluation import (
+    ClassCounts,
+    Evaluator,
+    cluster_metrics,
+    cluster_vectors,
+    mean_of_defined,
+    score_metrics,
+)
 from cfl_ray.runtime.participation import Membership
 from cfl_ray.runtime.parts.loop_part import LoopPart
 from cfl_ray.runtime.round_facts import add_exclusions, end_training, record_of
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import RoundRecord
 from cfl_ray.tracking.record import (
+    CONFUSION,
     LABEL_COUNTS,
     PAST_SCORES,
     VALIDATION_CLIENTS,
@@ -56,6 +64,10 @@ class RoundDiagnostics:
         stats.metrics |= reported.numbers
         stats.numbers += [name for name in reported.numbers if name not in stats.numbers]
         self._deferred |= dict.fromkeys(reported.names, (stats.round, reported))
+
+    def put(self, name: str, round: int, diagnostic: Diagnostic) -> None:
+        """Adds an array that needs no check of its form."""
+        self.arrays[name] = ReportedDiagnostic(name, round, diagnostic)
 
     def resolve(self) -> None:
         """Computes the arrays added since the last call."""
@@ -101,6 +113,7 @@ class RoundEvaluation(LoopPart):
         self.primary, self.attackers = self.task.metrics[0].name, setup.attack.ids
         self.initial_P = network.new_model(self.seed, 0)  # held by clients before their first training
         self.taken = taken_names([metric.name for metric in self.task.metrics])
+        self.taken |= {CONFUSION} if self.settings.confusion else set()
         self.label_counts = LabelCounts(setup.federation.shape.num_classes)
         self.traffic = Traffic()  # of the run so far
         # float32 (N, 2), by part: P-local of every client after its last training, NaN before its first training
@@ -183,15 +196,20 @@ class RoundEvaluation(LoopPart):
             tester=lambda those, serving: self.evaluator.scores(serving, those),
         )
         serving = self.steps.serve(state, clients)
-        tables = self.evaluator.scores_on(self.parts, serving, clients)
+        counts = ClassCounts(state.assign_N) if self.settings.confusion else None
+        tables = self.evaluator.scores_on(self.parts, serving, clients, counts)
         table_MV = tables[TEST]
         stats.scores_MV = np.column_stack([clients.ids_M, table_MV])
-        stats.metrics |= score_metrics(table_MV, self.task, self.settings.over_clients)
+        stats.metrics |= self._score_metrics(TEST, table_MV, clients)
         stats.metrics |= cluster_metrics(state, online, present.group_N)
         stats.metrics |= self._protocol_metrics(tables, serving, clients)
         if VALIDATION in tables:
-            stats.metrics |= of_validation(score_metrics(tables[VALIDATION], self.task, self.settings.over_clients))
+            stats.metrics |= of_validation(self._score_metrics(VALIDATION, tables[VALIDATION], clients))
             stats.metrics |= self._sizes_of_validation(clients)
+        if self.settings.reported is not None:
+            protocol = self.settings.protocol_of(self.label, self.steps.method.name)
+            of_protocol = self.primary if protocol == "server" else f"{self.primary}_{protocol}"
+            stats.metrics["reported"] = stats.metrics[of_protocol]
         if self.settings.past:
             diagnostics.take(stats, self._tests_on_past_data(stats, serving, clients))
         self.steps.diagnose(state, clients)
@@ -210,9 +228,24 @@ class RoundEvaluation(LoopPart):
                 of_clusters.add(name, _storable(vector_K), (CLUSTERS,), clients.ids_M)
             diagnostics.take(stats, of_clusters)
         diagnostics.resolve()
+        if counts is not None:
+            diagnostics.put(CONFUSION, stats.round, counts.diagnostic())
         if self.task.targets == "class":
             diagnostics.take(stats, self._labels_of_compared(stats.round, tests))
             diagnostics.resolve()
+
+    def _score_metrics(self, part: str, table_MV: np.ndarray, clients: Clients) -> dict[str, float]:
+        weight_M = self.evaluator.weights(part, clients, table_MV[:, 0])
+        return score_metrics(table_MV, self.task, self.settings.over_clients, weight_M)
+
+    def _mean(self, part: str, score_M: np.ndarray, clients: Clients, some: np.ndarray | None = None) -> float:
+        """The mean over clients of scores on this part of their data. some: bool (M,) of the clients in it; None: all.
+
+        Weighted as `evaluation.weights` says.
+        """
+        if some is not None:
+            score_M, clients = score_M[some], clients.select(some)
+        return mean_of_defined(score_M, self.evaluator.weights(part, clients, score_M))
 
     def _protocol_metrics(
         self, tables: Mapping[str, np.ndarray], serving: Serving, clients: Clients
@@ -230,7 +263,7 @@ class RoundEvaluation(LoopPart):
             tuned = self.evaluator.tuned_scores(self.parts, serving, clients, clients.local)
         for part in self.parts:
             tuned_M = tuned[part][:, 0] if tuned else None
-            of_part = self._metrics_of_some(tables[part][:, 0], tuned_M, clients)
+            of_part = self._metrics_of_some(part, tables[part][:, 0], tuned_M, clients)
             metrics |= of_part if part == TEST else of_validation(of_part)
         return metrics
 
@@ -238,12 +271,14 @@ class RoundEvaluation(LoopPart):
         """P-local over all clients, and over trained clients; untrained clients hold the initial model."""
         score_M = self.local_scores[part][clients.ids_M, 0].astype(np.float64)
         trained = ~np.isnan(score_M)
-        metrics = {f"{self.primary}_local_trained": float(score_M[trained].mean())} if trained.any() else {}
+        metrics = {}
+        if trained.any():
+            metrics[f"{self.primary}_local_trained"] = self._mean(part, score_M, clients, trained)
         if not trained.all():
             untrained = clients.select(~trained)
             initial = Serving(self.initial_P[None], untrained.first_row())
             score_M[~trained] = self.evaluator.scores_on((part,), initial, untrained)[part][:, 0]
-        return metrics | {f"{self.primary}_local": mean_of_defined(score_M)}
+        return metrics | {f"{self.primary}_local": self._mean(part, score_M, clients)}
 
     def _sizes_of_validation(self, clients: Clients) -> dict[str, float]:
         """Number of the clients with validation data, and of their validation samples."""
@@ -251,19 +286,21 @@ class RoundEvaluation(LoopPart):
         num_samples_M = part.num_samples_N[clients.ids_M]
         return {VALIDATION_CLIENTS: float((num_samples_M > 0).sum()), VALIDATION_SAMPLES: float(num_samples_M.sum())}
 
-    def _metrics_of_some(self, score_M: np.ndarray, tuned_M: np.ndarray | None, clients: Clients) -> dict[str, float]:
+    def _metrics_of_some(
+        self, part: str, score_M: np.ndarray, tuned_M: np.ndarray | None, clients: Clients
+    ) -> dict[str, float]:
         """Means over honest clients and over newcomers, and P-tune, whose scores are `tuned_M`."""
         metrics: dict[str, float] = {}
         honest = ~np.isin(clients.ids_M, self.attackers)
         if len(self.attackers) and honest.any():
-            metrics[f"{self.primary}_honest"] = mean_of_defined(score_M[honest])
+            metrics[f"{self.primary}_honest"] = self._mean(part, score_M, clients, honest)
         newcomers = np.isin(clients.ids_M, self.membership.population.newcomers)
         if newcomers.any():
-            metrics[f"newcomer_{self.primary}"] = mean_of_defined(score_M[newcomers])
+            metrics[f"newcomer_{self.primary}"] = self._mean(part, score_M, clients, newcomers)
         if tuned_M is not None:
-            metrics[f"{self.primary}_tuned"] = mean_of_defined(tuned_M)
+            metrics[f"{self.primary}_tuned"] = self._mean(part, tuned_M, clients)
             if newcomers.any():
-                metrics[f"newcomer_{self.primary}_tuned"] = mean_of_defined(tuned_M[newcomers])
+                metrics[f"newcomer_{self.primary}_tuned"] = self._mean(part, tuned_M, clients, newcomers)
         return metrics
 
     def _tests_on_past_data(self, stats: RoundStats, serving: Serving, clients: Clients) -> Diagnostics:
@@ -281,7 +318,7 @@ class RoundEvaluation(LoopPart):
         past = chosen.replaying([(int(changed) - 1,) for changed in changed_N[chosen.ids_M]])
         score_M = self.evaluator.scores(serving.select(chosen_M), past)[:, 0]
         diagnostics.add(PAST_SCORES, _storable(score_M), (CLIENTS,), chosen.ids_M)
-        stats.metrics[f"{self.primary}_past"] = mean_of_defined(score_M)
+        stats.metrics[f"{self.primary}_past"] = self._mean(TEST, score_M, past)
         return diagnostics
 
     def _labels_of_compared(self, round: int, tests: RoundStats) -> Diagnostics:

@@ -1,4 +1,4 @@
-"""Checks of a setup before its run. All raise ConfigError."""
+"""Checks of a setup before its run. All raise ConfigError. `network`, in some, is a network of the setup, only read."""
 
 import copy
 import math
@@ -16,6 +16,7 @@ from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.core.aggregation.apply import try_rule
 from cfl_ray.core.aggregation.rules import RULES, AggregationRule, Mean
 from cfl_ray.core.checked_method import CheckedMethod
+from cfl_ray.core.diagnostics import MOST_VALUES
 from cfl_ray.core.method import Method
 from cfl_ray.core.metrics import METRICS
 from cfl_ray.core.params import ParamSpec
@@ -25,9 +26,9 @@ from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.engine import choice
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import SEQUENTIAL
-from cfl_ray.errors import ConfigError, RunError
+from cfl_ray.errors import ConfigError, RunError, did_you_mean
 from cfl_ray.models import ModelRecipe
-from cfl_ray.nn.network import new_module
+from cfl_ray.nn.network import Network, new_module
 from cfl_ray.population.availability import Availability, OwnAvailability
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds, why_synchronous
@@ -37,11 +38,11 @@ from cfl_ray.setup.setup import Setup
 from cfl_ray.system.machine import available_memory
 
 
-def check_batches(setup: Setup) -> None:
+def check_batches(setup: Setup, network: Network) -> None:
     """Raises ConfigError if clients train on a batch of one sample but the model cannot: BatchNorm needs two."""
-    network, sizes_N = setup.network(), setup.federation.num_samples_N
     if not network.batch_statistics:
         return
+    sizes_N = setup.federation.num_samples_N
     for label, method in setup.methods.items():
         local, backend = setup.local_of(label), DryBackend(network.spec, setup.federation.shape)  # notes the batches
         for _ in dry_rounds(method, 2, 2, local, backend, rounds=max(setup.experiment.rounds, 2), to_last_phase=True):
@@ -56,7 +57,7 @@ def check_batches(setup: Setup) -> None:
             cure = (
                 "leave such clients out (data.partition.min_samples) and set local.batch_size to 2 or more"
                 if whole
-                else "set local.drop_last: true, which leaves that batch out, or another local.batch_size"
+                else "set local.drop_last: true or single, which leave that batch out, or another local.batch_size"
             )
             raise ConfigError(
                 f"{clients_in_words(ids)} would train on a batch of one sample ({label}: {sizes_N[client]} samples in "
@@ -65,12 +66,30 @@ def check_batches(setup: Setup) -> None:
             )
 
 
-def check_engine(setup: Setup) -> None:
+def check_reported(setup: Setup) -> None:
+    """Raises ConfigError if `evaluation.reported` names no method, or a protocol that is not measured."""
+    settings = setup.experiment.evaluation
+    known = {*setup.methods, *(method.name for method in setup.methods.values()), *Method.registry}
+    if settings.reported is None:
+        return
+    for name in settings.reported:
+        if name not in known:
+            raise ConfigError(f"evaluation.reported: there is no method {name!r}{did_you_mean(name, sorted(known))}")
+    for label, method in setup.methods.items():
+        protocol = settings.protocol_of(label, method.name)
+        is_measured = {"local": settings.local, "tuned": settings.tuned_epochs > 0}
+        if not is_measured.get(protocol, True):
+            change = "evaluation.local: true" if protocol == "local" else "evaluation.tuned_epochs to at least 1"
+            raise ConfigError(
+                f"evaluation.reported: {label} is scored by protocol {protocol}, which is not measured; set {change}"
+            )
+
+
+def check_engine(setup: Setup, network: Network) -> None:
     """Raises ConfigError for a configured engine that can train the clients of none of the methods."""
     engine = setup.experiment.runtime.engine
     if engine in ("auto", SEQUENTIAL):
         return
-    network = setup.network()
     reasons = [choice.why_not(engine, network, setup.federation, setup.local_of(label)) for label in setup.methods]
     if reason := all(reasons) and reasons[0]:
         raise ConfigError(f"runtime.engine: {engine} cannot train these clients: {reason}; use auto or {SEQUENTIAL}")
@@ -160,9 +179,8 @@ def _check_participants(setup: Setup, label: str, spec: ParamSpec) -> None:
         )
 
 
-def try_methods(setup: Setup) -> None:
+def try_methods(setup: Setup, network: Network) -> None:
     """Raises ConfigError for an option that does not fit the model. Creates and discards every method's first state."""
-    network = setup.network()
     for label, method in setup.methods.items():
         method.check_model(network.spec)
         if (norms := method.kept_norms(network.spec)) is not None and not norms.count:
@@ -178,9 +196,9 @@ def try_methods(setup: Setup) -> None:
         CheckedMethod(method, network.spec.size).init(start)
 
 
-def check_features(setup: Setup) -> None:
+def check_features(setup: Setup, network: Network) -> None:
     """Raises ConfigError for a method that reads the inputs of the model's last layer if no forward pass shows them."""
-    network, rounds = setup.network(), max(setup.experiment.rounds, 2)
+    rounds = max(setup.experiment.rounds, 2)
     try:
         network.check_features()
     except ConfigError as error:
@@ -192,9 +210,8 @@ def check_features(setup: Setup) -> None:
                 raise ConfigError(f"{label}: {error}") from None
 
 
-def warnings_of_model(setup: Setup) -> tuple[str, ...]:
+def warnings_of_model(setup: Setup, network: Network) -> tuple[str, ...]:
     """A line for each method that shares nothing or keeps nothing of this model, and if its head is not its output."""
-    network = setup.network()
     spec, found = network.spec, []
     for label, method in setup.methods.items():
         if text := method.model_warning(spec):
@@ -219,7 +236,7 @@ def warnings_of_model(setup: Setup) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_asynchronous(setup: Setup) -> None:
+def check_asynchronous(setup: Setup, spec: ParamSpec) -> None:
     """Raises ConfigError for methods whose rounds cannot be asynchronous, and numbers of clients that cannot be."""
     if setup.asynchrony is None:
         return
@@ -229,7 +246,6 @@ def check_asynchronous(setup: Setup) -> None:
             f"asynchronous.concurrency: {wanted} clients at work, but the federation has {clients}; at most {clients}"
         )
     check_buffer(setup.asynchrony.buffer, setup.experiment.asynchronous.concurrency or setup.division.cohort)
-    spec = setup.network().spec
     for label, method in setup.methods.items():
         if reason := why_synchronous(
             method, spec, setup.local_of(label), setup.federation.shape, setup.experiment.rounds
@@ -248,8 +264,18 @@ def check_targets(task: Task, federation: Federation) -> None:
         )
 
 
-def check_classes(task: Task, shape: DataShape) -> None:
-    """Raises ConfigError if the counts of a test, one of each pair of label and prediction, do not fit into memory."""
+def check_classes(task: Task, shape: DataShape, confusion: bool = False) -> None:
+    """Raises ConfigError if the counts of a test, one of each pair of label and prediction, do not fit into memory.
+
+    confusion: whether they are recorded, which needs classes, and so few of them that they fit into a diagnostic.
+    """
+    if confusion and task.targets != "class":
+        raise ConfigError(f"evaluation.confusion needs classes, the targets of the task are {task.targets!r}")
+    if confusion and shape.num_classes > (most := math.isqrt(MOST_VALUES)):
+        raise ConfigError(
+            f"evaluation.confusion: the counts of {shape.num_classes:,} classes are not recorded, at most {most:,} "
+            "classes; leave it out, and ask result.class_accuracy() after the run"
+        )
     needed, free = 8 * shape.num_classes**2, available_memory()
     if task.by_confusion and needed > free:
         raise ConfigError(

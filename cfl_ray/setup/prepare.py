@@ -78,7 +78,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     checks.check_labels(methods)
     task, local, own_local = resolve_learning(experiment, methods)
     checks.check_targets(task, federation)
-    checks.check_classes(task, federation.shape)
+    checks.check_classes(task, federation.shape, experiment.evaluation.confusion)
     new_trackers(experiment.tracking)  # called only for the errors that it raises; every method gets its own trackers
     check_schedule(experiment.schedule, federation.num_clients)
     population = population_of(experiment, federation.num_clients)
@@ -120,14 +120,16 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         template=template,
     )
     checks.check_attackers(setup.attack, federation.num_clients)
+    checks.check_reported(setup)
     setup = replace(setup, choice=round_choice(setup))
-    checks.try_methods(setup)
-    checks.check_features(setup)
-    setup = protected(replace(setup, of_model=checks.warnings_of_model(setup)))
-    checks.check_asynchronous(setup)
-    checks.check_batches(setup)
+    network = setup.network()
+    checks.try_methods(setup, network)
+    checks.check_features(setup, network)
+    setup = protected(replace(setup, of_model=checks.warnings_of_model(setup, network)), network)
+    checks.check_asynchronous(setup, network.spec)
+    checks.check_batches(setup, network)
     checks.try_plugins(setup)
-    checks.check_engine(setup)
+    checks.check_engine(setup, network)
     return setup
 
 

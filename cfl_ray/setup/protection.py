@@ -9,10 +9,12 @@ import numpy as np
 
 from cfl_ray.config.privacy import ExamplesConfig
 from cfl_ray.core.aggregation.rules import Mean
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import ConfigError
+from cfl_ray.nn.network import Network
 from cfl_ray.privacy.examples import ExampleAccount, delta_of
 from cfl_ray.privacy.noisy_sums import PrivateRun, rounded_norm
 from cfl_ray.privacy.privacy_plan import PrivacyPlan, privacy_plan_of
@@ -23,34 +25,36 @@ from cfl_ray.setup.setup import Setup
 _DRY_FLOATS = 10**9  # floats of the models in all rounds without training that plan a private run
 
 
-def protected(setup: Setup) -> Setup:
+def protected(setup: Setup, network: Network) -> Setup:
     """The setup with the secure sums, and the privacy of clients and of samples, of its experiment.
+
+    network: of the setup, which stays as it is.
 
     Raises ConfigError for a method that cannot be protected.
     """
     experiment, methods = setup.experiment, setup.methods
     if experiment.secure_aggregation is not None:
         setup = replace(setup, secure=SecureAggregation(**experiment.secure_aggregation.model_dump()))
-        _check_secure(setup)
+        _check_secure(setup, network.spec)
     if experiment.private_clients is not None:
-        setup = replace(setup, privacy={label: _privacy_of(setup, label) for label in methods})
+        setup = replace(setup, privacy={label: _privacy_of(setup, label, network) for label in methods})
     if experiment.privacy is not None and (examples := experiment.privacy.examples) is not None:
-        setup = replace(setup, examples={label: _examples_of(setup, label, examples) for label in methods})
+        setup = replace(setup, examples={label: _examples_of(setup, label, examples, network) for label in methods})
     return setup
 
 
-def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
+def _privacy_of(setup: Setup, label: str, network: Network) -> PrivacyPlan:
     """The privacy of a method, planned by rounds without training. Raises ConfigError if it cannot be private."""
-    if setup.network().batch_statistics:
+    if network.batch_statistics:
         raise ConfigError(
             "privacy: the model has statistics of batches, such as BatchNorm's; noise makes variances negative; use "
             "GroupNorm"
         )
     _check_mean(setup, label, "be private", "privacy.clip")
     count = setup.federation.num_clients
-    plan = privacy_plan_of(setup.experiment, count, label, lambda private: _tried(setup, label, private))
+    plan = privacy_plan_of(setup.experiment, count, label, lambda private: _tried(setup, label, network.spec, private))
     if setup.secure is not None:
-        norm = rounded_norm(setup.secure.levels // 2, setup.network().spec.size)
+        norm = rounded_norm(setup.secure.levels // 2, network.spec.size)
         for clients in (_most_masked(setup), 1):
             share = plan.privacy.share_of_noise(norm, setup.secure.least(clients))
             setup.secure.check(clients, share)
@@ -59,25 +63,26 @@ def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
 
 def check_joining(setup: Setup, label: str, federation: Federation) -> None:
     """Raises ConfigError if clients that join a live run would end it. federation: with those that join."""
-    check_batches(grown := replace(setup, federation=federation))
+    network = setup.network()
+    check_batches(grown := replace(setup, federation=federation), network)
     if setup.secure is not None:
         setup.secure.check(_most_masked(grown))
     if label not in setup.examples:
         return
     delta_of(setup.examples[label].delta, federation.num_samples_N)
     try:
-        for _ in _tried(setup, label, latecomers=True):
+        for _ in _tried(setup, label, network.spec, latecomers=True):
             pass
     except PrivacyError as error:
         raise ConfigError(f"{label} cannot protect single samples of clients that join: {error}") from None
 
 
-def _examples_of(setup: Setup, label: str, config: ExamplesConfig) -> ExampleAccount:
+def _examples_of(setup: Setup, label: str, config: ExamplesConfig, network: Network) -> ExampleAccount:
     """The account of samples after all rounds, if every client takes part in each.
 
     Raises ConfigError for a method or model that DP-SGD cannot protect, and for a delta that is too large.
     """
-    network, local = setup.network(), setup.local_of(label)
+    local = setup.local_of(label)
     obstacles = {
         "statistics of batches, such as BatchNorm's, mix samples; use GroupNorm": network.batch_statistics,
         f"{network.side_effect}": network.side_effect is not None,
@@ -86,12 +91,13 @@ def _examples_of(setup: Setup, label: str, config: ExamplesConfig) -> ExampleAcc
     if reason := next((reason for reason, holds in obstacles.items() if holds), None):
         raise ConfigError(f"privacy.examples needs gradients of single samples, and the model has none: {reason}")
     if local.drop_last:
-        raise ConfigError(f"privacy.examples draws every sample by itself; {label} has local.drop_last: true")
+        value = str(local.drop_last).lower()
+        raise ConfigError(f"privacy.examples draws every sample by itself; {label} has local.drop_last: {value}")
     sizes_N = setup.federation.num_samples_N
     account = ExampleAccount(config.noise_multiplier, delta_of(config.delta, sizes_N), len(sizes_N))
     batches_N = local.batches_of(sizes_N)
     try:
-        least, most = (_most_steps(setup, label, size) for size in (1, int(sizes_N.max())))
+        least, most = (_most_steps(setup, label, network.spec, size) for size in (1, int(sizes_N.max())))
     except PrivacyError as error:
         raise ConfigError(f"{label} cannot protect single samples: {error}") from None
     # the steps of a training are linear in the batches of an epoch, or a constant
@@ -100,10 +106,10 @@ def _examples_of(setup: Setup, label: str, config: ExamplesConfig) -> ExampleAcc
     return account
 
 
-def _most_steps(setup: Setup, label: str, size: int) -> int:
+def _most_steps(setup: Setup, label: str, spec: ParamSpec, size: int) -> int:
     """The most local steps in a run of a client that takes part in every round. size: samples of every client."""
     total_N, last_N, done = np.zeros(setup.federation.num_clients), np.zeros(0), 0
-    for _, stats in _tried(setup, label, size=size, latecomers=_latecomers(setup)):
+    for _, stats in _tried(setup, label, spec, size=size, latecomers=_latecomers(setup)):
         last_N, done = np.zeros_like(total_N), done + 1
         for ids_M, _, _, steps_M in stats.example_steps:
             np.add.at(last_N, ids_M, steps_M)
@@ -122,13 +128,17 @@ def _check_mean(setup: Setup, label: str, what: str, key: str) -> None:
 
 
 def _tried(
-    setup: Setup, label: str, private: PrivateRun | None = None, size: int = 1, latecomers: bool = False
+    setup: Setup,
+    label: str,
+    spec: ParamSpec,
+    private: PrivateRun | None = None,
+    size: int = 1,
+    latecomers: bool = False,
 ) -> Iterator[Any]:
     """Yields the first rounds of a method without training, in which it requests everything that its server reads.
 
     size: samples of every client. latecomers: see `dry_rounds`.
     """
-    spec = setup.network().spec
     return dry_rounds(
         setup.methods[label],
         setup.federation.num_clients,
@@ -158,7 +168,7 @@ def _most_masked(setup: Setup) -> int:
     return setup.federation.num_clients if poisson else min(selected, setup.federation.num_clients)
 
 
-def _check_secure(setup: Setup) -> None:
+def _check_secure(setup: Setup, spec: ParamSpec) -> None:
     """Raises ConfigError for a method whose server reads more than sums, and for sums that can exceed the ring."""
     assert setup.secure is not None
     if (most := _most_masked(setup)) < 2:
@@ -167,7 +177,7 @@ def _check_secure(setup: Setup) -> None:
     for label in setup.methods:
         _check_mean(setup, label, "be aggregated securely", "secure_aggregation.clip")
         try:
-            for _ in _tried(setup, label):
+            for _ in _tried(setup, label, spec):
                 pass
         except PrivacyError as error:
             raise ConfigError(f"{label} cannot be aggregated securely: {error}") from None

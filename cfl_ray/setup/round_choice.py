@@ -78,6 +78,8 @@ def evaluated_metrics(setup: Setup) -> dict[str, bool | None]:
         newcomer = f"newcomer_{primary.name}"
         of_primary += [newcomer, *([f"{newcomer}_tuned"] if settings.tuned_epochs else [])]
     less |= {name: name.endswith("_std") or not primary.higher_is_better for name in of_primary}
+    if settings.reported is not None:
+        less["reported"] = not primary.higher_is_better
     less["test_loss"] = True
     if setup.federation.validation is not None:
         # of the past, there are no validation data

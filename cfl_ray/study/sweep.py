@@ -273,6 +273,7 @@ class RankedTrial:
     tested: Mapping[int, float] = field(default_factory=dict)  # the same on test data, if validation data choose
     trial: Trial = Trial()
     metric: str = ""
+    folder: str = ""  # the setting of its runs, with the name of the trial
 
     @property
     def mean(self) -> float:
@@ -325,7 +326,16 @@ def rank(study: Study, runs: Sequence[StudyRun], run_metrics: RunMetrics) -> lis
             beside = tested if beside_metric != metric else {}
             chosen = of_trial[0].of_trial
             of_group.append(
-                RankedTrial(setting, method, chosen.parameters, values, tested=beside, trial=chosen, metric=metric)
+                RankedTrial(
+                    setting,
+                    method,
+                    chosen.parameters,
+                    values,
+                    tested=beside,
+                    trial=chosen,
+                    metric=metric,
+                    folder=of_trial[0].setting,
+                )
             )
 
         def goodness(trial: RankedTrial) -> tuple[int, float]:
@@ -350,7 +360,10 @@ def best_of(ranked: Sequence[RankedTrial]) -> list[RankedTrial]:
 
 
 def to_frame(ranked: Sequence[RankedTrial], metric: str) -> pd.DataFrame:
-    """A row for each trial: setting, method, place, its parameters, runs, METRIC with METRIC_std, p and effect."""
+    """A row for each trial: setting, method, place, its parameters, runs, METRIC with METRIC_std, p and effect, folder.
+
+    folder: that of its runs, below the folder of the study.
+    """
     import pandas as pd
 
     rows = [
@@ -368,6 +381,7 @@ def to_frame(ranked: Sequence[RankedTrial], metric: str) -> pd.DataFrame:
             **({test_metric(metric): trial.test_mean} if test_metric(metric) != metric else {}),
             "p": trial.p,
             "effect": trial.effect,
+            "folder": trial.folder,
         }
         for trial in ranked
     ]

@@ -8,7 +8,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -216,9 +216,14 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
     if content is None:
         return None
     try:
-        return TypeAdapter(kind).validate_json(content, strict=True)
+        return cast(Record, _validator_of(cast(Any, kind)).validate_json(content, strict=True))
     except ValidationError as error:
         raise DataError(f"{path} is damaged ({first_problem(error)}); {_REPAIR}") from error
+
+
+@cache
+def _validator_of(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def first_problem(error: ValidationError) -> str:

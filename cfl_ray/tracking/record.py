@@ -26,6 +26,7 @@ from cfl_ray.system.files import first_problem, opened, parse_json, read_record
 from cfl_ray.system.nested import leaves_of
 
 BEST_ROUND = "best_round"  # metric of every round with `keep: best`, once there is one
+CONFUSION = "confusion"  # diagnostic (clusters, true, predicted), with `evaluation.confusion`
 LABEL_COUNTS = "label_counts"  # diagnostic (clients, classes) of the clients that are in a matrix (clients, clients)
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 # of a method's run. "running": the round is training; "stopped": ended on request after a round that is saved
@@ -39,6 +40,7 @@ ROUND_METRICS = {
     "accuracy_local_trained": "P-local over the clients that have trained",
     "trained_share": "share of the clients that have trained",
     "accuracy_tuned": "P-tune(F): the same, of the P-server model after F local epochs",
+    "reported": "the metric of the protocol by which the method is scored, with evaluation.reported",
     "accuracy_past": "the same as accuracy, of clients whose data have changed, on their data before the last change",
     "accuracy_honest": "the same as accuracy over the clients that do not attack, if some do",
     "accuracy_std": "standard deviation over clients of the P-server accuracy",

@@ -1,31 +1,35 @@
 """CPU seconds of a round of each method, beside the passes that it makes: `python -m jobs.benchmarks methods`.
 
 A pass of a sample through a model counts 1 without gradients and 3 with them, forward and backward. They are counted at
-the module in rounds of the engine `sequential`, which calls it for every pass. What a method costs beyond its passes is
-its server, its exchange of models and what its clients keep. Both figures are medians of the rounds after the first
-ones, in which some methods compare all clients, without evaluation; they are printed as multiples of FedAvg's.
+the module in rounds of the engine `sequential`, which calls it for every pass, with a small network, on which their
+number does not depend. What a method costs beyond its passes is its server, its exchange of models and what its clients
+keep. Both figures are of rounds after the first ones, in which some methods compare all clients, without evaluation;
+they are printed as multiples of FedAvg's.
 """
 
+import datetime
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
-from functools import partial
+from dataclasses import fields, replace
+from itertools import islice
 
-from rich.console import Console
-from rich.table import Table
+import torch
 from torch import Tensor, nn
 
+from benchmarks.compare import machine
 from benchmarks.workloads import Workload
 from cfl_ray.methods import REGISTRY
 from cfl_ray.runtime.session import InProcessSession
 from cfl_ray.setup.prepare import prepare
 from cfl_ray.system.threads import one_thread
+from cfl_ray.tracking import RoundRecord
 from jobs.benchmarks.in_process import cpu_seconds
 from jobs.benchmarks.rounds import experiment_of
 
 CLIENTS, COHORT, GROUPS = 60, 18, 4
 WORK = Workload("LeNet-5, 60 clients of 192, 18 a round", "lenet5", {}, 10, COHORT, 192, 10, 2)
+SMALL = replace(WORK, model="mlp", options={"hidden": 8})
 DATA = {
     "source": "synthetic",
     "partition": {"clients": CLIENTS},
@@ -48,17 +52,17 @@ class Passes:
 
 
 def options_of(name: str) -> dict[str, int]:
-    """As many clusters as there are groups, where the method takes a number."""
-    known = {field.name for field in fields(REGISTRY[name])}
+    """As many clusters as there are groups, where the method is told a number."""
+    known = {field.name for field in fields(REGISTRY[name]) if field.default is not None}
     return {key: GROUPS for key in ("num_clusters", "num_models") if key in known}
 
 
 @contextmanager
-def rounds_of(name: str, engine: str) -> Iterator[InProcessSession]:
+def rounds_of(name: str, engine: str, work: Workload = WORK) -> Iterator[InProcessSession]:
     """A session of a method in this process."""
     runtime = {"engine": engine, "checkpoint_every": 10_000}
     settings = {"data": DATA, "methods": [{name: options_of(name)}], "runtime": runtime}
-    session = InProcessSession(prepare(experiment_of(WORK, "runs", 10_000, **settings)), None)
+    session = InProcessSession(prepare(experiment_of(work, "runs", 10_000, **settings)), None)
     try:
         yield session
     finally:
@@ -67,7 +71,7 @@ def rounds_of(name: str, engine: str) -> Iterator[InProcessSession]:
 
 def passes(name: str, rounds: int) -> float:
     """Passes of a round, the median after the warm-up."""
-    with rounds_of(name, "sequential") as session:
+    with rounds_of(name, "sequential", SMALL) as session:
         found, counting = [], Passes()
         step = session.rounds(name, lambda text: None)
         next(step)
@@ -80,23 +84,29 @@ def passes(name: str, rounds: int) -> float:
     return statistics.median(found[WARM_UP:])
 
 
-def seconds(name: str, rounds: int) -> float:
-    """CPU seconds of a round as a multiple of FedAvg's, whose rounds are in turn with the method's: least of each."""
-    with rounds_of("fedavg", "manual") as first, rounds_of(name, "manual") as second:
-        steps = [session.rounds(label, lambda text: None) for session, label in ((first, "fedavg"), (second, name))]
-        pairs = [[cpu_seconds(partial(next, step)) for step in steps] for _ in range(1 + WARM_UP + rounds)]
-    least, other = (min(column) for column in zip(*pairs[1 + WARM_UP :], strict=True))
-    return other / least
+def seconds(name: str, rounds: int, of_fedavg: Iterator[RoundRecord]) -> tuple[float, bool]:
+    """CPU seconds of a round as a multiple of FedAvg's, in turn with it: the least of each; and whether in `manual`.
+
+    of_fedavg: its rounds, of which at least one has been taken. `manual` leaves some client programs to `sequential`.
+    """
+    records: list[RoundRecord] = []
+    with rounds_of(name, "manual") as session:
+        step = session.rounds(name, lambda text: None)
+        records += islice(step, 1 + WARM_UP)
+        steps = (of_fedavg, step)
+        pairs = [[cpu_seconds(lambda rows=rows: records.append(next(rows))) for rows in steps] for _ in range(rounds)]
+    least, other = (min(column) for column in zip(*pairs, strict=True))
+    return other / least, not any(record.fallbacks for record in records)
 
 
 def methods(rounds: int) -> None:
     """Prints passes, seconds and their ratio for every method; a ratio above `MOST` is marked."""
-    table = Table("method", "passes", "seconds", "seconds / passes", "", title=f"{WORK.description}; FedAvg is 1")
-    with one_thread():
-        of_fedavg = passes("fedavg", rounds)
+    print(f"{WORK.description}; FedAvg is 1. {machine()}; PyTorch {torch.__version__}; {datetime.date.today()}\n")
+    print("| method | passes | seconds | seconds / passes | |\n|---|---|---|---|---|")
+    with one_thread(), rounds_of("fedavg", "manual") as session:
+        of_fedavg, step = passes("fedavg", rounds), session.rounds("fedavg", lambda text: None)
+        list(islice(step, 2))
         for name in REGISTRY:
-            needed, taken = passes(name, rounds) / of_fedavg, seconds(name, rounds)
-            ratio = taken / needed
-            mark = "above" if ratio > MOST else ""
-            table.add_row(name, f"{needed:.2f}", f"{taken:.2f}", f"{ratio:.2f}", mark)
-    Console(width=100).print(table)
+            needed, (taken, is_manual) = passes(name, rounds) / of_fedavg, seconds(name, rounds, step)
+            marks = ["above"] * (needed > 0 and taken / needed > MOST) + ["in `sequential`"] * (not is_manual)
+            print(f"| {name} | {needed:.2f} | {taken:.2f} | {taken / needed:.2f} | {', '.join(marks)} |", flush=True)

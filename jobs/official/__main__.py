@@ -46,6 +46,13 @@
     python -m jobs.official fedpac CHECKOUT
     git clone https://github.com/med-air/FedBN CHECKOUT
     python -m jobs.official fedbn CHECKOUT
+    git clone https://github.com/dariofenoglio98/FLUX CHECKOUT
+    pip install --no-deps --target CHECKOUT/deps kneed
+    python -m jobs.official flux CHECKOUT
+    git clone https://github.com/dariofenoglio98/FEROMA CHECKOUT
+    python -m jobs.official feroma CHECKOUT
+    git clone https://github.com/Nokia-Bell-Labs/Loss-Vector-based-Clustered-Federated-Learning CHECKOUT
+    python -m jobs.official clove CHECKOUT
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -60,7 +67,7 @@ from jobs.official.page import PAGE, with_section
 METHODS = (  # modules of this package, in the order of the sections
     *("cfl", "ifca", "stocfl", "pacfl", "fedem", "pfedme", "cflgp", "fedccfa", "fedrep", "apfl", "fedcac", "fedas"),
     *("pfllib", "fedrc", "fedgwc", "feddrift", "pfedgraph", "fedsoft", "fedbabu", "moon"),
-    *("fedproto", "fedpac", "fedbn"),
+    *("fedproto", "fedpac", "fedbn", "flux", "feroma", "clove"),
 )
 
 

@@ -180,7 +180,7 @@ def ours(
             look(result, rounds)
     by_round = [record.metrics for record in result.records]
     course.accuracy = [metrics[metric] for metrics in by_round]
-    course.clusters = [int(metrics["num_clusters"]) for metrics in by_round]
+    course.clusters = [int(metrics.get("num_clusters", 1)) for metrics in by_round]
     return course
 
 

@@ -1,29 +1,42 @@
-"""Tables of the study of all methods, heterogeneity/digits.yaml on each of its data sets.
+"""Tables of studies of many methods: heterogeneity/digits.yaml on each of its data sets, and the field.
 
-docs/heterogeneity.md has a table for each data set, docs/choosing.md the best methods of each setting.
+docs/heterogeneity.md has a table for each data set, docs/choosing.md the best methods of each setting, docs/field.md
+all methods (`jobs.results.field`).
 """
 
 from pathlib import Path
 
 import pandas as pd
 
-from cfl_ray.report.ranks import ranks_of
 from jobs.official.page import table as markdown
+from jobs.results import field
 from jobs.results.cells import ROOT
 
 PAGE, CHOOSING = ROOT / "docs" / "heterogeneity.md", ROOT / "docs" / "choosing.md"
+DIGITS = "Digits"
 FIGURES = {  # by data set
-    "Digits": ROOT / "docs" / "results" / "heterogeneity-digits.csv",
+    DIGITS: ROOT / "docs" / "results" / "heterogeneity-digits.csv",
     "Fashion-MNIST": ROOT / "docs" / "results" / "heterogeneity-fashion_mnist.csv",
     "CIFAR-10": ROOT / "docs" / "results" / "heterogeneity-cifar10.csv",
 }
 SETTINGS = ("label_skew", "feature_shift", "concept_shift", "both", "drift", "mixtures")
+SETTINGS_IN_WORDS = {  # the setting of these studies and that of the field; empty: none
+    "label skew": ("label_skew", "dirichlet"),
+    "feature shift": ("feature_shift", "rotated"),
+    "feature shift and label skew": ("", "rotated_labels"),
+    "writers": ("", "writer"),
+    "concept shift": ("concept_shift", ""),
+    "concept shift and label skew": ("both", ""),
+    "drift of features": ("", "drift"),
+    "drift of concepts": ("drift", ""),
+    "mixtures": ("mixtures", ""),
+}
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 
 
 def pages() -> dict[Path, str]:
-    """The text of both pages, with the tables of the present figures."""
-    tables = {PAGE: section(), CHOOSING: best_methods()}
+    """The text of the three pages, with the tables of the present figures."""
+    tables = {PAGE: section(), CHOOSING: best_methods(), field.PAGE: field.section(*field.read_figures())}
     return {page: with_table(page.read_text(), table) for page, table in tables.items()}
 
 
@@ -33,18 +46,26 @@ def section() -> str:
 
 
 def best_methods() -> str:
-    """The five methods of the least mean rank over seeds in each setting, by data set, with their ranks."""
-    rows = [["clients differ in", *FIGURES]]
+    """The five methods of the least mean rank over seeds in each setting, by data set, with their ranks.
+
+    On digits, settings of the field are ranked by its runs, in which all methods are.
+    """
+    of_field, _ = field.read_figures()
+    count = of_field["method"].nunique()
+    rows = [["clients differ in", f"Digits, {count} methods", *FIGURES]]
     runs_of = {name: complete_runs(figures) for name, figures in FIGURES.items()}
-    for setting in SETTINGS:
-        row = [setting.replace("_", " ")]
-        for runs in runs_of.values():
-            runs = runs[runs["setting"] == setting]
-            ranks = runs.groupby("seed")["accuracy"].rank(ascending=False).groupby(runs["method"]).mean()
-            best = ranks.sort_values(kind="stable").head(5)
-            row.append(", ".join(f"{method} {rank:.1f}" for method, rank in best.items()) or "-")
+    for words, (setting, in_field) in SETTINGS_IN_WORDS.items():
+        row = [words, _best_of(of_field, in_field)]
+        row += [_best_of(runs, "" if in_field and name == DIGITS else setting) for name, runs in runs_of.items()]
         rows.append(row)
     return "\n".join(markdown(*rows))
+
+
+def _best_of(runs: pd.DataFrame, setting: str) -> str:
+    """The five methods of the least mean rank in a setting, with their ranks."""
+    runs = runs[runs["setting"] == setting]
+    ranks = runs.groupby("seed")["accuracy"].rank(ascending=False).groupby(runs["method"]).mean()
+    return ", ".join(f"{method} {rank:.1f}" for method, rank in ranks.sort_values(kind="stable").head(5).items()) or "-"
 
 
 def complete_runs(figures: Path) -> pd.DataFrame:
@@ -58,21 +79,9 @@ def table(figures: Path) -> str:
     """Mean accuracy of each method in each setting in percent, its mean rank and its costs; best rank first."""
     runs = complete_runs(figures)
     settings = [name for name in SETTINGS if name in set(runs["setting"])]
-    metrics: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
-    for run in runs.itertuples():
-        metrics.setdefault((run.setting, run.method), {})[run.seed] = {"accuracy": run.accuracy}
-    ranks = ranks_of(metrics, "accuracy")
-    assert ranks is not None
-    accuracy = 100 * runs.pivot_table("accuracy", "method", "setting")
-    costs = runs.groupby("method")[["mbit", "seconds"]].mean()
-    rows = [["method", *(name.replace("_", " ") for name in settings), "mean rank", "Mbit", "seconds"]]
-    for method, rank in ranks.mean_rank.items():
-        shown = [f"{accuracy.loc[method, setting]:.0f}" for setting in settings]
-        bold = f"**{rank:.1f}**" if ranks.is_near_best(method) else f"{rank:.1f}"
-        cost = costs.loc[method]
-        rows.append([method, *shown, bold, f"{cost.mbit:.0f}", f"{cost.seconds:.1f}"])
     seeds = ", ".join(map(str, sorted(set(runs.seed))))
-    return "\n".join([f"Seeds: {seeds}. {ranks.in_words}", "", *markdown(*rows)])
+    lines = field.all_kinds(runs, settings, {"mbit": "Mbit", "seconds": "seconds"})
+    return "\n".join([f"Seeds: {seeds}. {lines[0]}", *lines[1:]])
 
 
 def with_table(page: str, table: str) -> str:

@@ -1,16 +1,19 @@
 """Progress in a notebook: plain lines, without an option."""
 
 import importlib
+import re
 import sys
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
 
 import cfl_ray
-from cfl_ray.cli import notebook
+from cfl_ray.cli import notebook, progress
 from cfl_ray.lifecycle import launch
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.study import run as study_run
+from cfl_ray.tracking import RoundRecord
 
 EXPERIMENT = {
     "rounds": 2,
@@ -37,6 +40,24 @@ def test_a_run_in_a_notebook_prints_lines(capsys):
     assert not capsys.readouterr().out
     with pytest.raises(cfl_ray.ConfigError, match="expected an Experiment"):
         notebook.simulate(3)
+
+
+def test_lines_are_limited_by_time(capsys, monkeypatch):
+    """Rounds of 4 s: a line after 10 s at least, and after a tenth of the time so far; the last one always."""
+    rounds = 0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 4.0 * rounds)
+    with progress.Display(notebook._console(), 200, notebook._LEAST) as display:
+        display.method("fedavg", RoundRecord(0, {}))
+        for rounds in range(1, 200):
+            notes = ("client 3 is slow",) if rounds < 4 else ()
+            status = "finished" if rounds == 199 else "running"
+            display.round("fedavg", RoundRecord(rounds, {"accuracy": 0.5}, notes=notes, status=status))
+    printed = capsys.readouterr().out
+    shown = [int(number) for number in re.findall(r"fedavg round (\d+)/200", printed)]
+    # 3 rounds apart up to 120 s (round 30), later a tenth of the time; the last one
+    assert shown[:5] == [1, 4, 7, 10, 13] and shown[-1] == 199 and len(shown) < 32
+    assert all(b - a >= max(3, b / 10) for a, b in pairwise(shown[:-1]))
+    assert printed.count("client 3 is slow") == 1 and "(2 notes and events are not shown)" in printed
 
 
 def test_a_study_in_a_notebook_prints_lines(monkeypatch):

@@ -55,6 +55,7 @@ def test_all_packages_of_an_empty_machine(index, tmp_path):
     assert "7 packages in 7 files" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_installed_without_an_index(index, tmp_path):
     """On a machine with another torch, and with ray but not with what `ray[default]` needs."""
     have, folder, machine = tmp_path / "have.txt", tmp_path / "wheels", tmp_path / "machine"

@@ -43,8 +43,10 @@ def test_a_batch_of_all_samples_needs_no_draw(batch_size):
 
 
 def test_drop_last_leaves_out_the_samples_that_fill_no_batch():
-    for size, batch, whole, dropped in ((33, 32, [32, 1], [32]), (10, 4, [4, 4, 2], [4, 4]), (3, 8, [3], [3])):
-        for drop_last, sizes in ((False, whole), (True, dropped)):
+    cases = ((33, 32, [32, 1], [32]), (10, 4, [4, 4, 2], [4, 4]), (3, 8, [3], [3]), (2, 1, [1, 1], [1, 1]))
+    for size, batch, whole, dropped in cases:
+        single = dropped if whole[-1] == 1 < batch else whole
+        for drop_last, sizes in ((False, whole), (True, dropped), ("single", single)):
             local = LocalSGD(epochs=2, batch_size=batch, drop_last=drop_last)
             steps = int(local.steps_of(np.array([size]))[0])
             found = [size if one is None else len(one) for one in local.batches(size, steps, np.random.default_rng(0))]

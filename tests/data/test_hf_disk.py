@@ -6,6 +6,7 @@ from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -272,3 +273,55 @@ class TestModes:
         self.saved(tmp_path / "test", None)
         with pytest.raises(DataError, match="test: input column 'x' has images of mode None, .*train of L"):
             read(tmp_path, train_files="train", test_files="test")
+
+
+class TestNamesOfClassesInParquet:
+    """datasets records them in Parquet files as well, of tables and of images."""
+
+    TEXT_ORDER = sorted(map(str, range(12)))  # as class_encode_column numbers the labels 0 to 11: code 2 is "10"
+    IN_ORDER = [str(label) for label in range(12)]
+
+    def files(self, folder, kind, **names):
+        """A Parquet file of each part. names: of its classes; None: without names; "no record": not of datasets."""
+        made = {}
+        for part, classes in names.items():
+            picture = io.BytesIO()
+            Image.new("L", (2, 2)).save(picture, "PNG")
+            rows = (
+                {"x": np.arange(24.0), "y": np.arange(24) % 7}
+                if kind == "csv"
+                else {"image": [picture.getvalue()] * 24}
+            )
+            table = pa.table({**rows, "label": np.arange(24) % 12})
+            feature = (
+                {"dtype": "int64", "_type": "Value"} if classes is None else {"names": classes, "_type": "ClassLabel"}
+            )
+            if classes != "no record":
+                record = json.dumps({"info": {"features": {"label": feature}}})
+                table = table.replace_schema_metadata({"huggingface": record})
+            made[part] = f"{part}.parquet"
+            pq.write_table(table, folder / made[part])
+        return SOURCE_KINDS.of(source=kind, root=str(folder), **{f"{part}_files": name for part, name in made.items()})
+
+    @pytest.mark.parametrize("kind", ["csv", "images"])
+    @pytest.mark.parametrize("second", ["test", "validation"])
+    @pytest.mark.parametrize(
+        ("names", "others", "said"),
+        [
+            (TEXT_ORDER, None, "code 2 of column 'label' is the class named '10'"),
+            (TEXT_ORDER, "no record", "code 2 of column 'label' is the class named '10'"),
+            (None, TEXT_ORDER, "code 2 of column 'label' is the class named '10'"),
+            (TEXT_ORDER, IN_ORDER, "has 12 names of classes, .* they differ in order"),
+            (TEXT_ORDER, TEXT_ORDER, None),
+            (IN_ORDER, None, None),
+            (list("abcdefghijkl"), "no record", None),
+            (list("abcdefghijkl"), list("abcdefghijkm"), "'m' is new"),
+        ],
+    )
+    def test_are_of_the_same_codes_in_all_files(self, tmp_path, kind, second, names, others, said):
+        data = self.files(tmp_path, kind, **{"train": names, second: others})
+        if said is None:
+            assert locate(kind, data).read(True, None).num_classes == 12
+        else:
+            with pytest.raises(DataError, match=said):
+                locate(kind, data).read(True, None)

@@ -2,8 +2,10 @@
 
 import copy
 import inspect
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from closeness import close
 
 from benchmarks.workloads import Workload
-from jobs.benchmarks import clustering, in_process
+from jobs.benchmarks import clustering, in_process, methods
 from jobs.benchmarks.__main__ import BENCHMARKS
 from jobs.benchmarks.nodes import speedup
 from jobs.benchmarks.scale import CALL_SECONDS, simulate_round
@@ -22,6 +24,31 @@ def test_every_benchmark_takes_its_options(what):
     module, options = BENCHMARKS[what]
     parameters = inspect.signature(getattr(import_module(f"jobs.benchmarks.{module}"), what)).parameters
     assert len(parameters) == len(options)
+
+
+class TestMethods:
+    """Passes of a round and CPU seconds of every method."""
+
+    def test_passes_are_three_a_trained_sample_and_one_a_compared_one(self, monkeypatch):
+        """3 clients of 8 samples and 2 epochs: 3 x 8 x 2 x 3 of FedAvg, and 3 x 8 x K more of IFCA."""
+        small = replace(methods.SMALL, clients=3, samples=8, batch=4)
+        monkeypatch.setattr(methods, "SMALL", small)
+        monkeypatch.setattr(methods, "DATA", methods.DATA | {"synthetic_samples": 8, "partition": {"clients": 4}})
+        assert methods.passes("fedavg", 1) == 3 * 8 * 2 * 3
+        assert methods.passes("ifca", 1) == 3 * 8 * 2 * 3 + 3 * 8 * methods.GROUPS
+
+    def test_methods_above_their_passes_and_those_that_manual_does_not_train_are_marked(self, monkeypatch, capsys):
+        monkeypatch.setattr(methods, "REGISTRY", {"fedavg": None, "slow": None, "moon": None})
+        monkeypatch.setattr(methods, "passes", lambda name, rounds: {"slow": 20.0}.get(name, 10.0))
+        taken = {"fedavg": (1.0, True), "slow": (2.5, True), "moon": (1.1, False)}
+        monkeypatch.setattr(methods, "seconds", lambda name, rounds, of_fedavg: taken[name])
+        monkeypatch.setattr(methods, "rounds_of", lambda *_: nullcontext(SimpleNamespace(rounds=lambda *_: iter("ab"))))
+        methods.methods(1)
+        assert capsys.readouterr().out.splitlines()[-3:] == [
+            "| fedavg | 1.00 | 1.00 | 1.00 |  |",
+            "| slow | 2.00 | 2.50 | 1.25 | above |",
+            "| moon | 1.00 | 1.10 | 1.10 | in `sequential` |",
+        ]
 
 
 @pytest.mark.parametrize("name", ["fedclust", "pacfl", "stocfl"])

@@ -15,6 +15,7 @@ from jobs.official import (
     apfl,
     cfl,
     cflgp,
+    clove,
     fedas,
     fedbabu,
     fedbn,
@@ -28,6 +29,8 @@ from jobs.official import (
     fedrc,
     fedrep,
     fedsoft,
+    feroma,
+    flux,
     ifca,
     moon,
     pacfl,
@@ -726,3 +729,73 @@ def test_the_section_of_fedbn(lines_of):
     theirs, ours = (course(by, fedbn.KEPT, start_P, fedbn.CLIENTS) for by in (0.0, 0.001))
     lines = lines_of(fedbn, rotated_mnist=None, theirs=theirs, ours=ours)
     assert "| downsample | 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 |" in lines
+
+
+def test_the_section_of_flux_has_clusters_and_their_agreement_with_rotations(lines_of):
+    start_P, clients = runs.first_weights(flux.MODEL, 10, 0), len(flux.TURN_N)
+
+    def run(by: float, groups: int) -> Course:
+        made = course(by, flux.KEPT, start_P, clients)
+        made.groups = dict.fromkeys(flux.KEPT, runs.groups_of(i % groups for i in range(clients)))
+        return made
+
+    theirs, ours = run(0.0, flux.TURNS), run(0.001, 1)
+    lines = lines_of(flux, rotated_mnist=None, theirs=theirs, ours=ours, accuracy_of=0.5)
+    cells = "| 1.0e-03 | no | 4 | 1 | 1.00 | 0.00 | 0.5000 | 0.5000 |"
+    assert f"| the projection of ours | 0 | 3 {cells}" in lines and f"| its projection | 0 | 6 {cells}" in lines
+    assert not any(line.startswith("| its projection | 0 | 3") for line in lines)
+
+
+def test_our_projection_stands_in_for_their_pca():
+    made = flux.Projection(10, 3)
+    made.fit(np.zeros((5, flux.HIDDEN)))
+    found = made.transform(np.eye(flux.HIDDEN, dtype=np.float32))
+    assert found.dtype == np.float64 and np.allclose(found.T @ found, np.eye(10))
+
+
+def test_clients_of_feroma_take_over_the_data_of_the_next_one():
+    values = torch.arange(3)[:, None]
+    data = Data(values, values, values, values)
+    found = [feroma.moved(data, t).y_test.flatten().tolist() for t in (1, *feroma.MOVES)]
+    assert found == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
+
+
+def test_our_run_of_feroma_has_the_own_models_after_moves(monkeypatch, source):
+    monkeypatch.setattr(feroma, "KEPT", (4,))
+    monkeypatch.setattr(feroma, "LOCAL", {"steps": 1, "batch_size": None, "lr": 1e-30})
+    data = runs.rotated_mnist(0, [i % feroma.TURNS for i in range(feroma.CLIENTS)], 10, 4)
+    found = feroma.ours(data, 0, feroma.INVERSE)
+    start_P = runs.first_weights(feroma.MODEL, 10, 0)
+    assert found.weights[4].shape == (feroma.CLIENTS, len(start_P)) and close(found.weights[4][5], start_P, 1e-6)
+
+
+def test_the_section_of_feroma(lines_of):
+    start_P = runs.first_weights(feroma.MODEL, 10, 0)
+    theirs, ours = (course(by, feroma.KEPT, start_P, feroma.CLIENTS) for by in (0.0, 0.001))
+    lines = lines_of(feroma, rotated_mnist=None, moved=None, theirs=theirs, ours=ours, accuracy_of=0.5)
+    assert "| results in one order | 0 | 4 | 1.0e-03 | 0.5000 | 0.5000 | 0.0e+00 |" in lines
+
+
+def test_the_section_of_clove(lines_of):
+    start_P = torch.stack([runs.first_weights(clove.MODEL, 10, 0, k) for k in range(clove.TURNS)]).mean(0)
+
+    def run(by: float, groups: int) -> Course:
+        made = course(by, clove.KEPT, start_P, clove.CLIENTS)
+        made.groups = dict.fromkeys(clove.KEPT, runs.groups_of(i % groups for i in range(clove.CLIENTS)))
+        return made
+
+    theirs, ours = run(0.0, clove.TURNS), run(0.001, 1)
+    lines = lines_of(clove, rotated_mnist=None, theirs=theirs, ours=ours, accuracy_of=0.5, of_a_late_client="late\n")
+    assert "| K = 4 | 0 | 4 | 1.0e-03 | no | 1.00 | 0.00 | 0.5000 | 0.5000 |" in lines and "late" in lines
+
+
+def test_a_late_client_of_clove_stops_theirs_and_joins_its_rotation_in_ours(monkeypatch):
+    def theirs(checkout, data, first, seed, how, cohorts):
+        assert [clove.LATE in cohort for cohort in cohorts].index(True) == clove.LATE_ROUND - 1
+        raise KeyError(clove.LATE)
+
+    made = Course(groups={clove.KEPT[-1]: runs.groups_of(i % clove.TURNS for i in range(clove.CLIENTS))})
+    monkeypatch.setattr(clove, "theirs", theirs)
+    monkeypatch.setattr(clove, "ours", lambda data, seed, how, schedule: made)
+    text = clove.of_a_late_client(Path("checkout"), None, [], 0)
+    assert f"it stops with KeyError: {clove.LATE}. " in text and "a cluster of 2 others,\n2 of them with" in text

@@ -235,3 +235,34 @@ def test_runs_of_the_option_are_those_of_the_method_and_continue(tmp_path):
     simulate_until(2, Experiment(**run), tmp_path / "run")
     found = resume(tmp_path / "run", on_ray=False, experiment=Experiment(**run))
     assert metrics_of(found["fedbn"]) == method
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_statistics_alone_can_stay(engine):
+    """SiloBN: weights and biases of norm layers are averaged, and the running means and variances are each client's."""
+    one, spec = stage(engine), stage().network.spec
+    statistics = [name for name in spec.names if is_norm(name) and "running" in name]
+    method = FedAvg(norm="local_statistics", weights="uniform")
+    steps, state = play(one, method, None, None)
+    kept = steps.serve(state, one.clients()).client_state.columns
+    assert kept.count == sum(spec.tensors(torch.zeros(spec.size))[name].numel() for name in statistics) == 2 * 2 * 3
+    module, row_P = Residual(), one.model()
+    clients = [row_P.clone() for _ in SIZES]
+    for _ in range(2):
+        for i, own_P in enumerate(clients):
+            start_P = row_P.clone()
+            kept.put(start_P, kept.of(own_P))
+            module.load_state_dict(spec.tensors(start_P), strict=False)
+            module.train()
+            optimizer, (x, y) = torch.optim.SGD(module.parameters(), lr=ETA), one.federation.train(i)
+            for _ in range(2):
+                optimizer.zero_grad()
+                cross_entropy(module(x), y).backward()
+                optimizer.step()
+            clients[i] = spec.row_of(module)
+        row_P = torch.stack(clients).double().mean(0).float()
+    assert close(state.models_KP[0], row_P, 2e-5)
+    for i, own_P in enumerate(clients):
+        assert close(one.client_states["norm", i], kept.of(own_P), 2e-5)
+    linear = Stage(uneven(SIZES), lambda: nn.Linear(6, 3), LocalSGD(steps=2, lr=ETA))
+    assert method.kept_norms(linear.network.spec) is None  # nothing to keep, and no error

@@ -19,7 +19,7 @@ def mixed(models: dict, profiles: dict, profile: np.ndarray, current: list, opti
     if not models:
         return fallback
     parents = sorted(models)
-    points = scaled(np.stack([*current, *(profiles[j] for j in parents), profile]))
+    points = scaled(np.stack([*current, *(profiles[j] for j in parents), profile]), options.get("blocks", "kinds"))
     d = np.sqrt(((points[len(current) : -1] - points[-1]) ** 2).sum(1))
     w = 1 / (d + 1e-8) if options.get("weighting") == "inverse" else np.exp(-d)
     w = w * (d <= options.get("threshold", np.inf)) * np.array(SIZES)[parents]
@@ -28,7 +28,7 @@ def mixed(models: dict, profiles: dict, profile: np.ndarray, current: list, opti
     return tuple(sum(share * models[j][part] for share, j in zip(w / w.sum(), parents)) for part in (0, 1))
 
 
-@pytest.mark.parametrize("options", [{}, {"weighting": "inverse"}, {"threshold": 1.2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"weighting": "inverse"}, {"threshold": 1.2}, {"blocks": "labels"}], ids=str)
 def test_rounds_follow_the_formulas(options):
     """A round of FedAvg, then four with other cohorts in other orders: parents are known by id, not by position."""
     one, method = deep(), Feroma(warmup_rounds=1, **options)

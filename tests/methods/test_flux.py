@@ -13,7 +13,7 @@ from torch import nn
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.data import federation_from_arrays
-from cfl_ray.methods.flux import Flux, knee, projection
+from cfl_ray.methods.flux import Flux, knee, kneedle, projection
 
 SIZES, FEATURES, CLASSES, P = [12, 4, 8, 6, 9], 4, 3, 5 * 4 + 4 * 3
 
@@ -46,22 +46,26 @@ def described(one: Stage, client: int, a: np.ndarray) -> np.ndarray:
     return np.concatenate([z.mean(0), z.std(0), means, stds])
 
 
-def scaled(d: np.ndarray) -> np.ndarray:
-    blocks = np.split(d, [3, 6, 15], axis=1)
+EDGES = {"kinds": [3, 6, 15], "labels": list(range(3, 24, 3))}  # of the blocks
+
+
+def scaled(d: np.ndarray, kind: str = "kinds") -> np.ndarray:
+    blocks = np.split(d, EDGES[kind], axis=1)
     return np.concatenate([(block - block.min()) / (block.max() - block.min()) for block in blocks], 1)
 
 
-def test_rounds_follow_the_formulas():
+@pytest.mark.parametrize("blocks, eps", [("kinds", 0.9), ("labels", 1.4)])
+def test_rounds_follow_the_formulas(blocks, eps):
     """FedAvg in round 1; descriptors, DBSCAN of scikit-learn, and FedAvg in clusters in rounds 2 and 3."""
-    one, method = deep(), Flux(cluster_round=2, eps=0.9)
+    one, method = deep(), Flux(cluster_round=2, eps=eps, blocks=blocks)
     a, b = layers(one.model())
     trained = [deep_sgd(one, i, a, b) for i in range(5)]
     a, b = (np.average([model[part] for model in trained], axis=0, weights=SIZES) for part in (0, 1))
     state = one.play(method, None)
     assert state.phase == "warmup" and floats(one) == (5 * P, 5 * P)
     assert_layers(state.models_KP[0], a, b)
-    points = scaled(np.stack([described(one, i, a) for i in range(5)]))
-    labels = DBSCAN(eps=0.9, min_samples=2).fit_predict(points)
+    points = scaled(np.stack([described(one, i, a) for i in range(5)]), blocks)
+    labels = DBSCAN(eps=eps, min_samples=2).fit_predict(points)
     labels = np.where(labels < 0, 10 + np.arange(5), labels)
     assert 1 < len(set(labels)) < 5, "a case with noise and clusters"
     models = dict.fromkeys(set(labels), (a, b))
@@ -90,6 +94,22 @@ def test_the_knee_is_the_distance_furthest_below_the_line(nearest, expected):
         distance_MM[2 * i, 2 * i + 1] = distance_MM[2 * i + 1, 2 * i] = value
     assert knee(distance_MM) == expected
     assert knee(np.zeros((1, 1))) == 0
+
+
+@pytest.mark.parametrize(
+    "nearest, place",
+    [
+        ([0, 1, 2, 3, 9, 10], 3),
+        ([0, 0.5, 1, 5, 5.5, 12], 2),  # 4 is further below the line, but 3 is not a step lower
+        ([0, 1, 1, 2, 6, 7, 7.5, 20], 6),
+        ([0, 5, 10], None),
+    ],
+)
+def test_kneedle_stops_at_the_first_knee_from_the_largest_distance(nearest, place):
+    """The places that kneed 0.9.0 finds; where it has none, eps is the furthest distance."""
+    assert kneedle(np.array(nearest, float)) == place
+    distance_MM = np.where(np.eye(2, dtype=bool), 0, nearest[-1])  # two clients, whose distances are equal
+    assert knee(distance_MM, "kneedle") == nearest[-1]
 
 
 def test_the_projection_is_of_the_runs_seed():

@@ -17,6 +17,7 @@ MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
         ("mlp", {"hidden": 2048}, MNIST, 10, 1_628_170),  # 784 * 2048 + 2048 + 2048 * 10 + 10: StoCFL
         ("lenet5", {}, CIFAR, 10, 62_006),  # FedClust, PACFL
         ("lenet5", {}, MNIST, 10, 44_426),
+        ("lenet5", {"batch_norm": True}, MNIST, 10, 44_426 + 2 * (6 + 16)),  # FL-bench
         ("femnist_cnn", {}, MNIST, 62, 1_206_590),  # StoCFL's FEMNIST
         ("leaf_cnn", {}, MNIST, 10, 582_026),  # CAM
         ("leaf_cnn", {}, CIFAR, 10, 878_538),

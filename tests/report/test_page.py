@@ -12,12 +12,13 @@ from pages import CLIENTS, HOSTILE, experiment, per_client, report
 
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.reassigned import Reassigned
+from cfl_ray.report.classes import MOST_CLASSES, class_figures
 from cfl_ray.report.clusters import client_figures, cluster_figures, mixture_figures
 from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import as_json, look
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.page import render
-from cfl_ray.report.report_data import MethodRun, PerClient, RecordedMatrix, ReportedExperiment
+from cfl_ray.report.report_data import MethodRun, PerClient, RecordedConfusion, RecordedMatrix, ReportedExperiment
 from cfl_ray.tracking import RoundRecord
 
 
@@ -62,6 +63,31 @@ def test_every_figure_is_there_with_a_title_and_a_caption(page):
     assert len(plots(page)) == len(captions(page))
     for title in captions(page):
         assert f'role="img" aria-label="{html.escape(title)}.' in page
+
+
+@pytest.mark.parametrize("classes, drawn", [(3, 3), (62, 62), (120, MOST_CLASSES)])
+def test_classes_are_drawn_by_method_and_cluster(classes, drawn):
+    """Of each class but the first a half is taken for the class before; the last has the most samples."""
+    names = [HOSTILE, *(f"class number {label}" for label in range(1, classes))]
+    counts_CC = np.eye(classes, dtype=int) + np.eye(classes, k=-1, dtype=int)
+    counts_CC[-1] *= 3
+    recorded = RecordedConfusion(4, names, range(20), np.array([(k + 1) * counts_CC for k in range(20)]))
+    shown = experiment()
+    shown.methods["ifca"][:] = [replace(run, confusion=recorded) for run in shown.methods["ifca"]]
+    accuracies, confusions = class_figures(shown)
+    for figure in (accuracies, confusions):
+        go.Figure(json.loads(as_json(figure.plot)))
+        assert HOSTILE not in as_json(figure.plot) and ("The 100 of 120 classes" in figure.caption) == (classes > drawn)
+    (heat,) = accuracies.plot["data"]
+    assert heat["z"].shape == (13, drawn) and heat["y"][:2] == ["ifca, all clients", "ifca, cluster 8"]
+    assert heat["z"][0, -1] == 0.5 and ("texttemplate" in heat) == (classes == 3)
+    assert "Of ifca's 20 clusters the 12 with the most test samples are drawn." in accuracies.caption
+    assert f"from 0.500 (class number 1) to 1.000 ({HOSTILE})" in accuracies.caption
+    assert len(confusions.plot["data"]) == 6 and confusions.title == "ifca: confusion of classes (round 4, seed 0)"
+    most = f"class number {classes - 1} as class number {classes - 2}, 630 of 1260 samples (50 %)"
+    assert f"The most frequent confusion: {most}." in confusions.caption
+    shares_CC = confusions.plot["data"][1]["z"]  # of cluster 15, the first of the five largest
+    assert shares_CC.shape == (drawn, drawn) and shares_CC[1, 0] == 0.5
 
 
 def test_phases_are_bands_of_the_curves_and_events_are_on_the_time_axis():

@@ -1,11 +1,17 @@
 """Confusion matrices and accuracies of classes by cluster, names of classes, numbers over clients in records."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import cfl_ray
 from cfl_ray.core.over_clients import gini, worst_tenth
+from cfl_ray.core.reported import OTHER_CLUSTERS
+from cfl_ray.core.tasks import CLASSIFICATION, resolve_task
 from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.runtime import evaluation
+from cfl_ray.setup.checks import check_classes
 from cfl_ray.tracking import RoundRecord
 
 NAMES = ["pear", "plum", "quince"]
@@ -26,7 +32,7 @@ def result():
         data=cfl_ray.federation_from_arrays(**arrays(), class_names=NAMES),
         local={"lr": 0.1},
         model={"options": {"hidden": 8}},
-        evaluation={"over_clients": ["gini", "worst_10"], "metrics": ["macro_f1", "ece"]},
+        evaluation={"over_clients": ["gini", "worst_10"], "metrics": ["macro_f1", "ece"], "confusion": True},
         runtime={"engine": "manual"},
     )
     return cfl_ray.simulate(experiment)["ifca"]
@@ -45,6 +51,55 @@ def test_confusion_matrices_add_up(result):
     assert frame.loc[clusters[0], "pear"] == of_first.loc["pear", "pear"] / of_first.loc["pear"].sum()
     with pytest.raises(ConfigError, match="cluster 7 has no clients with a model; such clusters are"):
         result.confusion(7)
+
+
+@pytest.mark.parametrize(
+    "method, changes",
+    [
+        ({"ifca": {"num_clusters": 2}}, {}),  # models of clusters on their clients' test data
+        ({"ifca": {"num_clusters": 2}}, {"data": {"test": {"view": "label"}}}),  # counts of a shared test, by label
+        ({"ifca": {"num_clusters": 2}}, {"evaluation": {"metrics": ["ece"]}}),  # scores that need the outputs
+        ("fedem", {}),  # mixtures, tested one by one
+        ("local", {"evaluation": {"local_samples": 2000}}),  # personal models, in exchanges of some clients each
+    ],
+)
+def test_recorded_counts_are_those_of_the_models(method, changes, monkeypatch):
+    monkeypatch.setattr(evaluation, "_MOST_COUNTS", 2 * 10**2)  # two clients in an exchange
+    experiment = cfl_ray.Experiment(
+        rounds=1,
+        methods=[method],
+        data={"shift": {"kind": "rotated"}, "partition": {"clients": 5, "samples": 30}} | changes.get("data", {}),
+        evaluation={"confusion": True} | changes.get("evaluation", {}),
+        model={"options": {"hidden": 4}},
+        local={"epochs": 1, "batch_size": 10},
+    )
+    (result,) = cfl_ray.simulate(experiment).methods.values()
+    recorded = result.recorded_confusion()
+    assert recorded.round == 1 and recorded.clusters == sorted(set(result.trained.state.assign_N.tolist()))
+    for cluster, counts_CC in zip(recorded.clusters, recorded.counts_KCC, strict=True):
+        rows = np.zeros((10, 10), np.int64)
+        for client in np.flatnonzero(result.trained.state.assign_N == cluster).tolist():
+            x, y = result.test(client)
+            np.add.at(rows, (y.numpy(), result.predict(x, like=client)), 1)
+        assert counts_CC.sum() and np.array_equal(counts_CC, rows)
+
+
+def test_the_smallest_of_many_clusters_are_added_up(monkeypatch):
+    monkeypatch.setattr(evaluation, "MOST_VALUES", 2 * 2**2)  # two matrices of two classes
+    counts = evaluation.ClassCounts(np.array([0, 1, 2, -1]))
+    counts.add(np.arange(4), np.array([0, 1, 1, 0]), np.array([[[1, 0], [0, 0]], [[0, 2], [3, 0]]]))
+    diagnostic = counts.diagnostic()
+    assert diagnostic.labels[0].tolist() == [1, OTHER_CLUSTERS]
+    assert diagnostic.value.tolist() == [[[0, 2], [3, 0]], [[2, 2], [3, 0]]]
+
+
+def test_counts_need_few_classes():
+    shape = replace(cfl_ray.federation_from_arrays(**arrays()).shape, num_classes=1001)
+    with pytest.raises(ConfigError, match="the counts of 1,001 classes are not recorded, at most 1,000 classes"):
+        check_classes(CLASSIFICATION, shape, confusion=True)
+    with pytest.raises(ConfigError, match="evaluation.confusion needs classes, the targets of the task are 'real'"):
+        check_classes(resolve_task("regression"), shape, confusion=True)
+    check_classes(CLASSIFICATION, shape)
 
 
 def test_numbers_over_clients_are_those_of_their_last_scores(result):

@@ -37,7 +37,7 @@ def test_the_best_is_bold_and_what_is_not_worse_is_underlined():
 
 def test_of_losses_the_least_is_the_best_and_of_numbers_of_clusters_none():
     lines = latex_table(found(), ["test_loss", "num_clusters"]).splitlines()
-    assert r"ifca & $\mathbf{0.080} \pm 0.020$ & $3.000 \pm 0.000$ \\" in lines
+    assert r"ifca & $\mathbf{0.080} \pm 0.020$ & $3.0 \pm 0.0$ \\" in lines
     assert sum("mathbf" in line for line in lines) == 1
 
 

@@ -107,7 +107,7 @@ def test_a_batch_of_one_sample_is_refused_for_batchnorm_and_drop_last_cures_it(s
     ):
         with pytest.raises(ConfigError, match=batches + ".*local.drop_last: true"):
             stage(experiment)
-    for local in ({"batch_size": 13, "drop_last": True}, {"batch_size": 14}, {}):
+    for local in ({"batch_size": 13, "drop_last": True}, {"batch_size": 13, "drop_last": "single"}, {"batch_size": 14}):
         stage(given(**local))
     assert math.isfinite(simulate(given(batch_size=13, drop_last=True))["fedavg"].final["accuracy"])
 

@@ -59,13 +59,17 @@ def begin(digits):
     def make(directory, session="here", **changes):
         setup = prepare(digits(**changes))
         (label,) = setup.methods
-        worker = setup.worker()
-        store = checkpoint_store(setup, directory, label)
-        loop = RoundLoop(setup, label, worker.network, InProcessBackend(worker), store, session)
-        loop.reports = loop.rounds()
-        return loop, next(loop.reports)
+        return begun(setup, label, directory, session)
 
     return make
+
+
+def begun(setup, label, directory, session="here"):
+    worker = setup.worker()
+    store = checkpoint_store(setup, directory, label)
+    loop = RoundLoop(setup, label, worker.network, InProcessBackend(worker), store, session)
+    loop.reports = loop.rounds()
+    return loop, next(loop.reports)
 
 
 def play(loop, until=6, **requests):
@@ -107,12 +111,13 @@ def test_ids_are_written_as_ranges():
             parse_ids([word])
 
 
-def test_every_method_takes_unknown_newcomers(begin, newcomers, tmp_path):
+def test_every_method_takes_unknown_newcomers(digits, newcomers, tmp_path):
     """Three rounds: one client leaves, and four that the federation did not know join."""
     joined = newcomers()
     changes = {"cohort": {"fraction": 1.0}, "rounds": 3, "runtime": {"checkpoint_every": 3}}
+    setup = prepare(digits(methods=list(REGISTRY), **changes))
     for method in REGISTRY:
-        loop, _ = begin(tmp_path / "run", methods=[method], **changes)
+        loop, _ = begun(setup, method, tmp_path / "run")
         figures = play(
             loop, after_1=lambda requests: requests.leave([0]), after_2=lambda requests: requests.join_shards(*joined)
         )

@@ -14,7 +14,7 @@ from cfl_ray.cli.progress import show_trials
 from cfl_ray.config.study import HalvingConfig, SweepConfig, Trial
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.results import comparison
-from cfl_ray.results.comparison import recorded_result
+from cfl_ray.results.comparison import collected, of_best_trials, recorded_result
 from cfl_ray.study import run, study_plan
 from cfl_ray.study.halving import stages_of, survivors
 from cfl_ray.study.run import StudyWatcher, run_study
@@ -159,7 +159,7 @@ def test_the_best_mean_is_first_and_what_lacks_seeds_is_last(study):
     assert best.overrides == "local.lr=0.2"
     frame = to_frame(ranked, "accuracy")
     assert frame.columns.tolist() == [
-        *("setting", "method", "place", "local.lr", "runs", "accuracy", "accuracy_std", "p", "effect")
+        *("setting", "method", "place", "local.lr", "runs", "accuracy", "accuracy_std", "p", "effect", "folder")
     ]
     assert frame["runs"].tolist() == [2, 2, 1] and frame["place"].tolist() == [1, 2, 3] and frame["p"].isna().all()
     assert [one.parameters["local.lr"] for one in ranked_of(study, values, metric="test_loss")] == [0.1, 0.2, 0.3]
@@ -214,6 +214,13 @@ def test_a_grid_for_each_method_in_each_setting(study, inline):
     assert [(one.setting, one.method) for one in results.best] == [
         ("a", "fedavg"), ("a", "two"), ("b", "fedavg"), ("b", "two")
     ]  # fmt: skip
+    run_metrics, scores = collected([results.root])
+    kept, of_clients, values = of_best_trials(results.root, run_metrics, scores)
+    assert {(one.setting, one.method): one.values for one in results.best} == {
+        key: {seed: metrics["accuracy"] for seed, metrics in of_seeds.items()} for key, of_seeds in kept.items()
+    }
+    assert list(of_clients.results) == list(kept)
+    assert values == {(one.setting, one.method): one.overrides for one in results.best}
     frame = pd.read_csv(results.root / "artifacts" / "trials.csv")
     assert len(frame) == 16
     for best in results.best:

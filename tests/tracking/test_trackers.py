@@ -325,6 +325,44 @@ def test_tensorboard_has_a_scalar_per_metric_and_round(tmp_path):
     assert [one.step for one in events.Scalars("rounds_to_target")] == [3]
 
 
+def test_validation_stopping_and_the_best_round_reach_every_tracker(tmp_path, sqlite):
+    """A run that stops early, in csv, TensorBoard and MLflow: the values are those of the result."""
+    pytest.importorskip("tensorboard", reason="an optional package: pip install 'cfl-ray[tensorboard]'")
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    experiment = Experiment(
+        name="stops",
+        rounds=9,
+        methods=["fedavg"],
+        data={"partition": {"clients": 3, "samples": 20}, "validation": {"fraction": 0.4}},
+        model={"options": {"hidden": 2}},
+        stopping={"patience": 2, "min_delta": 1.0},
+        keep={"which": "best"},
+        runtime={"engine": "manual"},
+        tracking={"trackers": ["mlflow", "csv", "tensorboard"], "uri": sqlite, "experiment": "stops"},
+    )
+    result = cfl_ray.simulate(experiment, tmp_path / "run")["fedavg"]
+    assert result.ended.startswith("stopped after round 3: validation/accuracy has not risen by more than 1 ")
+    names = ("validation/accuracy", "validation/loss", "validation/accuracy_local", "validation/macro_f1", "best_round")
+    frame = result.to_frame().set_index("round")[list(names)]
+    rows = list(csv.DictReader((result.directory / "metrics.csv").read_text().splitlines()))
+    events = EventAccumulator(str(result.directory / "tensorboard")).Reload()
+    client = MlflowClient(sqlite)
+    (run,) = client.search_runs(
+        [client.get_experiment_by_name("stops").experiment_id],
+        "tags.method = 'fedavg'",
+    )
+    for name in names:
+        wanted = [(1, frame[name][1]), (2, frame[name][2]), (3, frame[name][3])]
+        assert [(int(row["round"]), float(row[name])) for row in rows] == wanted, name
+        assert [(one.step, one.value) for one in events.Scalars(name)] == [(r, pytest.approx(v)) for r, v in wanted]
+        assert [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)] == wanted, name
+    assert run.data.tags["ended"] == result.ended and run.data.tags["kept_round"] == str(result.best_round)
+    texts = {tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert texts == {"ended/text_summary": result.ended, "kept_round/text_summary": str(result.best_round)}
+
+
 class TestWandb:
     @pytest.fixture
     def made(self, monkeypatch):
@@ -391,6 +429,11 @@ class TestConfig:
     def test_entries_are_checked(self, trackers, message):
         with pytest.raises(ConfigError, match=message):
             Experiment(tracking={"trackers": trackers})
+
+    @pytest.mark.parametrize("name, least", [("", "at least 1 char"), ("x" * 501, "at most 500 char")])
+    def test_an_experiment_that_no_server_takes_is_refused(self, name, least):
+        with pytest.raises(ConfigError, match=rf"^tracking.experiment: .* {least}"):
+            Experiment(tracking={"experiment": name})
 
     def test_what_is_no_tracker_is_refused(self):
         with pytest.raises(ConfigError, match="is no tracker: expected a class with the methods open"):

@@ -1,5 +1,6 @@
 """Experiments that are trained as by the workers that tests of this folder make in this process."""
 
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ def experiment(experiment):
 def module_experiment(module_experiment):
     """The same with one output folder for a module."""
     return _sequential(module_experiment)
+
+
+@pytest.fixture
+def no_fork_server(monkeypatch):
+    """Clusters that do not start need no fork server, which imports PyTorch; that of the shared cluster stays."""
+    from cfl_ray.runtime.on_ray import connect, fork_server
+
+    monkeypatch.setattr(connect, "_fork_server", ExitStack())
+    monkeypatch.setattr(connect, "fork_server", lambda folder: nullcontext({fork_server.SOCKET_VARIABLE: "nowhere"}))
 
 
 @pytest.fixture

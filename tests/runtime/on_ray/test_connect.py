@@ -1,6 +1,5 @@
 """Clusters that a run starts: the folder of their sessions, and one that does not start."""
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,7 @@ from ray._private import node
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.runtime.on_ray import connect, ray_internals
 
-
-@pytest.fixture(autouse=True)
-def own_fork_server(monkeypatch):
-    """Other tests of this process share a cluster, whose fork server stays."""
-    with ExitStack() as started:
-        monkeypatch.setattr(connect, "_fork_server", started)
-        yield
+pytestmark = pytest.mark.usefixtures("no_fork_server")
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_variables_that_are_incomplete(name, made, driver, tmp_path):
         assert tls.own_context() is None
 
 
-def test_a_run_with_its_own_cluster_needs_complete_variables(made, driver, monkeypatch):
+def test_a_run_with_its_own_cluster_needs_complete_variables(made, driver, no_fork_server, monkeypatch):
     monkeypatch.setattr(connect.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(connect.ray, "shutdown", lambda: None)  # other tests share a cluster
     monkeypatch.setattr(connect, "cluster_address", lambda address: None)

@@ -1,0 +1,39 @@
+"""The measured sections of docs/coming_from.md, each from a checkout of the library.
+
+    git clone https://github.com/TsingZ0/PFLlib CHECKOUT
+    pip install --target CHECKOUT/deps cvxpy
+    python -m jobs.coming_from pfllib CHECKOUT
+    git clone https://github.com/KarhouTam/FL-bench CHECKOUT
+    pip install --target CHECKOUT/deps omegaconf cvxpy
+    python -m jobs.coming_from fl_bench CHECKOUT
+    python -m jobs.coming_from scaffold CHECKOUT
+    python -m jobs.coming_from rules            needs no checkout
+
+The checkouts are no part of this project and stay as they are; what is not needed is replaced in memory.
+"""
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+from jobs.official.page import with_section
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
+SECTIONS = ("rules", "pfllib", "fl_bench", "scaffold")  # modules of this package
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", choices=SECTIONS)
+    parser.add_argument("checkout", type=Path, nargs="?", help="folder of the library's repository")
+    args = parser.parse_args()
+    if args.checkout is None and args.section != "rules":
+        parser.error(f"{args.section} needs the folder of its repository")
+    given = [args.checkout.absolute()] if args.checkout else []
+    section = import_module(f"jobs.coming_from.{args.section}").section(*given)
+    PAGE.write_text(with_section(PAGE.read_text(), section))
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
