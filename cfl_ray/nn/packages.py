@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-import cfl_ray
 from cfl_ray.errors import DataError
 from cfl_ray.nn import torch_compiler
 from cfl_ray.nn.recording import RecordedFunction
@@ -113,7 +112,7 @@ def _made(recording: RecordedFunction, key: str) -> CompiledProgram | str:
 
 def _compile(recording: RecordedFunction, work: Path) -> None:
     """Compiles into `work`/program.so, in a process that ends. Raises SubprocessError."""
-    parent = str(Path(cfl_ray.__file__).parents[1])
+    parent = str(Path(__file__).parents[2])
     own = {"TORCHINDUCTOR_CACHE_DIR": str(work), "TMPDIR": str(work), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, (parent, os.environ.get("PYTHONPATH"))))
