@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.compare import machine
+from cfl_ray.errors import UserError
 from jobs.results import field, heterogeneity
 
 
@@ -45,4 +46,7 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))

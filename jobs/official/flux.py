@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 from cfl_ray.clustering.agreement import agreement
@@ -97,26 +97,31 @@ def without_flower() -> None:
         def __init__(self, **options: Any) -> None:
             vars(self).update(options)
 
-    class Any_(SimpleNamespace):
+    class Empty(SimpleNamespace):
         pass
 
     names = ("EvaluateIns", "EvaluateRes", "FitRes", "FitIns", "Parameters", "Scalar", "Metrics", "NDArrays")
-    kinds = dict.fromkeys(names, Any_)
+    kinds = dict.fromkeys(names, Empty)
     same: dict[str, Callable[[Any], Any]] = dict.fromkeys(
         ("ndarrays_to_parameters", "parameters_to_ndarrays"), lambda value: value
     )
-    proxy = SimpleNamespace(ClientProxy=Any_)
+    proxy = SimpleNamespace(ClientProxy=Empty)
     stand_in("flwr.common", **kinds, **same)
     stand_in("flwr.common.logger", log=lambda *_: None)
-    stand_in("flwr.server.client_proxy", ClientProxy=Any_)
-    stand_in("flwr.server.client_manager", ClientManager=Any_, SimpleClientManager=Any_)
+    stand_in("flwr.server.client_proxy", ClientProxy=Empty)
+    stand_in("flwr.server.client_manager", ClientManager=Empty, SimpleClientManager=Empty)
     server = SimpleNamespace(strategy=SimpleNamespace(FedAvg=FedAvg), client_proxy=proxy)
     stand_in("flwr", server=server, common=SimpleNamespace(**kinds))
     stand_in("seaborn")
 
 
-def row_of(model: nn.Module) -> Tensor:
-    return parameters_to_vector(model.parameters()).detach()
+def with_their_files(folder: Path, path: str) -> Path:
+    """The working folder of their server, in this one, with what it expects to be there."""
+    here, data = folder / "flux", folder / "data" / "cur_datasets"
+    for part in (here / "results" / path, here / "checkpoints" / path, data):
+        part.mkdir(parents=True)
+    np.save(data / "n_clusters.npy", TURNS)
+    return here
 
 
 def trained(models: ModuleType, model: nn.Module, x: Tensor, y: Tensor, arrays: Sequence[np.ndarray]) -> list[Any]:
@@ -154,11 +159,7 @@ def theirs(checkout: Path, data: Data, start_P: Tensor, seed: int, how: How) -> 
     vector_to_parameters(start_P.clone(), model.parameters())
     sent = [[value.clone().numpy() for value in model.state_dict().values()]] * data.clients
     with TemporaryDirectory() as folder, replaced(cfg, **settings), replaced(models, **named), quiet():
-        here = Path(folder) / "flux"
-        for part in (here / "results" / cfg.default_path, here / "checkpoints" / cfg.default_path):
-            part.mkdir(parents=True)
-        (here.parent / "data" / "cur_datasets").mkdir(parents=True)
-        np.save(here.parent / "data" / "cur_datasets" / "n_clusters.npy", TURNS)
+        here = with_their_files(Path(folder), cfg.default_path)
         scaler = server.client_descr_scaling(scaler=server.MinMaxScaler())
         strategy = server.SaveModelStrategy(
             Net(), cfg.default_path, scaler, SimpleNamespace(non_iid_type=""), accept_failures=True,

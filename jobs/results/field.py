@@ -6,6 +6,7 @@ makes the page from that file. Kinds of methods are those of README's table.
 
 import importlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ import pandas as pd
 from benchmarks.cpu_time import FILE
 from cfl_ray.config.method_entries import listed_name, name_and_options
 from cfl_ray.config.study import Study, load_study
+from cfl_ray.errors import UserError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.report.drawing import with_spread
 from cfl_ray.report.ranks import ranks_of
@@ -39,16 +41,21 @@ POINTS = 0.01  # a difference of accuracies that is worth a word
 def figures(folder: Path) -> pd.DataFrame:
     """A row for each finished run: setting, method, seed, METRICS, and p and effect of the method in the setting.
 
-    Only the seeds for which every run of the study is finished; if there is none, all finished runs. p: of Wilcoxon's
-    signed-rank test over the clients of these seeds against the best method of the setting, with Holm's correction.
+    Only the settings and seeds for which every method of the study is finished, so that all have the same. p: of
+    Wilcoxon's signed-rank test over the clients of these seeds against the best method of the setting, with Holm's
+    correction. Raises UserError where no setting is complete.
     """
     of_runs, scores = collected([folder])
-    study = load_study(RunDirectory(folder).study)
-    planned = len(study.setting_names) * len(labels(study))
-    count = {seed: sum(seed in of_seeds for of_seeds in of_runs.values()) for seed in study.seeds}
-    whole = {seed for seed in study.seeds if count[seed] == planned} or set(study.seeds)
-    kept = {key: {seed: of_seeds[seed] for seed in of_seeds if seed in whole} for key, of_seeds in of_runs.items()}
-    scores.results = {key: {seed: of_seeds[seed] for seed in kept[key]} for key, of_seeds in scores.results.items()}
+    methods = len(labels(load_study(RunDirectory(folder).study)))
+    count = Counter((setting, seed) for (setting, _), of_seeds in of_runs.items() for seed in of_seeds)
+    kept = {
+        key: {seed: values for seed, values in of_seeds.items() if count[key[0], seed] == methods}
+        for key, of_seeds in of_runs.items()
+    }
+    kept = {key: of_seeds for key, of_seeds in kept.items() if of_seeds}
+    if not kept:
+        raise UserError(f"{folder}: no setting has all of its {methods} methods with any seed; go on with the runs")
+    scores.results = {key: {seed: scores.results[key][seed] for seed in of_seeds} for key, of_seeds in kept.items()}
     tests = tests_of(kept, "accuracy", "wilcoxon", "holm", scores)
     rows = []
     for (setting, method), of_seeds in kept.items():

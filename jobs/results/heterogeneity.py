@@ -51,12 +51,14 @@ def best_methods() -> str:
     On digits, settings of the field are ranked by its runs, in which all methods are.
     """
     of_field, _ = field.read_figures()
-    count = of_field["method"].nunique()
+    count, known = of_field["method"].nunique(), set(of_field["setting"])
     rows = [["clients differ in", f"Digits, {count} methods", *FIGURES]]
     runs_of = {name: complete_runs(figures) for name, figures in FIGURES.items()}
     for words, (setting, in_field) in SETTINGS_IN_WORDS.items():
         row = [words, _best_of(of_field, in_field)]
-        row += [_best_of(runs, "" if in_field and name == DIGITS else setting) for name, runs in runs_of.items()]
+        row += [
+            _best_of(runs, "" if in_field in known and name == DIGITS else setting) for name, runs in runs_of.items()
+        ]
         rows.append(row)
     return "\n".join(markdown(*rows))
 
