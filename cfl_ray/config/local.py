@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cfl_ray.config.section import ConfigSection
 
@@ -54,6 +54,13 @@ class LocalConfig(ConfigSection):
         description="largest norm of the gradient of a step, with proximal terms, before weight decay; larger "
         "gradients are scaled down to it. null: no limit",
     )
+
+    @field_validator("drop_last", mode="before")
+    @classmethod
+    def _check_drop_last(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.lower() not in ("single", "true", "false"):
+            raise ValueError(f"it is true, false or single, got {value!r}")
+        return value
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> Self:

@@ -127,8 +127,8 @@ def _meant_for(data: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, 
     source = data.get("source", SOURCE_KINDS.default)
     builtin = SOURCE_KINDS.builtin.get(source) if isinstance(source, str) else None
     section = builtin.section if builtin is not None else PluginDataConfig
-    partition, test = (_as_mapping(key, data.get(key)) or {} for key in ("partition", "test"))
-    columns = _as_mapping("columns", data.get("columns")) or {}
+    inner = (_as_mapping(key, data.get(key)) for key in ("partition", "test", "columns"))
+    partition, test, columns = (keys if isinstance(keys, Mapping) else {} for keys in inner)
     kind = partition.get("kind") or ("writer" if columns.get("client") is not None else "dirichlet")
     division = dict(wanted["partition"])
     if section.has_clients or kind != "dirichlet":
@@ -146,6 +146,5 @@ def _with_options(entry: Any, options: Mapping[str, Any]) -> Any:
     """An entry of `methods` with these options unless it has them, or they are the defaults; objects as they are."""
     missing = {key: value for key, value in options.items() if value != "shared"}
     name, own = name_and_options(entry)
-    if not missing or not isinstance(entry, str | dict) or name == "all":
-        return entry
-    return {name: missing | own}
+    is_named = isinstance(entry, str) or (isinstance(entry, dict) and list(entry.values()) in ([None], [own]))
+    return {name: missing | own} if missing and is_named and name != "all" else entry

@@ -1,8 +1,8 @@
 """The only module that uses PyTorch's compiler and the loader of what it made: `torch._inductor` and `torch._C._aoti`.
 
 PyTorch documents the compiler (AOTInductor) under its private name, as a prototype; no public loader leaves
-the compiler out. Tried with 2.15; with a release that lacks a name that is used here, `why_not` says so, and other
-engines train.
+the compiler out. Tried with 2.13 and 2.15; with a release that lacks a name that is used here, `why_not` or the
+compiling process says so, and other engines train.
 
 As a program, `python -m cfl_ray.nn.torch_compiler PATH PARENT`, it compiles the recording in its standard input: the
 memory of the compiler, 0.9 GB, is gone when the program ends. It ends with its parent process, too.
@@ -65,6 +65,15 @@ def settings() -> dict[str, object]:
     return given
 
 
+def check_settings(config: Any) -> None:
+    """Raises RuntimeError if a release of PyTorch lacks a setting of its compiler."""
+    for name in settings():
+        try:
+            operator.attrgetter(name)(config)
+        except AttributeError:
+            raise RuntimeError(f"PyTorch {torch.__version__} lacks the setting {name}, a later one has it") from None
+
+
 def load(path: Path) -> CompiledProgram:
     """The program in a file. It does not import the compiler. Raises RuntimeError for a file that is none.
 
@@ -77,7 +86,10 @@ def load(path: Path) -> CompiledProgram:
 
 def compiled(recording: RecordedFunction, path: Path) -> None:
     """Compiles a recording into a file, a shared library; other files are beside it."""
+    import torch._inductor.config
+
     torch.set_num_threads(1)
+    check_settings(torch._inductor.config)
     example = tuple(layout.empty() for layout in recording.inputs)
     exported = torch.export.export(_module_of(recording), example, strict=False)
     package = str(path.with_suffix(".pt2"))

@@ -16,7 +16,6 @@ work is interrupted, which the next call continues too. A cell that fails is nam
 import argparse
 import math
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -120,14 +119,16 @@ class Budget:
                 while process.poll() is None:
                     self.used = max(self.used, before + _cpu_seconds(process))
                     if self.is_spent:
-                        process.send_signal(signal.SIGINT)
                         break
                     time.sleep(_LOOK_EVERY)
-                return int(process.wait(_END_SECONDS if self.is_spent else None))
-            finally:
-                if process.poll() is None:  # this process is interrupted, or the cell does not end
+            finally:  # SIGTERM, since a background job of a shell ignores SIGINT, and so do its children
+                if process.poll() is None:
                     process.terminate()
-                    process.wait()
+                    try:
+                        process.wait(_END_SECONDS)
+                    except psutil.TimeoutExpired:
+                        process.kill()
+            return int(process.wait())
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

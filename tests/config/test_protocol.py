@@ -121,10 +121,18 @@ def test_bad_values_are_refused_as_without_a_preset():
         ({"local": {"batchsize": 3}}, r"unknown key 'local.batchsize' \(did you mean"),
         ({"methods": "fedavg"}, r"methods: "),
         ({"data": {"partition": {"kind": "dirichlit"}}}, r"unknown partition 'dirichlit'"),
+        ({"data": {"partition": "iid"}}, r"data.partition: expected a section of keys"),
+        ({"data": {"source": "csv", "columns": 3}}, r"data.columns: expected a section of keys"),
+        ({"local": {"drop_last": "singel"}}, r"local.drop_last: it is true, false or single, got 'singel'"),
     )
     for given, message in cases:
         with pytest.raises(ConfigError, match=message):
             Experiment(**{"protocol": "pfllib"} | given)
+
+
+@pytest.mark.parametrize("entry", ["all", None, {}, 3, ["fedavg"], {"fedavg": 3}, {"fedavg": {}, "ifca": {}}])
+def test_entries_of_methods_that_name_no_single_method_stay_as_they_are(entry):
+    assert Experiment(protocol="pfllib", methods=[entry]).methods == [entry]
 
 
 def test_a_config_without_a_preset_has_the_hash_that_it_had(tmp_path):

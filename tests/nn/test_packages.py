@@ -4,9 +4,11 @@ import hashlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import nn
 
 from cfl_ray.nn import packages, torch_compiler
@@ -121,6 +123,28 @@ def test_the_cpp_compiler_is_looked_for_where_pytorch_does(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     reason = torch_compiler.why_not.__wrapped__()
     assert reason == "this machine has no C++ compiler (CXX=no-such-compiler), with which PyTorch compiles"
+
+
+def test_what_killed_compilers_left_is_removed_unless_one_still_compiles(compiled, tmp_path):
+    folder = tmp_path / "compiled"
+    for name in ("dead", "alive", key_of(_recording())):
+        (folder / f".compiling-{name}").mkdir(parents=True)
+        (folder / f".compiling-{name}" / "half").touch()
+    with FileLock(folder / "alive.lock"):
+        assert package_of(_recording()).text == _recording().text
+    assert [path.name for path in folder.glob(".compiling-*")] == [".compiling-alive"]
+
+
+def test_programs_have_the_instructions_that_pytorch_uses(monkeypatch):
+    monkeypatch.setattr(torch_compiler.platform, "machine", lambda: "x86_64")
+    found = []
+    for instructions in ("AVX512", "AVX2", "DEFAULT"):
+        monkeypatch.setattr(torch_compiler, "instruction_set", lambda name=instructions: name)
+        found.append(torch_compiler.settings()["cpp.march"])
+    assert found == ["x86-64-v4", "x86-64-v3", "x86-64-v2"]
+    own = SimpleNamespace(threads=1, simdlen=None)
+    with pytest.raises(RuntimeError, match=r"PyTorch .* lacks the setting cpp\.march"):
+        torch_compiler.check_settings(SimpleNamespace(cpp=own, fallback_random=False))
 
 
 # ---- recordings
