@@ -42,3 +42,4 @@ echo "disk full: $full"
 grep -q "wandb sync" "$folder/full.out"
 if grep -qi "no space\|error:\|lost" "$folder/full.out"; then exit 1; fi
 [ -s "$folder/log.out" ]
+echo "as described"
