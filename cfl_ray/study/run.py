@@ -476,13 +476,14 @@ class _Launch:
             values = config_of(self.study, trial.setting, trial.trial, trial.method, min(trial.values))
             write_text(folder / f"{place}.yaml", self.study.config_text(values, trial.in_words))
         file = RunDirectory(self.root).best_study
-        try:
-            text = study_of_winners(self.study, best).to_yaml(credentials=False)
-        except ConfigError:  # the values of a shared key differ, which the command says at its end
+        text = ""
+        with suppress(ConfigError):  # the values of a shared key differ, which the command says at its end
+            text = study_of_winners(self.study, best).to_yaml(credentials=False) if best else ""
+        if not text:
             file.unlink(missing_ok=True)
             return
         found = "\n".join(f"# {trial.in_words}" for trial in best)
-        write_text(file, f"{text.rstrip()}\n\n{found}\n" if best else text)
+        write_text(file, f"{text.rstrip()}\n\n{found}\n")
 
     def _write_figures(self, folder: Path) -> None:
         """Writes figures that compare the methods of each setting by means over the seeds, for its run in MLflow."""

@@ -150,7 +150,7 @@ def test_every_method_of_a_result_gives_the_same_for_each_way_of_getting_it(expe
     x, y = in_memory["ifca"].train(0)
     arguments = {"model": (0,), "state_dict": (0,), "personal_model": (1,), "test": (0,), "train": (0, 1)}
     arguments |= {"predict": (x, 1), "place": (x, y), "adapt": (x, y)}
-    fields = {"directory", "open_trained", "clients", "reported", "trained", "seconds"}
+    fields = {"directory", "open_trained", "clients", "reported", "trained", "seconds", "seconds_until"}
     fields |= {"validation"}  # which needs validation data: test_validation_data.py
     asked = [name for name in dir(MethodResult) if not name.startswith("_") and name not in fields]
     assert {*arguments, "client_metrics", "recovery", "diagnostics", "assignments", "events"} <= {*asked}
