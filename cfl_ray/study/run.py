@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isnan, nan
 from pathlib import Path
@@ -478,7 +479,7 @@ class _Launch:
         file = RunDirectory(self.root).best_study
         text = ""
         with suppress(ConfigError):  # the values of a shared key differ, which the command says at its end
-            text = study_of_winners(self.study, best).to_yaml(credentials=False) if best else ""
+            text = study_of_winners(self.study, best).to_yaml(credentials=False)
         if not text:
             file.unlink(missing_ok=True)
             return

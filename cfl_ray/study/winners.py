@@ -22,8 +22,10 @@ def study_of_winners(study: Study, best: Sequence[RankedTrial]) -> Study:
     """The study, without its sweep, whose methods have the values of their best trials, each in each setting.
 
     Keys of `local` and options are those of the method alone. Raises ConfigError if the best values of a key that all
-    methods share differ: no single study has them.
+    methods share differ: no single study has them; and if there is no best trial.
     """
+    if not best:
+        raise ConfigError("no trial has a value of the metric that chooses")
     settings: dict[str, dict[str, Any]] = {}
     for setting in dict.fromkeys(trial.setting for trial in best):
         winners = [trial for trial in best if trial.setting == setting]
