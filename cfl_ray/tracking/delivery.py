@@ -44,6 +44,7 @@ PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 PAUSES_AT_END_SECONDS = (0.5, 1.0, 2.0, 4.0)
 _SAID_BUSY = 3  # refusals in a row, each after the pause that the server asks for, after which a line says so
 _T = TypeVar("_T")
+_CPU_SECONDS = 0.5  # that this process computes while `finish` waits, which count as progress
 _SAID_WAIT_SECONDS = 10.0  # of `finish` for an open tracker, after which a line says what is left
 
 
@@ -228,8 +229,9 @@ class LiveDelivery:
         is_said = False
         while not self._done.is_set():
             now = time.monotonic()
-            # the import of a tracker's package, also for another log of this process, is progress
-            seen = *self._progress(), len(sys.modules)
+            # progress, too: the import of a tracker's package, also for another log of this process, and what a library
+            # computes before it answers, as when it makes the tables of an SQLite store, long on a busy machine
+            seen = *self._progress(), len(sys.modules), int(time.process_time() / _CPU_SECONDS)
             if seen != progress:
                 progress, moved = seen, now
             left = min(moved + self.finish_seconds, began + self.patience) - now
