@@ -165,6 +165,29 @@ def test_an_open_that_succeeds_again_is_no_progress(tmp_path):
     assert 1 < [call[0] for call in tracker.calls].count("open") <= 2 + len(delivery.PAUSES_AT_END_SECONDS)
 
 
+@pytest.mark.parametrize("computes", [True, False])
+def test_the_end_waits_while_a_library_computes_and_not_while_it_only_waits(tmp_path, monkeypatch, computes):
+    monkeypatch.setattr(delivery, "_CPU_SECONDS", 0.02)
+    go_on = threading.Event()
+
+    class First(Recording):
+        def open(self, *arguments):
+            until = time.process_time() + 0.7
+            while computes and time.process_time() < until:
+                sum(range(1000))
+            if not computes:
+                go_on.wait(60)
+            super().open(*arguments)
+
+    tracker, warnings = First(), []
+    log = RunLog(tmp_path, {"mine": tracker}, warnings.append, finish_seconds=0.5, patience=60)
+    log.start(RunInfo("run"))
+    log.log(record(1))
+    log.finish("FINISHED", {})
+    assert tracker.rounds == [1] * computes and len(warnings) == (not computes)
+    go_on.set()
+
+
 def test_patience_ends_the_wait_for_a_tracker_that_makes_progress(tmp_path):
     class Endless(Recording):
         @property
