@@ -192,12 +192,12 @@ class Outcome:
         return not self.ended and self.rounds == list(range(1, ROUNDS + 1)) and self.status == "FINISHED"
 
 
-def experiment(output: Path, tracker: str, **changes: Any) -> Experiment:
+def experiment(output: Path, tracker: str, patience: float = 60, **changes: Any) -> Experiment:
     tracking = {
         "report": not tracker,  # it takes most of the time of a run
         "trackers": [{"own": OwnTracker}.get(tracker, tracker or "csv")],
         "uri": f"sqlite:///{output / 'mlflow.db'}",
-        "patience": 5,  # of what raises in each call
+        "patience": patience,
     }
     values = {
         "rounds": ROUNDS,
@@ -247,7 +247,8 @@ def tried(
             if target.tracker == "mlflow" and target.name != "__init__":  # which is called when a store is made
                 output.mkdir()
                 (output / "mlflow.db").write_bytes(_empty_store())
-            return outcome(experiment(output, target.tracker), output / "run", calls)
+            patience = 5 if calls.raises is ALWAYS else 60
+            return outcome(experiment(output, target.tracker, patience), output / "run", calls)
 
         counted = Calls(target)
         yield "nothing raises", run("counted", counted)
