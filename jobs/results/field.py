@@ -64,8 +64,9 @@ def figures(folder: Path) -> pd.DataFrame:
             found = {name: float(f"{values[name]:.6g}") for name in METRICS if name in values}
             test = tests[setting, method]
             place = {"setting": setting, "method": method, "seed": seed}
-            rows.append(place | found | {"p": float(f"{test.p:.3g}"), "effect": float(f"{test.effect:.3g}")})
-    return pd.DataFrame(rows, columns=["setting", "method", "seed", *METRICS, "p", "effect"])
+            told = {"p": float(f"{test.p:.3g}"), "effect": float(f"{test.effect:.3g}"), "pairs": test.pairs}
+            rows.append(place | found | told)
+    return pd.DataFrame(rows, columns=["setting", "method", "seed", *METRICS, "p", "effect", "pairs"])
 
 
 def _cpu_seconds(run: Path) -> float:
@@ -169,7 +170,10 @@ def verdict(of: pd.DataFrame, best: dict[str, str]) -> str:
         return f"**clustering does not help**: {shown[ours]}, {shown['fedavg']}; the best of all: {shown[first]}."
     if first == ours:
         tests = f"{shown[next_]} ({_p(of['p'][next_])}) and {shown['fedavg']} ({_p(of['p']['fedavg'])})"
-        return f"clustering helps: {shown[ours]} is the best of all, before {tests}."
+        untold = (
+            "" if of["p"]["fedavg"] < LEVEL else f", which the test cannot tell with {of['pairs']['fedavg']:.0f} pairs"
+        )
+        return f"clustering helps: {shown[ours]} is the best of all, before {tests}{untold}."
     test = f"{shown[first]} before {shown[ours]} ({_p(of['p'][ours])}) and {shown['fedavg']}"
     if of["p"][ours] < LEVEL:
         return f"**clustering helps less than other methods**: {test}."
@@ -183,7 +187,7 @@ def _p(p: float) -> str:
 def means(rows: pd.DataFrame) -> pd.DataFrame:
     """Means over the seeds of a setting by method, with the standard deviation of the accuracy as `accuracy_std`."""
     of_method = rows.groupby("method", sort=False)
-    return of_method[[*METRICS, "p"]].mean().assign(accuracy_std=of_method["accuracy"].std())
+    return of_method[[*METRICS, "p", "pairs"]].mean().assign(accuracy_std=of_method["accuracy"].std())
 
 
 def _of_setting(rows: pd.DataFrame) -> list[str]:
@@ -196,7 +200,8 @@ def _of_setting(rows: pd.DataFrame) -> list[str]:
         p = "-" if row["p"] != row["p"] else _p(row["p"]).removeprefix("p ").removeprefix("= ")
         p = f"**{p}**" if row["p"] >= LEVEL or method == of.index[0] else p
         table.append([str(method), accuracy, worst, ari, f"{row['mbit']:.1f}", f"{row['cpu']:.1f}", p])
-    return markdown(*table)
+    fewest, most = (f"{value:.0f}" for value in (of["pairs"].iloc[1:].min(), of["pairs"].iloc[1:].max()))
+    return [f"Tests of {fewest if fewest == most else f'{fewest} to {most}'} pairs of clients.", "", *markdown(*table)]
 
 
 def all_kinds(rows: pd.DataFrame, settings: Sequence[str], costs: dict[str, str]) -> list[str]:
