@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
 _CLUSTERS = {"ari": "ARI", "num_clusters": "clusters"}
 _WRAPPED_NAME = 16  # least width of the column of method names in a table of numbers; a longer name wraps
 SECONDS = (
-    "seconds: training of a round (the median without the first round, which warms up) and of all rounds, or those up "
-    "to the best one; evaluation and start are not included"
+    "seconds: training of a round (the median without the first round, which warms up) and of all rounds to the "
+    "one shown; evaluation and start are not included"
 )
 
 

@@ -14,6 +14,7 @@ from cfl_ray.errors import ConfigError, command
 
 if TYPE_CHECKING:
     from cfl_ray.report.report_data import ReportedExperiment
+    from cfl_ray.results.comparison import ClientScores, RunMetrics
 
 
 def status(
@@ -137,22 +138,51 @@ def table(
     --classes and --confusion print tables of classes instead, of runs with evaluation.confusion: true.
     """
     from cfl_ray.results.class_tables import accuracy_tables, confusion_tables, recorded_classes
-    from cfl_ray.results.comparison import (
-        FORMATS,
-        ROUNDS,
-        by_experiment,
-        chosen_metrics,
-        collected,
-        format_table,
-        is_dense,
-        of_best_trials,
-        rounds_in_words,
-        table_of,
-        tests_of,
-    )
-    from cfl_ray.results.latex_table import latex_table
-    from cfl_ray.results.significance import CORRECTIONS, TESTS, tests_in_words
+    from cfl_ray.results.comparison import collected, of_best_trials, rounds_in_words
     from cfl_ray.run_directory import RunDirectory
+
+    metrics = metric or []
+    _check_tables(style, of_round, test, correction)
+    if p_values and style != "latex":
+        raise ConfigError(f"--p-values is an option of --format latex, got --format {style}, which has the column p")
+    if (classes and confusion) or ((classes or confusion) and metrics):
+        raise ConfigError("--classes, --confusion and --metric are different tables; give one of them")
+    if p_values and (classes or confusion):
+        raise ConfigError("--p-values is of a table of metrics, not of --classes or --confusion")
+    if best_trials and len(run_dirs) > 1:
+        raise ConfigError("--best-trials is of a single sweep; name one folder")
+    for run_dir in run_dirs:
+        if not RunDirectory(run_dir).is_study:
+            trust = may_import(run_dir, trust)
+    run_metrics, scores = collected(run_dirs, metrics, trust, of_round, code)
+    if not run_metrics:
+        named = ", ".join(map(str, run_dirs))
+        has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
+        what = f"no run of {named} is finished" if has_study else f"no method of {named} has been evaluated"
+        raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
+    tried: dict[tuple[str, str], str] = {}
+    if best_trials:
+        run_metrics, scores, tried = of_best_trials(run_dirs[0], run_metrics, scores)
+    of_trials = [f"{name}: {values}" for (_, name), values in tried.items()]
+    best = "" if of_round == "last" else rounds_in_words(run_metrics)
+    if classes or confusion:
+        tables = accuracy_tables if classes else confusion_tables
+        print(tables(recorded_classes(scores.results, of_round), style))
+    elif style == "latex":
+        from cfl_ray.results.latex_table import latex_table
+
+        print("".join(f"% {line}\n" for line in of_trials), end="")
+        print(latex_table(run_metrics, metrics, test, correction, scores, p_values, bool(best)))
+    else:
+        notes = [f"Of {best}."] if best else []
+        notes += ["The best trial of each method: " + "; ".join(of_trials)] if of_trials else []
+        _print_table(run_metrics, scores, metrics, style, test, correction, notes)
+
+
+def _check_tables(style: str, of_round: str, test: str, correction: str) -> None:
+    """Raises ConfigError for an unknown word of an option of `table`."""
+    from cfl_ray.results.comparison import FORMATS, ROUNDS
+    from cfl_ray.results.significance import CORRECTIONS, TESTS
 
     for option, value, known in (
         ("--format", style, FORMATS),
@@ -162,49 +192,33 @@ def table(
     ):
         if value not in known:
             raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
-    if p_values and style != "latex":
-        raise ConfigError(f"--p-values is an option of --format latex, got --format {style}, which has the column p")
-    if (classes and confusion) or ((classes or confusion) and metric):
-        raise ConfigError("--classes, --confusion and --metric are different tables; give one of them")
-    if p_values and (classes or confusion):
-        raise ConfigError("--p-values is of a table of metrics, not of --classes or --confusion")
-    for run_dir in run_dirs:
-        if not RunDirectory(run_dir).is_study:
-            trust = may_import(run_dir, trust)
-    run_metrics, scores = collected(run_dirs, metric or (), trust, of_round, code)
-    if not run_metrics:
-        named = ", ".join(map(str, run_dirs))
-        has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
-        what = f"no run of {named} is finished" if has_study else f"no method of {named} has been evaluated"
-        raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
-    tried: dict[tuple[str, str], str] = {}
-    if best_trials:
-        if len(run_dirs) > 1:
-            raise ConfigError("--best-trials is of a single sweep; name one folder")
-        run_metrics, scores, tried = of_best_trials(run_dirs[0], run_metrics, scores)
-    if classes or confusion:
-        tables = accuracy_tables if classes else confusion_tables
-        print(tables(recorded_classes(scores.results, of_round), style))
-        return
-    of_trials = [f"{name}: {values}" for (_, name), values in tried.items()]
-    best = "" if of_round == "last" else rounds_in_words(run_metrics)
-    if style == "latex":
-        print("".join(f"% {line}\n" for line in of_trials), end="")
-        print(latex_table(run_metrics, metric or (), test, correction, scores, p_values, bool(best)))
-        return
-    frame = table_of(run_metrics, metric or (), test, correction, scores)
-    first = chosen_metrics(run_metrics, metric or ())[0]
-    tested = tests_of(run_metrics, first, test, correction, scores).values()
-    is_wide = bool(metric) and len(metric or ()) == 1 and frame["experiment"].nunique() > 1 and style != "csv"
-    if is_wide := is_wide and is_dense(run_metrics):
+
+
+def _print_table(
+    run_metrics: "RunMetrics",
+    scores: "ClientScores",
+    metrics: list[str],
+    style: str,
+    test: str,
+    correction: str,
+    notes: list[str],
+) -> None:
+    """Prints the table of metrics in another format than LaTeX, and below it the notes, and one on the test."""
+    from cfl_ray.results.comparison import by_experiment, chosen_metrics, format_table, is_dense, table_of, tests_of
+    from cfl_ray.results.significance import tests_in_words
+
+    frame = table_of(run_metrics, metrics, test, correction, scores)
+    several = len(metrics) == 1 and frame["experiment"].nunique() > 1
+    if is_wide := several and style != "csv" and is_dense(run_metrics):
         frame = by_experiment(frame, str(frame.columns[3]))
     print(format_table(frame, style, test))
-    notes = [f"Of {best}."] if best else []
-    if tried:
-        notes.append("The best trial of each method: " + "; ".join(of_trials))
+    if style == "csv":
+        return
     if (test, correction) != ("ttest", "none") and not is_wide:
-        notes.append(tests_in_words(test, correction, [*tested]))
-    for note in notes if style in ("md", "html") else ():
+        first = chosen_metrics(run_metrics, metrics)[0]
+        tested = tests_of(run_metrics, first, test, correction, scores).values()
+        notes = [*notes, tests_in_words(test, correction, [*tested])]
+    for note in notes:
         print(f"<p>{html.escape(note)}</p>" if style == "html" else f"\n{note}")
 
 

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cfl_ray.core.client_program import Need
 from cfl_ray.engine import rule
 from cfl_ray.engine.engine import Engine
-from cfl_ray.engine.local_steps import RowGradient, train_row
+from cfl_ray.engine.local_steps import LocalBatches, RowGradient, train_row
 from cfl_ray.engine.task import TrainingResult, TrainingTask, lacking
 from cfl_ray.errors import DataError, first_line
 from cfl_ray.nn.network import Network
@@ -277,7 +277,7 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
         if (steps := Steps.of(network, task)) is None:
             yield train_row(_Gradient(network, task, row_P, programs[0]), index)
         else:
-            yield _Steps(network, task, row_P, steps, programs).result_of(index)
+            yield _Steps(network, task, steps, programs).result_of(index)
 
 
 def _program(recorded: Recorded | str) -> Program:
@@ -291,69 +291,66 @@ def _program(recorded: Recorded | str) -> Program:
     return recorded, package
 
 
-class _Batches(RowGradient):
-    """Batches as the inputs of a program."""
+class _Inputs:
+    """Batches of a client as the inputs of a program, which has full ones of `size` samples."""
 
-    def __init__(self, network: Network, task: TrainingTask, row_P: Tensor, size: int):
-        super().__init__(network, task, row_P, row_P[: network.spec.trained])
-        self.size = size  # samples of a full batch
-        self.weight_n = task.held.weight_n
-        self.mean_B = torch.full((size,), 1 / size)
+    def __init__(self, of: LocalBatches, size: int):
+        self.of, self.size, self.mean_B = of, size, torch.full((size,), 1 / size)
 
     def samples(self, batch: int) -> tuple[np.ndarray, Tensor]:
         """The samples of a batch of the present step, filled to a full one, and their weights in its loss."""
-        index = self.batches[batch]
-        index_B = np.arange(len(self.task.y)) if index is None else np.asarray(index)
+        task, index = self.of.task, self.of.batches[batch]
+        index_B = np.arange(len(task.y)) if index is None else np.asarray(index)
         real, weight_B = len(index_B), self.mean_B
-        if real < self.size and self.network.random_forward:  # draws would differ from those of a full batch
+        if real < self.size and self.of.network.random_forward:  # draws would differ from those of a full batch
             weight_B = torch.full((real,), 1 / real)
         elif real < self.size:
             weight_B, index_B = torch.zeros(self.size), np.pad(index_B, (0, self.size - real), mode="edge")
             weight_B[:real] = 1 / real
-        return index_B, weight_B if self.weight_n is None else weight_B * self.weight_n[torch.from_numpy(index_B)]
+        weight_n = task.held.weight_n
+        return index_B, weight_B if weight_n is None else weight_B * weight_n[torch.from_numpy(index_B)]
 
     def outputs(
-        self, program: Program, batch: int, index_B: np.ndarray, weight_B: Tensor, others: Sequence[Tensor]
+        self, program: Program, row_P: Tensor, samples: tuple[np.ndarray, Tensor], others: Sequence[Tensor], batch: int
     ) -> Sequence[Tensor]:
-        """The outputs of a program on these samples, which begin with those of a batch of the present step."""
-        (recorded, package), index = program, torch.from_numpy(index_B)
-        inputs = [self.row, self.task.x[index], self.task.y[index], weight_B, *others]
-        with self.draws(batch):
+        """The outputs of a program at a row on these samples, which begin with those of a batch of the present step."""
+        (recorded, package), (index_B, weight_B) = program, samples
+        index = torch.from_numpy(index_B)
+        inputs = [row_P, self.of.task.x[index], self.of.task.y[index], weight_B, *others]
+        with self.of.draws(batch):
             if len(index_B) < self.size:
                 return recorded.function(*inputs)
             outputs: Sequence[Tensor] = package.run([*inputs, *recorded.further])
             return outputs
 
 
-class _Gradient(_Batches):
+class _Gradient(RowGradient):
     """Gradients by a program."""
 
     def __init__(self, network: Network, task: TrainingTask, row_P: Tensor, program: Program):
-        super().__init__(network, task, row_P, program[0].batch)
-        self.program = program
+        super().__init__(network, task, row_P, row_P[: network.spec.trained])
+        self.program, self.inputs = program, _Inputs(self, program[0].batch)
 
     def of_batch(self, batch: int) -> list[Tensor]:
-        index_B, weight_B = self.samples(batch)
-        masks = self.masks(batch, len(index_B))
-        g_P, loss = self.outputs(self.program, batch, index_B, weight_B, masks)
+        samples = self.inputs.samples(batch)
+        masks = self.masks(batch, len(samples[0]))
+        g_P, loss = self.inputs.outputs(self.program, self.row, samples, masks, batch)
         self.losses.append(float(loss))
         return self.parts_of(g_P)
 
 
-class _Steps(_Batches):
+class _Steps(LocalBatches):
     """Local steps by programs: of one step, and of several if there are such."""
 
-    def __init__(self, network: Network, task: TrainingTask, row_P: Tensor, steps: Steps, programs: list[Program]):
-        super().__init__(network, task, row_P, programs[0][0].batch)
+    def __init__(self, network: Network, task: TrainingTask, steps: Steps, programs: list[Program]):
+        super().__init__(network, task)
+        self.inputs, self.row = _Inputs(self, programs[0][0].batch), task.start_P.clone()
         self.programs, local, terms = programs, task.local, task.held.proximal
         trained = network.spec.trained
         self.numbers = torch.tensor([local.momentum, local.weight_decay, *(term.weight for term in terms)])
         kept = task.held.velocity
         self.velocity = [torch.zeros(trained) if kept is None else kept] if steps.momentum else []
         self.anchors = [term.anchor[:trained].contiguous() for term in terms]
-
-    def of_batch(self, batch: int) -> list[Tensor]:
-        raise NotImplementedError("the steps have no gradient of their own")
 
     def result_of(self, index: int) -> TrainingResult:
         """Takes the steps, and returns the result of task `index`."""
@@ -370,13 +367,14 @@ class _Steps(_Batches):
         indices, weights, masks = [], [], []
         for _ in numbers:
             self.begin([next(batches) for _ in range(self.task.batches_per_step)])
-            index_B, weight_B = self.samples(0)
+            index_B, weight_B = self.inputs.samples(0)
             indices.append(index_B)
             weights.append(weight_B)
             masks += self.masks(0, len(index_B))
         rates = torch.tensor([self.task.local.lr_at(number, self.task.steps) for number in numbers])
         others = [*masks, rates, self.numbers, *self.velocity, *self.anchors]
-        self.row, losses, *self.velocity = self.outputs(program, 0, np.concatenate(indices), torch.cat(weights), others)
+        samples = np.concatenate(indices), torch.cat(weights)
+        self.row, losses, *self.velocity = self.inputs.outputs(program, self.row, samples, others, 0)
         self.losses += losses.tolist()
 
 

@@ -1,7 +1,7 @@
 """Local steps of one client, shared by the engines that train one client at a time.
 
 An engine provides its gradient (`LocalGradient`) and the tensors that it updates: all parameters as a list of tensors,
-or as a flat row.
+or as a flat row. One that takes whole steps at once needs their batches and draws alone (`LocalBatches`).
 """
 
 from abc import ABC, abstractmethod
@@ -28,10 +28,10 @@ from cfl_ray.plugins.calling import described, failure_of, place_of
 _DRAWN = 1 << 15  # values of masks that are drawn together, for several batches
 
 
-class LocalGradient(ABC):
-    """Gradients of one client's loss on the batches of the current step.
+class LocalBatches:
+    """The batches of one client's local steps, with the draws and the losses that belong to them.
 
-    All gradients of a batch in a step use the same dropout masks and other draws, so they belong to the same function.
+    All that is computed of a batch in a step uses the same dropout masks and other draws: it is of the same function.
     """
 
     def __init__(self, network: Network, task: TrainingTask):
@@ -52,6 +52,49 @@ class LocalGradient(ABC):
         """Begins a step that uses these batches."""
         self.batches, self._seeds = batches, {}
         self.first += len(batches)
+
+    def result(
+        self, index: int, row_P: Tensor, loss: float, proximal: Sequence["ProximalGradient"], velocity: Tensor | None
+    ) -> TrainingResult:
+        """The result of task `index` after the steps."""
+        anchor_P = moved_anchor(proximal, self.network, row_P)
+        moved = moved_by_steps(self.network, self.task, self.held, row_P)
+        losses = [float(loss) for loss in self.losses[: self.task.program.trace]]
+        return TrainingResult(index, row_P, loss, anchor_P, velocity, moved, losses)
+
+    def masks(self, batch: int, samples: int) -> list[Tensor]:
+        """The masks of the dropout layers for a batch with this number of samples."""
+        if self.mask_keys is None:
+            return []
+        at = self.first + batch - self._drawn
+        if not self._masks or not (0 <= at < len(self._masks[0]) and samples <= self._masks[0].shape[1]):
+            self._draw(self.first + batch, max(samples, 1))  # a Poisson sample may be empty
+            at = 0
+        return [mask[at, :samples] for mask in self._masks]
+
+    def _draw(self, first: int, samples: int) -> None:
+        """Draws the masks of this batch and, if they are small, of those after it."""
+        assert self.mask_keys is not None
+        layers = list(self.network.dropouts.values())
+        widest = max(prod(layer.sample_shape or ()) for layer in layers)
+        last = self.task.steps * self.task.batches_per_step
+        stop = max(min(first + _DRAWN // max(samples * widest, 1), last), first + 1)
+        numbers = range(first * len(layers), stop * len(layers))  # of the masks: layer by layer in every batch
+        keys = [split_each(self.mask_keys, numbers[i :: len(layers)]) for i in range(len(layers))]
+        self._masks = [layer.draw(keys_of, samples) for layer, keys_of in zip(layers, keys, strict=True)]
+        self._drawn = first
+
+    def draws(self, batch: int) -> AbstractContextManager[object]:
+        """Context for a forward pass, which seeds PyTorch's generators if the pass draws from them."""
+        if not self.network.random_forward:
+            return nullcontext()
+        if batch not in self._seeds:
+            self._seeds[batch] = int(torch.randint(2**62, (), generator=self.noise))
+        return self.network.draws_from(self._seeds[batch])
+
+
+class LocalGradient(LocalBatches, ABC):
+    """Gradients of one client's loss on the batches of the current step."""
 
     def w_P(self) -> Tensor:
         """The current trained parameters."""
@@ -108,45 +151,6 @@ class LocalGradient(ABC):
             return held_model(self.task.program, self.task.held.models, model).to(self.network.device)
         trained_P = self.held[model] if isinstance(model, str) else model
         return torch.cat([trained_P, self.row_P()[self.network.spec.trained :]])
-
-    def result(
-        self, index: int, row_P: Tensor, loss: float, proximal: Sequence["ProximalGradient"], velocity: Tensor | None
-    ) -> TrainingResult:
-        """The result of task `index` after the steps."""
-        anchor_P = moved_anchor(proximal, self.network, row_P)
-        moved = moved_by_steps(self.network, self.task, self.held, row_P)
-        losses = [float(loss) for loss in self.losses[: self.task.program.trace]]
-        return TrainingResult(index, row_P, loss, anchor_P, velocity, moved, losses)
-
-    def masks(self, batch: int, samples: int) -> list[Tensor]:
-        """The masks of the dropout layers for a batch with this number of samples."""
-        if self.mask_keys is None:
-            return []
-        at = self.first + batch - self._drawn
-        if not self._masks or not (0 <= at < len(self._masks[0]) and samples <= self._masks[0].shape[1]):
-            self._draw(self.first + batch, max(samples, 1))  # a Poisson sample may be empty
-            at = 0
-        return [mask[at, :samples] for mask in self._masks]
-
-    def _draw(self, first: int, samples: int) -> None:
-        """Draws the masks of this batch and, if they are small, of those after it."""
-        assert self.mask_keys is not None
-        layers = list(self.network.dropouts.values())
-        widest = max(prod(layer.sample_shape or ()) for layer in layers)
-        last = self.task.steps * self.task.batches_per_step
-        stop = max(min(first + _DRAWN // max(samples * widest, 1), last), first + 1)
-        numbers = range(first * len(layers), stop * len(layers))  # of the masks: layer by layer in every batch
-        keys = [split_each(self.mask_keys, numbers[i :: len(layers)]) for i in range(len(layers))]
-        self._masks = [layer.draw(keys_of, samples) for layer, keys_of in zip(layers, keys, strict=True)]
-        self._drawn = first
-
-    def draws(self, batch: int) -> AbstractContextManager[object]:
-        """Context for a forward pass, which seeds PyTorch's generators if the pass draws from them."""
-        if not self.network.random_forward:
-            return nullcontext()
-        if batch not in self._seeds:
-            self._seeds[batch] = int(torch.randint(2**62, (), generator=self.noise))
-        return self.network.draws_from(self._seeds[batch])
 
 
 def forward_of(network: Network, row_P: Tensor, x_B: Tensor, y_B: Tensor, real_B: Tensor | None = None) -> Forward:

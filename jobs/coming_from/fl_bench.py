@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
-from jobs.coming_from.measured import HIDDEN, MODEL, Client, compared, ours
+from jobs.coming_from.measured import HIDDEN, MODEL, Client, ours, side_by_side
 from jobs.official.page import table
 from jobs.official.runs import first_weights, images, modules, replaced, stand_in
 
@@ -208,17 +208,13 @@ differ. Ours: `protocol: fl_bench`, with the same samples. Columns as above.
 
 def section(checkout: Path) -> str:
     clients = divided(checkout)
-    rows = [["method", "FL-bench", "ours", "difference", "noise", "agree"]]
-    runs: dict[str, Any] = {}
-    for row in ROWS:
-        pairs = []
-        for seed in SEEDS:
-            first_P, own = first_weights(MODEL, 10, seed), f"{row.ours} {seed}"
-            found = theirs(checkout, row.theirs, clients, first_P, seed, row.settings, row.mended)
-            if own not in runs:
-                more = {"evaluation": {"every": EVERY}}
-                runs[own] = ours("fl_bench", clients, seed, ROUNDS, row.ours, MODEL, **more)
-            pairs.append((score_of(found), runs[own]["best"][-1]))
-        rows.append([row.label, *compared(*map(list, zip(*pairs, strict=True)))])
-        print(rows[-1], flush=True)
-    return "\n".join([HEAD, *table(*rows)])
+    runs: dict[str, dict[str, np.ndarray]] = {}  # ours, which several rows may share
+
+    def scores(row: Row, seed: int) -> tuple[float, float]:
+        key, first_P = f"{row.ours} {seed}", first_weights(MODEL, 10, seed)
+        if key not in runs:
+            runs[key] = ours("fl_bench", clients, seed, ROUNDS, row.ours, MODEL, evaluation={"every": EVERY})
+        found = theirs(checkout, row.theirs, clients, first_P, seed, row.settings, row.mended)
+        return score_of(found), runs[key]["best"][-1]
+
+    return "\n".join([HEAD, *table(*side_by_side("FL-bench", ROWS, SEEDS, scores))])

@@ -1,8 +1,8 @@
 """Clients with the samples that both codes train on and are tested with, our runs of them, and tables of scores."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -10,6 +10,16 @@ from cfl_ray import Experiment, federation_from_arrays, simulate
 
 HIDDEN = 100
 MODEL: dict[str, Any] = {"name": "mlp", "options": {"hidden": HIDDEN}}
+
+
+class Labelled(Protocol):
+    """A row of a table."""
+
+    @property
+    def label(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=Labelled)
 
 
 @dataclass(frozen=True)
@@ -73,3 +83,18 @@ def compared(theirs: Sequence[float], ours: Sequence[float]) -> list[str]:
     agrees = "yes" if abs(difference) <= max(t * error, 0.002) else "no"
     means = [f"{scores.mean():.4f} ± {scores.std(ddof=1):.4f}" for scores in pair]
     return [*means, f"{difference:+.4f}", f"{t * error:.4f}", agrees]
+
+
+def side_by_side(
+    library: str, rows: Sequence[Row], seeds: Sequence[int], scores: Callable[[Row, int], tuple[float, float]]
+) -> list[list[str]]:
+    """The rows of a table with the `label` of each row and `compared`; printed as they are found.
+
+    scores: (theirs, ours) of a row with a seed.
+    """
+    found = [["method", library, "ours", "difference", "noise", "agree"]]
+    for row in rows:
+        theirs, ours_ = zip(*(scores(row, seed) for seed in seeds), strict=True)
+        found.append([row.label, *compared(theirs, ours_)])
+        print(found[-1], flush=True)
+    return found

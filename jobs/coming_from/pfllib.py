@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from jobs.coming_from.measured import HIDDEN, MODEL, Client, compared, ours
+from jobs.coming_from.measured import HIDDEN, MODEL, Client, ours, side_by_side
 from jobs.official.page import table
 from jobs.official.runs import first_weights, modules, quiet, replaced, stand_in
 
@@ -262,21 +262,18 @@ FedPAC as they are differ from ours; the rows below them mend theirs in memory, 
 
 def section(checkout: Path) -> str:
     clients = shipped(checkout)
-    rows = [["method", "PFLlib", "ours", "difference", "noise", "agree"]]
-    runs: dict[str, Any] = {}
-    for row in ROWS:
-        pairs = []
-        for seed in SEEDS:
+    runs: dict[str, Any] = {}  # which several rows may share
+
+    def scores(row: Row, seed: int) -> tuple[float, float]:
+        key, own = f"{row.theirs} {row.settings} {row.mended.__qualname__} {seed}", f"{row.ours} {seed}"
+        if key not in runs:
             first_P = first_weights(MODEL, 10, seed)
-            key = f"{row.theirs} {row.settings} {row.mended.__qualname__} {seed}"
-            if key not in runs:
-                runs[key] = theirs(checkout, row.theirs, clients, first_P, seed, row.settings, row.mended)
-            own = f"{row.ours} {seed}"
-            if own not in runs:
-                runs[own] = ours("pfllib", clients, seed, ROUNDS, row.ours, MODEL, **row.sections)
-            pairs.append((row.scores(runs[key])[-ROUNDS:].max(), runs[own][row.metric][-1]))
-        rows.append([row.label, *compared(*map(list, zip(*pairs, strict=True)))])
-        print(rows[-1], flush=True)
+            runs[key] = theirs(checkout, row.theirs, clients, first_P, seed, row.settings, row.mended)
+        if own not in runs:
+            runs[own] = ours("pfllib", clients, seed, ROUNDS, row.ours, MODEL, **row.sections)
+        return row.scores(runs[key])[-ROUNDS:].max(), runs[own][row.metric][-1]
+
+    rows = side_by_side("PFLlib", ROWS, SEEDS, scores)
     sizes = [len(client.y) for client in clients]
     head = HEAD.replace("SIZES", f"{min(sizes)} to {max(sizes)}")
     return "\n".join([head, *table(*rows), *facts(checkout, clients), EARLY_HEAD, *early(checkout)])

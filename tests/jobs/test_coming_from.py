@@ -1,5 +1,7 @@
 """The tables of docs/coming_from.md: their arithmetic, and that their methods and rules exist."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,18 @@ def test_a_difference_is_compared_with_the_noise_of_the_seeds():
     assert (
         measured.compared([0.5] * 3, [0.501] * 3)[-1] == "yes" and measured.compared([0.5] * 3, [0.51] * 3)[-1] == "no"
     )
+
+
+def test_scores_of_a_row_stand_side_by_side(capsys):
+    scores = {"a": [(0.5, 0.6), (0.7, 0.6)], "b": [(0.2, 0.9), (0.2, 0.9)]}
+    rows = [SimpleNamespace(label=name) for name in scores]
+    found = measured.side_by_side("Theirs", rows, range(2), lambda row, seed: scores[row.label][seed])
+    assert [row[:1] + row[3:4] + row[5:] for row in found] == [
+        ["method", "difference", "agree"],
+        ["a", "+0.0000", "yes"],
+        ["b", "+0.7000", "no"],
+    ]
+    assert found[0][1] == "Theirs" and capsys.readouterr().out.count("\n") == 2
 
 
 def test_our_runs_use_the_samples_and_the_rules():
