@@ -149,8 +149,8 @@ def test_facts_are_of_the_client_with_the_median_number_of_samples():
     assert (whole.batch, whole.cannot.keys()) == (9, {"compiled"}), (
         "the client of 300, whom span cannot train, does not decide"
     )
-    nobody = facts_of(network, SyntheticFederation(2, input=(36,), samples=0), LocalSGD(), Division(2))
-    assert nobody.samples == 1
+    empty = facts_of(network, SyntheticFederation(2, input=(36,), samples=0), LocalSGD(), Division(2))
+    assert empty.samples == 1
 
 
 def test_batch_statistics_need_equal_clients():
