@@ -151,5 +151,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.TimeoutExpired):
         return f"PyTorch's compiler took more than {_SECONDS} s"
     if isinstance(error, OSError) and error.filename:
-        return f"its package cannot be kept ({error.filename}: {error.strerror}); set CFL_RAY_CACHE to a folder of yours"
+        where = f"{error.filename}: {error.strerror}"
+        return f"its package cannot be kept ({where}); set CFL_RAY_CACHE to a folder of yours"
     return f"its package cannot be used ({' '.join(str(error).split())[:160]})"
