@@ -28,10 +28,10 @@ from cfl_ray.core.work import (
     ClientState,
     Describe,
     EvaluateClients,
-    FitMixture,
     Proximal,
     Replay,
     UpdateFeatures,
+    Weigh,
 )
 
 __all__ = [
@@ -315,7 +315,7 @@ class Clients(ClientExchanges):
             return np.zeros((0, len(received.models_KP)))
         tables = ModelTables(received.models_KP)
         given = tables.given(how, len(self))
-        work = FitMixture(
+        work = Weigh(
             self._next_address(),
             self.ids_M,
             num_models=len(received.models_KP),

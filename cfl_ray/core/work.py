@@ -512,7 +512,7 @@ class Losses(Work):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitMixture(Work):
+class Weigh(Work):
     """`ClientProgram.weigh` without training: mean weights (M, K) of clients' samples for the K models of table 0."""
 
     num_models: int  # K

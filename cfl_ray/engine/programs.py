@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cfl_ray.core.client_program import ClientProgram, Held, as_numbers, first_numbers, lengths
 from cfl_ray.core.params import ParamSpec
-from cfl_ray.core.work import FitMixture, Given, Train
+from cfl_ray.core.work import Given, Train, Weigh
 from cfl_ray.engine.client_state import starting_row, stored_numbers, with_client_state
 from cfl_ray.engine.describing import ClientView
 from cfl_ray.engine.failure import naming_client
@@ -42,7 +42,7 @@ def held_by(chunk: OpenChunk[Train], index: int) -> tuple[Tensor, HeldByClient]:
     return start_P, held
 
 
-def held_to_weigh(chunk: OpenChunk[Train] | OpenChunk[FitMixture], index: int) -> HeldByClient:
+def held_to_weigh(chunk: OpenChunk[Train] | OpenChunk[Weigh], index: int) -> HeldByClient:
     """The models and numbers that a client holds before `weigh`."""
     if isinstance(chunk.work, Train):
         return held_by(chunk, index)[1]
@@ -135,7 +135,7 @@ def on_cpu(held: HeldByClient) -> Held:
     return {name: value.cpu().clone() for name, value in {**held.models, **held.numbers}.items()}
 
 
-def view_of(chunk: OpenChunk[Train] | OpenChunk[FitMixture], index: int, samples: Samples) -> ClientView:
+def view_of(chunk: OpenChunk[Train] | OpenChunk[Weigh], index: int, samples: Samples) -> ClientView:
     """The client as `weigh`, `begin` and `finish` see it."""
     work = chunk.work
     steps = int(work.steps_M[index]) if isinstance(work, Train) else 0

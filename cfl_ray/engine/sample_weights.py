@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.work import FitMixture, Train
+from cfl_ray.core.work import Train, Weigh
 from cfl_ray.engine import programs
 from cfl_ray.engine.describing import frozen_logits
 from cfl_ray.engine.failure import naming_client
@@ -36,7 +36,7 @@ def weighed(chunk: OpenChunk[Train], index: int) -> WeighedSamples | None:
     return found  # None: its data are not valid
 
 
-def fit(chunk: OpenChunk[FitMixture]) -> Arrays:
+def fit(chunk: OpenChunk[Weigh]) -> Arrays:
     """Mean weights of each client's samples after some calls of its program."""
     arrays = chunk.empty()
     for index, found in _weigh(chunk, range(len(chunk)), calls=chunk.work.steps).items():
@@ -55,7 +55,7 @@ def _first_entries(work: Train) -> np.ndarray:
     return first_u[entry_m]
 
 
-def _rows(work: Train | FitMixture, index: int) -> Sequence[Row]:
+def _rows(work: Train | Weigh, index: int) -> Sequence[Row]:
     """The models that a client received to train."""
     if work.num_models is not None:
         return [(0, k) for k in range(work.num_models)]
@@ -63,7 +63,7 @@ def _rows(work: Train | FitMixture, index: int) -> Sequence[Row]:
 
 
 def _weigh(
-    chunk: OpenChunk[Train] | OpenChunk[FitMixture], indices: Iterable[int], calls: int = 1
+    chunk: OpenChunk[Train] | OpenChunk[Weigh], indices: Iterable[int], calls: int = 1
 ) -> dict[int, WeighedSamples]:
     """By position, the weights of the clients with valid data, after `calls` calls of `weigh`."""
     parts = {index: samples for index in indices if (samples := chunk.samples(index))}
@@ -72,7 +72,7 @@ def _weigh(
 
 
 @torch.no_grad()
-def _losses(chunk: OpenChunk[Train] | OpenChunk[FitMixture], parts: Mapping[int, Samples]) -> dict[int, Tensor]:
+def _losses(chunk: OpenChunk[Train] | OpenChunk[Weigh], parts: Mapping[int, Samples]) -> dict[int, Tensor]:
     """Losses, float32 (n, K) on the CPU, of the clients' samples; infinite in place of NaN. Models are loaded once."""
     frozen = frozen_logits(chunk, {index: x for index, (x, _) in parts.items()})
     columns: dict[int, list[Tensor]] = {index: [] for index in parts}
@@ -86,7 +86,7 @@ def _losses(chunk: OpenChunk[Train] | OpenChunk[FitMixture], parts: Mapping[int,
 
 
 def _weighed(
-    chunk: OpenChunk[Train] | OpenChunk[FitMixture], index: int, samples: Samples, loss_nK: Tensor, calls: int
+    chunk: OpenChunk[Train] | OpenChunk[Weigh], index: int, samples: Samples, loss_nK: Tensor, calls: int
 ) -> WeighedSamples:
     program, before = chunk.work.program, programs.held_to_weigh(chunk, index)
     held, view = programs.on_cpu(before), programs.view_of(chunk, index, samples)

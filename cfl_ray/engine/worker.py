@@ -17,9 +17,9 @@ from cfl_ray.core.work import (
     Describe,
     EvaluateClients,
     EvaluateShared,
-    FitMixture,
     Losses,
     Train,
+    Weigh,
     Work,
 )
 from cfl_ray.data.federation import Federation
@@ -111,7 +111,7 @@ def _arrays(chunk: OpenChunk[Any], sums: HostSums, together: training.TrainedTog
             return {"combined": combine_columns(chunk.work, chunk.stored)}
         case Losses():
             return describing.losses(chunk)
-        case FitMixture():
+        case Weigh():
             return sample_weights.fit(chunk)
         case Describe():
             return describing.describe(chunk)
