@@ -44,10 +44,9 @@ def check_batches(setup: Setup, network: Network) -> None:
         return
     sizes_N = setup.federation.num_samples_N
     for label, method in setup.methods.items():
-        local, backend = setup.local_of(label), DryBackend(network.spec, setup.federation.shape)  # notes the batches
-        for _ in dry_rounds(method, 2, 2, local, backend, rounds=max(setup.experiment.rounds, 2), to_last_phase=True):
-            pass
-        for size, per_step in sorted(backend.batches | {(local.batch_size or 0, 1)}):
+        local = setup.local_of(label)
+        batches = _work_of(setup, network, label, method).batches
+        for size, per_step in sorted(batches | {(local.batch_size or 0, 1)}):
             batch_N = np.asarray(replace(local, batch_size=size or None).batch_of(sizes_N, per_step))
             single_N = (sizes_N == 1) | (batch_N == 1) | ((sizes_N % batch_N == 1) & (not local.drop_last))
             if not single_N.any() or (reason := network.why_not_batch_of(1)) is None:
@@ -198,16 +197,20 @@ def try_methods(setup: Setup, network: Network) -> None:
 
 def check_features(setup: Setup, network: Network) -> None:
     """Raises ConfigError for a method that reads the inputs of the model's last layer if no forward pass shows them."""
-    rounds = max(setup.experiment.rounds, 2)
     try:
         network.check_features()
     except ConfigError as error:
         for label, method in setup.methods.items():
-            backend = DryBackend(network.spec, setup.federation.shape)
-            for _ in dry_rounds(method, 2, 2, setup.local_of(label), backend, rounds=rounds, to_last_phase=True):
-                pass
-            if backend.readers:
+            if _work_of(setup, network, label, method).readers:
                 raise ConfigError(f"{label}: {error}") from None
+
+
+def _work_of(setup: Setup, network: Network, label: str, method: Method[Any]) -> DryBackend:
+    """The work of a method for two clients, in rounds without training up to its last phase."""
+    backend, rounds = DryBackend(network.spec, setup.federation.shape), max(setup.experiment.rounds, 2)
+    for _ in dry_rounds(method, 2, 2, setup.local_of(label), backend, rounds=rounds, to_last_phase=True):
+        pass
+    return backend
 
 
 def warnings_of_model(setup: Setup, network: Network) -> tuple[str, ...]:
