@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cfl_ray.clock.devices import Load
 from cfl_ray.core.aggregation.rules import Mean
-from cfl_ray.core.backend import ClientStateKey, SavedState
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.client_program import ClientProgram, Forward, first_numbers
 from cfl_ray.core.clients import Clients, RoundStats
@@ -27,7 +26,7 @@ from cfl_ray.core.state import State
 from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.core.work import Describe, Losses, Outcome, Train, Weigh, Work
 from cfl_ray.data.federation import DataShape
-from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.engine.client_state import ClientStateStore, KeepsClientStates
 from cfl_ray.engine.local_steps import direction
 from cfl_ray.plugins.calling import place_of
 from cfl_ray.privacy.noisy_sums import PrivateRun
@@ -37,7 +36,7 @@ MIXTURE_WEIGHTS = "mixture weights"  # among the names of the values that a clie
 
 
 @dataclass
-class DryBackend:
+class DryBackend(KeepsClientStates):
     """Backend that trains nothing, has no data, and counts the work it is given; every result consists of ones."""
 
     spec: ParamSpec
@@ -112,15 +111,6 @@ class DryBackend:
 
     def use(self, federation: Any) -> None:
         """No effect: results do not depend on data."""
-
-    def forget(self, ids: np.ndarray) -> None:
-        """No effect: there are no client states."""
-
-    def client_state(self, name: str, client: int) -> Tensor | None:
-        return None
-
-    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
-        """No effect: client states are not kept."""
 
 
 def _reads_features(program: ClientProgram) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import close
-from federations import Spoiled, Stage, linear, planted, uneven
+from federations import Spoiled, Stage, attack_of, linear, planted, uneven
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -17,7 +17,6 @@ from cfl_ray.core.updates import Updates
 from cfl_ray.core.work import Address
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine import sequential
-from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.chunks import chunks_of
 from cfl_ray.engine.describing import ClientView
 from cfl_ray.engine.failure import ClientFailure
@@ -84,7 +83,7 @@ class TestChain:
                 return (x * 2.0**15 if client == 1 else x), y
 
         stage = Stage(Large(4, input=(1, 4, 4), classes=4, groups=2, samples=50), linear, LocalSGD(lr=100.0))
-        stage.backend.worker.attack = Attack("gaussian", frozenset([1]))
+        stage.backend.worker.attack = attack_of("gaussian", [1])
         whole, rest = chain(stage, [0, 1, 2]), chain(stage, [0, 2])
         assert whole.valid_M.tolist() == [True, False, True]
         assert torch.equal(whole.features_MF[[0, 2]], rest.features_MF)
