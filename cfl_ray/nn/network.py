@@ -149,7 +149,8 @@ class Network:
         self.outside = {name: buffer for name, buffer in rest.items() if name not in masks}
         self._trial_forward()
         statistics = frozenset(self.spec.names[self.spec.num_params :])
-        self.spec = replace(self.spec, constant=statistics - self._effects.changed)
+        not_linear = self._order.not_linear
+        self.spec = replace(self.spec, constant=statistics - self._effects.changed, not_linear=frozenset(not_linear))
         # buffers that are not part of a row and may change in a forward pass: `load` resets them to these values
         self.counters = {
             name: initial
@@ -338,7 +339,7 @@ class Network:
         for layer in layers.values():
             layer.trial = []
         frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
-        order = LayerOrder(self.module)
+        self._order = order = LayerOrder(self.module)
         self._effects = SideEffects()
         draws, calls, self._draws_in_python = False, list[list[DropoutCall]](), False
         self._has_sparse_gradients = False

@@ -233,10 +233,20 @@ def warnings_of_model(setup: Setup, network: Network) -> tuple[str, ...]:
         found.append(
             f"the head of the model is its last trained layer as registered, {spec.layers[-1]!r}, but the last "
             f"one that its forward pass calls is {network.last_layer!r}; methods that treat the head apart (fedper, "
-            f"lg_fedavg, fedrep, ...) use {spec.layers[-1]!r}: assign the output layer last in __init__ "
-            "(docs/extend/model.md)"
+            f"lg_fedavg, fedrep, ...) use {spec.layers[-1]!r}: {_remedy_of_head(network)} (docs/extend/model.md)"
         )
     return tuple(found)
+
+
+def _remedy_of_head(network: Network) -> str:
+    last, names = network.last_layer, {id(p): name for name, p in network.module.named_parameters()}
+    own = network.module.get_submodule(last).named_parameters(recurse=False)
+    tied = [f"{last}.{name} is {names[id(p)]}" for name, p in own if names[id(p)] != f"{last}.{name}"]
+    if tied:
+        return (
+            f"{tied[0]}, so it is averaged as a part of that layer; methods with a head need an output layer of its own"
+        )
+    return "assign the output layer last in __init__"
 
 
 def check_asynchronous(setup: Setup, spec: ParamSpec) -> None:
