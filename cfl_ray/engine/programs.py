@@ -43,11 +43,10 @@ def held_by(chunk: OpenChunk[Train], index: int) -> tuple[Tensor, HeldByClient]:
 
 
 def held_to_weigh(chunk: OpenChunk[Train] | OpenChunk[Weigh], index: int) -> HeldByClient:
-    """The models and numbers that a client holds before `weigh`."""
-    if isinstance(chunk.work, Train):
+    """The models and numbers that a client holds before `weigh`: of several models, without what it keeps for each."""
+    if isinstance(chunk.work, Train) and chunk.work.num_models is None:
         return held_by(chunk, index)[1]
-    models, given = _given_to(chunk, index)
-    return HeldByClient(models, given | first_numbers(chunk.work.program, chunk.network.spec))
+    return HeldByClient(*_given_to(chunk, index))
 
 
 def _given_to(chunk: OpenChunk[Any], index: int) -> tuple[Held, Held]:

@@ -183,6 +183,8 @@ class TestReports:
         loss = [np.stack([sample_losses(one, i, matrix(row_P)) for row_P in theta], 1) for i in (0, 1)]
         expected = np.stack([softmax(each).sum(0) for each in loss])
         assert close(updates.reported("sums"), factor * expected, 1e-5)
+        # known before the first step, they need no row of a client, so that `span` may compute sums alone
+        assert updates.updates.training.finishes == (factor == 10)
         assert clients.stats.traffic.up_bits - before == 32 * 2 * (2 * one.network.spec.size + 2)
 
     def test_of_an_excluded_client_they_are_nan(self):
@@ -250,6 +252,27 @@ class TestOneModel:
             clients.train(clients.send(one.model()[None]), how=LocalTraining(program=Share()))
         with pytest.raises(PrivacyError, match="results of several models"):
             clients.train_mixture(clients.broadcast(one.model()[None]), average=np.ones(2))
+
+    def test_it_finds_what_a_client_keeps_for_a_single_model(self):
+        """Of several models it would depend on the model."""
+        one = stage()
+        clients, w = one.clients(), one.model()[None]
+        how = LocalTraining(program=Finds(), given={"mixture": np.ones((2, 1))})
+        assert clients.train(clients.send(w), how=how).reported("found").tolist() == [[2.0]] * 2
+        updates = clients.train_mixture(clients.broadcast(w), how, average=np.ones(2))
+        assert updates.reported("found").tolist() == [[1.0]] * 2
+
+
+@dataclass(frozen=True)
+class Finds(Counts):
+    """Reports how many of two numbers `weigh` finds: a given and a kept one."""
+
+    def reports(self, spec: ParamSpec):
+        return {"found": 1}
+
+    def weigh(self, client, loss_nK, held):
+        held["found"] = len(held.keys() & {"mixture", "steps"})
+        return torch.ones_like(loss_nK)
 
 
 @dataclass(frozen=True)
