@@ -34,8 +34,11 @@ def losses(chunk: OpenChunk[Losses]) -> Arrays:
         if samples := chunk.samples(index):
             chosen = _drawn(work, chunk.client(index), len(samples[1]))
             parts[index] = samples if chosen is None else (samples[0][chosen], samples[1][chosen])
-    frozen = _frozen_logits(chunk, {index: x for index, (x, _) in parts.items()})
-    outputs = chunk.outputs(parts, work.num_models) if work.client_state is None else _own_outputs(chunk, parts)
+    frozen = frozen_logits(chunk, {index: x for index, (x, _) in parts.items()})
+    if work.client_state is None:
+        outputs = chunk.outputs(parts, dict.fromkeys(parts, [(0, k) for k in range(work.num_models)]))
+    else:
+        outputs = _own_outputs(chunk, parts)
     for model, index, logits_BC, y in outputs:
         if index in frozen:
             logits_BC = logits_BC + frozen[index]
@@ -79,7 +82,7 @@ def describe(chunk: OpenChunk[Describe]) -> Arrays:
     return arrays | {"features": pad_sequence(features, batch_first=True).numpy()}
 
 
-def _frozen_logits(chunk: OpenChunk[Losses], x_of: dict[int, Tensor]) -> dict[int, Tensor]:
+def frozen_logits(chunk: OpenChunk[Any], x_of: dict[int, Tensor]) -> dict[int, Tensor]:
     """Logits of each client's frozen model on its samples, by position in the chunk; empty without frozen models."""
     frozen = chunk.work.frozen_model
     logits: dict[int, Tensor] = {}

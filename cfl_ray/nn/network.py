@@ -264,7 +264,8 @@ class Network:
         random_forward:   whether a forward pass in training draws from PyTorch's global generator: dropout of attention
                           and recurrent layers, noise; also dropout that cannot have masks by sample, because the first
                           axis of its inputs is not the batch or the passes differ.
-        batch_statistics: whether outputs or float buffers depend on the other samples of a batch, as with BatchNorm.
+        batch_statistics: whether outputs, float buffers or gradients depend on the other samples of a batch, as with
+                          BatchNorm, and with gradients of embeddings that are divided by how often a token occurs.
         side_effect:      reason why only the sequential engine can train the network: its forward pass changes
                           parameters, or buffers in another way than BatchNorm; None if it does not.
         """
@@ -283,6 +284,7 @@ class Network:
         effects = self._effects
         self.batch_statistics = (
             any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
+            or any(getattr(m, "scale_grad_by_freq", False) for m in self.module.modules())
             or not effects.changed.isdisjoint(self.spec.names[self.spec.num_params :])
             or (not effects.changed and self._mixes_samples())
         )

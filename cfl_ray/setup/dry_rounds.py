@@ -30,7 +30,7 @@ from cfl_ray.core.rng import Draws
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.state import State
 from cfl_ray.core.versions import NotAsynchronous, Received, Versions
-from cfl_ray.core.work import Describe, FitMixture, Losses, Outcome, Train, Work
+from cfl_ray.core.work import Describe, Losses, Outcome, Train, Weigh, Work
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.client_state import ClientStateStore, KeepsClientStates
 from cfl_ray.engine.local_steps import direction
@@ -76,8 +76,8 @@ class DryBackend(KeepsClientStates):
             columns = self.spec.size if state.columns is None else state.columns.count
             floats = columns + work.kept_numbers + (self.spec.trained if work.local.persist else 0)
             self.kept[state.name] = work.models_per_client * floats
-        if isinstance(work, Train | FitMixture) and work.mixture is not None:
-            self.kept[MIXTURE_WEIGHTS] = work.mixture.num_models
+        if isinstance(work, Train | Weigh) and work.num_models and work.program.overrides("weigh"):
+            self.kept[MIXTURE_WEIGHTS] = work.num_models
         arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.shape.num_classes).items()}
         if isinstance(work, Describe):
             length = self.num_features(work)
@@ -91,8 +91,8 @@ class DryBackend(KeepsClientStates):
         if isinstance(work, Train):
             cost_M = work.cost_M(np.full(num_clients, self.size))
             self.work["trained"] += int(cost_M.sum()) * self._gradients(work)
-            tests += work.mixture is not None  # the E step, for each entry of a client and a model
-        elif isinstance(work, Losses | FitMixture):
+            tests += work.program.overrides("weigh")  # for each entry of a client and a model
+        elif isinstance(work, Losses | Weigh):
             tests += len(work.tables[0])
         samples = min(work.max_samples or self.size, self.size) if isinstance(work, Losses) else self.size
         self.work["tested"] += num_clients * tests * samples
@@ -120,7 +120,7 @@ class DryBackend(KeepsClientStates):
 
 def _reads_features(program: ClientProgram) -> bool:
     """Whether a program has a loss, whose batches have features, or a hook that names a function that returns them."""
-    named = {"begin": "features", "step": "forward", "finish": "features"}
+    named = {"weigh": "features", "begin": "features", "step": "forward", "finish": "features"}
     codes = {hook: getattr(getattr(type(program), hook), "__code__", None) for hook in named}
     return program.overrides("loss") or any(code and named[hook] in code.co_names for hook, code in codes.items())
 

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from studies import InlinePool
 
-from benchmarks import cpu_time, digits_by_writer
+from benchmarks import cpu_time, digits_clients
 from cfl_ray.config.method_entries import name_and_options
 from cfl_ray.config.study import load_study
 from cfl_ray.methods import REGISTRY
@@ -109,9 +109,9 @@ class TestParts:
     """The source and the tracker of the study."""
 
     def test_every_form_begins_with_the_digits_in_order(self):
-        data = digits_by_writer.load()
+        data = digits_clients.by_writer()
         assert data["x"].shape == (1797, 1, 8, 8) and data["x"].min() == 0 and data["x"].max() == 1
-        assert np.bincount(data["clients"]).tolist() == np.diff([*digits_by_writer.FIRST, 1797]).tolist()
+        assert np.bincount(data["clients"]).tolist() == np.diff([*digits_clients.FIRST, 1797]).tolist()
         for form in range(14):
             digits = data["y"][data["clients"] == form]
             expected = list(range(form == 7, 10))  # the first 0 of form 7 is missing
