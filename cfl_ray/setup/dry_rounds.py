@@ -1,4 +1,10 @@
-"""Rounds of a method without training, which count the numbers that its clients receive, train and upload."""
+"""Rounds of a method without training, which count the numbers that its clients receive, train and upload.
+
+A real round in this process counts the same traffic, except where it follows from the data (AutoCFL, CFL-GP, FedSoft,
+FLUX, PACFL), but needs samples, which `check` does not read, and passes of the network, seconds for a large one.
+No outcome of a real round says what the checks ask besides: gradients and batches of a local step, and what a client
+keeps.
+"""
 
 import math
 from collections import Counter
@@ -48,9 +54,8 @@ class DryBackend(KeepsClientStates):
     work: Counter[str] = field(default_factory=Counter)  # samples "trained", one for each gradient, and "tested"
     kept: dict[str, int] = field(default_factory=dict)  # floats that a client keeps between rounds, by name
     batches: set[tuple[int, int]] = field(default_factory=set)  # batch size (0: all samples), batches of a local step
-    readers: set[str] = field(
-        default_factory=set
-    )  # names of the functions and programs that read the inputs of the last layer
+    # names of the functions and programs that read the inputs of the last layer
+    readers: set[str] = field(default_factory=set)
 
     def run(self, work: Work) -> Outcome:
         num_clients = len(work.ids_M)
