@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from cfl_ray.core.clients import ClientState, LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.params import Columns
 from cfl_ray.core.rng import stream
 from cfl_ray.core.updates import Updates
 from cfl_ray.core.work import Address
@@ -116,6 +117,23 @@ class TestClientView:
         cross_entropy(module(one.x), one.y).backward()
         expected = torch.cat([parameter.grad.reshape(-1) for parameter in module.parameters()])
         assert close(one.gradient(row_P, batch), expected, 1e-5) and expected.abs().max() > 0.01
+
+    @pytest.mark.parametrize("ranges", [lambda P: ((P - 14, P),), lambda P: ((1, 3), (P - 1, P)), lambda P: ((0, P),)])
+    def test_gradient_of_some_columns_has_the_same_bits(self, ranges):
+        one = self.one(net, uneven([10, 7]))
+        row_P, columns = one.network.new_model(3, 0), Columns(ranges(one.spec.trained))
+        assert torch.equal(one.gradient(row_P, 4, columns=columns), columns.of(one.gradient(row_P, 4)))
+
+    def test_layers_below_the_columns_have_no_backward_pass(self):
+        """The gradient of the last bias is the mean of softmax - Y, for which the layers below are constants."""
+        one, calls = self.one(net, uneven([10, 7])), []
+        first = next(one.network.module.parameters())
+        first.register_hook(lambda grad: calls.append(1))
+        row_P, last = one.network.new_model(3, 0), Columns(((one.spec.trained - 1, one.spec.trained),))
+        one.gradient(row_P, columns=last)
+        assert not calls
+        one.gradient(row_P)
+        assert calls == [1]
 
     def test_gradient_of_a_linear_model_is_the_formula(self):
         """(softmax(X W' + b) - Y)' X / n, and its column sums for the bias."""
