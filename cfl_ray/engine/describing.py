@@ -1,6 +1,7 @@
 """Losses of models on clients' data, and vectors that describe clients by functions given to `Clients.describe`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -99,6 +100,25 @@ def _drawn(work: Losses, client: int, size: int) -> Tensor | None:
     return torch.from_numpy(np.sort(order[: work.max_samples]))
 
 
+@contextmanager
+def _constant(params: Sequence[Tensor]) -> Iterator[None]:
+    """Context in which these parameters have no gradient, and outputs have the same bits as with one."""
+    if not params:
+        yield
+        return
+    is_fast = torch.backends.mha.get_fastpath_enabled()  # other kernels for encoder layers without gradients
+    torch.backends.mha.set_fastpath_enabled(False)
+    for p in params:
+        p.requires_grad_(False)
+    try:
+        with FastPooling():
+            yield
+    finally:
+        for p in params:
+            p.requires_grad_()
+        torch.backends.mha.set_fastpath_enabled(is_fast)
+
+
 @dataclass(frozen=True)
 class ClientView:
     """A client and its data, on the host that reads the data: a `core.describing.ClientData`."""
@@ -147,16 +167,16 @@ class ClientView:
         params, ends = self.network.params, self.spec.ends
         is_needed = [columns.within(end - p.numel(), end).count > 0 for p, end in zip(params, ends, strict=False)]
         needed, total = list(compress(params, is_needed)), torch.zeros(())
-        for at, (x_B, y_B) in enumerate(zip(x.split(batch), y.split(batch), strict=True)):
-            with self.network.without_cudnn(), self.network.dense_gradients():
-                logits_BC = self.network.module(self.network.input(x_B))
-            loss = self.network.task.total_loss(logits_BC, y_B.to(self.network.device)) / len(y)
-            grads = iter(torch.autograd.grad(loss, needed, materialize_grads=True))
-            of_all = (
-                next(grads) if is_one else torch.zeros_like(p) for p, is_one in zip(params, is_needed, strict=True)
-            )
-            part = columns.of(torch.cat([g.reshape(-1) for g in of_all]))
-            total = part if at == 0 else total.add_(part)
+        with _constant([p for p, is_one in zip(params, is_needed, strict=True) if not is_one]):
+            for at, (x_B, y_B) in enumerate(zip(x.split(batch), y.split(batch), strict=True)):
+                with self.network.without_cudnn(), self.network.dense_gradients():
+                    logits_BC = self.network.module(self.network.input(x_B))
+                loss = self.network.task.total_loss(logits_BC, y_B.to(self.network.device)) / len(y)
+                found = iter(torch.autograd.grad(loss, needed, materialize_grads=True))
+                pairs = zip(params, is_needed, strict=True)
+                grads = [next(found) if is_one else torch.zeros_like(p) for p, is_one in pairs]
+                part = columns.of(torch.cat([g.reshape(-1) for g in grads]))
+                total = part if at == 0 else total.add_(part)
         return total.cpu()
 
     def outputs(self, row_P: Tensor) -> Tensor:
