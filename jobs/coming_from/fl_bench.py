@@ -6,7 +6,7 @@ import json
 import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import vector_to_parameters
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from jobs.coming_from.fl_bench_mended import (
     first_heads,
@@ -254,4 +254,32 @@ def section(checkout: Path) -> str:
             runs[own] = found["best"][-1]
         return runs[key], runs[own]
 
-    return "\n".join([HEAD, *table(*side_by_side("FL-bench", ROWS, SEEDS, scores))])
+    return "\n".join([HEAD, *table(*side_by_side("FL-bench", ROWS, SEEDS, scores)), *facts(checkout, clients)])
+
+
+def facts(checkout: Path, clients: Sequence[Client]) -> list[str]:
+    """Lines on runs of two rounds."""
+    first_P = first_weights(MODEL, 10, 0)
+
+    def made(name: str) -> Server:
+        return theirs(checkout, name, clients, first_P, 0, global_epoch=2, test={"client": {"interval": -1}})
+
+    def row(tensors: Iterable[Tensor]) -> Tensor:
+        return parameters_to_vector([tensor.detach() for tensor in tensors])
+
+    rod, pfedme, scaffold = made("fedrod"), made("pfedme"), made("scaffold")
+    worker, average_P = rod.trainer.worker, row(rod.public_model_params.values())
+    before_P = row(worker.model.generic_model.parameters())
+    worker.set_parameters(rod.package(0))
+    loaded_P = row(worker.model.generic_model.parameters())
+    loads = "no number" if torch.equal(before_P, loaded_P) else "some numbers"
+    stored = [row(theta.values()) for theta in pfedme.clients_personalized_model_params.values()]
+    moved = max(float((theta_P - first_P).norm()) for theta_P in stored)
+    c_i = max(float(row(parts).norm()) for parts in scaffold.c_local)
+    return [
+        f"- FedRoD: receiving the average changes {loads} of the worker's generic model, which is "
+        f"{float((loaded_P - average_P).norm()):.2g} from it.",
+        f"- pFedMe: the stored theta_i are {moved:g} from the first model.",
+        f"- SCAFFOLD: the norms of all c_i are {c_i:g}, that of c is {float(row(scaffold.c_global).norm()):.2g}.",
+        "",
+    ]
