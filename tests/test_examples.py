@@ -120,7 +120,11 @@ def test_a_loss_and_a_metric_of_ones_own():
 
 
 def test_own_parts_of_learning():
-    results = simulate(load(EXAMPLES / "learning.yaml", ["tracking.enabled=false", "evaluation.every=100", "runtime.engine=vectorised"]))
+    results = simulate(
+        load(
+            EXAMPLES / "learning.yaml", ["tracking.enabled=false", "evaluation.every=100", "runtime.engine=vectorised"]
+        )
+    )
     assert len(results.methods) == 3
     for label, result in results.methods.items():
         assert result.final["accuracy"] > 0.7 and 0.5 < result.final["f1_of_class_3"] <= 1, (label, result.final)

@@ -67,6 +67,7 @@ def play(method, cohorts=COHORTS, **local):
     one = groups(**local)
     return one, one.play(method, *cohorts)
 
+
 @functools.cache
 def played(plain, **local):
     """The same of a simple method, which is that of several cases."""
