@@ -112,7 +112,8 @@ class Setup:
 
     def worker(self, device: str = "cpu", engine: str = SEQUENTIAL) -> Worker:
         """A new worker for a process."""
-        return Worker(self.network(device), self.federation, engine, self.attack)
+        configured = engine == self.experiment.runtime.engine
+        return Worker(self.network(device), self.federation, engine, self.attack, configured)
 
     @property
     def warnings(self) -> list[str]:
