@@ -112,7 +112,7 @@ class Setup:
 
     def worker(self, device: str = "cpu", engine: str = SEQUENTIAL) -> Worker:
         """A new worker for a process."""
-        configured = engine == self.experiment.runtime.engine
+        configured = self.experiment.runtime.engine != "auto"
         return Worker(self.network(device), self.federation, engine, self.attack, configured)
 
     @property
