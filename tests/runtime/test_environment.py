@@ -11,9 +11,11 @@ from small_runs import simulate_until
 from cfl_ray import load_run, resume, simulate
 from cfl_ray.engine.choice import EngineChoice
 from cfl_ray.engine.engines import ENGINES
+from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system import cpu
+from cfl_ray.tracking import RoundRecord
 
 BY_RULE = "cfl_ray.setup.engine_choice.choice_of"
 ENVIRONMENT = RunDirectory.environment.name
@@ -127,6 +129,12 @@ def test_clients_that_the_chosen_engine_did_not_train_are_recorded_with_the_reas
     assert watcher.warnings == []
 
 
+def test_the_default_watcher_tells_the_reasons_of_a_round(caplog):
+    Watcher().round("fedavg", RoundRecord(1, {}, fallbacks=("manual gives way",)))
+    assert [record.getMessage() for record in caplog.records] == ["fedavg: manual gives way"]
+
+
+@pytest.mark.slow
 def test_simulate_tells_once_per_method_that_the_configured_engine_trained_none(experiment, caplog):
     """On a CPU, 4 clients are 4 chunks: the vectorised engine is left without a vmap batch."""
     few = {"data": {"partition": {"clients": 5}}, "cohort": {"fraction": 0.8}}
