@@ -65,7 +65,7 @@ def figures(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     against = {column: tests_of(kept, "accuracy", "wilcoxon", "none", scores, name) for column, name in TESTED.items()}
     rows = []
     for key, of_seeds in kept.items():
-        tests = {column: float(f"{tests[key].p:.3g}") for column, tests in against.items()} | {
+        tests = {column: float(f"{tests[key].p:.6g}") for column, tests in against.items()} | {
             "pairs": against["p"][key].pairs
         }
         for seed, values in of_seeds.items():
