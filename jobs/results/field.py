@@ -185,7 +185,8 @@ def means(rows: pd.DataFrame, kind: Mapping[str, str]) -> pd.DataFrame:
 
 def _where(means_of: Mapping[str, pd.DataFrame]) -> list[str]:
     """A sentence on each setting, and a table of clustering against FedAvg, Local and the other methods."""
-    heads = ("FedAvg", "Local", "best clustered", "best other", "above / below FedAvg", "above / below Local")
+    heads = ["FedAvg", "Local", "best clustered", "best other"]
+    heads += [f"clustered above / below {title(name)}" for name in BASELINES]
     table, sentences = [["clients differ by", *heads]], []
     for setting, of in means_of.items():
         ours, other = best_of(of)
@@ -230,7 +231,7 @@ def verdict(of: pd.DataFrame) -> str:
     if _p_of_two(of, ours, other) < LEVEL:
         is_best = of.loc[ours, "accuracy"] > of.loc[other, "accuracy"]
         return f"clustering helps {'most' if is_best else 'less than other methods'}"
-    return "clustering helps; the tests do not tell it from the best of the other methods"
+    return "clustering helps, and the best of the other methods is not told apart from it"
 
 
 def reasons(of: pd.DataFrame) -> str:

@@ -87,7 +87,10 @@ def test_the_page_is_made_from_the_runs(tmp_path, monkeypatch):
 
 
 NAN = float("nan")
-HELPS, LESS = "clustering helps; the tests do not tell it", "clustering helps less than other methods"
+HELPS, LESS = (
+    "clustering helps, and the best of the other methods is not told apart",
+    "clustering helps less than other methods",
+)
 NO_MORE = "clustering is better than one model, but not than training alone"
 
 
