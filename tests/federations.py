@@ -1,7 +1,7 @@
 """Small federations whose answer is known, and a stage on which a method plays rounds without a server."""
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cfl_ray.config.attack import ATTACK_KINDS
 from cfl_ray.core.aggregation.rules import AggregationRule, Mean
 from cfl_ray.core.backend import Backend, ClientStateKey
 from cfl_ray.core.clients import Clients, RoundStats
@@ -22,6 +23,7 @@ from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.data import Federation, federation_from_arrays
 from cfl_ray.data.replay import distinct_rounds
 from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.engine.attack import Attack, OwnAttack
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.worker import Worker
 from cfl_ray.nn.network import Network
@@ -154,3 +156,12 @@ class Stage:
             clients = replace(self.clients(ids, number), aggregation=method.aggregation_rule)
             state = method.round(state, clients, Draws(self.seed, number))
         return state
+
+
+def attack_of(kind: Any, clients: Iterable[int], from_round: int = 1, **amounts: float) -> Attack:
+    """The attack of a kind of the config, or a plugin; amounts that the kind does not have are ignored."""
+    if not isinstance(kind, str):
+        return Attack(OwnAttack(kind), frozenset(clients), from_round)
+    code = ATTACK_KINDS.builtin[kind].load()
+    names = [item.name for item in fields(code)]
+    return Attack(code(**{k: v for k, v in amounts.items() if k in names}), frozenset(clients), from_round)

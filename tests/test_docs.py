@@ -18,6 +18,7 @@ from importlib.metadata import distributions, version
 from math import isfinite
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import call
 from packaging.requirements import Requirement
@@ -142,11 +143,16 @@ def test_yaml_block_loads():
     assert (experiment.rounds, experiment.local.lr, experiment.data.source) == (10, 0.1, "mnist")
 
 
-def test_the_example_of_the_page_on_other_libraries_runs(capsys):
+def files_of(page: str) -> dict[str, str]:
+    """The blocks of a page that begin with the name of a file, by this name."""
+    return dict(re.findall(r"```\w+\n# (\w+\.(?:yaml|py))\n(.*?)```", page, re.S))
+
+
+def test_the_examples_of_the_page_on_other_libraries_run(capsys):
     """On digits of three clients, for one round; the keys of the protocol that it leaves alone are in use."""
     page = (ROOT / "docs" / "coming_from.md").read_text()
-    ((name, content),) = re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```", page, re.S)
-    Path(name).write_text(content)
+    name = "pfllib.yaml"
+    Path(name).write_text(files_of(page)[name])
     whole = config.load(name)
     assert (whole.data.test.pool, whole.local.batch_size, whole.model.name) == (True, 10, "leaf_cnn")
     small = ["rounds=1", "data.source=digits", "data.normalize=null", "data.partition.clients=3", "model=digits_cnn"]
@@ -160,6 +166,24 @@ def test_the_example_of_the_page_on_other_libraries_runs(capsys):
     for key in mapped:
         keys.find(config.Experiment, key)  # raises ConfigError for a key that does not exist
     assert len(mapped) > 20
+
+
+def test_clients_of_pfllib_are_those_of_its_files():
+    """Client 10 follows client 9; each has the first part of its training and of its test samples."""
+    for name, content in files_of((ROOT / "docs" / "coming_from.md").read_text()).items():
+        Path(name).write_text(content)
+    for part, each in (("train", 20), ("test", 4)):
+        folder = Path("PFLlib/dataset/MNIST", part)
+        folder.mkdir(parents=True)
+        for client in range(11):
+            samples = {"x": np.full((each, 1, 4, 4), client, np.float32), "y": np.arange(each) % 2}
+            np.savez_compressed(folder / f"{client}.npz", data=samples)
+    experiment = config.load("shipped.yaml", ["data.options.share=0.5", "rounds=1", "tracking.enabled=false"])
+    assert (experiment.local.drop_last, experiment.evaluation.weights) == (True, "samples")
+    result = simulate(experiment)["local"]
+    for client in (0, 9, 10):
+        (x, y), (x_test, y_test) = result.train(client), result.test(client)
+        assert (len(y), len(y_test)) == (10, 2) and bool((x == client).all() and (x_test == client).all())
 
 
 def test_published_tables_of_the_report_page_load():

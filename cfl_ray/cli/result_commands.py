@@ -112,6 +112,10 @@ def table(
         str, typer.Option(help="ttest: paired t-test over seeds; wilcoxon: signed-rank test over clients.")
     ] = "ttest",
     correction: Annotated[str, typer.Option(help="none, or holm: Holm's correction over methods.")] = "none",
+    against: Annotated[
+        str | None,
+        typer.Option(help="The method against which the others are tested; default: the best.", show_default=False),
+    ] = None,
     p_values: Annotated[
         bool, typer.Option("--p-values", help="With --format latex: a column of p-values after each metric.")
     ] = False,
@@ -131,9 +135,9 @@ def table(
     """Print a table of the methods of some runs: mean and standard deviation over seeds.
 
     Runs that differ only in the seed form an experiment, as do the runs of a setting of a study. With a single
-    --metric, several experiments are columns, unless most methods lack most of them. p is the p-value of a test against
-    the best method: of a paired t-test, with three seeds or more, or of Wilcoxon's signed-rank test over clients. LaTeX
-    tables name the test.
+    --metric and without --against, several experiments are columns, unless most methods lack most of them. p is the
+    p-value of a test against the best method, or --against another: of a paired t-test, with three seeds or more, or of
+    Wilcoxon's signed-rank test over clients. LaTeX tables name the test.
 
     --classes and --confusion print tables of classes instead, of runs with evaluation.confusion: true.
     """
@@ -147,6 +151,8 @@ def table(
         raise ConfigError(f"--p-values is an option of --format latex, got --format {style}, which has the column p")
     if (classes and confusion) or ((classes or confusion) and metrics):
         raise ConfigError("--classes, --confusion and --metric are different tables; give one of them")
+    if against is not None and (style == "latex" or classes or confusion):
+        raise ConfigError("--against is of the column p of a table of metrics as md, csv or html")
     if p_values and (classes or confusion):
         raise ConfigError("--p-values is of a table of metrics, not of --classes or --confusion")
     if best_trials and len(run_dirs) > 1:
@@ -176,7 +182,7 @@ def table(
     else:
         notes = [f"Of {best}."] if best else []
         notes += ["The best trial of each method: " + "; ".join(of_trials)] if of_trials else []
-        _print_table(run_metrics, scores, metrics, style, test, correction, notes)
+        _print_table(run_metrics, scores, metrics, style, test, correction, against, notes)
 
 
 def _check_tables(style: str, of_round: str, test: str, correction: str) -> None:
@@ -201,23 +207,24 @@ def _print_table(
     style: str,
     test: str,
     correction: str,
+    against: str | None,
     notes: list[str],
 ) -> None:
     """Prints the table of metrics in another format than LaTeX, and below it the notes, and one on the test."""
     from cfl_ray.results.comparison import by_experiment, chosen_metrics, format_table, is_dense, table_of, tests_of
     from cfl_ray.results.significance import tests_in_words
 
-    frame = table_of(run_metrics, metrics, test, correction, scores)
-    several = len(metrics) == 1 and frame["experiment"].nunique() > 1
+    frame = table_of(run_metrics, metrics, test, correction, scores, against)
+    several = len(metrics) == 1 and against is None and frame["experiment"].nunique() > 1
     if is_wide := several and style != "csv" and is_dense(run_metrics):
         frame = by_experiment(frame, str(frame.columns[3]))
     print(format_table(frame, style, test))
     if style == "csv":
         return
-    if (test, correction) != ("ttest", "none") and not is_wide:
+    if (test, correction, against) != ("ttest", "none", None) and not is_wide:
         first = chosen_metrics(run_metrics, metrics)[0]
-        tested = tests_of(run_metrics, first, test, correction, scores).values()
-        notes = [*notes, tests_in_words(test, correction, [*tested])]
+        tested = tests_of(run_metrics, first, test, correction, scores, against).values()
+        notes = [*notes, tests_in_words(test, correction, [*tested], against)]
     for note in notes:
         print(f"<p>{html.escape(note)}</p>" if style == "html" else f"\n{note}")
 

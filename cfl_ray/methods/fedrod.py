@@ -13,7 +13,8 @@ never took part predicts with the generic model.
 
 Deviations: p_i takes plain SGD steps, without momentum and weight decay. PFLlib (d832e76; there is no code by the
 authors) starts p_i as a copy of g (`start: copy`), and counts labels in full batches only, so that a label can have no
-samples and an infinite loss; in FL-bench (06e658b) clients predict with p_i(f) alone, whose gradient moves the body.
+samples and an infinite loss; in FL-bench (06e658b) clients never load the average, since names differ, and predict with
+p_i(f) alone, whose gradient moves the body.
 The paper's other option, a hypernetwork that makes p_i from the shares of the labels, is not here. A label that a
 client lacks has no share in its balanced softmax.
 """

@@ -6,7 +6,7 @@ import json
 import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,14 +16,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import vector_to_parameters
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from jobs.coming_from.fl_bench_mended import (
+    first_heads,
+    mixed_parameters,
+    own_weights,
+    received,
+    stored_theta,
+    theta_of_the_paper,
+    w_in_one_step,
+    with_both_heads,
+    with_c_local,
+)
 from jobs.coming_from.measured import HIDDEN, MODEL, Client, ours, side_by_side
 from jobs.official.page import table
-from jobs.official.runs import first_weights, images, modules, replaced, stand_in
+from jobs.official.runs import cohorts, first_weights, images, modules, replaced, stand_in
 
-CLIENTS, IMAGES, ROUNDS, EVERY, SEEDS = 40, 6000, 10, 5, range(3)
-LR, EPOCHS, BATCH = 0.01, 5, 32
+CLIENTS, IMAGES, ROUNDS, EVERY, SEEDS = 20, 3000, 20, 5, range(3)
+FRACTION, LR, EPOCHS, BATCH = 0.2, 0.01, 5, 32
+LENET: dict[str, Any] = {"name": "lenet5", "options": {"batch_norm": True}}  # its default
 Server = Any  # of theirs
 
 
@@ -64,10 +76,15 @@ def theirs(
     settings: dict[str, Any] | None = None,
     mended: Callable[[type[Server]], type[Server]] = lambda server: server,
     optimizer: dict[str, Any] | None = None,
-    hidden: int = HIDDEN,
+    model: dict[str, Any] = MODEL,
+    selected: Sequence[np.ndarray] | None = None,
     **common: Any,
 ) -> Server:
-    """Their server of the file `name` after all rounds. settings: of the method; common: keys of that group."""
+    """Their server of the file `name` after all rounds.
+
+    settings: of the method; model: `MODEL`, with another number of neurons or none, or `LENET`; selected: ids of the
+    clients in each round, None for those that it draws; common: keys of that group.
+    """
     prepare(checkout)
     base, server, models, functional, datasets, omegaconf = modules(
         checkout,
@@ -79,16 +96,6 @@ def theirs(
         "omegaconf",
     )
     kind = next(of for key, of in vars(server).items() if key.lower() == f"{name}server")
-    size = clients[0].x[0].size
-
-    class Perceptron(models.DecoupledModel):  # type: ignore[misc]
-        def __init__(self, **_: Any) -> None:
-            super().__init__()
-            inner = (nn.Linear(size, hidden), nn.ReLU()) if hidden else ()
-            self.base = nn.Sequential(nn.Flatten(), *inner)
-            self.classifier = nn.Linear(hidden or size, 10)
-            vector_to_parameters(first_P.clone(), self.parameters())
-
     parts = [(client.x, client.y) for client in clients] + [(client.x_test, client.y_test) for client in clients]
     ends = np.cumsum([0, *(len(y) for _, y in parts)])
     rows = [np.arange(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
@@ -98,6 +105,11 @@ def theirs(
     separation = {"train": ids, "val": ids, "test": ids, "total": len(ids)}
 
     class Own(mended(kind)):  # type: ignore[misc]
+        def train(self) -> None:
+            if selected is not None:
+                self.client_sample_stream = [ids_M.tolist() for ids_M in selected]
+            super().train()
+
         def get_dataset(self) -> Any:
             return datasets.BaseDataset(x, y, list(range(10)))
 
@@ -112,7 +124,7 @@ def theirs(
         (place / "partition.pkl").write_bytes(pickle.dumps({"separation": separation, "data_indices": own}))
         (place / "args.json").write_text(json.dumps({"split": "sample", "monitor_window_name_suffix": ""}))
         with (
-            replaced(base, FLBENCH_ROOT=Path(folder), MODELS={"lenet5": Perceptron}),
+            replaced(base, FLBENCH_ROOT=Path(folder), MODELS={"lenet5": network(models, model, first_P, x[0].numel())}),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),
         ):
@@ -124,9 +136,32 @@ def theirs(
     return made
 
 
-def score_of(made: Server) -> float:
-    """The best accuracy of the evaluated rounds that it prints, 0..1."""
-    found = [of["all_clients"]["before"]["test"].accuracy for of in made.test_results.values()]
+def network(models: Any, model: dict[str, Any], first_P: Tensor, size: int) -> type[Any]:
+    """The class of their module `models` for this model, which begins with these weights. size: pixels of an image."""
+
+    def begin(made: nn.Module) -> None:
+        vector_to_parameters(first_P[: sum(part.numel() for part in made.parameters())].clone(), made.parameters())
+
+    class Perceptron(models.DecoupledModel):  # type: ignore[misc]
+        def __init__(self, **_: Any) -> None:
+            super().__init__()
+            hidden = model["options"]["hidden"]
+            inner = (nn.Linear(size, hidden), nn.ReLU()) if hidden else ()
+            self.base = nn.Sequential(nn.Flatten(), *inner)
+            self.classifier = nn.Linear(hidden or size, 10)
+            begin(self)
+
+    class LeNet(models.LeNet5):  # type: ignore[misc]
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            begin(self)
+
+    return LeNet if model == LENET else Perceptron
+
+
+def score_of(made: Server, stage: str) -> float:
+    """The best accuracy of the evaluated rounds that it prints, 0..1. stage: before or after fine-tuning."""
+    found = [of["all_clients"][stage]["test"].accuracy for of in made.test_results.values()]
     return float(max(found)) / 100
 
 
@@ -137,84 +172,114 @@ class Row:
     label: str
     theirs: str  # the file of their server
     ours: Any
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # of their method
     mended: Callable[[type[Server]], type[Server]] = lambda server: server
+    model: dict[str, Any] = field(default_factory=lambda: MODEL)
+    tuned: int = 0  # epochs of fine-tuning, after which theirs is scored
 
 
-def own_weights(server: type[Server]) -> type[Server]:
-    """FedALA's server whose clients have weights W and a local model each."""
-
-    class Worker(server.client_cls):  # type: ignore[misc, name-defined]
-        kept: dict[int, tuple[Any, bool, Any]]
-
-        def set_parameters(self, package: dict[str, Any]) -> None:
-            first = package["regular_model_params"]
-            self.kept = getattr(self, "kept", {})
-            self.weights, self.start_phase, state = self.kept.get(package["client_id"], (None, True, first))
-            self.model.load_state_dict(state)
-            if package["client_id"] in self.kept:
-                super().set_parameters(package)
-            else:  # in its first round a client begins with the received model
-                self.client_id, self.local_epoch = package["client_id"], package["local_epoch"]
-                self.load_data_indices()
-            if self.testing is False and package["client_id"] in self.kept:
-                self.kept[self.client_id] = (self.weights, self.start_phase, state)
-
-        def train(self, package: dict[str, Any]) -> Any:
-            result = super().train(package)
-            state = {key: value.clone() for key, value in self.model.state_dict().items()}
-            self.kept[self.client_id] = (self.weights, self.start_phase, state)
-            return result
-
-    return type("Mended", (server,), {"client_cls": Worker})
-
-
-def with_c_local(server: type[Server]) -> type[Server]:
-    """SCAFFOLD's server that stores the new c_i of the clients."""
-
-    class Mended(server):  # type: ignore[misc, valid-type]
-        def aggregate_client_updates(self, packages: dict[int, Any]) -> None:
-            super().aggregate_client_updates(packages)
-            for client, package in packages.items():
-                pairs = zip(self.c_local[client], package["c_delta"], strict=True)
-                self.c_local[client] = [c + delta for c, delta in pairs]
-
-    return Mended
-
-
+PFEDME = {"pfedme": {"lam": 15.0, "personal_lr": 0.01, "weights": "samples"}}
+APFL = {"apfl": {"alpha": 0.5}}
+FEDPROTO = {"fedproto": {"weights": "uniform", "prototypes": "running", "predict": "classifier"}}
+FEDREP = {"fedrep": {"head_epochs": 4, "local": {"epochs": 1}}}
+STEPS = {"scaffold": {"local": {"steps": 5}}}
 ROWS = (
     Row("FedAvg", "fedavg", "fedavg"),
+    Row("FedAvg, its LeNet-5", "fedavg", "fedavg", model=LENET),
+    Row("FedBN, its LeNet-5", "fedbn", {"fedbn": {"weights": "samples"}}, model=LENET),
+    Row("FedProx, `mu=1`", "fedprox", {"fedprox": {"mu": 1.0}}),
+    Row("Local", "local", "local"),
     Row("FedPer", "fedper", "fedper"),
+    Row("FedPer, first heads in theirs", "fedper", "fedper", mended=first_heads),
+    Row("FedRep", "fedrep", FEDREP),
+    Row("FedRep, first heads in theirs", "fedrep", FEDREP, mended=first_heads),
+    Row("LG-FedAvg beside our FedPer", "lgfedavg", "fedper"),
+    Row("LG-FedAvg", "lgfedavg", "lg_fedavg"),
     Row("Ditto, `pers_epoch=5`", "ditto", {"ditto": {"lam": 1.0}}, {"pers_epoch": 5}),
-    Row("APFL, `adaptive_alpha=0`", "apfl", {"apfl": {"alpha": 0.5}}, {"adaptive_alpha": 0}),
-    Row("FedProto", "fedproto", {"fedproto": {"weights": "uniform", "prototypes": "running", "predict": "classifier"}}),
-    Row("MOON", "moon", {"moon": {"mu": 5.0, "tau": 0.5, "first": "initial"}}),
-    Row("FedALA", "fedala", {"fedala": {"layers": 1}}),
-    Row("FedALA, own W and v in theirs", "fedala", {"fedala": {"layers": 1}}, mended=own_weights),
-    Row("pFedMe", "pfedme", {"pfedme": {"lam": 15.0, "personal_lr": 0.01, "weights": "samples"}}),
-    Row("SCAFFOLD, of 5 batches a round", "scaffold", {"scaffold": {"local": {"steps": 5}}}),
-    Row("SCAFFOLD, c_i stored in theirs", "scaffold", {"scaffold": {"local": {"steps": 5}}}, mended=with_c_local),
+    Row("APFL, `adaptive_alpha=0`", "apfl", APFL, {"adaptive_alpha": 0}),
+    Row("APFL, one step of w in theirs", "apfl", APFL, {"adaptive_alpha": 0}, w_in_one_step),
+    Row("APFL, and mixed parameters", "apfl", APFL, {"adaptive_alpha": 0}, mixed_parameters),
+    Row("pFedMe", "pfedme", PFEDME),
+    Row("pFedMe, theta stored in theirs", "pfedme", PFEDME, mended=stored_theta),
+    Row("pFedMe, and from w at each batch", "pfedme", PFEDME, mended=theta_of_the_paper),
+    Row("FedProto", "fedproto", FEDPROTO),
+    Row("FedALA", "fedala", "fedala"),
+    Row("FedALA, own W and v in theirs", "fedala", "fedala", mended=own_weights),
+    Row("FedPAC", "fedpac", {"fedpac": {"local": {"epochs": 4}}}),
+    Row("FedBABU, fine-tuned for 5 epochs", "fedbabu", {"fedbabu": {"weights": "samples", "tune_lr": None}}, tuned=5),
+    Row("FedRoD", "fedrod", {"fedrod": {"start": "copy"}}),
+    Row("FedRoD, average received in theirs", "fedrod", {"fedrod": {"start": "copy"}}, mended=received),
+    Row("FedRoD, and both heads", "fedrod", {"fedrod": {"start": "copy"}}, mended=with_both_heads),
+    Row("MOON", "moon", "moon"),
+    Row("SCAFFOLD, of 5 batches a round", "scaffold", STEPS),
+    Row("SCAFFOLD, c_i stored in theirs", "scaffold", STEPS, mended=with_c_local),
 )
 
 HEAD = f"""## Measured beside FL-bench
 
 [KarhouTam/FL-bench](https://github.com/KarhouTam/FL-bench), commit 06e658b: its servers, clients and metrics as they
 are, on {IMAGES:,} images of MNIST that its `dirichlet` divides among {CLIENTS} clients (alpha 0.1). Multilayer
-perceptron with {HIDDEN} hidden neurons, {ROUNDS} rounds, tests after each {EVERY}th; otherwise its defaults: 10 % of
-the clients, E = {EPOCHS}, B = {BATCH}, lr {LR}. Three seeds, in both codes from the same first weights; the cohorts
-differ. Ours: `protocol: fl_bench`, with the same samples. Columns as above.
+perceptron with {HIDDEN} hidden neurons, {ROUNDS} rounds of {FRACTION:.0%} of the clients (its default: 10 %), tests
+after each {EVERY}th; otherwise its defaults: E = {EPOCHS}, B = {BATCH}, lr {LR}. Three seeds, in both codes from the
+same first weights and with the same cohorts; the order of samples differs. Ours: `protocol: fl_bench`, with the same
+samples. Columns as above.
 """
 
 
 def section(checkout: Path) -> str:
     clients = divided(checkout)
-    runs: dict[str, dict[str, np.ndarray]] = {}  # ours, which several rows may share
+    sections = {"evaluation": {"every": EVERY}, "cohort": {"fraction": FRACTION}}
+    runs: dict[str, float] = {}  # which several rows may share
 
     def scores(row: Row, seed: int) -> tuple[float, float]:
-        key, first_P = f"{row.ours} {seed}", first_weights(MODEL, 10, seed)
+        key = f"{row.theirs} {row.settings} {row.mended.__qualname__} {row.model} {seed}"
+        own = f"{row.ours} {row.model} {seed}"
         if key not in runs:
-            runs[key] = ours("fl_bench", clients, seed, ROUNDS, row.ours, MODEL, evaluation={"every": EVERY})
-        found = theirs(checkout, row.theirs, clients, first_P, seed, row.settings, row.mended)
-        return score_of(found), runs[key]["best"][-1]
+            made = theirs(
+                checkout,
+                row.theirs,
+                clients,
+                first_weights(row.model, 10, seed),
+                seed,
+                row.settings,
+                row.mended,
+                model=row.model,
+                selected=cohorts(len(clients), seed, FRACTION, ROUNDS),
+                join_ratio=FRACTION,
+                test={"client": {"interval": EVERY, "finetune_epoch": row.tuned}},
+            )
+            runs[key] = score_of(made, "after" if row.tuned else "before")
+        if own not in runs:
+            found = ours("fl_bench", clients, seed, ROUNDS, row.ours, row.model, **sections)
+            runs[own] = found["best"][-1]
+        return runs[key], runs[own]
 
-    return "\n".join([HEAD, *table(*side_by_side("FL-bench", ROWS, SEEDS, scores))])
+    return "\n".join([HEAD, *table(*side_by_side("FL-bench", ROWS, SEEDS, scores)), *facts(checkout, clients)])
+
+
+def facts(checkout: Path, clients: Sequence[Client]) -> list[str]:
+    """Lines on runs of two rounds."""
+    first_P = first_weights(MODEL, 10, 0)
+
+    def made(name: str) -> Server:
+        return theirs(checkout, name, clients, first_P, 0, global_epoch=2, test={"client": {"interval": -1}})
+
+    def row(tensors: Iterable[Tensor]) -> Tensor:
+        return parameters_to_vector([tensor.detach() for tensor in tensors])
+
+    rod, pfedme, scaffold = made("fedrod"), made("pfedme"), made("scaffold")
+    worker, average_P = rod.trainer.worker, row(rod.public_model_params.values())
+    before_P = row(worker.model.generic_model.parameters())
+    worker.set_parameters(rod.package(0))
+    loaded_P = row(worker.model.generic_model.parameters())
+    loads = "no number" if torch.equal(before_P, loaded_P) else "some numbers"
+    stored = [row(theta.values()) for theta in pfedme.clients_personalized_model_params.values()]
+    moved = max(float((theta_P - first_P).norm()) for theta_P in stored)
+    c_i = max(float(row(parts).norm()) for parts in scaffold.c_local)
+    return [
+        f"- FedRoD: receiving the average changes {loads} of the worker's generic model, which is "
+        f"{float((loaded_P - average_P).norm()):.2g} from it.",
+        f"- pFedMe: the stored theta_i are {moved:g} from the first model.",
+        f"- SCAFFOLD: the norms of all c_i are {c_i:g}, that of c is {float(row(scaffold.c_global).norm()):.2g}.",
+        "",
+    ]

@@ -117,7 +117,41 @@ class Row:
     mended: Callable[[type[Server]], type[Server]] = lambda server: server
     scores: Callable[[Server], np.ndarray] = scores_of
     metric: str = "best"  # of ours
+    rounds: int = ROUNDS  # of ours
     sections: dict[str, Any] = field(default_factory=dict)  # of ours
+
+
+def with_gradient(server: type[Server]) -> type[Server]:
+    """FedAMP's server whose clients are attracted by u_i, lambda / (2 alpha) ||w - u_i||^2."""
+
+    def train(client: Any) -> None:
+        client.model.train()
+        pull = client.lamda / client.alphaK
+        for _ in range(client.local_epochs):
+            for x, y in client.load_train_data():
+                client.optimizer.zero_grad()
+                client.loss(client.model(x), y).backward()
+                for w, u in zip(client.model.parameters(), client.client_u.parameters(), strict=True):
+                    w.grad += pull * (w.detach() - u.detach())
+                client.optimizer.step()
+
+    return of_clients(server, train=train)
+
+
+def at_most_one(server: type[Server]) -> type[Server]:
+    """The same, and weights xi_ij that add up to more than 1 are divided by their sum."""
+
+    class Scaled(with_gradient(server)):  # type: ignore[misc]
+        def set_clients(self, kind: type[Any]) -> None:
+            def set_parameters(client: Any, others: nn.Module, own: Tensor) -> None:
+                with torch.no_grad():
+                    for part in others.parameters():
+                        part /= (1 - own).clamp(min=1)
+                kind.set_parameters(client, others, own.clamp(min=0))
+
+            super().set_clients(type("Client", (kind,), {"set_parameters": set_parameters}))
+
+    return Scaled
 
 
 def copied_heads(server: type[Server]) -> type[Server]:
@@ -159,9 +193,15 @@ def theta_of_the_paper(server: type[Server]) -> type[Server]:
                     w.data -= client.lamda * client.learning_rate * (w.data - theta)
         client.update_parameters(client.model, client.local_params)
 
+    return of_clients(server, train=train)
+
+
+def of_clients(server: type[Server], **functions: Callable[..., None]) -> type[Server]:
+    """The server whose clients have these functions in the place of theirs."""
+
     class Mended(server):  # type: ignore[misc, valid-type]
         def set_clients(self, kind: type[Any]) -> None:
-            super().set_clients(type("Client", (kind,), {"train": train}))
+            super().set_clients(type("Client", (kind,), functions))
 
     return Mended
 
@@ -214,6 +254,7 @@ def tuned(made: Server) -> np.ndarray:
 
 PAC = {"lam": 1.0, "head_lr": LR}
 PFEDME = {"lam": 1.0, "inner_steps": 5, "personal_lr": 0.01, "eta": LR, "mu": 0.0, "weights": "samples"}
+BABU = {"fedbabu": {"weights": "samples"}}
 TUNED = {"evaluation": {"tuned_epochs": 10, "reported": {"fedbabu": "tuned"}}}
 ROWS = (
     Row("FedAvg", "FedAvg", {}, "fedavg"),
@@ -233,12 +274,12 @@ ROWS = (
     Row("FedPAC, and in the order of their weights", "FedPAC", {}, {"fedpac": PAC}, mended=in_order),
     Row("SCAFFOLD", "SCAFFOLD", {}, "scaffold"),
     Row("MOON, `-mu 1`", "MOON", {"mu": 1.0}, {"moon": {"mu": 1.0, "tau": 1.0, "first": "initial"}}),
-    Row("FedAMP beside ours", "FedAMP", {}, "fedamp"),
     Row("FedAMP beside our Local", "FedAMP", {}, "local"),
-    Row("FedBABU, fine-tuned", "FedBABU", {}, {"fedbabu": {"weights": "samples"}}, scores=tuned, metric="reported",
-        sections=TUNED),
-    Row("FedBABU, average sent before", "FedBABU", {}, {"fedbabu": {"weights": "samples"}}, sent_before_tuning, tuned,
-        "reported", TUNED),
+    Row("FedAMP beside ours", "FedAMP", {}, "fedamp"),
+    Row("FedAMP, a term with a gradient in theirs", "FedAMP", {}, "fedamp", with_gradient),
+    Row("FedAMP, and weights of at most 1", "FedAMP", {}, "fedamp", at_most_one),
+    Row("FedBABU, fine-tuned", "FedBABU", {}, BABU, scores=tuned, metric="reported", rounds=ROUNDS + 1, sections=TUNED),
+    Row("FedBABU, average sent before", "FedBABU", {}, BABU, sent_before_tuning, tuned, "reported", ROUNDS + 1, TUNED),
 )  # fmt: skip
 
 HEAD = f"""## Measured beside PFLlib
@@ -252,14 +293,6 @@ standard deviation over the seeds; noise: the half-width of the 95 % interval of
 """
 
 
-EARLY, EARLY_SHARE = 2, 0.1
-EARLY_HEAD = f"""### The first {EARLY} rounds
-
-All methods, seed 0, each client with {EARLY_SHARE:.0%} of its samples: the accuracy after each round. pFedMe and
-FedPAC as they are differ from ours; the rows below them mend theirs in memory, one thing after another.
-"""
-
-
 def section(checkout: Path) -> str:
     clients = shipped(checkout)
     runs: dict[str, Any] = {}  # which several rows may share
@@ -270,25 +303,13 @@ def section(checkout: Path) -> str:
             first_P = first_weights(MODEL, 10, seed)
             runs[key] = theirs(checkout, row.theirs, clients, first_P, seed, row.settings, row.mended)
         if own not in runs:
-            runs[own] = ours("pfllib", clients, seed, ROUNDS, row.ours, MODEL, **row.sections)
+            runs[own] = ours("pfllib", clients, seed, row.rounds, row.ours, MODEL, **row.sections)
         return row.scores(runs[key])[-ROUNDS:].max(), runs[own][row.metric][-1]
 
     rows = side_by_side("PFLlib", ROWS, SEEDS, scores)
     sizes = [len(client.y) for client in clients]
     head = HEAD.replace("SIZES", f"{min(sizes)} to {max(sizes)}")
-    return "\n".join([head, *table(*rows), *facts(checkout, clients), EARLY_HEAD, *early(checkout)])
-
-
-def early(checkout: Path) -> list[str]:
-    """The table of the first rounds."""
-    clients, first_P = shipped(checkout, EARLY_SHARE), first_weights(MODEL, 10, 0)
-    rows = [["method", "PFLlib", "ours"]]
-    for row in ROWS:
-        settings = row.settings | {"global_rounds": EARLY}
-        found = row.scores(theirs(checkout, row.theirs, clients, first_P, 0, settings, row.mended))[-EARLY:]
-        own = ours("pfllib", clients, 0, EARLY, row.ours, MODEL, **row.sections)["reported"][-len(found) :]
-        rows.append([row.label, *(", ".join(f"{score:.3f}" for score in scores) for scores in (found, own))])
-    return table(*rows)
+    return "\n".join([head, *table(*rows), *facts(checkout, clients)])
 
 
 def facts(checkout: Path, clients: Sequence[Client]) -> list[str]:
@@ -296,7 +317,7 @@ def facts(checkout: Path, clients: Sequence[Client]) -> list[str]:
     first_P = first_weights(MODEL, 10, 0)
 
     def made(name: str, **settings: float) -> Server:
-        return theirs(checkout, name, clients, first_P, 0, {"global_rounds": EARLY, **settings})
+        return theirs(checkout, name, clients, first_P, 0, {"global_rounds": 2, **settings})
 
     rows = [
         torch.stack([parameters_to_vector(client.model.parameters()) for client in made("FedAMP", lamda=lam).clients])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from jobs.coming_from.fl_bench import prepare, theirs, with_c_local
+from jobs.coming_from.fl_bench import prepare, theirs
+from jobs.coming_from.fl_bench_mended import with_c_local
 from jobs.coming_from.measured import Client
 from jobs.official.page import table
 from jobs.official.runs import images
@@ -49,7 +50,7 @@ def limit(
         None,
         mended,
         {"lr": 0.5, "weight_decay": 0.02},
-        0,
+        {"name": "mlp", "options": {"hidden": 0}},
         join_ratio=1.0,
         local_epoch=steps,
         batch_size=40,

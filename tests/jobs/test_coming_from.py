@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from cfl_ray import Experiment
 from cfl_ray.methods import resolve
-from jobs.coming_from import fl_bench, measured, pfllib, rules
+from jobs.coming_from import fl_bench, fl_bench_mended, measured, pfllib, rules
 
 
 def test_a_difference_is_compared_with_the_noise_of_the_seeds():
@@ -60,3 +61,61 @@ def test_each_rule_changes_the_experiment():
 
     hashes = [of(changes) for changes in rules.RULES.values()]
     assert len(set(hashes)) == len(rules.RULES) == 9
+
+
+class Given:
+    """A server of FL-bench as far as the repairs below call it."""
+
+    client_cls = object
+
+    def __init__(self):
+        self.public_model_params = {"base.weight": torch.zeros(2), "classifier.weight": torch.tensor([1.0, 2.0])}
+        self.c_local = [[torch.zeros(2)], [torch.ones(2)]]
+        self.init_model()
+
+    def init_model(self):
+        pass
+
+    def get_client_model_params(self, client_id):
+        own = {"classifier.weight": torch.full((2,), 9.0)} if client_id == 1 else {}
+        return {"regular_model_params": dict(self.public_model_params), "personal_model_params": own}
+
+    def aggregate_client_updates(self, packages):
+        self.public_model_params = {name: value + 5 for name, value in self.public_model_params.items()}
+
+
+def test_clients_without_a_head_begin_with_the_first_one():
+    """The average of the heads has moved by 5; the body is the average. A client with a head keeps it."""
+    server = fl_bench_mended.first_heads(Given)()
+    server.aggregate_client_updates({})
+    new, old = (server.get_client_model_params(client)["regular_model_params"] for client in (0, 1))
+    assert new["classifier.weight"].tolist() == [1, 2] and new["base.weight"].tolist() == [5, 5]
+    assert old["classifier.weight"].tolist() == [6, 7]
+
+
+def test_control_variates_are_stored():
+    """c_i + (c_i+ - c_i) of the clients of the round."""
+    server = fl_bench_mended.with_c_local(Given)()
+    server.aggregate_client_updates({1: {"c_delta": [torch.tensor([0.5, -3.0])]}})
+    assert [c_i[0].tolist() for c_i in server.c_local] == [[0, 0], [1.5, -2.0]]
+
+
+def test_weights_of_fedamp_add_up_to_one():
+    """Weights of others of 6 are divided by 6, and the own one is 0; of 0.5 they stay."""
+    seen = []
+
+    class Client:
+        def set_parameters(self, others, own):
+            seen.append((others.weight.item(), own.item()))
+
+    class Server:
+        def set_clients(self, kind):
+            self.kind = kind
+
+    server = pfllib.at_most_one(Server)()
+    server.set_clients(Client)
+    for total in (6.0, 0.5):
+        others = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(others.weight, 12.0)
+        server.kind().set_parameters(others, torch.tensor(1 - total))
+    assert seen == [(2.0, 0.0), (12.0, 0.5)]

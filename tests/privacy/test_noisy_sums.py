@@ -41,7 +41,7 @@ REFUSED = {
     "feddrift": READS.format("further numbers"),
     "fedgwc": READS.format("the losses of local steps"),
     "fednova": READS.format("further numbers"),
-    "fedrc": READS.format("further numbers"),
+    "fedrc": READS.format("the label masses that clients report"),
     "fedsoft": READS.format("further numbers"),
     "pfedgraph": READS.format("the models"),
     "fedpac": READS.format("the heads"),

@@ -25,7 +25,7 @@ from cfl_ray.results.comparison import (
     values_of,
 )
 from cfl_ray.results.results import MethodResult
-from cfl_ray.results.significance import pairs_in_words
+from cfl_ray.results.significance import holm, pairs_in_words
 from cfl_ray.tracking import RoundRecord
 
 
@@ -201,6 +201,19 @@ def test_a_method_with_fewer_seeds_keeps_no_other_one_from_the_test():
     frame = table_of(found_of(one=[0.95], low=low, high=high), ["accuracy"])
     assert frame["p"].isna().tolist() == [True, False, True]
     assert frame["p"][1] == pytest.approx(ttest_rel(low, high).pvalue)
+
+
+def test_methods_are_tested_against_a_named_one():
+    """The best method, high, is tested, too; an experiment without the named method has no test."""
+    low, middle, high = [0.1, 0.2, 0.4], [0.3, 0.1, 0.5], [0.6, 0.9, 0.7]
+    found = found_of(low=low, middle=middle, high=high) | {("f", "low"): {0: {"accuracy": 0.5}}}
+    frame = table_of(found, ["accuracy"], against="middle")
+    expected = [ttest_rel(low, middle).pvalue, np.nan, ttest_rel(high, middle).pvalue, np.nan]
+    assert frame["p"].tolist() == pytest.approx(expected, nan_ok=True) and frame["effect"][2] > 0
+    corrected = table_of(found, ["accuracy"], correction="holm", against="middle")
+    assert corrected["p"][:3].tolist() == pytest.approx(holm(expected[:3]), nan_ok=True)
+    with pytest.raises(ConfigError, match="no run is of the method 'midle'.*did you mean 'middle'"):
+        table_of(found, ["accuracy"], against="midle")
 
 
 @pytest.mark.filterwarnings("error")
