@@ -1,4 +1,4 @@
-"""Methods whose clients predict with mixtures of the cluster models, and their states."""
+"""Programs of clients that mix the cluster models, methods whose clients predict with mixtures, and their states."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
